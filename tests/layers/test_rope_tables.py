@@ -121,6 +121,12 @@ def test_transformers_computes_the_same():
     ("args", "options", "kind", "message"),
     [
         ((-1, 8), {}, ValueError, "length = -1; it is 0 or more"),
+        ((2**31, 0), {}, ValueError, "length = 2147483648; it is 0 or more, at most 2147483647"),
+        ((2**63, 64), {}, ValueError, "length = 9223372036854775808; it is 0 or more"),
+        ((2**64, 64), {}, ValueError, "length = 18446744073709551616; it is 0 or more"),
+        ((10**5000, 64), {}, ValueError, "length = .*; it is 0 or more"),
+        ((4, 2**63), {}, ValueError, "rotary_dim = 9223372036854775808; it is even, 0 or more"),
+        ((4, 2**64), {}, ValueError, "rotary_dim = 18446744073709551616; it is even"),
         ((1.5, 8), {}, TypeError, "length is 1.5, a float"),
         ((4, 7), {}, ValueError, "rotary_dim = 7; it is even"),
         ((4, "8"), {}, TypeError, "rotary_dim is '8'"),
@@ -135,6 +141,11 @@ def test_transformers_computes_the_same():
         ((4, 8), {"scaling": Llama3Scaling(8, 4, 4)}, ValueError, "high_freq_factor = 4; it is"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 32)}, ValueError, "beta_fast = 1; it is at"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 1), "dtype": "float64"}, None, ""),
+        ((4, 8), {"scaling": NTKScaling(1e300)}, ValueError, "NTKScaling.*angles of 4 positions"),
+        ((4, 8), {"scaling": LinearScaling(1e-308)}, ValueError, "angles of 4 positions are fin"),
+        ((4, 8), {"scaling": LinearScaling(1e-320)}, ValueError, "angles of 4 positions are fin"),
+        ((4, 8), {"scaling": YarnScaling(4, 9, 1e-320, 1e-320)}, ValueError, "angles of 4 posit"),
+        ((4, 8), {"scaling": YarnScaling(4, 9, 1e308)}, ValueError, "angles of 4 positions are"),
     ],
 )  # fmt: skip
 def test_bad_input(args, options, kind, message):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.numbers import integer, real
@@ -19,6 +20,8 @@ from cupyattn.reference.layers.rope_tables import (
     YarnScaling,
 )
 
+_MOST = 2**31 - 1
+"""Positions, and features: kernels count in int32."""
 _SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling)
 
 
@@ -35,9 +38,9 @@ def rope_tables(
     Parameters
     ----------
     length : int
-        Positions, from 0 on.
+        Positions, from 0 on: at most 2**31 - 1.
     rotary_dim : int
-        R, the number of features that are rotated: even.
+        R, the number of features that are rotated: even, less than 2**31.
     base : float
         Pair m turns by ``base ** (-2 m / R)`` from one position to the next.
     scaling : LinearScaling, NTKScaling, YarnScaling or Llama3Scaling, optional
@@ -55,8 +58,8 @@ def rope_tables(
     TypeError
         For numbers, a scaling or a dtype of another kind.
     ValueError
-        For a negative length, an odd rotary_dim, a base that is not above 1, or a scaling whose
-        numbers make no sense.
+        For a length or a rotary_dim that is negative or too large, an odd rotary_dim, a base that
+        is not above 1, a scaling whose numbers make no sense, or angles that are not finite.
 
     Notes
     -----
@@ -76,11 +79,16 @@ def rope_tables(
     """
     length, rotary_dim = integer("length", length), integer("rotary_dim", rotary_dim)
     base = real("base", base)
-    _require(length >= 0, f"length = {length}", "it is 0 or more", "pass how many positions")
     _require(
-        rotary_dim >= 0 and rotary_dim % 2 == 0,
-        f"rotary_dim = {rotary_dim}",
-        "it is even, 0 or more: features turn in pairs",
+        0 <= length <= _MOST,
+        f"length = {shown(length)}",
+        f"it is 0 or more, at most {_MOST}",
+        "pass how many positions",
+    )
+    _require(
+        0 <= rotary_dim <= _MOST and rotary_dim % 2 == 0,
+        f"rotary_dim = {shown(rotary_dim)}",
+        f"it is even, 0 or more, at most {_MOST}: features turn in pairs",
         "pass the number of features that are rotated",
     )
     _require(
@@ -90,10 +98,26 @@ def rope_tables(
         "pass the model's, 10000.0 most often",
     )
     _check_scaling(scaling)
+    _require(
+        math.isfinite(_largest_angle(length, rotary_dim, base, scaling)),
+        f"base = {base} with scaling = {shown(scaling)}",
+        f"angles of {length} positions are finite numbers",
+        "pass the model's",
+    )
     kind = float_dtype(dtype)
     exact = reference.rope_tables(length, rotary_dim, base=base, scaling=scaling)
     cos, sin = (round_into(None, table, kind) for table in exact)
     return cos, sin
+
+
+def _largest_angle(length: int, rotary_dim: int, base: float, scaling: RopeScaling | None) -> float:
+    """Return the largest angle of a table; inf for frequencies that no float holds."""
+    try:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            found = reference.rope_frequencies(rotary_dim, base=base, scaling=scaling)
+            return float(max(length - 1, 1) * found.max(initial=0.0))
+    except (OverflowError, ValueError):  # as Python's own arithmetic refuses them
+        return math.inf
 
 
 def _check_scaling(scaling: Any) -> None:
