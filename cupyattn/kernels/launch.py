@@ -9,6 +9,7 @@ from typing import Any
 from cupyattn.errors import error
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.kernels.structs.record import beyond
 
 MAX_GRID_X = 2**31 - 1
 
@@ -54,6 +55,8 @@ def typed(spec: KernelSpec, arguments: Sequence[Any]) -> list[Any]:
     ------
     TypeError
         If they do not fit.
+    ValueError
+        If an integer is beyond its C type.
     """
     if len(arguments) != len(spec.parameters):
         raise TypeError(
@@ -124,10 +127,22 @@ def _checks(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[tuple[int, _Coerci
         if isinstance(parameter, Pointer):
             required += [] if parameter.optional else [index]
         elif isinstance(parameter, Scalar):
-            by_value.append((index, parameter.dtype.type))
+            by_value.append((index, _number(parameter)))
         else:
             by_value.append((index, _struct_check(spec.entry, parameter)))
     return tuple(required), tuple(by_value)
+
+
+def _number(parameter: Scalar) -> _Coercion:
+    kind = parameter.dtype.type
+
+    def number(value: Any) -> Any:
+        try:
+            return kind(value)
+        except OverflowError:
+            raise beyond(parameter.name, value, parameter.dtype) from None
+
+    return number
 
 
 def _struct_check(entry: str, parameter: Struct) -> _Coercion:

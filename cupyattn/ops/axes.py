@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from cupyattn.errors import error
+from cupyattn.kernels.structs.record import record
 from cupyattn.kernels.structs.walks import ELEMENTS_AXES, OUTER_AXES, elements_params, rows_params
 
 Strides = tuple[int, ...]
@@ -60,7 +59,7 @@ def row_params(
     shape, merged = merge_axes(rows, [*arrays.values()])
     _require_few(len(shape), OUTER_AXES, rows, arrays, shown_as)
     missing = OUTER_AXES - len(shape)
-    params = np.zeros((), rows_params(len(arrays)))
+    params = record(rows_params(len(arrays)))
     params["shape"] = shape + (1,) * missing
     params["strides"] = [axes + (0,) * missing for axes in merged]
     params["rows"] = math.prod(rows)
@@ -84,7 +83,7 @@ def walk_params(
     """
     _require_few(len(shape), ELEMENTS_AXES, shape, arrays, shown_as)
     missing = ELEMENTS_AXES - len(shape)
-    params = np.zeros((), elements_params(len(arrays)))
+    params = record(elements_params(len(arrays)))
     params["shape"] = (1,) * missing + shape
     params["strides"] = [(0,) * missing + axes for axes in arrays.values()]
     params["length"], params["rows"], params["units"] = length, math.prod(shape), units

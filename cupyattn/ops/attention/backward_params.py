@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Layout
 from cupyattn.kernels.structs.attention import BACKWARD_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, row_strides, score_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -38,7 +37,7 @@ def backward_params(
         See the struct.
     """
     layouts = problem.layouts
-    params = np.zeros((), BACKWARD_PARAMS)
+    params = record(BACKWARD_PARAMS)
     params["attention"] = attention_params(problem, layouts)
     itemsize = problem.dtype.itemsize
     params["dout"] = row_strides(layouts["dout"].strides, itemsize)

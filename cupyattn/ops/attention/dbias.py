@@ -11,6 +11,7 @@ from cupyattn.arrays import Layout, contiguous
 from cupyattn.kernels.configs.attention.tensor_core import passes
 from cupyattn.kernels.configs.attention.tensor_core.backward_summed_dbias import SummedDbiasConfig
 from cupyattn.kernels.structs.attention import DBIAS_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.plan import Step
@@ -65,7 +66,7 @@ def shared_out(
 def sum_step(problem: AttentionProblem, dbias: Layout, scratch: Layout, accumulate: bool) -> Step:
     """Return the launch that sums the scratch to dbias."""
     shape = four_axes(dbias.shape)
-    params = np.zeros((), DBIAS_PARAMS)
+    params = record(DBIAS_PARAMS)
     params["shape"] = shape
     params["repeats"] = [
         1 if items == extent else extent for items, extent in zip(shape, scratch.shape, strict=True)

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.card import Card
@@ -18,6 +16,7 @@ from cupyattn.kernels.configs.attention import decode
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.attention import DECODE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params
@@ -201,7 +200,7 @@ def _params(
     ctas: int,
 ) -> Any:
     """Fill the C struct DecodeParams."""
-    params = np.zeros((), DECODE_PARAMS)
+    params = record(DECODE_PARAMS)
     params["attention"] = attention_params(problem, results)
     for name, value in fields.items():
         params[name] = value

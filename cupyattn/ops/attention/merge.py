@@ -21,6 +21,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.merge import ROWS, VEC, merge
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.attention import MERGE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.params import row_strides, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE
 from cupyattn.ops.checks import (
@@ -133,7 +134,7 @@ def _plan(problem: MergeProblem) -> Plan:
     require_item_alignment(problem.layouts, problem.starts)
     outputs = {"out": problem.out, "lse": problem.lse}
     layouts = {name: contiguous(*output) for name, output in outputs.items()} | problem.layouts
-    params = np.zeros((), MERGE_PARAMS)
+    params = record(MERGE_PARAMS)
     vec = VEC if problem.out.shape[-1] % VEC == 0 else 1
     for name in (*_OUTS, "out"):
         layout = layouts[name]

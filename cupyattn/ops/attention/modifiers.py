@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.compile import CompilationError
@@ -32,6 +30,7 @@ from cupyattn.kernels.configs.attention.modifiers import (
 )
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.source import NAMED
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
 from cupyattn.ops.plan import Plan, run
 
@@ -196,7 +195,7 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
     struct = None if modifiers is None else modified_strides(modifiers)
     if struct is None:
         return ()
-    strides = np.zeros((), struct.dtype)
+    strides = record(struct.dtype)
     for name in struct.dtype.names or ():
         if name in (BLOCK_LISTS.name, BLOCK_STATES.name):
             batch, heads, rows, columns = layouts[BLOCK_MASK].shape

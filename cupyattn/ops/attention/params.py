@@ -18,6 +18,7 @@ from cupyattn.kernels.structs.attention import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
@@ -36,7 +37,7 @@ _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
 
 def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
     """Fill the C struct AttentionParams, all but the seed; `results` are out and perhaps lse."""
-    params = np.zeros((), ATTENTION_PARAMS)
+    params = record(ATTENTION_PARAMS)
     for name in ("q", "k", "v"):
         layout = problem.layouts[name]
         params[name] = row_strides(layout.strides, layout.dtype.itemsize)
@@ -63,7 +64,7 @@ def forward_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> 
     attention = attention_params(problem, results)
     if not isinstance(problem, PackedProblem):
         return attention
-    params = np.zeros((), VARLEN_PARAMS)
+    params = record(VARLEN_PARAMS)
     params["attention"] = attention
     _fill_packed(params["packed"], problem)
     return params[()]
@@ -73,7 +74,7 @@ def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
     """Return the C struct of the backward kernels: BackwardParams, or VarlenBackwardParams."""
     if not isinstance(problem, PackedProblem):
         return backward
-    params = np.zeros((), VARLEN_BACKWARD_PARAMS)
+    params = record(VARLEN_BACKWARD_PARAMS)
     params["backward"] = backward
     _fill_packed(params["packed"], problem)
     return params[()]

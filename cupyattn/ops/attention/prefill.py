@@ -6,8 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.card import Card
@@ -17,6 +15,7 @@ from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.attention import PAGED_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.layouts import require_lengths, score_options
@@ -109,7 +108,7 @@ def _tiles(problem: DecodeProblem, tile_q: int) -> int:
 
 def _params(problem: DecodeProblem, results: dict[str, Layout]) -> Any:
     """Fill the C struct PagedParams."""
-    params = np.zeros((), PAGED_PARAMS)
+    params = record(PAGED_PARAMS)
     params["attention"] = attention_params(problem.attention, results)
     if problem.packed:
         params["cu_seqlens_q"] = batch_integers(problem.layouts["cu_seqlens_q"])

@@ -9,13 +9,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import rotary
 from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rotation
 from cupyattn.kernels.structs.attention import ROTARY_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -152,7 +151,7 @@ def _step(
             f"a launch that rotates them has at most {_MOST_THREADS} threads, here {sum(threads)}",
             "split the batch over several calls",
         )
-    params = np.zeros((), ROTARY_PARAMS)
+    params = record(ROTARY_PARAMS)
     for i, name in enumerate(both):
         for field, layout in (("x", sources[name]), ("out", targets[name])):
             params[field][i] = row_strides(layout.strides, layout.dtype.itemsize)

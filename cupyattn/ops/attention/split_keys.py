@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.attention import SPLIT_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.layouts import score_options
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
@@ -138,7 +137,7 @@ def split_plan(
     outputs: Outputs,
 ) -> Plan:
     """Plan both kernels: each part of the keys, then the sum of the parts of each row."""
-    params = np.zeros((), SPLIT_PARAMS)
+    params = record(SPLIT_PARAMS)
     params["attention"] = attention_params(problem, result_layouts(problem, outputs))
     params["splits"], params["least_keys"] = splits, LEAST_KEYS
     params["batch"] = problem.batch

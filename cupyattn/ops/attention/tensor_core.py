@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.tensor_core import forward
@@ -18,6 +16,7 @@ from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
 )
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.structs.attention import ROTARY_TABLES
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
@@ -113,7 +112,7 @@ def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
 
 def _tables(problem: AttentionProblem) -> Any:
     """Fill the C struct RotaryTables."""
-    tables = np.zeros((), ROTARY_TABLES)
+    tables = record(ROTARY_TABLES)
     tables["length"], tables["half"] = problem.layouts["cos"].shape
     for name in ("cos", "sin"):
         layout = problem.layouts[name]

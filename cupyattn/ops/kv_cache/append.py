@@ -6,8 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Operands
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
@@ -19,6 +17,7 @@ from cupyattn.kernels.configs.kv_cache import (
 )
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.kv_cache import APPEND_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.append_problem import TABLES, AppendProblem
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES
@@ -89,7 +88,7 @@ def _launch(problem: AppendProblem) -> AppendLaunch:
 
 def _params(problem: AppendProblem) -> Any:
     layouts, caches = problem.layouts, problem.caches
-    params = np.zeros((), APPEND_PARAMS)
+    params = record(APPEND_PARAMS)
     for name in ("q", "k", "v", *CACHES):
         if name in layouts:
             params[name] = slot_strides(layouts[name])

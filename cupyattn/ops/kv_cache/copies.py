@@ -13,6 +13,7 @@ from cupyattn.errors import error
 from cupyattn.kernels.configs.kv_cache import COPY_THREADS, WORDS, specialise_copies
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.kv_cache import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import require_item_alignment
 from cupyattn.ops.kv_cache.copies_problem import WRITTEN, CopiesProblem, Pairs
@@ -93,7 +94,7 @@ def _launches(problem: CopiesProblem) -> Launches:
         for word in WORDS
         if all(each.fits(starts[name], word) for name, each in blocks.items())
     )
-    params = np.zeros((), COPY_BLOCKS_PARAMS)
+    params = record(COPY_BLOCKS_PARAMS)
     params["shape"] = 1
     params["src"] = params["dst"] = -1
     threads = 0

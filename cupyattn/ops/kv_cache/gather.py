@@ -6,14 +6,13 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays import Array, Layout, Operands, contiguous
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.kv_cache import THREADS, specialise_gather, stored_bytes
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.kv_cache import GATHER_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES
 from cupyattn.ops.kv_cache.gather_problem import RESULTS, GatherProblem
@@ -65,7 +64,7 @@ def _plan(problem: GatherProblem) -> Plan:
 
 
 def _params(problem: GatherProblem, layouts: dict[str, Layout]) -> Any:
-    params = np.zeros((), GATHER_PARAMS)
+    params = record(GATHER_PARAMS)
     for name in (*CACHES, *RESULTS):
         params[name] = slot_strides(layouts[name])
     for name in SCALES:

@@ -15,6 +15,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import global_norm as configs
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.layers import NORM_ARRAYS, NORM_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
     CPU_FLOATS,
@@ -153,7 +154,7 @@ def _plan(problem: NormProblem) -> Plan:
 def _partials(dtype: str, vec: int, arrays: list[tuple[str, Rows]], before: int) -> Step:
     """Make the launch that sums the squares of up to eight arrays."""
     unit = configs.THREADS * configs.loads(vec) * vec
-    params = np.zeros((), NORM_PARAMS)
+    params = record(NORM_PARAMS)
     ends: list[int] = []
     for i, (_, rows) in enumerate(arrays):
         units = -(-rows.length // unit)

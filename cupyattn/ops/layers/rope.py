@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from cupyattn.arrays import (
     Array,
     Description,
@@ -22,6 +20,7 @@ from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rope
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.layers import ROPE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -217,7 +216,7 @@ def _plan(problem: RopeProblem, arch: int, in_place: bool) -> Plan:
         problem.interleaved,
         problem.accumulate,
     )
-    params = np.zeros((), ROPE_PARAMS)
+    params = record(ROPE_PARAMS)
     for i, (x, out) in enumerate(problem.rotated.items()):
         result = layouts.get(out) or contiguous(*problem.outputs[out])
         for array, layout in (("x", layouts[x]), ("out", result)):

@@ -17,6 +17,7 @@ from cupyattn.kernels.configs.layers.sampling import OPTIONS, SampleConfig
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Scalar, Specialisation
 from cupyattn.kernels.structs.layers import SAMPLE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     FLOATS,
     require_arrays,
@@ -215,7 +216,7 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
 
 
 def _params(layouts: Mapping[str, Layout], parts: int) -> Any:
-    params = np.zeros((), SAMPLE_PARAMS)
+    params = record(SAMPLE_PARAMS)
     logits = layouts["logits"]
     params["logits_stride"] = logits.strides[0] // logits.dtype.itemsize
     for name in OPTIONS:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.linear import float32 as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs.linear import FLOAT_PRODUCT_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.plan import Step
@@ -196,7 +195,7 @@ def float_params(
     accumulate: bool = False,
 ) -> Any:
     """Fill the C struct FloatProductParams."""
-    params = np.zeros((), FLOAT_PRODUCT_PARAMS)
+    params = record(FLOAT_PRODUCT_PARAMS)
     params["a_stride"], params["b_stride"] = a.leading, b.leading
     params["result_stride"] = result.leading
     if preactivation is not None:

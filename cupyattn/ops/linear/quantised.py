@@ -20,6 +20,7 @@ from cupyattn.kernels.configs.linear.quantised import (
 )
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.linear import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     FLOATS,
     require_arrays,
@@ -256,7 +257,7 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
 
 def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> Any:
     """Fill in what the structs of both kernels have in common."""
-    params = np.zeros((), dtype)
+    params = record(dtype)
     itemsize = weight.dtype.itemsize
     params["inner_stride"] = weight.strides[inner_axis] // itemsize
     params["outer_stride"] = weight.strides[1 - inner_axis] // itemsize

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.linear import float32 as float_configs
 from cupyattn.kernels.configs.linear import quantised_float32 as configs
 from cupyattn.kernels.structs.linear import QUANTISED_FLOAT_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.float32 import db_plan, float_params, whole_halves, whole_out
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
@@ -78,7 +77,7 @@ def dx_plan(problem: LinearProblem, card: Card) -> Launches:
 
 def _passed(params: Any, problem: LinearProblem) -> Any:
     """Return the C struct QuantisedFloatParams."""
-    own, blocks = np.zeros((), QUANTISED_FLOAT_PARAMS), blocks_of(problem)
+    own, blocks = record(QUANTISED_FLOAT_PARAMS), blocks_of(problem)
     own["product"], own["blocks"], own["block_log2"] = params, blocks.blocks, blocks.block_log2
     return own[()]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
@@ -141,7 +140,7 @@ def gradient(problem: LinearProblem) -> Launches:
     names = ("dout", "preactivation") if problem.activation else ("dout",)
     halves = problem.outer if problem.gated else VECTOR
     vec = whole_vector(*(problem.matrices[name].vector for name in names), halves)
-    params = np.zeros((), PREACTIVATION_GRADIENT_PARAMS)
+    params = record(PREACTIVATION_GRADIENT_PARAMS)
     for name in names:
         params[f"{name}_stride"] = problem.matrices[name].leading
     params["rows"], params["columns"] = problem.rows, problem.outer

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyattn.kernels.configs.linear.thin import merge, merge_ctas
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.kernels.structs.linear import THIN_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.plan import ABSENT, Step
@@ -41,7 +40,7 @@ def thin_launches(
 
 def thin_params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None) -> Any:
     """Fill the C struct ThinParams; rows of a quantised weight lie one behind the other."""
-    params = np.zeros((), THIN_PARAMS)
+    params = record(THIN_PARAMS)
     for name in ("x", "w", "residual", "preactivation", "out"):
         if problem.has(name):
             params[f"{name}_stride"] = problem.matrices[name].leading

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.linear import quantised_tile, tensor_core
 from cupyattn.kernels.configs.linear.tiles import Lines, ProductConfig, Shape, shapes_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.structs.linear import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
+from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.weight_formats import UNIT
 
@@ -160,7 +159,7 @@ class Product(NamedTuple):
             group_log2 += 1
         groups = -(-row_tiles // (1 << group_log2))
         splits_log2 = (tiling.splits - 1).bit_length()
-        params = np.zeros((), PRODUCT_PARAMS)
+        params = record(PRODUCT_PARAMS)
         params["a_stride"], params["b_stride"] = self.a.leading, self.b.leading
         params["rows"], params["columns"] = self.a.rows, self.b.columns // self.halves
         params["inner"], params["split_inner"] = self.a.columns, self.part(tiling.splits)
@@ -173,7 +172,7 @@ class Product(NamedTuple):
         """Return the C struct that the kernel takes, of ProductParams."""
         if self.quantised is None:
             return params[()]
-        own = np.zeros((), QUANTISED_TILE_PARAMS)
+        own = record(QUANTISED_TILE_PARAMS)
         own["product"] = params
         own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
         return own[()]
