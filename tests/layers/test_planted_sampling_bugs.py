@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "both": (SMALL / np.float16(100), {"seed": 1, "top_k": 30, "min_p": 0.99}),
     "previous": (SMALL, {"seed": 1, "repetition_penalty": 3.0, "previous": ids(120, 43, 9)}),
     "large": (np.full((36, 4), 1e8, np.float32), {"seed": 1}),
+    "infinite": (np.full((36, 4), np.inf, np.float32), {"seed": 1}),
     "just reached": (
         np.log(np.tile(np.float32([0.5, 0.3, 0.1, 0.1]), (36, 1))),
         {"seed": 1, "top_p": 0.8},
@@ -147,8 +148,12 @@ BUGS = {
     "a full list taken for whole": (
         "flat", Bug(DRAW, "if (count <= CANDIDATES) {", "if (count > 0) {"),
     ),
+    "infinity as the largest": (
+        "infinite", Bug(SHARED, "largest, partial_s), kLargestFinite);",
+                        "largest, partial_s), kInfinity);"),
+    ),
     "logits for differences": (
-        "large", Bug(SHARED, "fmaxf(__fsub_rn(x, largest), -kLargestFinite)", "x"),
+        "large", Bug(SHARED, "__fsub_rn(x, largest)", "x"),
     ),
     "all of top-p or one token more": (
         "just reached", Bug(SHARED, "kReached = 0x1.ffff8p+63f", "kReached = 0x1p64f"),

@@ -55,8 +55,8 @@ def sample(
     top_k : int or array of int32 or int64, optional
         How many of the largest logits to keep. None, 0 and V or more keep all.
     top_p : float or array of float32, optional
-        Keep the fewest of the most probable tokens whose probabilities add up to this one, above 0
-        and at most 1. The last token kept is the one with which the sum reaches top_p; tokens as
+        Keep the fewest of the most probable tokens whose probabilities add up to this one (above 0,
+        at most 1). The last token kept is the one with which the sum reaches top_p; tokens as
         probable as that one are kept too. None and 1 keep all.
     min_p : float or array of float32, optional
         Keep tokens with at least this share of the largest probability, 0 to 1. None and 0 keep
