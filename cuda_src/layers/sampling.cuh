@@ -204,10 +204,10 @@ struct RowFilters {
   __device__ __forceinline__ bool has_top_p() const { return top_p < 1.f; }
   __device__ __forceinline__ bool cuts() const { return !greedy() && (has_top_k() || has_top_p()); }
 
-  // min-p: the largest distance with 2^-distance >= min_p.
+  // min-p: the largest distance with 2^-distance >= min_p, and 2^-18 more, as of top-p.
   __device__ __forceinline__ uint32 farthest() const {
     if (!(min_p > 0.f)) return ~0u;
-    return __float2uint_rz(fminf(__fmul_rn(-log2_of(min_p), 0x1p24f), 0x1p30f));
+    return __float2uint_rz(fminf(__fmul_rn(-log2_of(min_p), 0x1p24f), 0x1p30f)) + (1u << (kFractionBits - 18));
   }
   // top-p: the share of a sum of weights that the kept tokens reach. It is 2^-18 of itself less than top_p, which is more
   // than rounding takes from the weights of tokens that add up to top_p, and adds to top_p.

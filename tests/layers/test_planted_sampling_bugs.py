@@ -65,6 +65,10 @@ CALLS: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
     "previous": (SMALL, {"seed": 1, "repetition_penalty": 3.0, "previous": ids(120, 43, 9)}),
     "large": (np.full((36, 4), 1e8, np.float32), {"seed": 1}),
     "infinite": (np.full((36, 4), np.inf, np.float32), {"seed": 1}),
+    "just kept": (
+        np.log(np.tile(np.float32([0.5, 0.3, 0.1, 0.1]), (36, 1))),
+        {"seed": 1, "min_p": 0.6},
+    ),
     "just reached": (
         np.log(np.tile(np.float32([0.5, 0.3, 0.1, 0.1]), (36, 1))),
         {"seed": 1, "top_p": 0.8},
@@ -157,6 +161,9 @@ BUGS = {
     ),
     "all of top-p or one token more": (
         "just reached", Bug(SHARED, "kReached = 0x1.ffff8p+63f", "kReached = 0x1p64f"),
+    ),
+    "min-p as it is rounded": (
+        "just kept", Bug(SHARED, " + (1u << (kFractionBits - 18))", ""),
     ),
     "a greedy row that is drawn": (
         "each", Bug(SHARED, "return !(temperature >= kLeastTemperature);", "return false;"),

@@ -37,7 +37,7 @@ def plain_filters(
         inside = before < REACHED * top_p * left.sum() * (1 - near * np.log(2))
         kept &= scores >= scores[order[inside]].min() + near
     if min_p:
-        kept &= scores >= scores.max() + np.log2(min_p) + near
+        kept &= scores >= scores.max() + np.log2(min_p) - NEAR + near
     return kept
 
 
@@ -96,6 +96,20 @@ def test_top_p_above_a_sum_keeps_one_more():
     logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     for top_p, kept in ((0.80001, 3), (0.8, 2), (0.79999, 2), (0.50001, 2), (0.5, 1), (0.9501, 4)):
         assert np.count_nonzero(reference.sampling_probabilities(logits, top_p=top_p)) == kept
+
+
+@given(
+    weights=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    last=st.integers(0, 39),
+    level=st.floats(-5, 5),
+)
+@example(weights=[5, 3, 1, 1], last=1, level=0)
+def test_min_p_that_a_token_has_exactly_keeps_it(weights, last, level):
+    """However logits and min_p are rounded."""
+    least = weights[last % len(weights)]
+    logits = (np.log(weights) + level).astype(np.float32)[None]
+    found = reference.sampling_probabilities(logits, min_p=least / max(weights))[0] > 0
+    assert_array_equal(found, np.array(weights) >= least)
 
 
 def test_top_p_is_of_what_top_k_leaves():

@@ -98,8 +98,9 @@ def sample(
     min_p relative to the largest probability (Nguyen et al., "Turning up the heat",
     arXiv:2407.01082, section 3). Each keeps an upper part of the scores, equal ones together: ties
     at its end are kept. Scores are equal that differ by less than 2**-24 in base 2. A sum reaches
-    top_p from ``top_p * (1 - 2**-18)`` on, because float32 logits and sums are rounded: of the
-    probabilities .5, .3, .1 and .1 a top_p of .8 keeps two.
+    top_p from ``top_p * (1 - 2**-18)`` on, and a score min_p's up to 2**-18 below it, because
+    float32 logits, scores and sums are rounded: of the probabilities .5, .3, .1 and .1 a top_p of
+    .8 keeps two, and so does a min_p of .6.
 
     Of the kept tokens the one with the largest ``s - log2(-log2(u))`` is taken, which draws each
     with its probability (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* sampling",
@@ -111,8 +112,8 @@ def sample(
     A draw depends on a row's logits and options alone, not on other rows, strides or the device.
     Sums are of integers, and the float32 arithmetic is that of NumPy to the last bit:
     ``cupyattn.reference.sample`` gives the same ids. Nothing is read by the host and nothing waits;
-    with out and workspace nothing is allocated. Logits are read once with ``temperature=0``, twice
-    without filters, and three times with top_k or top_p.
+    with out and workspace nothing is allocated. Logits are read once with ``temperature=0``,
+    otherwise twice, and three times with top_k or top_p.
 
     Examples
     --------

@@ -25,6 +25,7 @@ _LOG2_E = _F(1.4426950408889634)
 _TINY = _F(2.0**-126)  # a GPU flushes what is smaller
 _FARTHEST = 2**30 - 1
 _REACHED = _F(2.0**64 - 2.0**46)  # a sum that is 2^-18 of top_p less counts as top_p
+_NEAR = 2**6  # a distance that is 2^-18 more than that of min_p counts as min_p's
 _COUNTER = 0x80000001  # word 3 of Philox's counter: no dropout has it
 _LOG2 = tuple(
     map(_F, (1.4426949, -0.7213528, 0.48092324, -0.36023962, 0.2870987, -0.24887687, 0.23404233,
@@ -199,7 +200,7 @@ def _kept(scores: Float32, options: Options) -> NDArray[np.bool_]:
         farthest = int(order[np.searchsorted(reached, np.uint64(wanted))])
     if _F(options.min_p) >= _TINY:
         least = -_log2(np.array([options.min_p], np.float32))[0] * _F(2.0**24)
-        farthest = min(farthest, int(np.clip(least, 0, 2.0**30)))
+        farthest = min(farthest, int(np.clip(least, 0, 2.0**30)) + _NEAR)
     return distances <= farthest
 
 
