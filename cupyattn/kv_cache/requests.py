@@ -9,7 +9,7 @@ from weakref import ref
 
 from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
-from cupyattn.kv_cache.arguments import as_tokens, uncopied
+from cupyattn.kv_cache.arguments import as_count, as_tokens, uncopied
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 
@@ -135,17 +135,17 @@ class Request:
         """Tell whether it was submitted to this scheduler."""
         return self._owner() is owner
 
-    def end(self, sample: int) -> None:
-        """Let a sample be ended, if it is not."""
-        self._open.discard(sample)
+    def end(self, *samples: int) -> None:
+        """Let samples be ended, those that are not."""
+        self._open.difference_update(samples)
 
     def going(self, samples: Iterable[int]) -> tuple[int, ...]:
         """Return those of the samples that have not ended."""
         return tuple(sample for sample in samples if sample in self._open)
 
 
-def require_own(request: Any, owner: object) -> None:
-    """Refuse what is no request, and another scheduler's."""
+def as_ending(request: Any, sample: int | None, owner: object) -> Iterable[int]:
+    """Return the samples that a cancellation ends; refuse a request that is not the owner's."""
     if not isinstance(request, Request):
         raise error(
             TypeError,
@@ -160,6 +160,7 @@ def require_own(request: Any, owner: object) -> None:
             "a scheduler ends its own requests",
             "pass what this scheduler's submit returned",
         )
+    return range(request.n) if sample is None else [as_count("sample", sample, 0, request.n - 1)]
 
 
 def require_forward(forward: Any) -> None:

@@ -18,14 +18,14 @@ from cupyattn.kv_cache.requests import (
     Run,
     SchedulerCache,
     Work,
+    as_ending,
     as_sampled,
     as_swaps,
     require_between_steps,
     require_cache,
     require_forward,
-    require_own,
 )
-from cupyattn.kv_cache.taken import Taken
+from cupyattn.kv_cache.taken import Taken, going
 
 
 class Scheduler:
@@ -111,7 +111,7 @@ class Scheduler:
         self._running: list[Run] = []  # the earliest first
         self._waiting: list[Run] = []  # a heap
         self._finished: list[Request] = []  # that no step has returned yet
-        self._taken: Taken | None = None  # this and the next: what `_recover` brings to its end
+        self._taken: Taken | None = None  # this and the next: what `_settle` brings to its end
         self._cancelled = False
 
     __reduce_ex__ = uncopied("two would free each other's sequences", "make another one")
@@ -124,6 +124,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """How many sequences wait, those that were preempted among them."""
+        self._forget_ended()
         return len(self._waiting)
 
     @property
@@ -134,7 +135,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether everything that was submitted has finished."""
-        return not (self._running or self._waiting or self._finished or self._taken)
+        return not (self.num_waiting or self._running or self._finished or self._taken)
 
     def submit(
         self,
@@ -175,11 +176,9 @@ class Scheduler:
         n = as_count("n", n, 1, self._max_batch)
         if not prompt:
             raise error(
-                ValueError,
-                "got a prompt of no tokens",
-                "the first new token follows from a token",
+                ValueError, "got a prompt of no tokens", "the first new token follows from a token",
                 "begin with the token that the model begins texts with",
-            )
+            )  # fmt: skip
         self._admission.require_possible(len(prompt), max_new_tokens)
         request = Request(self._submitted, prompt, max_new_tokens, n, ends, self)
         self._submitted += 1
@@ -206,14 +205,15 @@ class Scheduler:
             Within a step.
         """
         require_between_steps("cancel", self._stepping.locked())
-        require_own(request, self)
-        last = request.n - 1
-        ending = range(request.n) if sample is None else [as_count("sample", sample, 0, last)]
-        self._recover()
+        ending = as_ending(request, sample, self)
+        self._settle()
         self._cancelled = True
-        for each in ending:
-            request.end(each)
-        self._recover()
+        request.end(*ending)
+        # What has no blocks is left to a later pass, which is one for any number of requests.
+        if request.counted and any(run.request is request for run in self._waiting):
+            self._forget_ended()
+        elif request.counted:
+            self._running = going(self._running)
 
     def step(self, forward: Forward) -> tuple[Request, ...]:
         """Run the model once on what is to be computed now.
@@ -252,11 +252,12 @@ class Scheduler:
         require_between_steps("step", self._stepping.locked())
         require_forward(forward)
         with self._stepping:
-            self._recover()
+            self._settle()
+            self._forget_ended()
             try:
                 self._compute(forward)
             finally:
-                self._recover()
+                self._settle()
             finished, self._finished = tuple(self._finished), []
             return finished
 
@@ -271,7 +272,7 @@ class Scheduler:
         sampled = as_sampled(batch, lengths, forward(tuple(batch))) if batch else []
         taken.prepare(self._running, batch, sampled)
 
-    def _recover(self) -> None:
+    def _settle(self) -> None:
         """Bring to its end, or undo, what a step has begun; each part of it can be begun again."""
         if (taken := self._taken) is not None and taken.ready:
             finished = taken.settle()
@@ -281,11 +282,10 @@ class Scheduler:
         elif taken is not None:
             self._undo(taken)
         self._taken = None
+
+    def _forget_ended(self) -> None:
         if self._cancelled:
-            for run in (*self._running, *self._waiting):
-                run.leave()
-            self._running = [run for run in self._running if run.samples]
-            self._waiting = sorted(run for run in self._waiting if run.samples)
+            self._running, self._waiting = going(self._running), sorted(going(self._waiting))
             self._cancelled = False
 
     def _continue(self) -> list[Work]:
@@ -328,8 +328,7 @@ class Scheduler:
                 raise
             self._running.append(heappop(self._waiting))
             batch.append(run.work(tokens))
-            budget -= len(tokens)
-            places -= len(run.samples)
+            budget, places = budget - len(tokens), places - len(run.samples)
         return batch
 
     def _begin(self, run: Run, budget: int) -> list[int]:

@@ -89,3 +89,11 @@ class Taken:
         """Give back the forks of one that was not ready."""
         for fork in self._forks:
             fork.drop()
+
+
+def going(runs: Iterable[Run]) -> list[Run]:
+    """Let go of the samples that were cancelled; return the runs that have others."""
+    known = list(runs)
+    for run in known:
+        run.leave()
+    return [run for run in known if run.samples]

@@ -6,6 +6,7 @@ import pytest
 from support.block_memory import BlockMemory, alone, finish, next_token, require_empty
 
 from cupyattn import BlockAllocator, OutOfBlocksError, Scheduler
+from cupyattn.kv_cache.requests import Run
 
 
 def test_samples_share_the_prompt(memory):
@@ -90,6 +91,33 @@ def test_cancelled_requests_give_back_all(memory):
     assert finished == [requests[1]]
     scheduler.cancel(requests[1])
     require_empty(memory.allocator)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_cancelling_waiting_requests_looks_at_each_a_few_times(memory, monkeypatch, order):
+    looked, leave = [], Run.leave
+    monkeypatch.setattr(Run, "leave", lambda run: (looked.append(run), leave(run)))
+    scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
+    requests = [scheduler.submit([i], max_new_tokens=4) for i in range(1000)]
+    scheduler.step(memory.forward)
+    for request in requests[::order]:
+        scheduler.cancel(request)
+    assert all(request.finished for request in requests)
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.idle) == (0, 0, True)
+    assert len(looked) < 2 * len(requests)
+    assert scheduler.step(memory.forward) == ()
+    require_empty(memory.allocator)
+
+
+def test_a_waiting_request_that_is_cancelled_never_begins(memory):
+    scheduler = Scheduler(memory, max_batch=1, max_tokens=8)
+    first, second, third = (scheduler.submit([i], max_new_tokens=2) for i in range(3))
+    scheduler.step(memory.forward)
+    scheduler.cancel(second)
+    assert second.finished and scheduler.num_waiting == 1
+    finished, _ = finish(scheduler, memory)
+    assert finished == [first, third]
+    assert second.outputs == ([],)
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])

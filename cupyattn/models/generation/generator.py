@@ -237,7 +237,7 @@ class Generator:
             while not all(generation.finished for generation in submitted):
                 self.step()
         except BaseException:
-            for generation in submitted:
+            for generation in reversed(submitted):  # first those that wait and have no blocks
                 self.cancel(generation)
             raise
         return [each.results if n > 1 else each.results[0] for each in submitted]
