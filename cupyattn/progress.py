@@ -32,18 +32,24 @@ def has_rich() -> bool:
 def progress(doing: str, total: int, done: int = 0) -> Iterator[Advance]:
     """Show how many of `total` steps are done: a bar on a terminal, now and then a line elsewhere.
 
-    `done` are done already.
+    `done` are done already. A process without stderr (pythonw, a closed descriptor) shows nothing.
 
     Yields
     ------
     callable
         To be called after each step.
     """
-    if sys.stderr.isatty():
+    if sys.stderr is None:
+        yield _nothing
+    elif sys.stderr.isatty():
         with (_bar if has_rich() else _counter)(doing, total, done) as step:
             yield step
     else:
         yield _lines(doing, total, done)
+
+
+def _nothing(told: str = "", /) -> None:
+    pass
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cupyattn
@@ -34,6 +35,23 @@ def main(argv: Sequence[str] | None = None, more: Iterable[Any] = ()) -> int:
 
 def dispatch(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     """Parse the arguments and run the command that they name: its parser has it as ``run``."""
+    with _three_streams():
+        return _run(parser, argv)
+
+
+@contextmanager
+def _three_streams() -> Iterator[None]:
+    """Give a process the streams that it lacks (pythonw, closed descriptors): empty ones."""
+    with ExitStack() as opened:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                stream = opened.enter_context(open(os.devnull, mode, encoding="utf-8"))
+                opened.callback(setattr, sys, name, None)
+                setattr(sys, name, stream)
+        yield
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     arguments = parser.parse_args(argv)
     try:
         code = int(arguments.run(arguments))

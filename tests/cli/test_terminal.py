@@ -240,6 +240,22 @@ def test_progress_tells_of_a_step_and_goes_on_from_one(monkeypatch, capsys):
     assert capsys.readouterr().err == "\rtraining 7/9 loss 0.5\n"
 
 
+def test_progress_without_stderr_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(sys, "stderr", None)
+    with progress("training", 2) as step:
+        step("loss 0.5")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("missing", [["stderr"], ["stdout"], ["stdin", "stdout", "stderr"]])
+def test_commands_run_without_streams(monkeypatch, missing):
+    for name in missing:
+        monkeypatch.setattr(sys, name, None)
+    assert main(["info"]) == main(["info", "--json"]) == 0
+    assert [getattr(sys, name) for name in missing] == [None] * len(missing)
+
+
 @pytest.mark.nvrtc
 def test_turing_in_a_pipe_is_not_silent(monkeypatch, capsys):
     pytest.importorskip("rich")
