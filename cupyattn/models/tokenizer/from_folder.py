@@ -9,6 +9,8 @@ from typing import Any
 from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.byte_level import byte_level
+from cupyattn.models.tokenizer.chat_template import MOST_TEMPLATE
+from cupyattn.models.tokenizer.panics import panics_as_errors
 from cupyattn.models.tokenizer.text import Tokenizer
 
 _END = "<|endoftext|>"
@@ -26,14 +28,16 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
     """
     config = _settings(folder)
     special = config.get("special_tokens", {})
-    if (folder / "tokenizer.json").is_file():
+    where = folder / "tokenizer.json"
+    if where.is_file():
         tokenizers = extra("tokenizers", "makes ids of text")
         try:
-            inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            with panics_as_errors():
+                inner = tokenizers.Tokenizer.from_file(str(where))
         except Exception as failure:  # the package raises no other
-            raise _damaged(folder / "tokenizer.json", failure) from failure
+            raise _damaged(where, failure) from failure
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        inner = _gpt2(folder)
+        inner, where = _gpt2(folder), folder / "vocab.json"
         special = {"bos_token": _END, "eos_token": _END, **special}
     elif (folder / "tokenizer.model").is_file():
         raise error(
@@ -45,7 +49,13 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
         )
     else:
         return None
-    return Tokenizer(inner, config.get("chat_template"), special)
+    return Tokenizer(
+        inner,
+        config.get("chat_template"),
+        special,
+        where=str(where),
+        template_where=config["template_where"],
+    )
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -76,8 +86,20 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not isinstance(template, str | None):
         raise _damaged(path, f"chat_template is {shown(template)}, which is no text")
     if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return {"chat_template": template, "special_tokens": special}
+        path = folder / "chat_template.jinja"
+        template = _template(path)
+    return {"chat_template": template, "template_where": str(path), "special_tokens": special}
+
+
+def _template(path: Path) -> str:
+    with path.open("rb") as file:
+        read = file.read(4 * MOST_TEMPLATE + 1)  # UTF-8 has at most four bytes a character
+    if len(read) > 4 * MOST_TEMPLATE:
+        raise _damaged(path, f"it has more than the {MOST_TEMPLATE} characters that are read")
+    try:
+        return read.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as failure:
+        raise _damaged(path, f"it is not UTF-8 ({failure})") from failure
 
 
 def _gpt2(folder: Path) -> Any:

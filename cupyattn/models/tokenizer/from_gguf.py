@@ -49,7 +49,15 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if metadata.get(f"{_PREFIX}{key}_token_id", len(tokens)) < len(tokens)
     }
-    return Tokenizer(inner, metadata.get("tokenizer.chat_template"), named)
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise error(
+            ValueError,
+            f"{where}: tokenizer.chat_template is {shown(template)}, which is no text",
+            "it is a template of Jinja",
+            "convert the model again",
+        )
+    return Tokenizer(inner, template, named, where=where, template_where=where)
 
 
 def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import index
 from typing import Any
 
 from cupyattn.errors import error, shown
 from cupyattn.models.tokenizer.chat_template import rendered
+from cupyattn.models.tokenizer.panics import panics_as_errors
 
 
 class Tokenizer:
@@ -24,13 +26,21 @@ class Tokenizer:
     """
 
     def __init__(
-        self, inner: Any, chat_template: str | None, named_tokens: Mapping[str, str]
+        self,
+        inner: Any,
+        chat_template: str | None,
+        named_tokens: Mapping[str, str],
+        *,
+        where: str | None = None,
+        template_where: str | None = None,
     ) -> None:
         inner.no_truncation()
         inner.no_padding()
         self.inner = inner
         self.chat_template = chat_template
         self.named_tokens = dict(named_tokens)
+        self._where = where
+        self._read_template = chat_template, template_where  # the caller may set another
 
     def __repr__(self) -> str:
         chats = "with" if self.chat_template else "without"
@@ -56,7 +66,8 @@ class Tokenizer:
         TypeError
             If text is no string.
         ValueError
-            If it has halves of surrogate pairs, as Python reads bytes that are no UTF-8.
+            If it has halves of surrogate pairs, as Python reads bytes that are no UTF-8, or if
+            the tokenizer lacks what it needs, such as its token for unknown characters.
         """
         if isinstance(text, str) and any("\ud800" <= each <= "\udfff" for each in text):
             raise error(
@@ -72,7 +83,8 @@ class Tokenizer:
                 "it is a str",
                 "encode several texts one by one",
             )
-        return self.inner.encode(text, add_special_tokens=special_tokens).ids
+        with self._explained(f"the text {shown(text)}"):
+            return self.inner.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Iterable[int], /, *, special_tokens: bool = False) -> str:
         """Return the text of ids.
@@ -84,9 +96,29 @@ class Tokenizer:
             are no whole character give U+FFFD.
         special_tokens : bool
             Write special tokens too.
+
+        Raises
+        ------
+        ValueError
+            If the tokenizer's decoder fails on them.
         """
         numbers = [index(each) for each in ids]
-        return self.inner.decode(numbers, skip_special_tokens=not special_tokens)
+        with self._explained(f"the ids {shown(numbers)}"):
+            return self.inner.decode(numbers, skip_special_tokens=not special_tokens)
+
+    @contextmanager
+    def _explained(self, passed: str) -> Iterator[None]:
+        try:
+            with panics_as_errors():
+                yield
+        except Exception as failure:  # the package raises no other
+            where = f"{self._where}: " if self._where else ""
+            raise error(
+                ValueError,
+                f"{where}the tokenizer fails on {passed} ({failure})",
+                "a tokenizer has in its vocabulary what its rules name, such as its unknown token",
+                "download the tokenizer's files again, or pass token ids",
+            ) from failure
 
     def id_of(self, token: str, /) -> int | None:
         """Return the id of one token as the vocabulary has it, None if there is none."""
@@ -120,7 +152,8 @@ class Tokenizer:
         Raises
         ------
         ValueError
-            If the model has no chat template, or its template refuses the messages.
+            If the model has no chat template, or its template refuses the messages, fails, or
+            takes more time or memory than chats need.
         RuntimeError
             If the package jinja2 is not installed.
         """
@@ -131,8 +164,10 @@ class Tokenizer:
                 "models that were trained on chats have one",
                 "pass the text that the model is to continue",
             )
+        template, where = self._read_template
         return rendered(
             self.chat_template,
+            where if self.chat_template is template else None,
             messages=[dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             **self.named_tokens,

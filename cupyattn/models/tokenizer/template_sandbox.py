@@ -1,0 +1,279 @@
+"""Jinja's sandbox with limits: what takes unbounded time or memory is left out or checked first.
+
+A template is rewritten before it is compiled, so that loops, literals, slices and comparisons are
+counted. Operators and calls pass through the sandbox anyway. Nothing is computed while a template
+is compiled. Imports jinja2: `chat_template` imports this module when it needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import wraps
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.filters import FILTERS
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.tests import TESTS
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from cupyattn.models.tokenizer.template_budget import ExceededError, current
+from cupyattn.models.tokenizer.template_methods import joined, require_method, require_replaced
+
+_LINEAR = """abs attr capitalize count d default dictsort e escape first float groupby items last
+length lower map max min random reject rejectattr reverse safe select selectattr sort title trim
+truncate unique upper wordcount"""
+_MOST_DIGITS = 4300  # Python's own limit, which releases before 3.10.7 lack
+_MOST_PATTERN = 1000
+_MOST_PRECISION = 300
+_SCOPES = {"_loop_vars", "_block_vars"}  # which Jinja passes beside a call's own arguments
+_MADE, _STEP, _TEXT = "made here", "step here", "text here"  # names that no template can write
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The environment of chat templates: transformers' functions, within a `Budget`."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"],
+            optimized=False, finalize=_output, cache_size=0,
+        )  # fmt: skip
+        self.filters = {name: _counted(FILTERS[name]) for name in _LINEAR.split()} | _FILTERS
+        self.tests = {name: _counted(test) for name, test in TESTS.items()}
+        self.globals = {
+            "range": self.globals["range"],
+            "dict": dict,
+            "namespace": _Namespace,
+            "raise_exception": _refuse,
+            "strftime_now": _now,
+        }
+
+    def _generate(self, source: nodes.Template, *given: Any, **named: Any) -> Any:
+        return super()._generate(_Counting().visit(source), *given, **named)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator to operands whose result is not too long."""
+        budget = current()
+        budget.require_operation(operator, left, right)
+        return budget.made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call a function, a macro, or a method that templates may call."""
+        budget = current()
+        named = {name: value for name, value in kwargs.items() if name not in _SCOPES}
+        if getattr(__obj, "catch_varargs", False) or getattr(__obj, "catch_kwargs", False):
+            budget.size((args, named))  # which the macro sees as a tuple and a dict
+        checked = require_method(budget, __obj, args, named)
+        if checked is not args:
+            return budget.made(__obj(*checked))
+        with budget.deeper():
+            return budget.made(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Return ``str.format`` with limits for the method of a string, None for all else."""
+        owner = getattr(value, "__self__", None)
+        if not isinstance(owner, str) or value.__name__ not in ("format", "format_map"):
+            return None
+        is_map = value.__name__ == "format_map"
+
+        @wraps(value)
+        def write(*given: Any, **named: Any) -> str:
+            if is_map:
+                (named,), given = given, ()
+            current().require_format(owner, (given, named))
+            return _Formatter(self).vformat(str(owner), given, named)
+
+        return write
+
+
+class _Formatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        current().require_width(format_spec)
+        return super().format_field(value, format_spec)
+
+
+class _Namespace(Namespace):
+    """As Jinja's, but written without its items: these may contain it."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+class _Counting(NodeTransformer):
+    """Counts what the sandbox itself does not see."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.body.insert(0, _statement(1))
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        size = sum(len(each.data) for each in node.nodes if isinstance(each, nodes.TemplateData))
+        return [_statement(size), node] if size else node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_through(_TEXT, each) for each in node.nodes]
+        return _through(_MADE, node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _through(_STEP, node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _through(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
+
+    def _literal(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        if getattr(node, "ctx", "load") != "load":
+            return node
+        plain = all(isinstance(each, nodes.Const) for each in node.items)
+        return node if plain else _through(_MADE, node)
+
+    visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
+
+    def visit_ScopedEvalContextModifier(self, node: Any) -> nodes.Node:  # noqa: N802
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
+            raise TemplateError("autoescape takes true or false")  # read while it is compiled
+        self.generic_visit(node)
+        return node
+
+
+def _through(name: str, node: Any) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _statement(size: int) -> nodes.ExprStmt:
+    return nodes.ExprStmt(_through(_STEP, nodes.Const(size, lineno=1)), lineno=1)
+
+
+def _step(value: Any) -> Any:
+    """Count a comparison, or a round of a loop, or the static text of this size."""
+    current().spend(value if type(value) is int else 1)
+    return value
+
+
+def _made(value: Any) -> Any:
+    return current().made(value)
+
+
+def _text(value: Any) -> Any:
+    """Return a value as text that is not too long; text as it is."""
+    if isinstance(value, str):
+        return value
+    current().size(value)
+    return current().made(str(value))
+
+
+@pass_context  # otherwise Jinja would compute constants while it compiles
+def _output(context: Any, value: Any) -> Any:
+    return current().made(_text(value))
+
+
+def _counted(function: Any) -> Callable[..., Any]:
+    @wraps(function)
+    def count(*given: Any, **named: Any) -> Any:
+        return current().made(function(*given, **named))
+
+    return count
+
+
+def _list(value: Any) -> list[Any]:
+    return _made(current().listed(value))
+
+
+@pass_context
+def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
+    parts = _list(value)
+    if attribute is not None:
+        parts = _list(FILTERS["map"](context, parts, attribute=attribute))
+    glue = _text(d)
+    return _made(str(glue).join(map(str, joined(current(), glue, parts))))
+
+
+def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text = _text(s)
+    wanted = require_replaced(
+        current(), text, _text(old), _text(new), -1 if count is None else count
+    )
+    return _made(text.replace(*wanted))
+
+
+def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
+    if abs(precision) > _MOST_PRECISION:
+        raise ExceededError(f"it rounds to {_MOST_PRECISION} digits or more")
+    return _made(FILTERS["round"](value, precision, method))
+
+
+def _int(value: Any, default: Any = 0, base: int = 10) -> Any:
+    if isinstance(value, str) and len(value) > _MOST_DIGITS:
+        raise ExceededError(f"it reads an integer of more than {_MOST_DIGITS} digits")
+    return _made(FILTERS["int"](value, default, base))
+
+
+@pass_context
+def _sum(context: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+    if not isinstance(start, int | float):  # lists would be copied once for each
+        raise ExceededError("it sums what are no numbers")
+    return _made(FILTERS["sum"](context.environment, current().counted(iterable), attribute, start))
+
+
+def _format(value: Any, *given: Any, **named: Any) -> str:
+    text = _text(value)
+    current().require_percent(text, named or given)
+    return _made(FILTERS["format"](text, *given, **named))
+
+
+def _indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
+    text = _text(s)
+    size = len(width) if isinstance(width, str) else width
+    current().require_room(len(text) + (len(text.splitlines()) + 1) * max(size, 0))
+    return _made(FILTERS["indent"](text, width, first, blank))
+
+
+def _to_json(value: Any, indent: Any = None) -> str:
+    size = len(indent) if isinstance(indent, str) else indent or 0
+    budget = current()
+    budget.size(value)
+    budget.require_room(size)
+    parts, length = [], 0
+    for part in json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value):
+        parts.append(part)
+        length += len(part)
+        budget.spend(len(part))
+        budget.require_room(length)
+    return "".join(parts)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(_text(message))
+
+
+def _now(pattern: str) -> str:
+    if len(pattern) > _MOST_PATTERN:
+        raise ExceededError(f"it writes a date by more than {_MOST_PATTERN} characters")
+    return datetime.now().strftime(pattern)
+
+
+_FILTERS = {
+    "format": _format,
+    "indent": _indent,
+    "int": _int,
+    "join": _join,
+    "list": _list,
+    "replace": _replace,
+    "round": _round,
+    "string": _text,
+    "sum": _sum,
+    "tojson": _to_json,
+    _MADE: _made,
+    _STEP: _step,
+    _TEXT: _text,
+}
