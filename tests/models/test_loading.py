@@ -139,6 +139,19 @@ def test_a_shard_that_is_missing(copy):
     assert "model-00002-of-00002.safetensors is missing" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", ".", ".."])
+def test_an_index_names_a_file_that_cannot_be(copy, name):
+    folder = copy("llama3")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert str(folder) in refusal(folder)
+
+
+def test_a_model_is_loaded_without_stderr(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert models.load(FOLDER / "llama3", xp=np).config.num_layers
+
+
 def test_an_index_stays_in_its_folder(copy):
     folder = copy("llama3")
     index = folder / "model.safetensors.index.json"
@@ -282,7 +295,7 @@ def model_of(model, dtype, ids):
     return twin.logits(ids)
 
 
-@pytest.mark.parametrize("module", ["safetensors", "gguf", "tokenizers", "jinja2"])
+@pytest.mark.parametrize("module", ["safetensors", "gguf", "tokenizers", "jinja2", "regex"])
 def test_an_extra_that_is_not_installed_is_named(tmp_path, module):
     script = f"""
 import sys, numpy as np
@@ -290,10 +303,13 @@ sys.modules[{module!r}] = None
 from cupyattn import models
 from cupyattn.models.tokenizer.byte_level import byte_level
 from cupyattn.models.tokenizer.chat_template import rendered
+from cupyattn.models.training.lora_options import LoraOptions
 try:
     models.load({str(FOLDER / "gpt2")!r}, xp=np)
     byte_level({{"a": 0}}, [], "gpt-2")
     rendered("a")
+    LoraOptions(rank_pattern={{"q_proj": 8}}).checked()
+    LoraOptions(targets=".*q_proj").checked()
     models.load({str(tmp_path / "m.gguf")!r}, xp=np)
 except RuntimeError as failure:
     print(failure)

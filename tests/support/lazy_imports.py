@@ -2,4 +2,4 @@
 
 CUPY = {"cupy", "cupy_backends", "cupyx"}
 LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
-LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "mpi4py", "nccl"}
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "regex", "mpi4py", "nccl"}

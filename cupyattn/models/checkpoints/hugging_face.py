@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def _files(folder: Path) -> list[Path]:
         for name in names:
             if Path(name).name != name:
                 raise damaged(str(folder / _INDEX), f"{shown(name)} is no file of the folder")
-            if not (folder / name).is_file():
+            if not os.path.isfile(folder / name):  # False as well for a name that is too long
                 raise damaged(str(folder), f"{name} is missing, which {_INDEX} names")
         return [folder / name for name in names]
     pickled = sorted(path.name for path in folder.glob("*.bin"))

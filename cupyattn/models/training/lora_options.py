@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 
 from cupyattn.errors import error, shown
 from cupyattn.models.training.counts import as_float
+from cupyattn.models.training.module_patterns import matcher, require_pattern
 
 ALL_LINEAR = "all-linear"
 _MOST_RANK = 1 << 16
@@ -59,17 +59,10 @@ class LoraOptions(NamedTuple):
             "it is the probability of dropping an input, at least 0 and below 1",
         )
         targets = self.targets if isinstance(self.targets, str) else _names(self.targets)
-        patterns = [*self.rank_pattern, *self.alpha_pattern]
-        for pattern in [targets, *patterns] if isinstance(targets, str) else patterns:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as failure:
-                raise error(
-                    ValueError,
-                    f"the pattern {shown(pattern)} ({failure})",
-                    "modules are named by their last parts or by a regular expression",
-                    "pass for example ['q_proj', 'v_proj']",
-                ) from failure
+        if isinstance(targets, str):
+            require_pattern(targets, last_parts=False)
+        for pattern in (*self.rank_pattern, *self.alpha_pattern):
+            require_pattern(pattern, last_parts=True)
         return LoraOptions(
             int(self.rank),
             _plain(self.alpha),
@@ -83,23 +76,31 @@ class LoraOptions(NamedTuple):
     def targeted(self, module: str) -> bool:
         """Tell whether a module, by its full name, has an adapter."""
         if isinstance(self.targets, str):
-            return self.targets == ALL_LINEAR or bool(re.fullmatch(self.targets, module))
+            if self.targets == ALL_LINEAR:
+                return True
+            return matcher((self.targets,), last_parts=False).matches(self.targets, module)
         return any(_ends_with(module, name) for name in self.targets)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter."""
-        return _matching(self.rank_pattern, module, self.rank)
+        return self._matching(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return alpha / rank, or alpha / sqrt(rank) (Kalajdzievski, arXiv:2312.03732)."""
-        rank, alpha = self.rank_of(module), _matching(self.alpha_pattern, module, self.alpha)
+        rank, alpha = self.rank_of(module), self._matching(self.alpha_pattern, module, self.alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
 
     def idle(self, modules: Iterable[str]) -> list[str]:
         """Return the patterns that match none of the modules that have adapters."""
-        names = list(modules)
-        patterns = (*self.rank_pattern, *self.alpha_pattern)
-        return [each for each in patterns if not any(_matches(each, name) for name in names)]
+        names, patterns = list(modules), (*self.rank_pattern, *self.alpha_pattern)
+        matches = matcher(patterns, last_parts=True).matches
+        return [each for each in patterns if not any(matches(each, name) for name in names)]
+
+    def _matching(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+        """Return the value of the first pattern that a module's last parts match."""
+        matches = matcher((*self.rank_pattern, *self.alpha_pattern), last_parts=True).matches
+        found = (value for pattern, value in patterns.items() if matches(pattern, module))
+        return next(found, default)
 
     def effective(self, modules: Iterable[str]) -> LoraOptions:
         """Return them without idle patterns."""
@@ -165,16 +166,6 @@ def _names(targets: Any) -> str | tuple[str, ...]:
 
 def _ends_with(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
-
-
-def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that a module's last parts match."""
-    found = (value for pattern, value in patterns.items() if _matches(pattern, module))
-    return next(found, default)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
 
 
 def _plain(alpha: Any) -> float:

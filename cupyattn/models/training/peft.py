@@ -135,7 +135,10 @@ def read(
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
     modules = {name.rpartition(".lora_")[0] for name in tensors}
-    return options.effective(modules), tensors  # PEFT passes over patterns without a module
+    try:
+        return options.effective(modules), tensors  # PEFT passes over patterns without a module
+    except ValueError as failure:
+        raise damaged(where, str(failure).partition("; ")[0]) from failure
 
 
 def _warn_of_another(
