@@ -82,6 +82,15 @@ USUAL = [
     "{{ [1, 2] | sum }}{{ {'a': 1, 'b': [true, none]} }}{{ 'x'.join(['a', 'b']) }}"
     "{% autoescape true %}{{ '<' ~ messages[4].content }}{% endautoescape %}"
     "{{ messages[0] | items | list }}{{ 'a\tb'.expandtabs(2) }}{{ 'a'.center(5, '*') }}",
+    "{{ messages | join('-', attribute='role') }}{{ [{'x': 1}, {'x': 2}] | sum(attribute='x') }}"
+    "{% for role, found in messages | groupby('role') %}{{ role }}{{ found | length }}{% endfor %}"
+    "{% for role in messages | map(attribute='role') %}{{ loop.index }}/{{ loop.length }}"
+    "{{ loop.last }}{{ 'a-b'.split('-', maxsplit=1) }}{{ 'aa'.replace('a', 'b', 1) }}{% endfor %}",
+    "{{ messages[4].content | escape ~ '<' }}{{ (messages[4].content | e) + '<' }}{{ '<' | safe }}"
+    "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{{ 'a b c d' | truncate(5) }}"
+    "{{ '{0} {b}'.format(1, b=2) }}{{ '{a}'.format_map({'a': 3}) }}{{ 'ff' | int(base=16) }}"
+    "{% set a, b = 1, [2] %}{% with x = [a] %}{{ x + b }}{% endwith %}{{ 'z' | int(7) }}"
+    "{{ ['b', 'a'] | map('upper') | join }}{{ 'abc' | list }}{{ [1, 2, 2] | unique | list }}",
 ]
 
 

@@ -61,8 +61,10 @@ def _rendered(template: str, variables: dict[str, Any]) -> str:
             left.spend(len(part))
             left.require_room(length)
     text = "".join(parts)
-    if any("\ud800" <= each <= "\udfff" for each in text):
-        raise ValueError("it writes halves of surrogate pairs, which are no characters")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it writes halves of surrogate pairs, which are no characters") from None
     return text
 
 
