@@ -210,7 +210,7 @@ class Scheduler:
         self._cancelled = True
         request.end(*ending)
         # What has no blocks is left to a later pass, which is one for any number of requests.
-        if request.counted and any(run.request is request for run in self._waiting):
+        if request.counted and request in [run.request for run in self._waiting]:
             self._forget_ended()
         elif request.counted:
             self._running = going(self._running)
