@@ -211,6 +211,9 @@ WRONG = {
     "include": "{% include 'x' %}",
     "unknown tag": "{% generation %}",
     "escaping": "{% autoescape range(9) | list %}{% endautoescape %}",
+    "branches": "{% if a %}"
+    + "".join(f"{{% elif b %}}{{% set c{i:x} = 1 %}}" for i in range(3500))
+    + "{% endif %}",
     "too long": "a" * (MOST_TEMPLATE + 1),
 }
 

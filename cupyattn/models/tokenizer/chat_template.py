@@ -11,7 +11,7 @@ from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.template_budget import budget
 
 MOST_TEMPLATE = 1 << 17
-"""The most characters of a template; the longest that models come with have some 20,000."""
+"""The most characters of a template; the longest that models come with have some 40,000."""
 
 
 def rendered(template: str, where: str | None = None, /, **variables: Any) -> str:

@@ -28,6 +28,7 @@ length lower map max min random reject rejectattr reverse safe select selectattr
 truncate unique upper wordcount"""
 _MOST_DIGITS = 4300  # Python's own limit, which releases before 3.10.7 lack
 _MOST_PATTERN = 1000
+_MOST_COPIES = 1 << 19
 _MOST_PRECISION = 300
 _SCOPES = {"_loop_vars", "_block_vars"}  # which Jinja passes beside a call's own arguments
 _MADE, _STEP, _TEXT = "made here", "step here", "text here"  # names that no template can write
@@ -54,6 +55,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         }
 
     def _generate(self, source: nodes.Template, *given: Any, **named: Any) -> Any:
+        # Jinja copies all names for each branch. The longest templates have some 300 of both.
+        branches = sum(1 for _ in source.find_all(nodes.If))
+        names = {each.name for each in source.find_all(nodes.Name)}
+        if branches * len(names) > _MOST_COPIES:
+            raise ExceededError(f"it has {branches} branches and {len(names)} names")
         return super()._generate(_Counting().visit(source), *given, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
