@@ -14,7 +14,7 @@ from cupyattn.cli.arguments import add_json_option
 from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.errors import error, explaining, size_text
-from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.writing import require_source, write_folder
 from cupyattn.models.device import DTYPES
 from cupyattn.models.training import LoraAdapters
@@ -92,7 +92,7 @@ def _merged(arguments: argparse.Namespace) -> Result:
 
 
 def _dtype_of(source: Path) -> str | None:
-    given = read_json(source / "config.json")
+    given = read_object(source / "config.json")
     named = given.get("dtype", given.get("torch_dtype"))
     return named if named in DTYPES else None
 

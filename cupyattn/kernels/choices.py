@@ -21,11 +21,15 @@ from cupyattn.kernels.cache import write_atomically
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.target import flag
+from cupyattn.reading import parsed
 from cupyattn.trust import UntrustedError, read_trusted, require_trusted_folder
 
 TUNED_VARIABLE = "CUPYATTN_TUNED"
 
 _Row = TypeVar("_Row")
+
+_MOST_BYTES = 16 << 20
+"""Largest file of choices; each has some 50 bytes."""
 
 
 class Choices:
@@ -142,14 +146,20 @@ def read(device: str, arch: str) -> dict[str, Any] | None:
     try:
         path = file_of(device, arch)
         require_trusted_folder(path.parent)
-        kept = json.loads(read_trusted(path))
-        sound = kept["made_from"] == _made_from() and isinstance(kept["chosen"], dict)
+        kept = parsed(read_trusted(path), str(path), _unread)
+        rows = kept["chosen"].values()
+        sound = kept["made_from"] == _made_from() and all(isinstance(row, str) for row in rows)
     except UntrustedError as failure:
         tell_untrusted_file(failure)
         return None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: no NVRTC
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
+        # RuntimeError: there is no NVRTC. The others: the file is damaged.
         return None
     return kept if sound else None
+
+
+def _unread(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}")
 
 
 def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: Any) -> Path:

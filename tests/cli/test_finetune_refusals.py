@@ -286,7 +286,8 @@ def test_a_fraction_that_holds_nothing_back_is_refused(capsys, monkeypatch):
 def test_data_that_are_no_file_are_told(data, capsys):
     assert main(["finetune", "model", data]) == 1
     told = " ".join(capsys.readouterr().err.split())
-    assert f"no data in {data} ([Errno " in told and "pass the path of one" in told
+    why = "it is a directory, not a regular file" if data == "model" else "[Errno "
+    assert f"no data in {data} ({why}" in told and "pass the path of one" in told
 
 
 def test_a_model_without_a_tokenizer_is_told(capsys, monkeypatch):

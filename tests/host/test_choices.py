@@ -74,13 +74,16 @@ def test_later_choices_stand_beside_earlier_ones():
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"made_from": 1, "chosen": {}}', "damaged", None]
-)
+    "content",
+    [
+        "", "[]", "{}", '{"made_from": 1, "chosen": {}}', "damaged", "[" * 100_000,
+        {"made_from": "other kernels"}, {"chosen": {"one": ["a"]}}, {"chosen": [1]},
+    ],
+)  # fmt: skip
 def test_what_is_damaged_or_of_other_kernels_is_not_taken(content, monkeypatch):
     path = keep(*CARD, {"one": "a"})
-    if content is None:
-        made = json.loads(path.read_text("utf-8"))
-        content = json.dumps({**made, "made_from": "other kernels"})
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(path.read_text("utf-8")), **content})
     path.write_text(content, encoding="utf-8")
     monkeypatch.setenv(TUNED_VARIABLE, "1")
     assert read(*CARD) is None

@@ -28,10 +28,12 @@ BOTTOM = {
     "trust",
     "progress",
     "fork",
+    "reading",
     "errors",
 }
 ROOMS = {
     "errors": set(),
+    "reading": {"errors"},
     "fork": set(),
     "progress": {"fork"},
     "trust": set(),
@@ -43,13 +45,15 @@ ROOMS = {
     "quantized_weight": {"weight_formats", "arrays", "errors"},
     "gradients": {"arrays"},
     "reference": {"gradients", "quantized_weight", "weight_formats"},
-    "kernels": {"arrays", "cupy_library", "folders", "trust", "fork", "errors", "emulator"},
+    "kernels": {
+        *("arrays", "cupy_library", "folders", "trust", "fork", "reading", "errors", "emulator")
+    },
     "turing": {"kernels", "emulator", "errors"},
     "ops": {"kernels", "quantized_weight", "weight_formats", "arrays", "errors"},
     "functional": {"ops", "kernels", "emulator", *BOTTOM},
     "kv_cache": {"functional", *BOTTOM},
     "": {"functional", "kv_cache", "emulator", "fork"},
-    "distributed": {"", "arrays", "cupy_library", "fork", "errors"},
+    "distributed": {"", "arrays", "cupy_library", "fork", "reading", "errors"},
     "models": {
         "",
         "distributed",
@@ -60,6 +64,7 @@ ROOMS = {
         "cupy_library",
         "progress",
         "fork",
+        "reading",
         "errors",
     },
     "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},

@@ -88,11 +88,11 @@ def test_values_of_config_json(monkeypatch, name):
     folder = FOLDER / name
     path = folder / "config.json"
     given = json.loads(path.read_text())
-    real, asked = hugging_face.read_json, Recording(given)
+    real, asked = hugging_face.read_object, Recording(given)
 
     def load(config):
         monkeypatch.setattr(
-            hugging_face, "read_json", lambda file: config if file == path else real(file)
+            hugging_face, "read_object", lambda file: config if file == path else real(file)
         )
         return models.load(folder, xp=np)
 
@@ -102,11 +102,11 @@ def test_values_of_config_json(monkeypatch, name):
 
 @pytest.mark.parametrize("value", BAD, ids=lambda value: str(value)[:9])
 def test_values_of_generation_config_json(monkeypatch, value):
-    real = hugging_face.read_json
+    real = hugging_face.read_object
     path = FOLDER / "llama3" / "generation_config.json"
     given = {"eos_token_id": value}
     monkeypatch.setattr(
-        hugging_face, "read_json", lambda file: given if file == path else real(file)
+        hugging_face, "read_object", lambda file: given if file == path else real(file)
     )
     assert path.is_file()
     assert raw_error(lambda: models.load(path.parent, xp=np), path) is None

@@ -257,11 +257,12 @@ def test_tensors_that_lie_in_one_another(tmp_path):
             models.load(tmp_path / "m.gguf", xp=np)
 
 
-def test_lists_in_lists_without_end(tmp_path):
+@pytest.mark.parametrize("depth", [1, 2, 100_000])
+def test_lists_in_lists_are_refused(depth, tmp_path):
     path = tmp_path / "m.gguf"
     begin = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"x" + struct.pack("<I", 9)
-    path.write_bytes(begin + 100_000 * struct.pack("<IQ", 9, 1))
-    with pytest.raises(ValueError, match=r"m\.gguf.*lists in lists without end at byte"):
+    path.write_bytes(begin + depth * struct.pack("<IQ", 9, 1) + struct.pack("<IQ", 4, 0))
+    with pytest.raises(ValueError, match=r"m\.gguf.*a list of lists at byte"):
         models.load(path, xp=np)
 
 

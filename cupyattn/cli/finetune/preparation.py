@@ -20,6 +20,7 @@ from cupyattn.models.training import checkpoint
 from cupyattn.models.training.budget import Training, budget_of, require_room
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.packing import digest
+from cupyattn.reading import open_regular
 
 _LR = {"adapters": 2e-4, "full": 2e-5}
 _CALLED = {
@@ -174,6 +175,15 @@ def _require_sound(arguments: argparse.Namespace) -> None:
         _lora_options(arguments)
 
 
+def _no_data(where: str, what: str) -> ValueError:
+    return error(
+        ValueError,
+        f"no data in {where} ({what})",
+        "DATA is a file of JSON lines",
+        "pass the path of one",
+    )
+
+
 def _samples(
     arguments: argparse.Namespace,
 ) -> tuple[list[training.Sample], list[training.Sample]]:
@@ -182,7 +192,7 @@ def _samples(
         explaining(
             f"no data in {arguments.data}", "DATA is a file of JSON lines", "pass the path of one"
         ),
-        open(arguments.data, "rb"),  # before the model's files
+        open_regular(Path(arguments.data), _no_data),  # before the model's files
     ):
         pass
     checkpoint = opened(arguments.model)

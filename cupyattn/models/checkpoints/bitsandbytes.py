@@ -8,7 +8,6 @@ times ``.nested_absmax`` of each 256, plus an offset that the JSON has.
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from typing import NamedTuple
@@ -16,16 +15,19 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.errors import error
+from cupyattn.errors import error, shown, size_text
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
+from cupyattn.reading import parsed
 from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 
 STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _NESTED = "nf4_nested"
+_MOST_STATE = 1 << 16
+"""Bytes of a quant_state, which has some 200."""
 _GROUP = FORMATS[_NESTED].group or 0
 
 
@@ -63,10 +65,10 @@ def _state(stored: Stored, kind: str) -> Fields:
         )
     if len(stored.shape) != 1 or not stored.shape[0]:
         raise damaged(stored.what, f"no JSON: it is {stored.shape}")
-    try:
-        given = json.loads(stored.items(slice(None)).tobytes())
-    except ValueError as failure:
-        raise damaged(stored.what, f"no JSON ({failure})") from failure
+    if stored.shape[0] > _MOST_STATE:
+        size = size_text(stored.shape[0])
+        raise damaged(stored.what, f"it has {size}, and at most {size_text(_MOST_STATE)} are read")
+    given = parsed(stored.items(slice(None)).tobytes(), stored.what, damaged)
     if not isinstance(given, dict):
         raise damaged(stored.what, "no JSON object")
     return Fields(given, stored.what)
@@ -75,7 +77,7 @@ def _state(stored: Stored, kind: str) -> Fields:
 def _tensor(codes: Stored, parts: dict[str, Stored | None], state: Fields) -> QuantisedTensor:
     shape = state.given.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
-        raise damaged(state.where, f"a shape {shape!r}")
+        raise damaged(state.where, f"a shape {shown(shape)}")
     rows, inner = shape
     block_size = state.integer("blocksize")
     if min(shape) < 1 or inner % block_size or not FORMATS["nf4"].allows(block_size, inner):
@@ -127,7 +129,7 @@ def _part(
 def _offset(state: Fields) -> float:
     offset = state.given.get("nested_offset")
     if not isinstance(offset, int | float) or isinstance(offset, bool) or not abs(offset) <= 3e38:
-        raise damaged(state.where, f"a nested_offset {offset!r}")
+        raise damaged(state.where, f"a nested_offset {shown(offset)}")
     return float(offset)
 
 

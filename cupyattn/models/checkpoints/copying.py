@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
         for name, tensor in tensors.items()
         if name not in known
         and not is_ignored(checkpoint.naming, name)
-        and not _adds_nothing(name, tensor)
+        and not _adds_nothing(name, tensors)
     ]
     wrong = [
         f"{name} is {tensors[name].shape}, not {place.shape}"
@@ -96,11 +96,15 @@ def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
         )
 
 
-def _adds_nothing(name: str, tensor: AnyTensor) -> bool:
+def _adds_nothing(name: str, tensors: Mapping[str, AnyTensor]) -> bool:
     """Tell whether a tensor is a bias of zeros: GPTQ's files may have one for each weight."""
-    if isinstance(tensor, QuantisedTensor) or len(tensor.shape) != 1:
+    stem, _, kind = name.rpartition(".")
+    tensor, weight = tensors[name], tensors.get(f"{stem}.weight")
+    if kind != "bias" or weight is None or isinstance(tensor, QuantisedTensor):
         return False
-    return name.endswith(".bias") and not tensor.read(0, tensor.shape[0]).any()
+    if len(tensor.shape) != 1 or tensor.shape[0] not in weight.shape:  # the size is checked first
+        return False
+    return not tensor.read(0, tensor.shape[0]).any()
 
 
 def _listed(names: list[str], most: int = 3) -> str:

@@ -7,6 +7,7 @@ the tokens of a vocabulary; here it only dequantises.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error
+from cupyattn.errors import error, shown, size_text
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_blocks import kept_blocks
 from cupyattn.models.checkpoints.tensors import AnyTensor, Tensor
 from cupyattn.models.extras import extra
+from cupyattn.reading import open_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -38,6 +40,9 @@ _SCALARS = {
     12: "d",
 }
 _PLAIN = ("F32", "F16")
+_LEAST_STRING = 8  # bytes: its length
+_MOST_METADATA = 64 << 20
+"""Bytes before the tensors: with 260,000 tokens and their merges there are some 16 MB."""
 
 
 class GGUFFile(NamedTuple):
@@ -65,7 +70,9 @@ def read_gguf(path: Path) -> GGUFFile:
     NotImplementedError
         For a version, or a type of tensors, that is unknown.
     """
-    content = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    with open_regular(path, damaged) as file:
+        is_empty = not os.fstat(file.fileno()).st_size
+        content = np.empty(0, np.uint8) if is_empty else np.memmap(file, np.uint8, mode="r")
     cursor = _Cursor(str(path), content)
     if cursor.take(4) != _MAGIC:
         raise damaged(str(path), "no GGUF file: it does not begin with these letters")
@@ -78,13 +85,12 @@ def read_gguf(path: Path) -> GGUFFile:
             "convert the model again",
         )
     count, keys = cursor.numbers("Q", 2)
-    metadata = {}
-    try:
-        for _ in range(keys):
-            key = cursor.string()
-            metadata[key] = cursor.value(*cursor.numbers("I", 1))
-    except RecursionError:
-        raise damaged(str(path), f"lists in lists without end at byte {cursor.at}") from None
+    metadata: dict[str, Any] = {}
+    for _ in range(keys):
+        key = cursor.string()
+        if key in metadata:
+            raise damaged(str(path), f"{shown(key)} a second time at byte {cursor.at}")
+        metadata[key] = cursor.value(*cursor.numbers("I", 1))
     infos = [_Info.read(cursor) for _ in range(count)]
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
     begin = -(-cursor.at // alignment) * alignment
@@ -108,12 +114,22 @@ class _Cursor:
         self._content = content.data
 
     def take(self, size: int) -> bytes:
+        self._require(size)
+        self.at += size
+        return bytes(self._content[self.at - size : self.at])
+
+    def _require(self, size: int) -> None:
         if not 0 <= size <= len(self._content) - self.at:
             raise damaged(
                 self.where, f"cut short: {size} bytes at {self.at} of {len(self._content)}"
             )
-        self.at += size
-        return bytes(self._content[self.at - size : self.at])
+        if self.at + size > _MOST_METADATA:
+            limit = size_text(_MOST_METADATA)
+            raise damaged(
+                self.where,
+                f"{size} bytes at {self.at} of what comes before the tensors, of which "
+                f"at most {limit} are read",
+            )
 
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
         return struct.unpack(f"<{count}{kind}", self.take(struct.calcsize(f"<{kind}") * count))
@@ -135,8 +151,9 @@ class _Cursor:
         (count,) = self.numbers("Q", 1)
         if inner in _SCALARS:
             return list(self.numbers(_SCALARS[inner], count))
-        if count > len(self._content):  # each item takes a byte at least
-            raise damaged(self.where, f"a list of {count} items at {self.at}")
+        if inner == _ARRAY:  # models have none, and empty ones take memory out of proportion
+            raise damaged(self.where, f"a list of lists at byte {self.at}")
+        self._require(_LEAST_STRING * count)
         return [self.value(inner) for _ in range(count)]
 
 
@@ -186,7 +203,8 @@ class _Info(NamedTuple):
         if len(rows) == 1 and (kept := kept_blocks(kind.name, stored, columns)) is not None:
             return kept, total
         if not rows:
-            return Tensor(self.shape, partial(_numbers, quants.dequantize(stored, kind))), total
+            read = partial(_numbers, quants.dequantize, stored, kind, block, size)
+            return Tensor(self.shape, read), total
         return Tensor(self.shape, partial(_rows, quants.dequantize, stored, kind)), total
 
 
@@ -194,5 +212,10 @@ def _rows(dequantize: Any, stored: np.ndarray, kind: Any, start: int, stop: int)
     return dequantize(stored[start:stop], kind)
 
 
-def _numbers(numbers: np.ndarray, start: int, stop: int) -> np.ndarray:
-    return numbers[start:stop]
+def _numbers(
+    dequantize: Any, stored: np.ndarray, kind: Any, block: int, size: int, start: int, stop: int
+) -> np.ndarray:
+    """Dequantise the blocks, of `size` bytes each, that hold the numbers asked for."""
+    first, end = start // block, -(-stop // block)
+    found = dequantize(stored[first * size : end * size], kind)
+    return found[start - first * block : stop - first * block]

@@ -145,12 +145,12 @@ def _scaling(
 
 def _llama3(factors: Tensor, base: float, rotary_dim: int, where: str) -> RopeScaling:
     """Recognise what each frequency is divided by: the file has it in place of its parameters."""
+    if factors.shape != (rotary_dim // 2,):
+        raise damaged(where, f"rope_freqs.weight is {factors.shape}, not {(rotary_dim // 2,)}")
     found = factors.read(0, factors.shape[0])
     plain = base ** (-np.arange(rotary_dim // 2) / (rotary_dim // 2))
     scaling = Llama3Scaling(float(found.max(initial=1.0)), 1.0, 4.0, 8192)
-    if found.shape == plain.shape and np.allclose(
-        plain / scaling.frequencies(plain, base), found, rtol=1e-4
-    ):
+    if np.allclose(plain / scaling.frequencies(plain, base), found, rtol=1e-4):
         return scaling
     raise error(
         NotImplementedError,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,11 @@ from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.checkpoints.quantization_config import unpacking_of
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.tokenizer import tokenizer_of_folder
+from cupyattn.reading import read_json
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_BYTES = 16 << 20
+"""Largest JSON file: the index of a model of 671 billion weights has 9 MB."""
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -27,7 +29,7 @@ def open_folder(folder: Path) -> Checkpoint:
     fields = _fields(folder / "config.json")
     unpack = unpacking_of(fields)
     config = config_of(
-        fields, _fields(generation) if generation.is_file() else Fields({}, str(generation))
+        fields, _fields(generation) if generation.exists() else Fields({}, str(generation))
     )
     stored: dict[str, Stored] = {}
     for file in files:
@@ -45,19 +47,19 @@ def open_folder(folder: Path) -> Checkpoint:
 
 
 def _fields(path: Path) -> Fields:
-    return Fields(read_json(path), str(path))
+    return Fields(read_object(path), str(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
 
     Raises
     ------
     FileNotFoundError, ValueError
-        If there is none.
+        If there is no file, or it is damaged, too large or nested too deeply.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        given = read_json(path, _MOST_BYTES, damaged)
     except FileNotFoundError:
         raise error(
             FileNotFoundError,
@@ -66,8 +68,6 @@ def read_json(path: Path) -> dict[str, Any]:
             "transformers writes them; or pass a GGUF file itself",
             "download or convert the model into that folder",
         ) from None
-    except (ValueError, RecursionError) as failure:
-        raise damaged(str(path), f"no JSON ({failure})") from failure
     if not isinstance(given, dict):
         raise damaged(str(path), "no JSON object")
     return given
@@ -77,7 +77,7 @@ def _files(folder: Path) -> list[Path]:
     if (folder / _ONE).is_file():
         return [folder / _ONE]
     if (folder / _INDEX).is_file():
-        shards = read_json(folder / _INDEX).get("weight_map")
+        shards = read_object(folder / _INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise damaged(str(folder / _INDEX), "it has no weight_map")
         names = sorted({str(name) for name in shards.values()})

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from cupyattn.errors import error
+from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.names import HUGGING_FACE, places
 from cupyattn.models.checkpoints.safetensors_writer import require_finite, write_tensors
 from cupyattn.models.checkpoints.whole_files import write_whole
@@ -55,7 +56,7 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
         left_out = file.name == _CONFIG or file.name.endswith((*_OF_WEIGHTS, *_OF_A_TRAINING))
         if file.is_file() and not left_out:
             shutil.copy2(file, folder / file.name)
-    saved = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    saved = read_object(source / _CONFIG)
     saved.pop("quantization_config", None)  # they are floats
     dtype = weights.embedding.dtype.name
     for name in ("torch_dtype", "dtype"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,13 @@ from cupyattn.models.tokenizer.byte_level import byte_level
 from cupyattn.models.tokenizer.chat_template import MOST_TEMPLATE
 from cupyattn.models.tokenizer.panics import panics_as_errors
 from cupyattn.models.tokenizer.text import Tokenizer
+from cupyattn.reading import read_bytes, read_json, read_text
 
 _END = "<|endoftext|>"
+_MOST_BYTES = 256 << 20
+"""Largest tokenizer.json: those of 260,000 tokens have 35 MB."""
+_MOST_OTHER_BYTES = 32 << 20
+"""Largest other file of a tokenizer: they have up to 5 MB."""
 
 
 def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
@@ -29,14 +33,15 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
     config = _settings(folder)
     special = config.get("special_tokens", {})
     where = folder / "tokenizer.json"
-    if where.is_file():
+    if where.exists():
         tokenizers = extra("tokenizers", "makes ids of text")
+        content = read_bytes(where, _MOST_BYTES, _damaged)
         try:
             with panics_as_errors():
-                inner = tokenizers.Tokenizer.from_file(str(where))
+                inner = tokenizers.Tokenizer.from_buffer(content)
         except Exception as failure:  # the package raises no other
             raise _damaged(where, failure) from failure
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         inner, where = _gpt2(folder), folder / "vocab.json"
         special = {"bos_token": _END, "eos_token": _END, **special}
     elif (folder / "tokenizer.model").is_file():
@@ -62,11 +67,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     """Return the chat template and the named tokens of tokenizer_config.json."""
     path = folder / "tokenizer_config.json"
     given: Any = {}
-    if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as failure:
-            raise _damaged(path, failure) from failure
+    if path.exists():
+        given = read_json(path, _MOST_OTHER_BYTES, _damaged)
         if not isinstance(given, dict):
             raise _damaged(path, "no JSON object")
     special = {}
@@ -87,34 +89,23 @@ def _settings(folder: Path) -> dict[str, Any]:
         raise _damaged(path, f"chat_template is {shown(template)}, which is no text")
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
-        template = _template(path)
+        template = read_text(path, 4 * MOST_TEMPLATE, _damaged)
     return {"chat_template": template, "template_where": str(path), "special_tokens": special}
 
 
-def _template(path: Path) -> str:
-    with path.open("rb") as file:
-        read = file.read(4 * MOST_TEMPLATE + 1)  # UTF-8 has at most four bytes a character
-    if len(read) > 4 * MOST_TEMPLATE:
-        raise _damaged(path, f"it has more than the {MOST_TEMPLATE} characters that are read")
-    try:
-        return read.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as failure:
-        raise _damaged(path, f"it is not UTF-8 ({failure})") from failure
-
-
 def _gpt2(folder: Path) -> Any:
+    vocab = read_json(folder / "vocab.json", _MOST_OTHER_BYTES, _damaged)
+    lines = read_text(folder / "merges.txt", _MOST_OTHER_BYTES, _damaged).split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    if not isinstance(vocab, dict):
+        raise _damaged(folder / "vocab.json", "no JSON object")
     try:
-        vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-        if not isinstance(vocab, dict):
-            raise ValueError("no JSON object")
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-        merges = [line for line in lines if line and not line.startswith("#version")]
         return byte_level(vocab, merges, "gpt-2", special=[_END] if _END in vocab else [])
     except ValueError as failure:
-        raise _damaged(folder / "vocab.json", failure) from failure
+        raise _damaged(f"{folder / 'vocab.json'} and merges.txt", failure) from failure
 
 
-def _damaged(path: Path, failure: object) -> ValueError:
+def _damaged(path: Path | str, failure: object) -> ValueError:
     return error(
         ValueError,
         f"{path}: {failure}",

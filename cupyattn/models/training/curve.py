@@ -11,7 +11,9 @@ from cupyattn.errors import error, explaining, shown
 from cupyattn.fork import no_fork
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.checkpoint import way_on
+from cupyattn.reading import lines_of, parsed
 
+_LONGEST_LINE = 1 << 16
 _SMOOTHING = 0.9
 _ENOUGH = 30  # steps: of fewer the mean lags behind
 _INCHES = 8.0, 4.0
@@ -88,24 +90,34 @@ def read(path: Path) -> list[dict[str, Any]]:
     ValueError
         If another line is none that a training wrote.
     """
-    rows = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
+    rows: list[dict[str, Any]] = []
+    wrong = None
+    for number, line in lines_of(path, _LONGEST_LINE, _damaged) if path.exists() else ():
+        if wrong is not None:
+            raise wrong
+        where = f"line {number} of {path}"
         try:
-            row = json.loads(line)
+            row = parsed(line, where, _damaged)
         except ValueError:
             row = None
         if _is_row(row):
             rows.append(row)
-        elif number < len(lines):
-            raise error(
-                ValueError,
-                f"line {number} of {path} is {shown(line)}",
-                'a line is an object with a "step" and its "loss" or "eval_loss"',
-                "put the file back as it was, or move it away: losses then begin with the next "
-                "step",
-            )
+        else:
+            wrong = _wrong(f"{where} is {shown(line.rstrip())}")
     return rows
+
+
+def _damaged(where: str, what: str) -> ValueError:
+    return _wrong(f"{where}: {what}")
+
+
+def _wrong(line: str) -> ValueError:
+    return error(
+        ValueError,
+        line,
+        'a line is an object with a "step" and its "loss" or "eval_loss"',
+        "put the file back as it was, or move it away: losses then begin with the next step",
+    )
 
 
 def _is_row(row: Any) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +12,13 @@ import numpy as np
 from cupyattn.errors import error, shown
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.training.batch import Sample
+from cupyattn.reading import lines_of, parsed
 
 _FORMS = (
     'each line is {"text": ...}, {"prompt": ..., "completion": ...} or '
     '{"messages": [{"role": ..., "content": ...}, ...]}'
 )
+_LONGEST_LINE = 256 << 20
 Piece = tuple[list[int], bool]
 """Tokens, and whether they are learnt."""
 
@@ -175,30 +176,30 @@ class Reader(NamedTuple):
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as failure:
-                raise _bad(
-                    f"line {number} of {path}", f"it is no UTF-8: {failure}", "save it as UTF-8"
-                ) from None
-            if text:
-                yield number, text
+    for number, line in lines_of(path, _LONGEST_LINE, _unread):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as failure:
+            raise _bad(
+                f"line {number} of {path}", f"it is no UTF-8: {failure}", "save it as UTF-8"
+            ) from None
+        if text:
+            yield number, text
 
 
 def _object(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        given = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as failure:
-        raise _bad(where, f"it is no JSON: {failure}", "write one object a line") from None
+    given = parsed(line, where, _no_object, constants=False)
     if not isinstance(given, dict):
-        raise _bad(where, f"it is {shown(given)}", "write one object a line")
+        raise _no_object(where, f"it is {shown(given)}")
     return given
 
 
-def _no_constant(name: str) -> Callable[[str], Any]:
-    raise ValueError(f"{name} is no JSON")
+def _no_object(where: str, what: str) -> ValueError:
+    return _bad(where, what, "write one object a line")
+
+
+def _unread(where: str, what: str) -> ValueError:
+    return _bad(where, what, "pass a file of shorter lines")
 
 
 def _bad(where: str, what: str, fix: str) -> ValueError:

@@ -16,7 +16,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, explaining, shown
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.checkpoints.hugging_face import read_json
+from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_metadata, read_safetensors
 from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
@@ -115,7 +115,7 @@ def read(
                 "pass the folder of adapters",
             )
     where = str(path / _CONFIG)
-    given = read_json(path / _CONFIG)
+    given = read_object(path / _CONFIG)
     options = _options(Fields(given, where))
     try:
         options = options.checked()
