@@ -14,7 +14,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.models.checkpoints.whole_files import write_whole
 
-_DTYPES = {
+DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8",
 }  # fmt: skip
 _AT_ONCE = 1 << 24
@@ -47,7 +47,7 @@ def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, st
     end = 0
     for name, array in arrays.items():
         places = [end, end + array.nbytes]
-        dtype = _DTYPES[array.dtype.name]
+        dtype = DTYPES[array.dtype.name]
         header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": places}
         end = places[1]
     text = json.dumps(header).encode()

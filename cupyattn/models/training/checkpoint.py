@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Array
-from cupyattn.errors import error, explaining, shown, size_text
-from cupyattn.models.checkpoints.safetensors_writer import bytes_of, write_tensors
+from cupyattn.errors import error, explaining, size_text
+from cupyattn.models.checkpoints.safetensors_writer import DTYPES, bytes_of, write_tensors
 from cupyattn.models.extras import extra
+from cupyattn.reading import parsed
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -88,8 +89,16 @@ def save(
     return path
 
 
-def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def load(path: Path, like: Mapping[str, Array]) -> tuple[dict[str, np.ndarray], Any]:
     """Read a checkpoint: its arrays, and its state.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    like : mapping of arrays
+        The arrays of a training. If those of the file have other names, shapes or dtypes, they are
+        not read, and none are returned: a small file can say that they are large.
 
     Raises
     ------
@@ -104,16 +113,21 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     try:
         with safetensors.safe_open(str(path), framework="np") as file:
             metadata = file.metadata() or {}
-            text, digest = metadata["training"], metadata["sha256"]
-            state = json.loads(text)
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, KeyError, ValueError) as failure:
+            found = {name: _kind(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+            fit = found == {name: (a.shape, DTYPES[a.dtype.name]) for name, a in like.items()}
+            arrays = {name: file.get_tensor(name) for name in like if fit}
+    except safetensors.SafetensorError as failure:
         raise damaged(path, str(failure)) from failure
-    if _digest(arrays, text) != digest:
+    if missing := [name for name in ("training", "sha256") if name not in metadata]:
+        raise damaged(path, f"its metadata have no {missing[0]!r}")
+    text = metadata["training"]
+    if fit and _digest(arrays, text) != metadata["sha256"]:
         raise damaged(path, "its sha256 is another")
-    if not isinstance(state, dict):
-        raise damaged(path, f"its state is {shown(state)}")
-    return arrays, state
+    return arrays, parsed(text, str(path), damaged, constants=False)
+
+
+def _kind(part: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(part.get_shape()), str(part.get_dtype())
 
 
 def _digest(arrays: Mapping[str, Array], text: str) -> str:
@@ -125,7 +139,7 @@ def _digest(arrays: Mapping[str, Array], text: str) -> str:
     return found.hexdigest()
 
 
-def damaged(path: Path, why: str) -> ValueError:
+def damaged(path: Path | str, why: str) -> ValueError:
     """Return what is raised for a file that is no checkpoint."""
     return error(
         ValueError,

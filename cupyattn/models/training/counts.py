@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyattn.errors import error, shown
 
-_LARGEST = 1e38  # of what kernels take in float32
+LARGEST = 1e38  # of what kernels take in float32
 
 
 def count_of(name: str, given: Any, *, least: int) -> int:
@@ -73,11 +73,11 @@ def positive_number(name: str, given: Any, *, allowed: str = "", example: float 
         For anything else.
     """
     number = as_float(given)
-    if 0 < number <= _LARGEST:
+    if 0 < number <= LARGEST:
         return number
     raise error(
         ValueError,
         f"{name} = {shown(given)}",
-        f"it is a positive number up to {_LARGEST:g}{allowed}",
+        f"it is a positive number up to {LARGEST:g}{allowed}",
         f"pass for example {example:g}",
     )

@@ -17,7 +17,13 @@ from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import IGNORED, Batch, moved
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
-from cupyattn.models.training.packing import DIGEST, Packing, Position
+from cupyattn.models.training.packing import Packing
+from cupyattn.models.training.saved_state import (
+    SavedState,
+    require_arrays,
+    require_position,
+    require_same,
+)
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
 from cupyattn.models.training.trainable import Trainable
@@ -245,23 +251,22 @@ class Trainer:
         RuntimeError
             Where another trainer was made of the same trainable.
         ValueError
-            If it is damaged, or of another model, other data or other options.
+            If it is damaged, or of another model, other data or other options: the file, and what
+            is wrong. Nothing of this trainer has changed then.
         """
         self._require_own()
         file, saved = _newest(Path(path)), self.optimizer.saved()
-        arrays, state = checkpoint.load(file)
-        if state.keys() != self._state().keys():
-            raise checkpoint.damaged(file, "its state is not that of a training")
-        self._require_same(state["identity"], called or {})
-        shapes = ({name: a.shape for name, a in each.items()} for each in (arrays, saved))
-        if next(shapes) != next(shapes):
-            raise checkpoint.damaged(file, f"its arrays are not {', '.join(saved)}, each whole")
+        arrays, given = checkpoint.load(file, saved)
+        state = SavedState.read(file, given, self.schedule.steps)
+        require_same(file, state.identity, self._identity, called or {})
+        require_arrays(file, arrays, saved)
+        require_position(file, state.position, self.packing)
         with self._changing():
             for name, array in saved.items():
                 array[...] = self.xp.asarray(arrays[name])
-            self.number, self.optimizer.steps = state["step"], state["optimizer_steps"]
-            self.packing.position = Position(*state["position"])
-            self.loss_scale.restore(state["loss_scale"])
+            self.number, self.optimizer.steps = state.step, state.optimizer_steps
+            self.packing.position = state.position
+            self.loss_scale.restore(state.loss_scale)
             self.trainable.updated()
 
     def identity(self) -> dict[str, Any]:
@@ -286,22 +291,6 @@ class Trainer:
             },
             "LossScale.dynamic": self.loss_scale.dynamic,
         }
-
-    def _require_same(self, saved: dict[str, Any], called: Mapping[str, str]) -> None:
-        here = self._identity
-        for name in (*here, *(saved.keys() - here.keys())):  # what was told is compared first
-            now, before = here.get(name), saved.get(name)
-            if now != before:
-                told = f" is {shown(now)}, and was {shown(before)} in the checkpoint"
-                if str(now).startswith(DIGEST):
-                    told = ": other than in the checkpoint"
-                raise error(
-                    ValueError,
-                    f"{called.get(name, name)}{told}",
-                    "a training is resumed with the model, the data, the options and the number of "
-                    "steps that it began with",
-                    "pass those, or begin anew in another folder",
-                )
 
 
 def _as_json(found: dict[str, Any]) -> dict[str, Any]:
