@@ -12,12 +12,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
+from cupyattn.distributed.presence import Presence
 from cupyattn.errors import error, explaining, shown
+from cupyattn.reading import read_text
 
 ALIKE = "all ranks make the same calls in the same order"
 PATIENCE = "look what that rank does, or pass a longer timeout"
 _NOTE = "failed"
 _LONGEST = 2000  # characters of a note
+_MOST_BYTES = 5 * _LONGEST
+_MOST_PROCESSES = 2**31  # a negative id, or 0, is several processes
 _SECONDS_BETWEEN_LOOKS = 0.5  # for processes that are gone
 
 
@@ -69,6 +73,16 @@ class Failures(Protocol):
     def look(self) -> None:
         """Look for ranks that have ended without a word, and post them; as often as one likes."""
 
+    def answer(self, begun: int) -> None:
+        """Tell ranks that ask how many transfers this one has begun; as often as one likes."""
+
+    def missing(self, number: int, begun: int) -> tuple[int, str] | None:
+        """Find a rank that has not come to a transfer of that number, and say what it does.
+
+        `begun` is how many transfers this rank has begun. None if there is no way to ask, or all
+        have come.
+        """
+
     def leave(self, rank: int) -> None:
         """Say that a rank ends and has not failed."""
 
@@ -93,6 +107,12 @@ class SharedFailures:
 
     def look(self) -> None:
         """Do nothing: a thread that ends is heard of."""
+
+    def answer(self, begun: int) -> None:
+        """Do nothing: no thread asks."""
+
+    def missing(self, number: int, begun: int) -> tuple[int, str] | None:
+        """Return None: who waits for whom is known where it waits."""
 
     def leave(self, rank: int) -> None:
         """Say that a rank ends: who waits for it has waited long enough."""
@@ -144,12 +164,15 @@ class FolderFailures:
         self._processes: dict[int, int | None] = {}
         """By rank the process id, None on another host: read once, for it stays."""
         self._next_look = 0.0
+        self._presence = Presence(folder, rank, size, write_at_once)
+        self._presence.leave()  # what an earlier run has answered
         leave_in(folder, self._file(rank).name, f"{os.getpid()} {self._host}".encode())
 
     def post(self, rank: int, message: str) -> None:
         """Leave a note, unless there is one."""
         note = self.folder / _NOTE
-        with _written(self.folder, f"{rank} {message[:_LONGEST]}".encode()) as text:
+        content = f"{rank} {message[:_LONGEST]}".encode(errors="backslashreplace")
+        with _written(self.folder, content) as text:
             try:
                 os.link(text, note)  # all of it at once, and of two only the first
             except FileExistsError:
@@ -160,6 +183,7 @@ class FolderFailures:
 
     def leave(self, rank: int) -> None:
         """Say that a process ends and has not failed; the last takes the folder away."""
+        self._presence.leave()
         self._file(rank).unlink(missing_ok=True)
         left = [self.folder / f"left-{rank}" for rank in range(self._size)]
         left[rank].touch()
@@ -170,11 +194,19 @@ class FolderFailures:
                 self.folder.rmdir()
 
     def first(self) -> RankFailedError | None:
-        """Return the error for the rank that failed first, if one did."""
+        """Return the error for the rank that failed first, if one did.
+
+        A note that no rank of this group has written ends the group too: no other can be left.
+        """
         try:
-            culprit, _, message = (self.folder / _NOTE).read_text(encoding="utf-8").partition(" ")
+            note = read_text(self.folder / _NOTE, _MOST_BYTES, _garbage)
+            culprit, _, message = note.partition(" ")
+            if culprit not in map(str, range(self._size)):
+                raise _garbage(str(self.folder / _NOTE), f"it is {shown(note)}")
         except FileNotFoundError:
             return None
+        except ValueError as failure:
+            return RankFailedError(self._rank, str(failure))
         return RankFailedError(int(culprit), message)
 
     def absent(self) -> list[int]:
@@ -196,20 +228,49 @@ class FolderFailures:
                 self.post(rank, f"rank {rank} has ended: its process is gone")
                 return
 
+    def answer(self, begun: int) -> None:
+        """Answer a rank that asks who is missing."""
+        with suppress(OSError):  # the folder may be gone: who asks sees no answer
+            self._presence.answer(begun)
+
+    def missing(self, number: int, begun: int) -> tuple[int, str] | None:
+        """Ask all ranks how many transfers they have begun; wait for their answers."""
+        try:
+            behind = self._presence.ask(number, begun, lambda: self.first() is not None)
+        except OSError:
+            return None
+        for rank, has_begun in behind:
+            if (self.folder / f"left-{rank}").exists():
+                return rank, f"rank {rank} has returned"
+            if has_begun is None:
+                return rank, f"rank {rank} gives no sign: it is stopped, or has begun no transfer"
+            return rank, f"rank {rank} has begun {has_begun} of {number} transfers"
+        return None
+
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}"
 
     def _is_gone(self, rank: int) -> bool:
         if rank not in self._processes:
             try:
-                number, _, host = self._file(rank).read_text(encoding="utf-8").partition(" ")
-            except FileNotFoundError:  # not there yet, or has left
+                number, _, host = read_text(self._file(rank), _MOST_BYTES, _garbage).partition(" ")
+                found = int(number)
+            except (FileNotFoundError, ValueError):  # not there yet, has left, or no rank wrote it
                 return False
             here = host == self._host and hasattr(os, "getpgid")
-            self._processes[rank] = int(number) if here else None
+            self._processes[rank] = found if here and 0 < found < _MOST_PROCESSES else None
         process = self._processes[rank]
         # One that has left took its file away before it ended.
         return process is not None and not _runs(process) and self._file(rank).exists()
+
+
+def _garbage(where: str, what: str) -> ValueError:
+    return error(
+        ValueError,
+        f"{where}: {what}",
+        "a file of that name is a note of a rank of this group that has failed",
+        "pass a folder that is new for each run, or remove the file",
+    )
 
 
 def _runs(process: int) -> bool:

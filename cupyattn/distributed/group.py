@@ -22,6 +22,7 @@ from cupyattn.distributed.watch import Watch
 from cupyattn.errors import error, shown
 
 TIMEOUT = 300.0
+_NAMED = 8  # ranks in an error
 
 
 class Group:
@@ -37,7 +38,9 @@ class Group:
         How many ranks there have to be, where you know.
     folder : path, optional
         One that all ranks see, new for each run: there they tell one another that one has failed.
-        Without it, ranks of another library's communicator or of your own find out by the timeout.
+        A rank that does not come in time is then named by all others, even if it is stopped.
+        Without it, ranks of another library's communicator or of your own find out by the timeout,
+        and not which rank it is.
     timeout : float
         Seconds that a transfer may take once it is its turn. Then the communicator is aborted (if
         it can be), and this call or the next one of this group raises `RankFailedError`. A method
@@ -88,6 +91,7 @@ class Group:
         self.device: int | None = getattr(self._communicator, "device", None)
         self.transport = type(self._communicator).__name__
         self._failures = self._channel(folder)
+        self._can_ask = folder is not None or hasattr(self._communicator, "failures")
         self._watch = Watch(self.rank, timeout, self._failures, self._abort)
         self._aborting = threading.Lock()
         self._aborted = False
@@ -205,12 +209,20 @@ class Group:
         with self.on_device(None if on_host else array.device.id):
             stream = None if on_host else xp.cuda.get_current_stream()
             peer = (self.rank + 1) % self.size
-            others = " or another" if self.size > 2 else ""
             own = xp.ascontiguousarray(array)
             out = xp.empty((self.size, *own.shape), own.dtype)
-            with self._transfer(stream, peer, f"rank {peer}{others}"):
+            with self._transfer(stream, peer, self._others()):
                 self._carrier.all_gather(own, out, stream)
         return [row.reshape(array.shape) for row in out]
+
+    def _others(self) -> str:
+        """Name the ranks that this one waits for: any of them may be the one that has not come."""
+        ranks = [str(rank) for rank in range(self.size) if rank != self.rank]
+        if len(ranks) < 2:
+            return f"rank {''.join(ranks)}"
+        listed = ranks if len(ranks) <= _NAMED else [*ranks[: _NAMED - 1], "another"]
+        hint = "" if self._can_ask else " (pass folder= to Group, and it finds out for which)"
+        return f"rank {', '.join(listed[:-1])} or {listed[-1]}{hint}"
 
     @contextmanager
     def _transfer(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import time
 from pathlib import Path
 
 from cupyattn.distributed.communicators.nccl import ID_BYTES, new_id
-from cupyattn.distributed.failures import leave_in, write_at_once
+from cupyattn.distributed.failures import leave_in
 from cupyattn.errors import error
+from cupyattn.reading import read_bytes
 
 _ID, _GO = "id", "go"
+_MOST_BYTES = 1 << 20
+"""Of a file there: an id and 33 bytes for each rank."""
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
 _SECONDS_BETWEEN_LOOKS = 0.02
 
 
@@ -39,15 +44,15 @@ def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
                 seen = made + b" ".join(card[0] for card in cards)
                 if seen != invitation:  # of a rank that comes now, an earlier run's was there
                     invitation, signature = seen, _sign(seen)
-                    write_at_once(folder / _ID, invitation)
+                    leave_in(folder, _ID, invitation)
                 if all(card[1:] == [signature] for card in cards[1:]):
-                    write_at_once(folder / _GO, signature)
+                    leave_in(folder, _GO, signature)
                     return made
         else:
             seen = _read(folder / _ID)
             if seen != invitation and token in seen[ID_BYTES:].split():
                 invitation, signature = seen, _sign(seen)
-                write_at_once(_card(folder, rank), token + b" " + signature)
+                leave_in(folder, _card(folder, rank).name, token + b" " + signature)
             if signature and _read(folder / _GO) == signature:
                 return invitation[:ID_BYTES]
         if time.monotonic() > until:
@@ -67,7 +72,8 @@ def _card(folder: Path, rank: int) -> Path:
 
 def _cards(folder: Path, size: int) -> list[list[bytes]]:
     """Return each rank's token and signature, as far as they are there."""
-    return [_read(_card(folder, rank)).split() for rank in range(size)]
+    cards = [_read(_card(folder, rank)).split() for rank in range(size)]
+    return [card if card and _TOKEN.fullmatch(card[0]) else [] for card in cards]
 
 
 def _missing(cards: list[list[bytes]], signature: bytes) -> list[int]:
@@ -82,7 +88,12 @@ def _sign(invitation: bytes) -> bytes:
 
 
 def _read(path: Path) -> bytes:
+    """Return what a file holds: nothing if it is not there, or no rank can have written it."""
     try:
-        return path.read_bytes()
-    except FileNotFoundError:
+        return read_bytes(path, _MOST_BYTES, _garbage)
+    except (FileNotFoundError, ValueError):
         return b""
+
+
+def _garbage(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}")

@@ -29,6 +29,8 @@ _DONE = SimpleNamespace(done=True)
 
 @dataclass(eq=False)
 class _Transfer:
+    number: int
+    """From 1 on, of this rank's."""
     begun: Any
     peer: int
     waits_for: str
@@ -47,6 +49,7 @@ class Watch:
         self._rank, self._timeout = rank, timeout
         self._failures, self._abort = failures, abort
         self._transfers: deque[_Transfer] = deque()
+        self._begun = 0
         self._device: Any = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -56,7 +59,8 @@ class Watch:
         """Watch what is enqueued on a stream inside of the block; without one, the block itself."""
         if stream is not None and self._device is None:
             self._device = current_device()
-        transfer = _Transfer(_mark(stream), peer, waits_for)
+        self._begun += 1
+        transfer = _Transfer(self._begun, _mark(stream), peer, waits_for)
         self._transfers.append(transfer)
         self._start()
         yield
@@ -88,17 +92,23 @@ class Watch:
             while self._transfers and _is_done(self._transfers[0]):
                 self._transfers.popleft()
             if self._is_late():
-                late = self._transfers[0]
-                self._failures.post(
-                    late.peer,
-                    f"rank {self._rank} waited {self._timeout:g} s for {late.waits_for}; {ALIKE}; "
-                    f"{PATIENCE}",
-                )
+                self._blame(self._transfers[0])
+            self._failures.answer(self._begun)
             self._failures.look()
             if self._failures.first() is not None:
                 self._abort()
                 self._transfers.clear()
                 return
+
+    def _blame(self, late: _Transfer) -> None:
+        """Post the rank that a transfer waits for, unless it is done by then."""
+        waited = f"rank {self._rank} waited {self._timeout:g} s"
+        missing = self._failures.missing(late.number, self._begun)
+        if _is_done(late):
+            return
+        culprit, why = missing or (late.peer, "")
+        told = f"{why}; {waited} for it" if why else f"{waited} for {late.waits_for}"
+        self._failures.post(culprit, f"{told}; {ALIKE}; {PATIENCE}")
 
     def _is_late(self) -> bool:
         if not self._transfers:

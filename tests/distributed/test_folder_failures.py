@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.wires import Own, Wires
 
-from cupyattn.distributed import Group, processes
+from cupyattn.distributed import Group, RankFailedError, failures, processes
 from cupyattn.distributed.communicators import nccl
 from cupyattn.distributed.failures import FolderFailures
 from cupyattn.distributed.processes import nccl_group
@@ -53,9 +54,9 @@ def test_a_file_system_without_links_has_notes(tmp_path, monkeypatch):
 def test_few_files_are_read_before_each_transfer(tmp_path, monkeypatch):
     """With 64 ranks on one host; who is gone is not looked for at each one either."""
     ranks = [FolderFailures(tmp_path, rank, 64) for rank in range(64)]
-    read, asked, right = [], [], Path.read_text
+    read, asked, right = [], [], failures.read_text
     monkeypatch.setattr(
-        Path, "read_text", lambda path, **given: read.append(path.name) or right(path, **given)
+        failures, "read_text", lambda path, *given: read.append(path.name) or right(path, *given)
     )
     monkeypatch.setattr(os, "kill", lambda process, signal: asked.append(process))
     for _ in range(3):
@@ -67,9 +68,9 @@ def test_few_files_are_read_before_each_transfer(tmp_path, monkeypatch):
 
 def test_the_last_to_leave_takes_the_folder_away(tmp_path):
     ranks = [FolderFailures(tmp_path / "ranks", rank, 3) for rank in range(3)]
-    for rank, failures in enumerate(ranks):
+    for rank, each in enumerate(ranks):
         assert any(tmp_path.iterdir())
-        failures.leave(rank)
+        each.leave(rank)
     assert not any(tmp_path.iterdir())
 
 
@@ -123,3 +124,51 @@ def test_a_process_that_is_gone_has_failed(tmp_path, asked):
     assert failure is not None
     assert failure.rank == 1
     assert "its process is gone" in str(failure)
+
+
+GARBAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: path.write_bytes(b""),
+    "no number": lambda path: path.write_text("ValueError"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00"),
+    "a rank that is none": lambda path: path.write_text("3 rank 3 failed"),
+    "a negative rank": lambda path: path.write_text("-1 failed"),
+    "a long number": lambda path: path.write_text("9" * 5000),
+    "a large file": lambda path: path.write_bytes(b"1 " + b"x" * 1_000_000),
+    "a folder": lambda path: path.mkdir(),
+}
+if hasattr(os, "mkfifo"):
+    GARBAGE["a FIFO"] = os.mkfifo
+
+
+@pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE)
+def test_a_note_that_no_rank_wrote_ends_the_group_by_its_name(make, tmp_path):
+    """No other note could be left beside it."""
+    group = Group(Own(Wires(), 0, 3), folder=tmp_path)
+    make(tmp_path / "cupyattn-ranks" / "failed")
+    with pytest.raises(
+        RankFailedError, match=r"cupyattn-ranks.failed: .*; pass a folder"
+    ) as caught:
+        group.check()
+    assert caught.value.rank == 0 and len(str(caught.value)) < 800
+    group.fail("planted")
+    group.close()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x", b"\xff", b"-1 ", b"0 ", b"1", b"99999999999999999999 ", b"x" * 100_000]
+)
+def test_an_id_of_a_process_that_is_none_is_passed_over(content, tmp_path, monkeypatch):
+    """A signal to -1 would go to all processes."""
+    asked = []
+    monkeypatch.setattr(os, "kill", lambda process, signal: asked.append(process))
+    here = FolderFailures(tmp_path, 0, 2)
+    host = b"" if content == b"1" else here._host.encode()
+    (tmp_path / "rank-1").write_bytes(content + host)
+    here.look()
+    assert here.first() is None and not asked
+
+
+def test_a_message_that_is_no_unicode_is_posted(tmp_path):
+    ranks = [FolderFailures(tmp_path, rank, 2) for rank in range(2)]
+    ranks[1].post(1, "rank 1 failed: \udcff")
+    assert str(ranks[0].first()) == "rank 1 failed: \\udcff"

@@ -49,7 +49,7 @@ def test_a_rank_that_raises_ends_the_others_by_the_timeout(tmp_path):
     for rank in (0, 1):
         took, said = failed[rank]
         assert took < 15
-        assert re.match(rf"RankFailedError: rank {rank} waited 1 s for rank {rank + 1}", said)
+        assert re.match(rf"RankFailedError: rank {rank} waited 1 s for rank {1 - rank} or 2", said)
 
 
 def test_a_rank_that_raises_tells_the_others_through_a_folder(tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +126,42 @@ def test_a_file_that_holds_no_id_of_this_run_is_none(left, tmp_path):
     (tmp_path / "id").write_bytes(left)
     with pytest.raises(TimeoutError, match=r"rank 1 waited 0\.1 s in .* for rank 0 of 2"):
         shared_id(tmp_path, 1, 2, 0.1)
+
+
+GARBAGE: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: path.write_bytes(b""),
+    "bytes": lambda path: path.write_bytes(bytes(range(256))),
+    "words": lambda path: path.write_bytes(b"one two three " * 1000),
+    "a large file": lambda path: path.write_bytes(b"x" * (2 << 20)),
+}
+if hasattr(os, "mkfifo"):
+    GARBAGE["a FIFO"] = os.mkfifo
+
+
+@pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("name", ["id", "go", "rank-0", "rank-1"])
+def test_garbage_in_the_folder_is_replaced(name, make, tmp_path):
+    make(tmp_path / name)
+    found = on_ranks((0, 1), lambda rank: shared_id(tmp_path, rank, 2, 20))
+    assert len(found[0]) == 128 and found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE)
+def test_a_rank_of_which_there_is_garbage_alone_has_not_come(make, tmp_path):
+    make(tmp_path / "rank-2")
+    found = on_ranks((0, 1), lambda rank: shared_id(tmp_path, rank, 3, 0.5))
+    for rank in (0, 1):
+        assert "for rank 2 of 3" in str(found[rank]) or rank
+        assert isinstance(found[rank], TimeoutError)
+
+
+@pytest.mark.parametrize("name", ["id", "go", "rank-0"])
+def test_a_folder_in_the_place_of_a_file_is_named(name, tmp_path):
+    (tmp_path / name).mkdir()
+    found = on_ranks((0, 1), lambda rank: shared_id(tmp_path, rank, 2, 0.5))
+    assert isinstance(found[0], OSError)
+    assert f"{tmp_path / name}" in str(found[0]) and "pass a folder that all" in str(found[0])
+    assert "for rank 0 of 2" in str(found[1])
 
 
 def test_processes_join_one_communicator(tmp_path, library):
