@@ -43,8 +43,8 @@ class BlockAllocator:
     ------
     TypeError
         If a number is no integer (a bool is none), or prefix_caching no bool.
-    ValueError
-        If a number is out of range.
+    ValueError, MemoryError
+        If a number is out of range; if the host has less memory than 44 bytes for each block.
 
     Notes
     -----

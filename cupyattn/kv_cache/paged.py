@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cupyattn.arrays import Array
-from cupyattn.errors import error
+from cupyattn.errors import error, shown
 from cupyattn.functional import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
@@ -20,6 +20,7 @@ from cupyattn.kv_cache.storage import Storage, as_format, require_library
 SLOTS_OF_A_LOAD = 16
 """Block sizes are multiples of it: so many tokens the kernels take at once."""
 MOST_SLOTS = 2**31 - 1  # they are int32
+MOST_BLOCK_SIZE = MOST_SLOTS // SLOTS_OF_A_LOAD * SLOTS_OF_A_LOAD
 MOST_HEAD_DIM = 256
 
 
@@ -108,9 +109,15 @@ class PagedKVCache(CacheSteps):
         num_layers = as_count("num_layers", num_layers, 1)
         num_kv_heads = as_count("num_kv_heads", num_kv_heads, 1)
         head_dim = as_count("head_dim", head_dim, 1, MOST_HEAD_DIM)
-        block_size = as_count("block_size", block_size, SLOTS_OF_A_LOAD)
+        block_size = as_count("block_size", block_size, SLOTS_OF_A_LOAD, MOST_BLOCK_SIZE)
         most = MOST_SLOTS // block_size
-        num_blocks = as_count("num_blocks", num_blocks, 1, most)
+        if as_count("num_blocks", num_blocks, 1) > most:
+            raise error(
+                ValueError,
+                f"got num_blocks = {shown(num_blocks)} of {block_size} tokens",
+                f"allowed is 1 to {most} of that size: a cache has at most {MOST_SLOTS} slots",
+                "pass fewer blocks, or smaller ones",
+            )
         for name, number, factor in (
             ("block_size", block_size, SLOTS_OF_A_LOAD),
             ("head_dim", head_dim, form.packed),

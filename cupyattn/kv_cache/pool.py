@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from cupyattn.errors import error
+from cupyattn.kv_cache.host_memory import require_host_memory
 from cupyattn.kv_cache.prefix_index import Node, PrefixIndex
 
 HELD = -1
 """In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""
 
+
+BYTES_OF_A_BLOCK = 44
+"""Memory of the host: a count and a place in a list, of 8 bytes each, and the id's own 28."""
 
 EVICTED = -1
 """In place of a block's id in a sequence: a window has given the block back."""
@@ -167,6 +171,11 @@ class Pools:
         self, num_blocks: int, block_size: int, prefix_caching: bool, num_host_blocks: int
     ) -> None:
         self.block_size = block_size
+        blocks = f"num_blocks = {num_blocks}"
+        if num_host_blocks:
+            blocks += f" and num_host_blocks = {num_host_blocks}"
+        size = BYTES_OF_A_BLOCK * (num_blocks + num_host_blocks)
+        require_host_memory(blocks, size, "pass fewer blocks, or larger ones")
         index = PrefixIndex(num_blocks, block_size) if prefix_caching else None
         self.device = Pool("device", num_blocks, index)
         self.host = Pool("host", num_host_blocks)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import subprocess
+import sys
+import time
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from cupyattn import BlockAllocator, PagedKVCache
+from cupyattn.kv_cache import host_memory
+from cupyattn.kv_cache.pool import BYTES_OF_A_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -128,6 +135,44 @@ def test_lengths_out_of_range_are_refused(method, length, kind):
 def test_bad_pools_are_refused(changes, kind, passed):
     with pytest.raises(kind, match=passed):
         BlockAllocator(**{"num_blocks": 4, "block_size": 16, **changes})
+
+
+@pytest.mark.parametrize("given", [{"num_blocks": 10**9}, {"num_host_blocks": 10**9 - 4}])
+def test_more_blocks_than_memory_holds_are_refused_before_any_is_made(given, monkeypatch):
+    monkeypatch.setattr(host_memory, "host_memory", lambda: 16 * 10**9)
+    begun = time.monotonic()
+    with pytest.raises(MemoryError, match=r"num_blocks = .* take 44\.00 GB .*; it has 16\.00 GB; "):
+        BlockAllocator(**{"num_blocks": 4, "block_size": 16, **given})
+    assert time.monotonic() - begun < 1
+    monkeypatch.setattr(host_memory, "host_memory", lambda: None)  # not every system tells
+    BlockAllocator(4, 16)
+
+
+def test_the_memory_of_the_host_is_that_of_the_machine_or_of_the_process():
+    resource = pytest.importorskip("resource")
+    found = host_memory.host_memory()
+    assert found is not None and found > 1 << 28
+    assert found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    program = (
+        "import resource, sys; from cupyattn.kv_cache.host_memory import host_memory\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), resource.RLIM_INFINITY))\n"
+        "print(host_memory())"
+    )
+    if limits == (resource.RLIM_INFINITY, resource.RLIM_INFINITY):
+        call = [sys.executable, "-c", program, str(found - 4096)]
+        assert int(subprocess.check_output(call)) == found - 4096
+
+
+def test_a_block_takes_the_memory_that_is_said():
+    tracemalloc.start()
+    try:
+        allocator = BlockAllocator(100_000, 16)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert allocator.num_free == 100_000
+    assert 0.9 * BYTES_OF_A_BLOCK < held / 100_000 < 1.1 * BYTES_OF_A_BLOCK
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -23,7 +23,22 @@ from cupyattn import Copy, PagedKVCache
         ({"num_layers": 0}, ValueError, "num_layers = 0"),
         ({"num_layers": True}, TypeError, "num_layers = True"),
         ({"num_blocks": 0}, ValueError, "num_blocks = 0"),
-        ({"num_blocks": 2**27}, ValueError, "num_blocks = 134217728; allowed is 1 to 134217727"),
+        (
+            {"num_blocks": 2**27},
+            ValueError,
+            "num_blocks = 134217728 of 16 tokens; allowed is 1 to 134217727 of that size",
+        ),
+        (
+            {"num_blocks": 10, "block_size": 2**40},
+            ValueError,
+            "block_size = 1099511627776; allowed is 16 to 2147483632",
+        ),
+        (
+            {"num_blocks": 10, "block_size": 2**30},
+            ValueError,
+            "num_blocks = 10 of 1073741824 tokens; allowed is 1 to 1 of that size: a cache has at "
+            "most 2147483647 slots; pass fewer blocks, or smaller ones",
+        ),
         ({"block_size": 8}, ValueError, "block_size = 8"),
         ({"block_size": 24}, ValueError, "block_size = 24 .*multiple of 16; pass 32"),
         ({"num_kv_heads": 0}, ValueError, "num_kv_heads = 0"),

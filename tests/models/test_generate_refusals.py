@@ -28,6 +28,13 @@ REFUSED = {
     "a string without one": ({"stop": "\n"}, ValueError, "has no tokenizer"),
     "too long": ({"prompts": [[1] * 20], "max_new_tokens": 6}, ValueError,
                  "20 tokens and max_new_tokens = 6; the model has 24 positions; .* at most 5"),
+    "longer than the positions": (
+        {"prompts": [[1] * 25]}, ValueError,
+        "got a prompt of 25 tokens; the model has 24 positions; pass a shorter prompt",
+    ),
+    "a block beyond all": (
+        {"block_size": 2**40}, ValueError, "block_size = 1099511627776; allowed is 16 to"
+    ),
     "no new tokens": ({"max_new_tokens": 0}, ValueError, "max_new_tokens = 0"),
     "half a token": ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens = 1.5"),
     "a negative temperature": ({"temperature": -1}, ValueError, "temperature = -1"),

@@ -34,6 +34,31 @@ def test_tokens_that_end_a_text_end_it():
     assert ending.generate([prompt], max_new_tokens=NEW, lookup=4) == [tokens[:5]]
 
 
+class Counting(ByteTokenizer):
+    """Notes how many characters it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(begin=256)
+        self.given: list[int] = []
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        self.given.append(len(text))
+        return super().encode(text, special_tokens=special_tokens)
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning():
+    found = bytes_model()
+    model = models.Model(found.config, found.weights, "float32", np)
+    model.tokenizer, positions = Counting(), found.config.max_positions
+    told = f"more than {positions} tokens; the model has {positions} positions; pass a shorter"
+    with pytest.raises(ValueError, match=f"got a prompt of 10000000 characters, {told}"):
+        model.generate("x" * 10**7, max_new_tokens=1)
+    assert sum(model.tokenizer.given) == 64 * positions
+    for length in (positions, 64 * positions):  # counted as a whole
+        with pytest.raises(ValueError, match=f"got a prompt of {length + 1} tokens; "):
+            model.generate("x" * length, max_new_tokens=1)
+
+
 def test_text_is_continued_by_text():
     model = bytes_model()
     prompts = ["Once upon", "a", "über", [104, 105]]

@@ -137,7 +137,7 @@ class Generator:
                 given = [] if lengths is None else as_lengths(lengths)
                 running = sorted(given or most, reverse=True)[:max_batch]
                 room = [length + self._lookup for length in running]
-                at_hand = blocks_at_hand(model, dtype, as_count("block_size", block_size, 16), room)
+                at_hand = blocks_at_hand(model, dtype, block_size, room)
             at_hand = agreed(model.group, alike, model.xp, at_hand)
             num_blocks = at_hand if num_blocks is None else num_blocks
             self.cache = PagedKVCache(

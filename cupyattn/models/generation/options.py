@@ -19,6 +19,10 @@ MOST_SEQUENCES = 1 << 16
 """Samples of a prompt, and sequences of a step: far more than a GPU's memory holds."""
 
 
+_CHARACTERS = 64
+"""Times the positions: of a longer text, so many characters are encoded first."""
+
+
 class Sampling(NamedTuple):
     """How a next token is drawn: the options of `cupyattn.sample`, None where it is off."""
 
@@ -228,7 +232,10 @@ def _prompt(given: Any, model: Any) -> Prompt:
     ids, is_text = given if isinstance(given, Prompt) else (given, isinstance(given, str))
     if is_text:
         tokenizer = tokenizer_for(model, f"the prompt {shown(given)}")
-        ids = tokenizer.encode(given) if isinstance(given, str) else ids
+        positions = model.config.max_positions
+        ids = _encoded(tokenizer, given, positions) if isinstance(given, str) else ids
+    if hasattr(ids, "__len__"):  # before each token is read
+        require_positions(len(ids), 1, model.config.max_positions)
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     try:
         tokens = tuple(as_int(token) for token in ids)
@@ -251,6 +258,17 @@ def _prompt(given: Any, model: Any) -> Prompt:
                 "encode the text with the model's own tokenizer",
             )  # fmt: skip
     return Prompt(tokens, is_text)
+
+
+def _encoded(tokenizer: Tokenizer, text: str, positions: int) -> list[int]:
+    """Return the tokens of a text; refuse one that is far too long by its beginning."""
+    most = _CHARACTERS * positions
+    if len(text) > most and len(tokenizer.encode(text[:most])) > 2 * positions:
+        raise error(
+            ValueError, f"got a prompt of {len(text)} characters, more than {positions} tokens",
+            f"the model has {positions} positions", "pass a shorter prompt",
+        )  # fmt: skip
+    return tokenizer.encode(text)
 
 
 def tokenizer_for(model: Any, what: str) -> Tokenizer:
@@ -280,10 +298,15 @@ def as_captured(captured: bool | None, model: Any) -> bool:
 
 def require_positions(tokens: int, new_tokens: int, positions: int) -> None:
     """Refuse a prompt whose continuation would leave the model's positions."""
+    if tokens > positions:
+        raise error(
+            ValueError, f"got a prompt of {tokens} tokens", f"the model has {positions} positions",
+            "pass a shorter prompt",
+        )  # fmt: skip
     if tokens + new_tokens - 1 > positions:  # the last new token is not computed
         raise error(
             ValueError,
             f"got a prompt of {tokens} tokens and max_new_tokens = {new_tokens}",
             f"the model has {positions} positions",
-            f"pass at most {max(0, positions - tokens + 1)} new tokens, or a shorter prompt",
+            f"pass at most {positions - tokens + 1} new tokens, or a shorter prompt",
         )

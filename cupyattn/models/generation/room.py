@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from cupyattn.errors import error
+from cupyattn.models.generation.options import as_count
 
 SHARE = 0.9
 """Of the free memory; the rest is for what steps compute in."""
+_MOST_BLOCK_SIZE = 2**31 - 16
+"""A multiple of 16; a cache counts its slots in int32."""
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}
 
 
@@ -20,9 +23,12 @@ def blocks_at_hand(model: Any, dtype: Any, block_size: int, lengths: Sequence[in
 
     Raises
     ------
+    TypeError, ValueError
+        For a block size that no cache has.
     MemoryError
         If the longest alone has no room.
     """
+    block_size = as_count("block_size", block_size, 16, _MOST_BLOCK_SIZE)
     needed = [-(-length // block_size) for length in lengths]
     room = int(SHARE * free_bytes(model.xp)) // block_bytes(model.config, dtype, block_size)
     if room < max(needed):
