@@ -43,7 +43,7 @@ def test_a_disk_without_room_for_the_lock_is_left_as_it_was(capsys, monkeypatch)
     [
         (lambda path: path.write_bytes(b"\xff\xfe\n\n"), "line 1 of finetuned/losses.jsonl is b'"),
         (lambda path: (path.unlink(), path.mkdir()),
-         "no losses in finetuned/losses.jsonl ([Errno 21] Is a directory"),
+         "finetuned/losses.jsonl: it is a directory, not a regular file; a line is an object"),
     ],
 )  # fmt: skip
 def test_losses_that_cannot_be_gone_on_with(spoil, message, capsys):

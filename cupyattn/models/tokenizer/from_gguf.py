@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
@@ -11,6 +11,30 @@ from cupyattn.models.tokenizer.text import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _PREFIX = "tokenizer.ggml."
+
+
+class _Kind(NamedTuple):
+    """The type of a value, or of the items of a list."""
+
+    type: Any
+    text: str
+    in_list: bool = False
+
+
+_KINDS = {
+    "tokens": _Kind(str, "a list of texts", in_list=True),
+    "merges": _Kind(str, "a list of texts", in_list=True),
+    "token_type": _Kind(int, "a list of integers", in_list=True),
+    "scores": _Kind((int, float), "a list of numbers", in_list=True),
+    **{
+        f"{name}_token_id": _Kind(int, "an integer of 0 or more")
+        for name in ("bos", "eos", "unknown", "padding")
+    },
+    **{
+        name: _Kind(bool, "true or false")
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
+    },
+}
 _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
@@ -28,6 +52,7 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
     tokens = metadata.get(f"{_PREFIX}tokens")
     if kind is None or tokens is None:
         return None
+    _require_kinds(metadata, where)
     types = metadata.get(f"{_PREFIX}token_type") or [_NORMAL] * len(tokens)
     try:
         if kind == "gpt2":
@@ -58,6 +83,25 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
             "convert the model again",
         )
     return Tokenizer(inner, template, named, where=where, template_where=where)
+
+
+def _require_kinds(metadata: dict[str, Any], where: str) -> None:
+    """Raise ValueError for a value of another type than tokenizers have there."""
+    for name, value in metadata.items():
+        kind = _KINDS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
+        if kind is None:
+            continue
+        if kind.in_list:
+            fits = isinstance(value, list) and all(isinstance(each, kind.type) for each in value)
+        else:
+            fits = type(value) is kind.type and (kind.type is not int or value >= 0)
+        if not fits:
+            raise error(
+                ValueError,
+                f"{where}: {name} is {shown(value)}",
+                f"it is {kind.text}",
+                "convert the model again",
+            )
 
 
 def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:

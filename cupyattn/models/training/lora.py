@@ -249,6 +249,7 @@ class LoraAdapters:
             For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
         """
         options, tensors = peft.read(folder, model, base_model)
+        peft.require_ranks(folder, options, tensors)
         if dropout is not None:
             options = options._replace(dropout=dropout)
         try:

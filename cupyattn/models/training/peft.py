@@ -199,6 +199,17 @@ def _options(fields: Fields) -> LoraOptions:
     )
 
 
+def require_ranks(
+    folder: str | os.PathLike[str], options: LoraOptions, tensors: Mapping[str, Stored]
+) -> None:
+    """Raise ValueError for tensors of another rank, before any adapter of that rank is made."""
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".lora_")
+        rank = options.rank_of(module)
+        if part == "A.weight" and tensor.shape[:1] != (rank,):
+            raise unfit(folder, f"misshapen: {name} is {tensor.shape}, and its rank {rank}")
+
+
 def fitting(
     folder: str | os.PathLike[str],
     tensors: Mapping[str, Stored],

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -254,6 +255,24 @@ def test_files_that_are_missing_or_damaged(folder, llama):
     (folder / "adapter_config.json").write_text("{")
     tensors.write_bytes(whole)
     with pytest.raises(ValueError, match="no JSON"):
+        LoraAdapters.load(llama, folder)
+
+
+def test_a_rank_that_the_tensors_have_not_takes_no_memory(folder, llama):
+    """Matrices of that rank would take 100 MB here, and 100 GB of a larger model."""
+    change(folder, r=1 << 16)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"misshapen: .*lora_A.weight is .*, and its rank 655"):
+            LoraAdapters.load(llama, folder)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_config_that_is_nested_too_deeply_is_named(folder, llama):
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"adapter_config\.json: no JSON that is read: it is nes"):
         LoraAdapters.load(llama, folder)
 
 
