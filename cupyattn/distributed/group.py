@@ -43,7 +43,8 @@ class Group:
         and not which rank it is.
     timeout : float
         Seconds that a transfer may take once it is its turn. Then the communicator is aborted (if
-        it can be), and this call or the next one of this group raises `RankFailedError`. A method
+        it can be), and this call or the next one of this group raises `RankFailedError`. With a
+        folder, ranks are asked before, for at most 2 s, which of them has not come. A method
         of your own that still waits is left to itself, on the thread that it was called on.
 
     Raises
