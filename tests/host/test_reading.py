@@ -117,7 +117,7 @@ def _empty(found: os.stat_result) -> os.stat_result:
 
 def test_text_that_is_no_utf_8_is_named(tmp_path):
     path = tmp_path / "text"
-    path.write_bytes(b"caf\xe9")
+    path.write_bytes(b"\xe9\xe8")
     with pytest.raises(ValueError, match=r"text: no UTF-8 \('utf-8' codec"):
         read_text(path, 100, refuse)
     path.write_bytes(b"a\r\nb\rc\n")
