@@ -28,9 +28,6 @@ TUNED_VARIABLE = "CUPYATTN_TUNED"
 
 _Row = TypeVar("_Row")
 
-_MOST_BYTES = 16 << 20
-"""Largest file of choices; each has some 50 bytes."""
-
 
 class Choices:
     """Names of rows by the question that they answer; where there is none, the usual row stands.
