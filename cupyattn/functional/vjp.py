@@ -71,7 +71,7 @@ def vjp(
     sum, may be one array. It may be called any number of times. It calls the function's
     backward, such as `attention_backward`, with what the call was given, dropout's seed and
     ``implementation`` included; "tiled" has no backward on a GPU: there pass
-    ``pullback(dout, implementation="naive")``.
+    ``pullback(dout, implementation="flash")``.
 
     A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim,
     dtype and class (for isinstance) and nothing else, and for what the library's function returns

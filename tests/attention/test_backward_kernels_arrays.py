@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.attention_options import BACKWARD_IMPLEMENTATIONS as IMPLEMENTATIONS
 from support.attention_options import RUN_TIME_OPTIONS
 from support.backward_runs import (
     GRADIENTS,
@@ -44,7 +43,6 @@ SUMMED = ({}, {"bias": "own", "sinks": "own"})
 """Options without gradients of their own, and with them: what a plain run keeps to."""
 
 
-@pytest.mark.parametrize("implementation", mostly_deep(IMPLEMENTATIONS, ["flash"]))
 @examples(4)
 @given(
     problem=attention_problems(
@@ -56,9 +54,9 @@ SUMMED = ({}, {"bias": "own", "sinks": "own"})
         **FRUGAL,
     )
 )
-def test_the_same_bits_from_run_to_run(implementation: str, problem: AttentionProblem):
+def test_the_same_bits_from_run_to_run(problem: AttentionProblem):
     arrays, options = inputs(problem)
-    first, second = (run(arrays, options, implementation, deterministic=True) for _ in range(2))
+    first, second = (run(arrays, options, "flash", deterministic=True) for _ in range(2))
     for name, gradient in first.items():
         assert_array_equal(gradient.view(np.uint8), second[name].view(np.uint8))
 
@@ -111,19 +109,14 @@ def test_deterministic_float_kernels_hold_no_atomics(dims: tuple[int, int]):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "deterministic", "atomic"),
+    ("dtype", "deterministic", "atomic"),
     [
-        ("flash", "float16", False, True),
-        ("flash", "float16", True, False),
-        ("flash", "float32", False, True),
-        ("flash", "float32", True, False),
-        ("naive", "float16", False, False),
-        *deep(("flash", "bfloat16", False, True), ("flash", "bfloat16", True, False)),
+        *(("float16", False, True), ("float16", True, False)),
+        *(("float32", False, True), ("float32", True, False)),
+        *deep(("bfloat16", False, True), ("bfloat16", True, False)),
     ],
 )
-def test_which_calls_add_atomically(
-    implementation: str, dtype: str, deterministic: bool, atomic: bool
-):
+def test_which_calls_add_atomically(dtype: str, deterministic: bool, atomic: bool):
     """All launches of a call together, with a bias summed over batch, heads and queries."""
     problem = AttentionProblem(
         B=2, Sq=9, Sk=41, H=4, G=2, D=24, Dv=40, dtype=dtype,
@@ -132,13 +125,10 @@ def test_which_calls_add_atomically(
     arrays, options = inputs(problem)
     report = Report()
     with cupyattn.backend("emulator", report=report):
-        cupyattn.attention_backward(
-            *arrays, **options, implementation=implementation, deterministic=deterministic
-        )
+        cupyattn.attention_backward(*arrays, **options, deterministic=deterministic)
     assert (report.atomic_updates > 0) == atomic
 
 
-@pytest.mark.parametrize("implementation", mostly_deep(IMPLEMENTATIONS, ["flash"]))
 @examples(4)
 @given(
     problem=attention_problems(
@@ -151,39 +141,28 @@ def test_which_calls_add_atomically(
         largest=66,
     )
 )
-def test_views_equal_copies(implementation: str, problem: AttentionProblem):
+def test_views_equal_copies(problem: AttentionProblem):
     """Of the arrays of all shapes: (B, S, H, D), (B, H, Sq) and the options'."""
     arrays, options = inputs(problem)
     options["deterministic"] = True
-    of_copies = run(tuple(map(np.ascontiguousarray, arrays)), options, implementation)
     *rows, lse = arrays
     views = {"lse": lse, "dlse": options["dlse"], "bias": options.get("bias")}
     views = {name: _reversed_and_strided(x) for name, x in views.items() if x is not None}
     if "sinks" in options:
         views["sinks"] = np.repeat(options["sinks"], 2)[::2]
-    of_views = run((*rows, views.pop("lse")), {**options, **views}, implementation)
+    of_views = run((*rows, views.pop("lse")), {**options, **views}, "flash")
     options = {name: value for name, value in options.items() if name != "deterministic"}
-    assert_as_good(of_views, of_copies, arrays, options, implementation)
+    assert_as_good(of_views, arrays, options)
 
 
-def assert_as_good(
-    actual: dict[str, np.ndarray],
-    expected: dict[str, np.ndarray],
-    arrays: Arrays,
-    options: dict[str, Any],
-    implementation: str,
-) -> None:
-    """The same bits; of the flash kernels as near to the reference.
+def assert_as_good(actual: dict[str, np.ndarray], arrays: Arrays, options: dict[str, Any]) -> None:
+    """As near to the reference as gradients of copies.
 
-    Their scalar and vector loads are two programs, in which a multiplication and an addition may be
+    Scalar and vector loads are two programs, in which a multiplication and an addition may be
     fused or not: a dS half way between two float16 then rounds the other way.
     """
-    if implementation == "naive":
-        for name, gradient in expected.items():
-            assert_array_equal(actual[name], gradient)
-    else:
-        ratios = error_ratios(actual, arrays, options, implementation)
-        assert max(ratios.values()) <= 1, ratios
+    ratios = error_ratios(actual, arrays, options)
+    assert max(ratios.values()) <= 1, ratios
 
 
 def _reversed_and_strided(x: np.ndarray) -> np.ndarray:
@@ -202,7 +181,6 @@ def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.
     return of
 
 
-@pytest.mark.parametrize("implementation", mostly_deep(IMPLEMENTATIONS, ["flash"]))
 @examples(4)
 @given(
     problem=attention_problems(
@@ -217,11 +195,11 @@ def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.
     given_names=st.sets(st.sampled_from(GRADIENTS), min_size=1),
 )
 def test_grads_are_written_into_any_strides(
-    implementation: str, problem: AttentionProblem, accumulate: bool, given_names: set[str]
+    problem: AttentionProblem, accumulate: bool, given_names: set[str]
 ):
     """Every item written or added to, nothing beside them; added before the one rounding."""
     arrays, options = inputs(problem)
-    expected = run(arrays, options, implementation, deterministic=True)
+    expected = run(arrays, options, "flash", deterministic=True)
     memories, views = {}, {}
     for name, of in shaped_like_inputs(arrays, options).items():
         if name in given_names:
@@ -232,8 +210,8 @@ def test_grads_are_written_into_any_strides(
         return
     grads = AttentionGrads(*(views.get(name) for name in GRADIENTS))
     returned = cupyattn.attention_backward(
-        *map(KERNELS.put, arrays), **placed(options), implementation=implementation, grads=grads,
-        accumulate=accumulate, deterministic=True,
+        *map(KERNELS.put, arrays), **placed(options), grads=grads, accumulate=accumulate,
+        deterministic=True,
     )  # fmt: skip
     replaced = {}
     for name, gradient in fetched(returned).items():
@@ -241,7 +219,7 @@ def test_grads_are_written_into_any_strides(
             assert getattr(returned, name) is views[name]
         if not (accumulate and name in views):
             replaced[name] = gradient
-    assert_as_good({**expected, **replaced}, expected, arrays, options, implementation)
+    assert_as_good({**expected, **replaced}, arrays, options)
     if accumulate:
         check_accumulated(fetched(returned), before, arrays, options)
     for name, view in views.items():
@@ -259,30 +237,25 @@ def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
     return memory, memory[1, ..., 1:-1]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_accumulating_rounds_once(implementation: str):
+def test_accumulating_rounds_once():
     """An addend below half a unit of what is there would vanish if it were rounded first."""
     problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
     (_, *arrays), _ = inputs(problem)
     dout = np.full_like(arrays[3], 2.0**-12)
     dv = KERNELS.put(np.ones((1, 1, 1, 2), np.float16))
     cupyattn.attention_backward(
-        *map(KERNELS.put, (dout, *arrays)), implementation=implementation, accumulate=True,
-        grads=AttentionGrads(dv=dv),
+        *map(KERNELS.put, (dout, *arrays)), accumulate=True, grads=AttentionGrads(dv=dv)
     )  # fmt: skip
     assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(
     "empty",
     [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}, {"H": 0, "G": 0}, {"H": 0}],
     ids=str,
 )
-def test_empty_problems_have_gradients_of_zero(
-    implementation: str, empty: dict[str, int], accumulate: bool
-):
+def test_empty_problems_have_gradients_of_zero(empty: dict[str, int], accumulate: bool):
     extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 8, "Dv": 6, **empty}
     problem = AttentionProblem(
         **extents,
@@ -293,7 +266,7 @@ def test_empty_problems_have_gradients_of_zero(
     options["sinks"] = np.zeros(extents["H"], np.float32)
     of = shaped_like_inputs(arrays, options)
     grads = AttentionGrads(*(KERNELS.put(np.full_like(of[name], 0.5)) for name in GRADIENTS))
-    found = run(arrays, options, implementation, grads=grads, accumulate=accumulate)
+    found = run(arrays, options, "flash", grads=grads, accumulate=accumulate)
     for name, gradient in found.items():
         if name == "dsinks" and extents["B"] * extents["Sq"]:
             continue  # the sink is there without keys

@@ -10,23 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.attention_options import EITHER_HALF, IMPLEMENTATIONS, RUN_TIME_OPTIONS
+from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS
 from support.devices import KERNELS, SENTINEL, GpuArrays
 from support.dtypes import DTYPES, FLOAT_DTYPES, dtype_of
-from support.forward_runs import TEACHING, check, run
+from support.forward_runs import check, run
 from support.search import deep, examples, mostly_deep, wider
 from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.kernels.configs.attention.float32.forward import FLASH as FLASH_F32
-from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
 from cupyattn.kernels.configs.attention.tensor_core.forward_rows import FLASH
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
-# Exact tiles of the table, odd dims, D != Dv in both directions, the largest.
-HEAD_DIMS = wider([(7, 33), (64, 64)], [(1, 1), (40, 24), (80, 128), (128, 96), (256, 256)])
 # Steps of 8 columns with tails of 1, 2 and 3 chunks, odd dims, D != Dv, every row of the table.
 FLASH_HEAD_DIMS = wider([(5, 8), (24, 40), (64, 64)], [(88, 80), (128, 128), (192, 72), (256, 256)])
 # Slices of 16 columns with tails of 1, 2 and 3 chunks; output columns in quads with 1, 2 or 3 more;
@@ -34,13 +31,10 @@ FLASH_HEAD_DIMS = wider([(5, 8), (24, 40), (64, 64)], [(88, 80), (128, 128), (19
 FLASH_F32_HEAD_DIMS = wider(
     [(5, 8), (24, 40)], [(64, 64), (72, 96), (128, 128), (160, 33), (76, 256)]
 )
-EACH_KERNEL = [*((name, "float16") for name in IMPLEMENTATIONS), ("flash", "float32")]
 # float32 where the emulator takes half as long, and the kernel is there; --deep has both.
 DIMS_OF_DTYPES = {
     **dict.fromkeys(DTYPES, ((64, 64),)), "float32": wider([(24, 40)], [(64, 64)]),
 }  # fmt: skip
-# Every dtype by the flash kernel that takes it, and by the teaching kernels.
-KERNELS_OF_DTYPES = mostly_deep(itertools.product(IMPLEMENTATIONS, DTYPES), EACH_KERNEL)
 PLAIN_DTYPES = wider(["float16", "float32"], ["bfloat16"])
 
 
@@ -182,44 +176,31 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
         assert reference.error_ratio(KERNELS.get(out), exact, bound) <= 1, large
 
 
-@pytest.mark.parametrize("implementation", TEACHING)
-@examples(4, deep=24)
-@given(
-    problem=attention_problems(
-        head_dims=HEAD_DIMS, dtypes=PLAIN_DTYPES, options=RUN_TIME_OPTIONS, **FRUGAL
-    )
-)
-def test_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
-    check(problem, implementation)
-
-
-@pytest.mark.parametrize(("implementation", "dtype"), EACH_KERNEL)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("head_dim", [255, *deep(1, 16, 63, 65, 127, 129)])
-def test_head_dims(implementation: str, dtype: str, head_dim: int):
+def test_head_dims(dtype: str, head_dim: int):
     problem = AttentionProblem(
         B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype=dtype
     )
-    check(problem, implementation)
+    check(problem, "flash")
 
 
-@pytest.mark.parametrize(("implementation", "dtype"), KERNELS_OF_DTYPES)
-def test_long_sequences(implementation: str, dtype: str):
+@pytest.mark.parametrize("dtype", ["float16", "float32", *deep("bfloat16")])
+def test_long_sequences(dtype: str):
     """Thousands of keys (hundreds on the emulator): many tiles, sums of many terms."""
     sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (17, 700)
     for dims in DIMS_OF_DTYPES[dtype]:
         problem = AttentionProblem(1, sq, sk, 2, 1, *dims, dtype, drawn=(("causal", True),))
-        check(problem, implementation)
+        check(problem, "flash")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_more_heads_than_the_grid_has_rows(implementation: str):
+def test_more_heads_than_the_grid_has_rows():
     """B * H beyond 65,535, the limit of a grid's second axis."""
     problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
-    check(problem, implementation)
+    check(problem, "flash")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @examples(4, deep=24)
 @given(
     problem=of_plain_dtypes(options=("causal",), views=("contiguous",), crowd=FRUGAL["crowd"]),
@@ -227,7 +208,7 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
     stride=st.sampled_from((1, 2, -1)),
 )
 def test_batch_integers_of_any_width_and_stride(
-    implementation: str, problem: AttentionProblem, integer_dtype: Any, stride: int
+    problem: AttentionProblem, integer_dtype: Any, stride: int
 ):
     """Both arrays of integers, as views: the same result as the same numbers one by one."""
     rng = np.random.default_rng(problem.seed)
@@ -236,7 +217,7 @@ def test_batch_integers_of_any_width_and_stride(
     offsets = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
     offsets[:] = rng.integers(-3, problem.Sk + 3, problem.B)
     q, k, v = (KERNELS.put(array) for array in problem.arrays())
-    options = {**problem.options(), "implementation": implementation}
+    options = problem.options()
     together = cupyattn.attention(
         q, k, v, q_offset=KERNELS.put(offsets), seqused_k=KERNELS.put(used), **options
     )
@@ -252,35 +233,31 @@ def test_batch_integers_of_any_width_and_stride(
         assert_array_equal(KERNELS.get(together[b : b + 1]), KERNELS.get(alone))
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "flash"])
 @examples(6, deep=30)
 @given(problem=of_plain_dtypes(options=RUN_TIME_OPTIONS, crowd=FRUGAL["crowd"]))
-def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
+def test_views_equal_copies_bit_for_bit(problem: AttentionProblem):
     """Vector and scalar loads bring the same numbers."""
-    out, lse = run(problem, implementation)
+    out, lse = run(problem, "flash")
     copies = [KERNELS.put(np.ascontiguousarray(array)) for array in problem.arrays()]
     options = {
         name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
-    copied_out, copied_lse = cupyattn.attention(
-        *copies, **options, return_lse=True, implementation=implementation
-    )
+    copied_out, copied_lse = cupyattn.attention(*copies, **options, return_lse=True)
     assert_array_equal(out, KERNELS.get(copied_out))
     assert_array_equal(lse, KERNELS.get(copied_lse))
 
 
-@pytest.mark.parametrize("implementation", ["tiled", "flash"])
 @examples(4, deep=30)
 @given(problem=of_plain_dtypes(options=RUN_TIME_OPTIONS, **FRUGAL))
-def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
+def test_results_are_written_into_any_strides(problem: AttentionProblem):
     """out= and lse as views: every item written, nothing beside them."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
     options = {
         name: KERNELS.put(value) if isinstance(value, np.ndarray) else value
         for name, value in problem.options().items()
     }
-    options |= {"return_lse": True, "implementation": implementation}
+    options |= {"return_lse": True}
     expected_out, expected_lse = cupyattn.attention(*arrays, **options)
 
     memory = KERNELS.xp.full(
@@ -299,18 +276,3 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
     lse[...] = SENTINEL
     assert (memory == SENTINEL).all()
     assert (lse_memory == SENTINEL).all()
-
-
-@examples(4, deep=24)
-@given(
-    problem=attention_problems(
-        head_dims=((64, 64),), dtypes=("float32",), options=RUN_TIME_OPTIONS, **FRUGAL
-    )
-)
-def test_naive_and_tiled_agree(problem: AttentionProblem):
-    """Two kernels that share little but their primitives."""
-    (naive, _), (tiled, _) = run(problem, "naive"), run(problem, "tiled")
-    bound, _ = reference.attention_bound(
-        *problem.arrays(), dtype="float32", tile_k=TILED_TILE_K, **problem.options()
-    )
-    assert (np.abs(naive.astype(np.float64) - tiled) <= 2 * bound).all()

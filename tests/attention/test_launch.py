@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.recording_device import device_array, launched
+from support.recording_device import backward_call, device_array, launched
 from support.strategies import dtype_of
 
-from cupyattn import attention, attention_backward, softmax, softmax_backward
+from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
 from cupyattn.kernels.structs.attention import UNBOUNDED
 from cupyattn.ops.attention import checks as attention_checks
 from cupyattn.ops.attention import params as attention_params
@@ -20,7 +20,7 @@ def test_what_attention_passes_to_its_kernel(recorder):
     out = device_array((2, 6, 33, 64)).transpose(0, 2, 1, 3)
     lse = device_array((6, 2, 33), np.float32).transpose(1, 0, 2)
     options = {"causal": True, "window_size": (7, 9), "softmax_scale": 0.5}
-    attention(q, k, v, **options, out=(out, lse), return_lse=True, implementation="tiled")
+    attention(q, k, v, **options, out=(out, lse), return_lse=True)
     specialisation, grid, arguments = recorder.started[0]
     assert all(
         passed is array for passed, array in zip(arguments, (q, k, v, out, lse), strict=False)
@@ -35,8 +35,8 @@ def test_what_attention_passes_to_its_kernel(recorder):
     assert (params["sq"], params["sk"], params["heads"], params["group"]) == (33, 50, 6, 3)
     assert params["q_offset"] == 50 - 33
     assert params["scale_log2"] == np.float32(0.5 * np.log2(np.e))
-    macros = dict(specialisation.macros)
-    assert grid == (2 * 6 * -(-33 // (macros["WARPS"] * macros["ROWS"])), 1, 1)
+    assert grid == (2 * 6, 1, 1), "33 queries are one tile"
+    assert dict(specialisation.macros)["HEAD_DIM"] == 64
     assert not recorder.allocated
 
 
@@ -84,31 +84,65 @@ def test_integer_arrays_are_passed_with_their_stride_and_width(recorder, dtype, 
     ],
 )
 def test_vectors_only_where_every_row_is_aligned(recorder, dtype, head_dims, row, address, vec):
-    """One array out of line is enough; out's alignment does not matter."""
+    """One array out of line is enough."""
     size = np.dtype(dtype).itemsize
     strides = (3 * 2 * row * size, 2 * row * size, row * size, size)
-    for crooked in range(3):
+    for crooked in range(4):
         arrays = [
             device_array((2, 3, 2, dim), dtype, strides, address if i == crooked else None)
-            for i, dim in enumerate((head_dims[0], head_dims[0], head_dims[1]))
+            for i, dim in enumerate((head_dims[0], head_dims[0], head_dims[1], head_dims[1]))
         ]
-        out = device_array((2, 3, 2, head_dims[1] + 1), dtype)[..., 1:]
-        macros, _, _ = launched(recorder, *arrays, out=out)
+        macros, _, _ = launched(recorder, *arrays[:3], out=arrays[3])
         assert macros["VEC"] == vec
 
 
-def test_the_naive_kernel_has_a_cta_for_each_row(recorder):
-    q, k = device_array((2, 5, 6, 64)), device_array((2, 9, 3, 64))
-    macros, params, ctas = launched(recorder, q, k, k, implementation="naive")
-    assert ctas == 2 * 5 * 6
-    assert params["group"] == 2
-    assert macros["HEAD_DIM"] == 64
+@pytest.mark.parametrize(("implementation", "tile_q"), [("naive", 1), ("tiled", 32)])
+def test_what_attention_passes_to_the_teaching_kernels(recorder, implementation, tile_q):
+    q = device_array((2, 33, 6, 64), strides=(0, -256, 640, 2))
+    k, v = device_array((2, 50, 2, 64)), device_array((2, 50, 2, 32))
+    out = device_array((2, 6, 33, 32)).transpose(0, 2, 1, 3)
+    lse = device_array((6, 2, 33), np.float32).transpose(1, 0, 2)
+    attention(
+        q, k, v, causal=True, softmax_scale=0.5, out=(out, lse), return_lse=True,
+        implementation=implementation,
+    )  # fmt: skip
+    ((specialisation, grid, (*arguments, params)),) = recorder.started
+    assert all(passed is x for passed, x in zip(arguments, (q, k, v, out, lse), strict=True))
+    assert grid == (2 * 6 * -(-33 // tile_q), 1, 1)
+    assert dict(specialisation.macros)["HEAD_DIM_V"] == 32
+    assert params["q"].tolist() == (0, -128, 320)
+    assert params["k"].tolist() == (50 * 128, 128, 64)
+    assert params["out"].tolist() == (6 * 33 * 32, 32, 33 * 32)
+    assert params["lse"].tolist() == (33, 1, 66), "batch, query, head"
+    numbers = [params[name] for name in ("heads", "group", "sq", "sk", "causal", "softmax_scale")]
+    assert numbers == [6, 3, 33, 50, 1, 0.5]
+
+
+def test_what_the_naive_backward_passes_to_its_kernel(recorder):
+    """One launch, with a CTA for each query row and each key, and no scratch memory."""
+    arrays, _ = backward_call()
+    dlse = device_array((2, 4, 6), np.float32)[..., :3]
+    targets = [device_array(arrays[name].shape, np.float32) for name in "qkv"]
+    attention_backward(
+        *arrays.values(), dlse=dlse, grads=AttentionGrads(*targets), accumulate=True,
+        implementation="naive",
+    )  # fmt: skip
+    ((_, grid, (*arguments, params)),) = recorder.started
+    given = (*arrays.values(), dlse, *targets)
+    assert all(passed is x for passed, x in zip(arguments, given, strict=True))
+    assert grid == (2 * (4 * 3 + 2 * 5), 1, 1)
+    assert params["dlse"].tolist() == (24, 1, 6)
+    assert params["dk"].tolist() == (80, 16, 8)
+    numbers = [params[name] for name in ("batch", "heads", "group", "sq", "sk", "accumulate")]
+    assert numbers == [2, 4, 2, 3, 5, 1]
+    assert params["causal"] == 0
+    assert not recorder.allocated
 
 
 def test_a_repeated_call_fills_in_nothing_anew(recorder):
     arrays = [device_array((2, 5, 6, 64)) for _ in range(3)]
     for _ in range(2):
-        attention(*arrays, causal=True, implementation="tiled")
+        attention(*arrays, causal=True)
         softmax(arrays[0])
     first, first_softmax, second, second_softmax = (started[2] for started in recorder.started)
     assert first[-1] is second[-1]

@@ -19,7 +19,7 @@ def started_backward(recorder: Recorder) -> dict[str, tuple[dict[str, Any], Spec
     for specialisation, grid, arguments in recorder.started:
         parameters = specialisation.spec.parameters
         named = {p.name: a for p, a in zip(parameters, arguments, strict=True)}
-        kernel = specialisation.spec.entry.removeprefix("attention_backward_naive_")
+        kernel = specialisation.spec.entry.removeprefix("attention_backward_f32_")
         found[kernel] = (named, specialisation, grid[0])
     return found
 
@@ -37,8 +37,8 @@ def test_what_the_backward_passes_to_its_kernels(recorder):
     dlse = device_array((2, 4, 6), np.float32)[..., :3]
     grads = attention_backward(*arrays.values(), **options, dlse=dlse)
     found = started_backward(recorder)
-    assert list(found) == ["dq", "dkdv", "dbias", "dsinks"]
-    assert [ctas for _, _, ctas in found.values()] == [2 * 4 * 3, 2 * 2 * 5, 1, 4]
+    assert list(found) == ["delta", "dkdv", "dq", "dbias", "dsinks"]
+    assert [ctas for _, _, ctas in found.values()] == [2 * 4 * 3 // 8, 2 * 2, 2 * 4, 1, 4]
     call_arrays = {**arrays, "bias": bias, "sinks": sinks, "dlse": dlse, **grads._asdict()}
     for arguments, _, _ in found.values():
         params = arguments.pop("params")
@@ -74,7 +74,7 @@ def test_a_backward_with_grads_and_workspace_allocates_nothing(recorder):
     )
     assert not recorder.allocated
     assert all(given is target for given, target in zip(grads, targets, strict=False))
-    delta = started_backward(recorder)["dq"][0]["delta"]
+    delta = started_backward(recorder)["delta"][0]["delta"]
     assert (delta.data.ptr, delta.size) == (workspace.data.ptr, 2 * 4 * 3)
     assert started_backward(recorder)["dq"][0]["params"]["accumulate"] == 1
 
@@ -152,7 +152,7 @@ def test_what_the_flash_backward_launches(
 )
 @pytest.mark.parametrize(
     ("bias_shape", "kernels"),
-    [(None, []), ((4, 3, 5), ["naive_dbias"]), ((2, 4, 3, 5), [])],
+    [(None, []), ((4, 3, 5), ["f32_dbias"]), ((2, 4, 3, 5), [])],
     ids=str,
 )
 def test_what_the_float_backward_launches(
@@ -172,7 +172,7 @@ def test_what_the_float_backward_launches(
     rounded = one_pass and dtype != "float32"
     last = {"f32_convert": 2 * 4 * 3 // 8} if rounded else {} if one_pass else {"f32_dq": 2 * 4}
     gradients = ["f32_delta", "f32_dkdv", *last]
-    assert entries == [*gradients, *kernels, "naive_dsinks"]
+    assert entries == [*gradients, *kernels, "f32_dsinks"]
     ctas = [grid[0] for _, grid, _ in recorder.started[: len(gradients)]]
     assert ctas == [2 * 4 * 3 // 8, 2 * 2, *last.values()]
     specialisation, _, arguments = recorder.started[1]
@@ -202,6 +202,6 @@ def test_a_backward_plan_is_made_once(recorder):
     for options in ({}, {}, {"causal": True}):
         arrays, others = backward_call(**options)
         attention_backward(*arrays.values(), **others)
-    first, again, causal = (started[2][-1] for started in recorder.started[::2])
+    first, again, causal = (started[2][-1] for started in recorder.started[::3])
     assert first is again
     assert first is not causal

@@ -49,12 +49,10 @@ def test_both_within_the_bounds_of_what_they_stand_for(of):
         *deep(
             (FLOAT, {}),
             (HALF, {"deterministic": True}),
-            (HALF, {"implementation": "naive"}),
             (WIDE, {}),
             (WIDE, {"deterministic": True}),
             *((kind, {}) for kind in KINDS_DEEP),
             *((kind, {"deterministic": True}) for kind in KINDS_DEEP[:2]),
-            (KINDS_DEEP[0], {"implementation": "naive"}),
         ),
     ],
     ids=str,
@@ -328,10 +326,3 @@ def test_a_score_mod_without_gradient_has_no_backward():
     out, lse = attention(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match="give ScoreMod gradient="):
         attention_backward(dout, q, k, v, out, lse, score_mod=ScoreMod("score + 1"))
-
-
-@pytest.mark.parametrize("implementation", ["naive", "tiled"])
-def test_teaching_kernels_refuse_them(implementation):
-    q, k, v, _ = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
-    with pytest.raises(NotImplementedError, match="mask_mod in attention"):
-        cupyattn.attention(q, k, v, mask_mod=MaskMod("true"), implementation=implementation)

@@ -63,7 +63,7 @@ def ratio_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         grads = cupyattn.attention_backward(*arrays, **options)
         backward._plan.cache_clear()
         found = {name: x for name, x in grads._asdict().items() if x is not None}
-        return error_ratios(found, arrays, options, "flash")["dbias"]
+        return error_ratios(found, arrays, options)["dbias"]
 
     return run
 

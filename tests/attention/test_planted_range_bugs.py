@@ -70,7 +70,7 @@ def ratios_of(problem: Problem, deterministic: bool) -> dict[str, float]:
     found = gradients(problem, deterministic)
     if isinstance(problem, VarlenProblem):
         return problem.backward_ratios(found)
-    return error_ratios(found, *inputs(problem), "flash")
+    return error_ratios(found, *inputs(problem))
 
 
 @pytest.mark.parametrize("deterministic", [ONE_PASS, DETERMINISTIC])

@@ -65,42 +65,33 @@ def test_float_gradients_within_bounds_of_the_reference(problem):
 
 @pytest.mark.parametrize("drawn", [PHI.drawn, OFFSETS], ids=["from the end", "offsets"])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "implementation"),
-    [
-        ("float16", "flash"),
-        *deep(("float32", "flash"), ("bfloat16", "flash")),
-        *deep(("float16", "tiled"), ("float32", "naive")),
-    ],
-)
-def test_it_is_rope_and_then_attention(dtype, implementation, interleaved, drawn):
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
+def test_it_is_rope_and_then_attention(dtype, interleaved, drawn):
     """Bit for bit: rotated q and k are rounded as rope rounds them."""
     problem = replace(PHI, dtype=dtype, interleaved=interleaved, drawn=drawn)
-    _equals_rope_and_attention(problem, implementation)
+    _equals_rope_and_attention(problem)
 
 
 def test_queries_behind_the_first_tile_stand_further_on():
     drawn = (("q_offset", 5), ("rotary", (135, 16)))
     problem = replace(PHI, B=1, Sq=130, Sk=16, H=1, G=1, drawn=drawn)
-    _equals_rope_and_attention(problem, "flash")
+    _equals_rope_and_attention(problem)
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_a_few_queries_rotate_too(dtype):
     """Which the kernels of decoding take."""
-    _equals_rope_and_attention(replace(FEW, dtype=dtype), "flash")
+    _equals_rope_and_attention(replace(FEW, dtype=dtype))
     forward_runs.check(replace(FEW, dtype=dtype), "flash")
 
 
-def _equals_rope_and_attention(problem: RotaryProblem, implementation: str) -> None:
-    found = forward_runs.run(problem, implementation)
+def _equals_rope_and_attention(problem: RotaryProblem) -> None:
+    found = forward_runs.run(problem, "flash")
     q, k = map(KERNELS.put, problem.turned())
     v = KERNELS.put(problem.arrays()[2])
     options = {name: placed(KERNELS, value) for name, value in problem.options().items()}
     del options["rotary"]
-    expected = cupyattn.attention(
-        q, k, v, **options, return_lse=True, implementation=implementation
-    )
+    expected = cupyattn.attention(q, k, v, **options, return_lse=True)
     for actual, wanted in zip(found, expected, strict=True):
         assert_array_equal(actual, KERNELS.get(wanted))
 
@@ -134,10 +125,9 @@ def test_views_are_copies(view):
         assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("implementation", ["flash", *deep("naive")])
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
-def test_gradients_of_phi(dtype, implementation):
-    backward_runs.check(replace(PHI, dtype=dtype), implementation)
+def test_gradients_of_phi(dtype):
+    backward_runs.check(replace(PHI, dtype=dtype), "flash")
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])

@@ -16,6 +16,7 @@ from support.search import Search
 from cupyattn.kernels import compile, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import CompilationError, compile_cubin, compile_ptx
+from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.registry import KERNELS, catalogue
@@ -109,7 +110,7 @@ def test_sources_have_no_defaults(empty_cache, entry):
     ("specialisation", "name", "message"),
     [
         (
-            teaching.tiled(75, "float16", 64, 64, 8),
+            teaching.tiled(75, "float16", 64, 64),
             "SHARED_BYTES",
             "the table counts other shared",
         ),
@@ -119,11 +120,16 @@ def test_sources_have_no_defaults(empty_cache, entry):
             "the table counts other shared",
         ),
         (
-            teaching.tiled(75, "float16", 64, 64, 8),
-            "ATTENTION_PARAMS_BYTES",
+            teaching.tiled(75, "float16", 64, 64),
+            "TEACHING_PARAMS_BYTES",
             "describes another struct",
         ),
-        (teaching.naive("float16", 64, 64), "ATTENTION_PARAMS_BYTES", "describes another struct"),
+        (teaching.naive("float16", 64, 64), "TEACHING_PARAMS_BYTES", "describes another struct"),
+        (
+            naive_backward.naive("float16", 64, 64),
+            "TEACHING_BACKWARD_PARAMS_BYTES",
+            "describes another struct",
+        ),
         (SMALL, "ROWS_PARAMS_BYTES", "describes another struct"),
         (softmax.BACKWARD.specialise(75, "float32", 100, 1), "ROWS_PARAMS_BYTES", "another struct"),
     ],
@@ -141,8 +147,8 @@ def test_table_and_source_cannot_drift(empty_cache, specialisation, name, messag
 @pytest.mark.parametrize(
     ("specialisation", "macros", "message"),
     [
-        (teaching.tiled(75, "float16", 64, 64, 8), {"VEC": 4}, "single items or 16 bytes"),
-        (teaching.naive("float16", 64, 64), {"THREADS": 100}, "whole warps"),
+        (teaching.tiled(75, "float16", 64, 64), {"HEAD_DIM_V": 0}, "head dims are 1 to 256"),
+        (teaching.naive("float16", 64, 64), {"THREADS": 100}, "halve the number of threads"),
         (teaching.naive("float16", 64, 64), {"HEAD_DIM": 257}, "head dims are 1 to 256"),
         (SMALL, {"THREADS": 100}, "whole warps"),
         (SMALL, {"LANES": 64}, "of several rows in a CTA, each of many warps"),

@@ -15,7 +15,6 @@ from support.strategies import dtype_of
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
-from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import softmax
@@ -31,6 +30,8 @@ from cupyattn.kernels.structs.attention import (
     DECODE_PARAMS,
     MERGE_PARAMS,
     PAGED_PARAMS,
+    TEACHING_BACKWARD_PARAMS,
+    TEACHING_PARAMS,
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
@@ -74,13 +75,12 @@ def test_tables_are_in_order_and_reach_every_size():
         assert config.reason.strip()
 
 
-@pytest.mark.parametrize("vec", [1, 4, 8])
-def test_shared_memory_of_the_tiled_kernel_fits_for_all_head_dims(vec):
+def test_shared_memory_of_the_tiled_kernel_fits_for_all_head_dims():
     """As many CTAs as the row promises, on the SM with the least shared memory."""
-    for head_dim in range(vec, MAX_HEAD_DIM + 1, vec):
-        for head_dim_v in range(vec, MAX_HEAD_DIM + 1, vec):
+    for head_dim in range(1, MAX_HEAD_DIM + 1):
+        for head_dim_v in range(1, MAX_HEAD_DIM + 1):
             config = teaching.tiled_row(75, head_dim, head_dim_v)
-            shared = teaching._tiled_shared_bytes(config, head_dim, head_dim_v, vec)
+            shared = teaching._tiled_shared_bytes(config, head_dim, head_dim_v)
             assert shared % 16 == 0
             assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_cta
 
@@ -112,15 +112,14 @@ def test_vectors_are_16_bytes():
 
 def test_the_same_key_is_the_same_object():
     """What is loaded, planned and cached goes by identity."""
-    assert teaching.tiled(75, "float16", 64, 32, 8) is teaching.tiled(75, "float16", 64, 32, 8)
+    assert teaching.tiled(75, "float16", 64, 32) is teaching.tiled(75, "float16", 64, 32)
     assert teaching.naive("float16", 64, 32) is teaching.naive("float16", 64, 32)
     small = softmax.FORWARD.specialise
     assert small(75, "float32", 10, 4) is small(75, "float32", 10, 4)
     different = [
-        teaching.tiled(75, dtype, dim, dim_v, vec)
+        teaching.tiled(75, dtype, dim, dim_v)
         for dtype in STORAGE
         for dim, dim_v in ((64, 64), (64, 32), (32, 64))
-        for vec in (1, vector_items(dtype))
     ]
     assert len({specialisation.macros for specialisation in different}) == len(different)
 
@@ -155,7 +154,6 @@ def test_the_catalogue_has_every_pair_of_row_dtype_and_load():
     assert met(tiled, "HEAD_DIM", "ROWS") == rows
     assert met(tiled, "DTYPE", "HEAD_DIM") == set(itertools.product(STORAGE, teaching.TILED[75]))
     loads = {(dtype, vec) for dtype in STORAGE for vec in (vector_items(dtype), 1)}
-    assert met(tiled, "DTYPE", "VEC") == loads
     for kernel in (softmax.FORWARD, softmax.BACKWARD, softmax.LOGSUMEXP):
         lanes = {row.lanes for row in kernel.table[75].values()}
         found = of_kernel(kernel.entry)
@@ -186,20 +184,17 @@ def test_newer_architectures_take_the_newest_rows_that_are_not_newer():
     ("terms", "lanes"), [(0, 1), (1, 1), (16, 1), (17, WARP_SIZE), (2**40, WARP_SIZE)]
 )
 def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
-    assert naive_backward.dbias_row(75, terms).lanes == lanes
+    assert float32.backward.dbias_row(75, terms).lanes == lanes
 
 
-def test_the_catalogue_has_every_naive_backward_kernel():
-    macros = [(s.spec.entry, dict(s.macros)) for s in catalogue() if "_naive_d" in s.label]
-    for step in ("dq", "dkdv", "dbias"):
-        of_step = [m for entry, m in macros if entry == f"attention_backward_naive_{step}"]
-        assert {m["DTYPE"] for m in of_step} == set(STORAGE)
-        for name in ("MASK", "SOFTCAP", "DROPOUT"):
-            assert {m[name] for m in of_step} == (
-                {"true"} if step == "dbias" else {"true", "false"}
-            )
-    assert {m["SINKS"] for entry, m in macros if "SINKS" in m} == set(STORAGE)
-    assert {m["LANES"] for _, m in macros if "LANES" in m} == {1, WARP_SIZE}
+def test_the_catalogue_has_every_kernel_of_dbias_and_dsinks():
+    dbias = of_kernel("attention_backward_f32_dbias")
+    assert met(dbias, "DTYPE", "LANES") == set(itertools.product(STORAGE, (1, WARP_SIZE)))
+    assert met(dbias, "MASK", "SOFTCAP", "DROPOUT") == {("true", "true", "true")}
+    for entry in ("attention_backward_f32_dsinks", "attention_backward_f32_dsinks_varlen"):
+        assert met(of_kernel(entry), "SINKS") == {(dtype,) for dtype in STORAGE}
+    naive = of_kernel("attention_backward_naive")
+    assert met(naive, "DTYPE") == {(dtype,) for dtype in STORAGE}
 
 
 def test_the_catalogue_has_every_flash_row_and_option():
@@ -293,6 +288,8 @@ def test_structs_are_laid_out_as_c_does():
         MERGE_PARAMS,
         PAGED_PARAMS,
         QUANTIZE_PARAMS,
+        TEACHING_BACKWARD_PARAMS,
+        TEACHING_PARAMS,
         THIN_PARAMS,
         VARLEN_BACKWARD_PARAMS,
         VARLEN_PARAMS,

@@ -37,7 +37,7 @@ from cupyattn.kernels.configs.attention.teaching import forward
 from cupyattn.kernels.configs.layers import softmax
 TURING = arch_of(75)
 FIRST = softmax.BACKWARD.specialise(75, "float32", 100, 1)
-ONE = forward.tiled(75, "float16", 64, 64, 8)
+ONE = forward.tiled(75, "float16", 64, 64)
 OTHER = softmax.FORWARD.specialise(75, "float32", 100, 1)
 run, within = compile._run_nvrtc, threading.Event()
 

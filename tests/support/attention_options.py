@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RUN_TIME_OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
-"""Arguments of every kernel, the teaching ones too: they cost no compilation."""
+"""Arguments of every kernel but the teaching ones: they cost no compilation."""
 
 SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
 """Compiled into the flash kernels: each combination is a specialisation."""
@@ -12,9 +12,6 @@ REFERENCE_OPTIONS = ("rotary", "mask_mod")
 """What no kernel has: nor of mask_mod a Python function, which stands for it here."""
 
 OPTIONS = (*RUN_TIME_OPTIONS, *SCORE_OPTIONS, *REFERENCE_OPTIONS)
-
-IMPLEMENTATIONS = ("naive", "tiled", "flash")
-BACKWARD_IMPLEMENTATIONS = ("naive", "flash")
 
 OptionSet = dict[str, str]
 """Score options by name; for those that are arrays of numbers, which dtype: the problem's own

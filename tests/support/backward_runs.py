@@ -56,12 +56,13 @@ def error_ratios(
     grads: dict[str, np.ndarray],
     arrays: Arrays,
     options: dict[str, Any],
-    implementation: str = "naive",
+    *,
+    float32_weights: bool = False,
 ) -> dict[str, float]:
     """Largest error over bound, of each gradient."""
     exact = reference.attention_backward(*arrays, **options)
     bounds = reference.attention_backward_bound(
-        *arrays, dtype=arrays[1].dtype, float32_weights=implementation == "naive", **options
+        *arrays, dtype=arrays[1].dtype, float32_weights=float32_weights, **options
     )
     expected = {name: x for name, x in exact._asdict().items() if x is not None}
     assert grads.keys() == expected.keys()
@@ -74,7 +75,7 @@ def error_ratios(
 def check(problem: AttentionProblem, implementation: str, **more: Any) -> None:
     arrays, options = inputs(problem)
     grads = run(arrays, options, implementation, **more)
-    ratios = error_ratios(grads, arrays, options, implementation)
+    ratios = error_ratios(grads, arrays, options, float32_weights=implementation == "naive")
     assert max(ratios.values()) <= 1, ratios
 
 

@@ -2,7 +2,7 @@
 //
 //   dsinks_h = - sum over sequences and rows of exp(sink_h - lse) delta
 //
-// (../teaching/naive_dsinks.cu has the same of a batch.)
+// (backward_dsinks.cu has the same of a batch.)
 //
 // Shapes    VarlenBackwardParams (../varlen_backward_params.cuh), which also says how delta lies; sinks and dsinks (H,).
 // Work      one CTA of THREADS threads a head, grid H. The order of the additions is fixed.
@@ -11,8 +11,8 @@
 #error "SINKS and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
-#include "../score_gradient.cuh"
 #include "../varlen_backward_params.cuh"
+#include "row_sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_f32_dsinks_varlen(const float* lse_g, const float* delta_g, const SINKS* sinks_g,

@@ -2,7 +2,7 @@
 //
 //   s = softmax_scale * q . k (+ options),   p = exp(s - lse),   ds = p (keep dout . v - delta)
 //
-// (Dao et al., arXiv:2205.14135, appendix B.2; score_gradient.cuh has the same for one score.)
+// (Dao et al., arXiv:2205.14135, appendix B.2)
 #pragma once
 
 #if !defined(BIAS) || !defined(MASK) || !defined(SLOPES) || !defined(SOFTCAP) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -11,7 +11,8 @@
 #include "../backward_params.cuh"
 #include "backward_feed.cuh"
 #include "../modifiers.cuh"
-#include "../score_gradient.cuh"
+#include "../scores.cuh"
+#include "row_sums.cuh"
 
 constexpr int kPartFloats = 4096;  // of P or dS, in shared memory
 

@@ -2,107 +2,132 @@
 //
 //   s_j = softmax_scale * q . k_j,   lse = log sum_j exp(s_j),   out = sum_j exp(s_j - lse) v_j
 //
-// (Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 1), with each row's softmax done as written:
-// first its maximum, then the sum of its exponentials, so every score is computed twice and nothing of size Sq x Sk is
-// stored. Keys and values are read again by every row: that is what tiles are for.
+// (Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 1). The softmax of each row is computed as
+// written: first its maximum, then the sum of its exponentials. Every score is computed twice, so that nothing of size
+// Sq x Sk is stored. Every row reads all keys and values again: tiled.cu shares them.
 //
-// Shapes    AttentionParams (params.cuh). float16, bfloat16 or float32 in, float32 inside, one rounding at the store.
-// Work      one CTA (cooperative thread array, a block) of THREADS threads owns one query row: grid B * H * Sq. In a
-//           strip of THREADS keys each thread owns one score; then it owns the output columns threadIdx.x, threadIdx.x
-//           + THREADS, ...
-// Budget    shared memory (HEAD_DIM + THREADS + one per warp) floats; about 40 registers.
-// Edges     the last strip by predicate; a row without keys gives out = 0 and lse = -inf; lse may be null.
+// Shapes    q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, Dv), out (B, Sq, H, Dv), lse (B, H, Sq). The last axis of q,
+//           k, v and out is contiguous; other axes have any stride. H is a multiple of G: query head h reads key-value
+//           head h / (H / G). float16, bfloat16 or float32 items, float32 arithmetic; the result is rounded once, at
+//           the store.
+// Tiles     one query row by a strip of THREADS keys. Each thread owns one score of a strip, and the output columns
+//           threadIdx.x, threadIdx.x + THREADS, ...
+// Grid      B * H * Sq CTAs (cooperative thread arrays, or blocks) of THREADS threads, a power of two.
+// Budget    shared memory: HEAD_DIM + THREADS floats; 64 registers.
+// Barriers  after q is written; around each write of p_s, which all threads read; the reductions have their own.
+// Edges     the last strip is cut by a predicate; a row without keys has out = 0 and lse = -inf; lse_g may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(SHARED_BYTES)
 #error "DTYPE, HEAD_DIM, HEAD_DIM_V, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
-#include "../../common/online_softmax.cuh"
-#include "../../common/reduce.cuh"
-#include "../params.cuh"
+#include <cuda_fp16.h>
+#ifdef BFLOAT16  // only where DTYPE is bfloat16: the header takes as long to compile as this file
+#include <cuda_bf16.h>
+using bfloat16 = __nv_bfloat16;
+#endif
+using float16 = __half;
+using float32 = float;
+using Item = DTYPE;
 
-struct Traits {
-  using Scalar = DTYPE;
-  static constexpr int kHeadDim = HEAD_DIM;
-  static constexpr int kHeadDimV = HEAD_DIM_V;
-  static constexpr int kThreads = THREADS;
-  static constexpr int kStrip = kThreads;                          // keys at a time: one score per thread
-  static constexpr int kOutColumns = div_up(kHeadDimV, kThreads);  // output columns per thread
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
-  static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024, "whole warps");
+static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 256, "head dims are 1 to 256");
+static_assert(THREADS <= 1024 && (THREADS & (THREADS - 1)) == 0, "reductions halve the number of threads");
+constexpr int kColumns = (HEAD_DIM_V + THREADS - 1) / THREADS;  // output columns of a thread
+constexpr float kLowest = -3.402823466e38f;                     // a maximum without keys: m - m is 0, not NaN
+
+struct Strides {
+  long long batch, seq, head;  // in items
 };
 
+struct TeachingParams {
+  Strides q, k, v, out, lse;
+  int heads, group, sq, sk;  // H, H / G, Sq, Sk
+  int causal;
+  float softmax_scale;
+};
+static_assert(sizeof(TeachingParams) == TEACHING_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+
 struct Smem {
-  float q[Traits::kHeadDim];  // the query row
-  float p[Traits::kStrip];    // the strip's probabilities, before normalisation
-  float partial[Traits::kThreads / kWarpSize];
+  float q[HEAD_DIM];
+  float p[THREADS];  // exp(s - m) of a strip; the reductions use it too
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-__device__ __forceinline__ float score_log2(const float* q_s, const Traits::Scalar* k_row_g, float scale_log2) {
+template <typename T>
+__device__ T* row_of(T* array_g, const Strides& strides, int batch, int head, int token) {
+  return array_g + batch * strides.batch + head * strides.head + token * strides.seq;
+}
+
+__device__ float score(const float* q_s, const Item* k_row_g, float softmax_scale) {
   float s = 0.f;
-#pragma unroll 8
-  for (int d = 0; d < Traits::kHeadDim; d++) s += q_s[d] * to_float(k_row_g[d]);
-  return s * scale_log2;
+#pragma unroll 4
+  for (int d = 0; d < HEAD_DIM; d++) s += q_s[d] * static_cast<float>(k_row_g[d]);
+  return s * softmax_scale;
+}
+
+__device__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ float sum(float a, float b) { return a + b; }
+
+// Combine the values of all threads: each step combines two halves of those that are left. All threads get the result.
+template <float (*combine)(float, float)>
+__device__ float reduce(float x, float* values_s) {
+  __syncthreads();  // values: what was there has been read
+  values_s[threadIdx.x] = x;
+  for (int half = THREADS / 2; half > 0; half /= 2) {
+    __syncthreads();  // values: the previous step has been written
+    if (threadIdx.x < half) values_s[threadIdx.x] = combine(values_s[threadIdx.x], values_s[threadIdx.x + half]);
+  }
+  __syncthreads();  // values: the last step has been written
+  return values_s[0];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_naive(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
-                    Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
-                    const AttentionParams params) {
+    attention_naive(const Item* q_g, const Item* k_g, const Item* v_g, Item* out_g, float* lse_g,
+                    const TeachingParams params) {
   __shared__ Smem smem;
   const int thread = threadIdx.x;
 
-  // Phase 1: the row, and the keys that it sees.
-  const Place place = place_of_cta(params, 1);
-  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  const KeyRange visible = window.of_row(place.first_row);
-  const Traits::Scalar* q_row_g = head_rows(q_g, params.q, place.batch, place.head, place.first_row);
-  const Traits::Scalar* k_rows_g = head_rows(k_g, params.k, place.batch, place.kv_head, 0);
-  const Traits::Scalar* v_rows_g = head_rows(v_g, params.v, place.batch, place.kv_head, 0);
-  for (int d = thread; d < Traits::kHeadDim; d += Traits::kThreads) {
-    smem.q[d] = to_float(q_row_g[d]);
-  }
+  // Phase 1: the row, and the number of keys that it sees. Under causal order the last query sees all keys.
+  const int row = blockIdx.x % params.sq;
+  const int head = blockIdx.x / params.sq % params.heads, kv_head = head / params.group;
+  const int batch = blockIdx.x / params.sq / params.heads;
+  const int keys = params.causal ? max(0, min(params.sk, row + params.sk - params.sq + 1)) : params.sk;
+  const Item* q_row_g = row_of(q_g, params.q, batch, head, row);
+  for (int d = thread; d < HEAD_DIM; d += THREADS) smem.q[d] = static_cast<float>(q_row_g[d]);
   __syncthreads();  // q: written by all, read by all from here on
 
-  // Phase 2: the row's maximum.
-  float max_log2 = -kInfinity;
-  for (int key = visible.begin + thread; key < visible.end; key += Traits::kStrip) {
-    max_log2 = fmaxf(max_log2, score_log2(smem.q, k_rows_g + key * params.k.seq, params.scale_log2));
+  // Phase 2: the row's maximum m.
+  float m = kLowest;
+  for (int key = thread; key < keys; key += THREADS) {
+    m = fmaxf(m, score(smem.q, row_of(k_g, params.k, batch, kv_head, key), params.softmax_scale));
   }
-  OnlineSoftmax<Unit::kLog2> softmax;  // told the maximum at once, it never has to rescale
-  softmax.raise(cta_reduce<Max, Traits::kThreads>(max_log2, smem.partial));
+  m = reduce<larger>(m, smem.p);
 
-  // Phase 3: exponentials, their sum, and the weighted sum of the values, one strip of keys after the other.
-  float acc[Traits::kOutColumns] = {};
-  for (int first = visible.begin; first < visible.end; first += Traits::kStrip) {
+  // Phase 3: the exponentials, their sum l, and the weighted sum of the values, one strip of keys after another.
+  float l = 0.f, acc[kColumns] = {};
+  for (int first = 0; first < keys; first += THREADS) {
     const int key = first + thread;
-    const bool exists = key < visible.end;
-    const float p = exists ? softmax.weight(score_log2(smem.q, k_rows_g + key * params.k.seq, params.scale_log2)) : 0.f;
-    softmax.l += p;
+    float p = 0.f;
+    if (key < keys) p = expf(score(smem.q, row_of(k_g, params.k, batch, kv_head, key), params.softmax_scale) - m);
+    l += p;
     __syncthreads();  // p: the previous strip has been read
     smem.p[thread] = p;
     __syncthreads();  // p: this strip has been written
 
-    const int strip = min(Traits::kStrip, visible.end - first);
-#pragma unroll
-    for (int c = 0; c < Traits::kOutColumns; c++) {
-      const int col = thread + c * Traits::kThreads;
-      if (col < Traits::kHeadDimV) {
-        for (int j = 0; j < strip; j++) {
-          acc[c] += smem.p[j] * to_float(v_rows_g[(first + j) * params.v.seq + col]);
-        }
-      }
+    const int strip = min(THREADS, keys - first);
+    for (int c = 0; c < kColumns; c++) {
+      const int col = thread + c * THREADS;
+      if (col >= HEAD_DIM_V) continue;
+      const Item* v_items_g = row_of(v_g, params.v, batch, kv_head, first) + col;
+      for (int j = 0; j < strip; j++) acc[c] += smem.p[j] * static_cast<float>(v_items_g[j * params.v.seq]);
     }
   }
-  softmax.l = cta_reduce<Sum, Traits::kThreads>(softmax.l, smem.partial);
+  l = reduce<sum>(l, smem.p);
 
-  // Phase 4: normalise and store.
-  Traits::Scalar* out_row_g = head_rows(out_g, params.out, place.batch, place.head, place.first_row);
-#pragma unroll
-  for (int c = 0; c < Traits::kOutColumns; c++) {
-    const int col = thread + c * Traits::kThreads;
-    if (col < Traits::kHeadDimV) out_row_g[col] = from_float<Traits::Scalar>(acc[c] * softmax.normaliser());
+  // Phase 4: normalise and store. Without keys l is 0, and log(0) is -inf.
+  const float normaliser = l == 0.f ? 0.f : 1.f / l;
+  Item* out_row_g = row_of(out_g, params.out, batch, head, row);
+  for (int c = 0; c < kColumns; c++) {
+    const int col = thread + c * THREADS;
+    if (col < HEAD_DIM_V) out_row_g[col] = Item(acc[c] * normaliser);
   }
-  if (lse_g != nullptr && thread == 0) {
-    *head_rows(lse_g, params.lse, place.batch, place.head, place.first_row) = softmax.lse();
-  }
+  if (lse_g != nullptr && thread == 0) *row_of(lse_g, params.lse, batch, head, row) = m + logf(l);
 }

@@ -1,187 +1,150 @@
-// Attention forward with shared-memory tiles and the online softmax: the second step of the tour naive -> tiled ->
-// flash.
+// Attention forward with shared-memory tiles and the online softmax: step two of the tour naive -> tiled -> flash.
 //
 //   s_ij = softmax_scale * q_i . k_j,   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
-// A tile of keys and values is brought to shared memory once for kTileQ query rows, and each row keeps the running
-// maximum m and sum l of the online softmax (arXiv:1805.02867), so that one walk over the keys suffices:
-// FlashAttention's algorithm (Dao et al., arXiv:2205.14135, algorithm 1) on ordinary float32 arithmetic.
+// FlashAttention's algorithm (Dao et al., arXiv:2205.14135, algorithm 1) in ordinary float32 arithmetic. A tile of keys
+// and values is loaded into shared memory once for kTileQ query rows. Each row keeps the running maximum m and sum l
+// of the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), so each score is computed once.
 //
-// Shapes    AttentionParams (params.cuh). float16, bfloat16 or float32 in, float32 inside, one rounding at the store.
-// Tiles     kTileQ = WARPS * ROWS query rows by 32 keys. A warp owns ROWS rows, alone: their m and l, and their part of
-//           P, need no barrier of the CTA. In Q K^T a lane owns one key and ROWS scores; in P V it owns the columns
-//           lane, lane + 32, ... of ROWS output rows. So each K or V word read from shared memory serves ROWS rows.
+// Shapes    q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, Dv), out (B, Sq, H, Dv), lse (B, H, Sq). The last axis of q,
+//           k, v and out is contiguous; other axes have any stride. Query head h reads key-value head h / (H / G).
+//           float16, bfloat16 or float32 items, float32 arithmetic; the result is rounded once, at the store.
+// Tiles     kTileQ = WARPS * ROWS query rows by 32 keys. A warp owns ROWS rows alone: their m, l and part of P need no
+//           barrier of the CTA. For Q K^T a lane owns one key and ROWS scores. For P V it owns the columns lane,
+//           lane + 32, ... of ROWS output rows. Each word of K or V that is read from shared memory serves ROWS rows.
 // Grid      B * H * ceil(Sq / kTileQ) CTAs of WARPS warps.
-// Budget    shared memory: Q (kTileQ x D), one tile of K or V (32 x D, used in turn), P (kTileQ x 32), as float32;
-//           registers: ROWS * (ceil(Dv / 32) accumulators + score + m + l).
-// Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked;
-//           tiles that no row of the CTA sees are not visited; a row without keys gives out = 0 and lse = -inf.
+// Budget    shared memory: Q (kTileQ x D), P (kTileQ x 32), a tile of K or V (32 x D), as float32; 121 to 153 registers
+// Barriers  before and after each tile of K, and of V, is written.
+// Edges     rows beyond Sq are zeros and are not stored; keys beyond Sk are zeros and masked. Tiles that no row of the
+//           CTA sees are not visited. A row without keys has out = 0 and lse = -inf. lse_g may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(ROWS) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
-#error "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, ROWS, VEC, MIN_CTAS and SHARED_BYTES come from a launch-configuration table"
+    !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error "DTYPE, HEAD_DIM, HEAD_DIM_V, WARPS, ROWS, MIN_CTAS and SHARED_BYTES come from a launch-configuration table"
 #endif
-#include "../../common/online_softmax.cuh"
-#include "../../common/reduce.cuh"
-#include "../../common/tile.cuh"
-#include "../params.cuh"
+#include <cuda_fp16.h>
+#ifdef BFLOAT16  // only where DTYPE is bfloat16: the header takes as long to compile as this file
+#include <cuda_bf16.h>
+using bfloat16 = __nv_bfloat16;
+#endif
+using float16 = __half;
+using float32 = float;
+using Item = DTYPE;
 
-struct Traits {
-  using Scalar = DTYPE;
-  static constexpr int kHeadDim = HEAD_DIM;
-  static constexpr int kHeadDimV = HEAD_DIM_V;
-  static constexpr int kVec = VEC;
-  static constexpr int kRows = ROWS;
-  static constexpr int kThreads = WARPS * kWarpSize;
-  static constexpr int kTileQ = WARPS * kRows;
-  static constexpr int kTileK = kWarpSize;  // one key per lane
+constexpr int kThreads = WARPS * 32, kTileQ = WARPS * ROWS, kTileK = 32;
+constexpr int kDim = (HEAD_DIM + 3) / 4 * 4;           // of Q, padded by zeros: Q K^T reads four columns at a time
+constexpr int kKDim = kDim / 4 % 2 ? kDim : kDim + 4;  // of K: 8 lanes, each in its own row, meet 32 different banks
+constexpr int kColumns = (HEAD_DIM_V + 31) / 32, kDimV = kColumns * 32;  // output columns of a lane; of V, padded
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u), kLowest = -3.402823466e38f;
+static_assert(HEAD_DIM >= 1 && HEAD_DIM <= 256 && HEAD_DIM_V >= 1 && HEAD_DIM_V <= 256, "head dims are 1 to 256");
 
-  static constexpr int kPaddedDim = round_up(kHeadDim, kVec > 4 ? kVec : 4);  // Q K^T reads four columns at a time
-  static constexpr int kOutColumns = div_up(kHeadDimV, kWarpSize);            // output columns per lane
-  static constexpr int kPaddedDimV = kOutColumns * kWarpSize;
-
-  using QTile = Tile<kTileQ, kHeadDim, kPaddedDim, kPaddedDim>;  // read by broadcast: no padding
-  using KTile = Tile<kTileK, kHeadDim, kPaddedDim, conflict_free_stride(kPaddedDim)>;
-  using VTile = Tile<kTileK, kHeadDimV, kPaddedDimV, kPaddedDimV>;
-  static constexpr int kKeyValueItems = KTile::kItems > VTile::kItems ? KTile::kItems : VTile::kItems;
-
-  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
-  static_assert(kVec == 1 || kVec * sizeof(Scalar) == kVectorBytes, "single items or 16 bytes");
-  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+struct Strides {
+  long long batch, seq, head;  // in items
 };
 
+struct TeachingParams {
+  Strides q, k, v, out, lse;
+  int heads, group, sq, sk;  // H, H / G, Sq, Sk
+  int causal;
+  float softmax_scale;
+};
+static_assert(sizeof(TeachingParams) == TEACHING_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+
 struct Smem {
-  alignas(16) float q[Traits::QTile::kItems];
-  alignas(16) float key_value[Traits::kKeyValueItems];  // K, then V, of the present key tile
-  alignas(16) float p[Traits::kTileQ][Traits::kTileK];  // each warp writes and reads its own rows only
+  alignas(16) float q[kTileQ][kDim];
+  alignas(16) float key_value[kTileK * (kKDim > kDimV ? kKDim : kDimV)];  // a tile of K, then one of V
+  alignas(16) float p[kTileQ][kTileK];  // each warp writes and reads only its own rows
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-struct Row {
-  KeyRange visible;
-  OnlineSoftmax<Unit::kLog2> softmax;
-  float acc[Traits::kOutColumns] = {};
-};
-
-// s[r] = q_r . k_lane, in units of log2, for the warp's rows.
-__device__ __forceinline__ void score_tile(float (&s_log2)[Traits::kRows], const Smem& smem, float scale_log2) {
-  const float* k_row_s = smem.key_value + lane_index() * Traits::KTile::kRowStride;
-  const float* q_rows_s = smem.q + warp_index() * Traits::kRows * Traits::QTile::kRowStride;
-#pragma unroll
-  for (int r = 0; r < Traits::kRows; r++) s_log2[r] = 0.f;
-#pragma unroll 4
-  for (int d = 0; d < Traits::kPaddedDim; d += 4) {
-    const float4 k = *reinterpret_cast<const float4*>(k_row_s + d);
-#pragma unroll
-    for (int r = 0; r < Traits::kRows; r++) {
-      const float4 q = *reinterpret_cast<const float4*>(q_rows_s + r * Traits::QTile::kRowStride + d);
-      s_log2[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < Traits::kRows; r++) s_log2[r] *= scale_log2;
+template <typename T>
+__device__ T* row_of(T* array_g, const Strides& strides, int batch, int head, int token) {
+  return array_g + batch * strides.batch + head * strides.head + token * strides.seq;
 }
 
-// Mask the scores of key `key`, fold them into each row's running softmax, and leave P in shared memory.
-__device__ __forceinline__ void softmax_tile(Row (&rows)[Traits::kRows], const float (&s_log2)[Traits::kRows], int key,
-                                             Smem& smem) {
-#pragma unroll
-  for (int r = 0; r < Traits::kRows; r++) {
-    Row& row = rows[r];
-    const float s = row.visible.contains(key) ? s_log2[r] : -kInfinity;
-    const float shrink = row.softmax.raise(warp_reduce<Max>(s));
-    const float p = row.softmax.weight(s);
-    row.softmax.l += warp_reduce<Sum>(p);
-#pragma unroll
-    for (int c = 0; c < Traits::kOutColumns; c++) row.acc[c] *= shrink;
-    smem.p[warp_index() * Traits::kRows + r][lane_index()] = p;
+// Load kRows rows of kCols items from row `first` on, as kWidth floats each, kStride floats apart; zeros from `end` on.
+template <int kRows, int kCols, int kWidth, int kStride>
+__device__ void load_tile(float* tile_s, const Item* rows_g, long long row_stride, int first, int end) {
+  for (int i = threadIdx.x; i < kRows * kWidth; i += kThreads) {
+    const int row = i / kWidth, col = i % kWidth;
+    const bool exists = first + row < end && col < kCols;
+    tile_s[row * kStride + col] = exists ? static_cast<float>(rows_g[(first + row) * row_stride + col]) : 0.f;
   }
 }
 
-// acc[r] += p_r V, four keys at a time.
-__device__ __forceinline__ void accumulate_tile(Row (&rows)[Traits::kRows], const Smem& smem) {
-#pragma unroll 2
-  for (int j = 0; j < Traits::kTileK; j += 4) {
-    float v[4][Traits::kOutColumns];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-#pragma unroll
-      for (int c = 0; c < Traits::kOutColumns; c++) {
-        v[i][c] = smem.key_value[(j + i) * Traits::VTile::kRowStride + c * kWarpSize + lane_index()];
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < Traits::kRows; r++) {
-      const float4 p = *reinterpret_cast<const float4*>(&smem.p[warp_index() * Traits::kRows + r][j]);
-#pragma unroll
-      for (int c = 0; c < Traits::kOutColumns; c++) {
-        rows[r].acc[c] += p.x * v[0][c] + p.y * v[1][c] + p.z * v[2][c] + p.w * v[3][c];
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void store_rows(const Row (&rows)[Traits::kRows], const Place& place, Traits::Scalar* out_g,
-                                           float* lse_g, const AttentionParams& params) {
-#pragma unroll
-  for (int r = 0; r < Traits::kRows; r++) {
-    const int i = place.first_row + warp_index() * Traits::kRows + r;
-    if (i >= params.sq) return;
-    const float normaliser = rows[r].softmax.normaliser();
-    Traits::Scalar* out_row_g = head_rows(out_g, params.out, place.batch, place.head, i);
-#pragma unroll
-    for (int c = 0; c < Traits::kOutColumns; c++) {
-      const int col = c * kWarpSize + lane_index();
-      if (col < Traits::kHeadDimV) out_row_g[col] = from_float<Traits::Scalar>(rows[r].acc[c] * normaliser);
-    }
-    if (lse_g != nullptr && lane_index() == 0) {
-      *head_rows(lse_g, params.lse, place.batch, place.head, i) = rows[r].softmax.lse();
-    }
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_tiled(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
-                    Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
-                    const AttentionParams params) {
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_CTAS)
+    attention_tiled(const Item* q_g, const Item* k_g, const Item* v_g, Item* out_g, float* lse_g,
+                    const TeachingParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * ROWS;  // the warp's first row of the tile
 
-  // Phase 1: place, the keys that each row sees, and the keys that any row of the CTA sees. Both ends of a row's
-  // range grow with its index, so the CTA's first and last row span them all.
-  const Place place = place_of_cta(params, Traits::kTileQ);
-  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  const int cta_rows = min(Traits::kTileQ, params.sq - place.first_row);
-  const int begin = window.of_row(place.first_row).begin / Traits::kTileK * Traits::kTileK;
-  const int end = window.of_row(place.first_row + cta_rows - 1).end;
-  Row rows[Traits::kRows];
-#pragma unroll
-  for (int r = 0; r < Traits::kRows; r++) {
-    rows[r].visible = window.of_row(place.first_row + warp_index() * Traits::kRows + r);
-  }
+  // Phase 1: the query rows, and the number of keys that the last one sees; under causal order the others see fewer.
+  const int tiles = (params.sq + kTileQ - 1) / kTileQ;
+  const int first_row = blockIdx.x % tiles * kTileQ;
+  const int head = blockIdx.x / tiles % params.heads, batch = blockIdx.x / tiles / params.heads;
+  const int end_row = min(params.sq, first_row + kTileQ);
+  const int shift = params.causal ? params.sk - params.sq + 1 : params.sk;  // row i sees the keys before i + shift
+  const int keys = min(params.sk, end_row - 1 + shift);
+  const Item* q_rows_g = row_of(q_g, params.q, batch, head, 0);
+  const Item* k_rows_g = row_of(k_g, params.k, batch, head / params.group, 0);
+  const Item* v_rows_g = row_of(v_g, params.v, batch, head / params.group, 0);
+  load_tile<kTileQ, HEAD_DIM, kDim, kDim>(smem.q[0], q_rows_g, params.q.seq, first_row, end_row);
 
-  // Phase 2: the query rows.
-  load_tile<Traits::QTile, Traits::kThreads, Traits::kVec>(
-      smem.q, head_rows(q_g, params.q, place.batch, place.head, place.first_row), params.q.seq, cta_rows);
-
-  // Phase 3: walk the key tiles.
-  for (int first = begin; first < end; first += Traits::kTileK) {
-    const int valid = window.keys - first;
-    __syncthreads();  // key_value: the previous tile's V has been read
-    load_tile<Traits::KTile, Traits::kThreads, Traits::kVec>(
-        smem.key_value, head_rows(k_g, params.k, place.batch, place.kv_head, first), params.k.seq, valid);
+  float m[ROWS], l[ROWS], acc[ROWS][kColumns] = {};
+  for (int r = 0; r < ROWS; r++) m[r] = kLowest, l[r] = 0.f;
+  for (int first = 0; first < keys; first += kTileK) {
+    // Phase 2: scores of the warp's rows with the lane's key.
+    __syncthreads();  // key_value: the previous tile of V has been read
+    load_tile<kTileK, HEAD_DIM, kDim, kKDim>(smem.key_value, k_rows_g, params.k.seq, first, keys);
     __syncthreads();  // key_value: K (and, the first time, q) has been written
+    float s[ROWS] = {};
+#pragma unroll 4
+    for (int d = 0; d < kDim; d += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(smem.key_value + lane * kKDim + d);
+      for (int r = 0; r < ROWS; r++) {
+        const float4 q = *reinterpret_cast<const float4*>(&smem.q[warp_row + r][d]);
+        s[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
+      }
+    }
 
-    float s_log2[Traits::kRows];
-    score_tile(s_log2, smem, params.scale_log2);
-    softmax_tile(rows, s_log2, first + lane_index(), smem);
+    // Phase 3: the online softmax. What was summed under the old maximum shrinks by exp(old - new).
+    for (int r = 0; r < ROWS; r++) {
+      const bool visible = first + lane < min(params.sk, first_row + warp_row + r + shift);
+      s[r] = visible ? s[r] * params.softmax_scale : -kInfinity;
+      float new_m = fmaxf(m[r], s[r]);
+      for (int d = 16; d > 0; d /= 2) new_m = fmaxf(new_m, __shfl_xor_sync(0xffffffff, new_m, d));
+      const float shrink = expf(m[r] - new_m), p = expf(s[r] - new_m);
+      m[r] = new_m;
+      l[r] = l[r] * shrink + p;  // each lane sums its own keys until the end
+      for (int c = 0; c < kColumns; c++) acc[r][c] *= shrink;
+      smem.p[warp_row + r][lane] = p;
+    }
 
+    // Phase 4: acc += P V, four keys at a time.
     __syncthreads();  // key_value: K has been read; p: written by each warp for itself
-    load_tile<Traits::VTile, Traits::kThreads, Traits::kVec>(
-        smem.key_value, head_rows(v_g, params.v, place.batch, place.kv_head, first), params.v.seq, valid);
+    load_tile<kTileK, HEAD_DIM_V, kDimV, kDimV>(smem.key_value, v_rows_g, params.v.seq, first, keys);
     __syncthreads();  // key_value: V has been written
-    accumulate_tile(rows, smem);
+#pragma unroll 2
+    for (int j = 0; j < kTileK; j += 4) {
+      for (int c = 0; c < kColumns; c++) {
+        const float* v_s = smem.key_value + j * kDimV + c * 32 + lane;
+        for (int r = 0; r < ROWS; r++) {
+          const float4 p = *reinterpret_cast<const float4*>(&smem.p[warp_row + r][j]);
+          acc[r][c] += p.x * v_s[0] + p.y * v_s[kDimV] + p.z * v_s[2 * kDimV] + p.w * v_s[3 * kDimV];
+        }
+      }
+    }
   }
 
-  // Phase 4: normalise and store.
-  store_rows(rows, place, out_g, lse_g, params);
+  // Phase 5: normalise and store. Without keys l is 0, and log(0) is -inf.
+  for (int r = 0; r < ROWS && first_row + warp_row + r < end_row; r++) {
+    for (int d = 16; d > 0; d /= 2) l[r] += __shfl_xor_sync(0xffffffff, l[r], d);
+    const float normaliser = l[r] == 0.f ? 0.f : 1.f / l[r];
+    const int row = first_row + warp_row + r;
+    Item* out_row_g = row_of(out_g, params.out, batch, head, row);
+    for (int c = 0; c < kColumns; c++) {
+      if (c * 32 + lane < HEAD_DIM_V) out_row_g[c * 32 + lane] = Item(acc[r][c] * normaliser);
+    }
+    if (lse_g != nullptr && lane == 0) *row_of(lse_g, params.lse, batch, head, row) = m[r] + logf(l[r]);
+  }
 }

@@ -26,7 +26,7 @@ def add_case_options(
         ("batch", {"type": length}, [1, 4, 8], "sequences of a call"),
         ("dtype", {"choices": dtypes}, ["float16", "float32"], "of the arrays"),
         ("implementation", {"choices": implementations}, list(default), "kernels to time; naive "
-         "and tiled where a call takes them seconds at the most"),
+         "and tiled where a call takes them seconds at the most, plain and causal"),
     )  # fmt: skip
     for name, kind, usual, what in lists:
         shown = " ".join(map(str, usual))

@@ -33,10 +33,12 @@ Prepare = Callable[[], Call]
 _GEFORCE_HMMA_F32 = 16
 _EXECUTED = {
     **{"attention_forward": 2, "attention_naive": 2, "attention_tiled": 2, "_dq": 3},
-    "summed_dbias": 2,
+    **{"summed_dbias": 2, "backward_naive": 7},
     **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
 }
 """Products of a kernel, by a part of its entry; "_dkdv" has as many as "_dq" leaves it."""
+_AGAIN = ("_dq", "summed_dbias", "backward_naive")
+"""Kernels that compute two products which another kernel, or they themselves, have computed."""
 
 
 def machine_of(device: CudaDevice) -> Machine | None:
@@ -130,7 +132,7 @@ def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     """Return how many products kernels are asked for, and how many each executes.
 
     The backward of attention in two passes computes two of its five a second time, and so does the
-    kernel for a bias that broadcasts. What moves bytes beside products executes none.
+    kernel for a bias that broadcasts; the naive kernel computes two again itself. What moves bytes beside products executes none.
 
     Examples
     --------
@@ -140,13 +142,15 @@ def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     (5, [0, 4, 3])
     >>> _products(["attention_backward_dkdv", "attention_backward_summed_dbias"])
     (5, [5, 2])
+    >>> _products(["attention_backward_naive"])
+    (5, [7])
     """
     two_passes = any("_dq" in entry for entry in entries)
     executed = {**_EXECUTED, "_dkdv": 4 if two_passes else 5}
     of_each = [
         next((count for part, count in executed.items() if part in entry), 0) for entry in entries
     ]
-    again = [part for part in ("_dq", "summed_dbias") if any(part in entry for entry in entries)]
+    again = [part for part in _AGAIN if any(part in entry for entry in entries)]
     return sum(of_each) - 2 * len(again), of_each
 
 

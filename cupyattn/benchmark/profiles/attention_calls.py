@@ -45,8 +45,11 @@ def _dense() -> Iterator[tuple[str, Prepare]]:
     wide = Case(2, 8, 2048, 160, 160, "float16", False, 0)
     short = Case(16, 4, 256, 64, 64, "float16", False, 0)
     less = Case(1, 8, 1024, 64, 64, "float16", False, 0)
+    less_broadcast = replace(less, batch=2)  # dbias is summed over both sequences
     few = Case(1, 8, 16384, 128, 128, "float16", False, 0, queries=256)
-    usual_float32, few_float32 = (replace(case, dtype="float32") for case in (usual, few))
+    usual_float32, few_float32, less_float32 = (
+        replace(case, dtype="float32") for case in (usual, few, less_broadcast)
+    )
     for make, case, option, what in (
         (flash, usual, PLAIN, "attention"),
         (flash, usual, "rotary", "attention, rotary"),
@@ -60,9 +63,10 @@ def _dense() -> Iterator[tuple[str, Prepare]]:
         (fixed_order, usual, "bias", "attention_backward, deterministic"),
         (one_pass, short, "bias", "attention_backward"),
         (one_pass, usual, "sinks", "attention_backward, sinks"),
-        (naive_backward, less, "bias", "attention_backward, naive"),
-        (naive_backward, less, "sinks", "attention_backward, naive, sinks"),
+        (naive_backward, less, PLAIN, "attention_backward, naive"),
         (one_pass, usual_float32, PLAIN, "attention_backward"),
+        (one_pass, less_float32, "bias", "attention_backward"),
+        (one_pass, less_float32, "sinks", "attention_backward, sinks"),
         (fixed_order, usual_float32, PLAIN, "attention_backward, deterministic"),
     ):
         yield _named(what, case, option), partial(make, case, option)

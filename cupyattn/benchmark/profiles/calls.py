@@ -26,9 +26,13 @@ _LAYERS = (
     *("swiglu", "dropout", "adamw_step", "global_norm", "sample top-p, 64 rows"),
 )
 
-YOUNGER: tuple[str, ...] = ()
+YOUNGER: tuple[str, ...] = (
+    "attention_backward_naive",
+    "attention_backward_f32_dbias",
+    "attention_backward_f32_dsinks",
+)
 """Kernels that came after the profiles: the next ones have them."""
-CHANGED: tuple[str, ...] = ("attention_backward_summed_dbias",)
+CHANGED: tuple[str, ...] = ("attention_backward_summed_dbias", "attention_naive")
 """Kernels whose profiles are of other launches than today's: the next ones have these."""
 WITHOUT_PROFILE = {
     **dict.fromkeys(YOUNGER, "is younger than the profiles"),

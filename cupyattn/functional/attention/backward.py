@@ -84,7 +84,8 @@ def attention_backward(
     implementation : {"flash", "naive"}
         Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, where the
         GPU has any (`device_info`), and other dtypes in float32 arithmetic. "naive" (the textbook)
-        is there to be read and compared. On the reference it makes no difference.
+        is there to be read and compared; of the options it has causal, softmax_scale, dlse, grads
+        and accumulate. On the reference the implementation makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
         last axis is contiguous. A field that is None makes a new one.
@@ -92,8 +93,8 @@ def attention_backward(
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
-        otherwise it is allocated. 4 * B * H * Sq bytes suffice for "naive", for float32 and where
-        deterministic; "flash" in float32 arithmetic takes 4 * D times as many more for other
+        otherwise it is allocated. "naive" needs none. 4 * B * H * Sq bytes suffice for float32 and
+        where deterministic; "flash" in float32 arithmetic takes 4 * D times as many more for other
         dtypes. On tensor cores, with rows = B * H * Sq' and Sq' and D' rounded up to multiples of
         64 and 8, it needs 8 * rows bytes, and 8 for every 32 rows of q and of v (16 where Dv is
         above 64, 8 above 128); unless deterministic, 4 * rows * D' more; and for a bias
@@ -119,8 +120,9 @@ def attention_backward(
         grads that do not fit their arrays; and of kernels for a workspace that is too small (the
         reference for NumPy arrays needs none, and takes any).
     NotImplementedError
-        On a GPU or the emulator, for an implementation that has no backward kernel: NumPy arrays on
-        the reference have them all.
+        On a GPU or the emulator, for an implementation that has no backward kernel ("tiled"), and
+        for options that "naive" does not have: "flash" has every option, and so have NumPy arrays
+        on the reference.
     RuntimeError
         As `attention`.
 
@@ -139,7 +141,7 @@ def attention_backward(
     is larger, to 32768: ds may be as large as 2**30, while dq, dk and dv fit float16. Queries that
     see no key do not count; keys in use that a mask hides do. What lies below 6e-8, times that
     power where there is one, is lost, of ds, v and dout: scale the loss accordingly, as for dout
-    itself, or use "naive" or float32 arrays. A gradient of score_mod that makes more of ``grad``
+    itself, or use bfloat16 or float32 arrays. A gradient of score_mod that makes more of ``grad``
     than there is has to leave it below 65504, or that power times it.
 
     Examples

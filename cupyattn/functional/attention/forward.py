@@ -127,7 +127,8 @@ def attention(
         the GPU has any (`device_info`), and otherwise in float32 arithmetic; where up to 16
         queries see many keys it splits those over all multiprocessors, like `paged_attention` (see
         Notes). "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are
-        there to be read and compared. On the reference it makes no difference.
+        there to be read and compared; of the options they have causal, softmax_scale, return_lse
+        and out. On the reference the implementation makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.

@@ -137,6 +137,32 @@ VARLEN_BACKWARD_STRUCT = Struct(
     (BACKWARD_STRUCT, VARLEN_STRUCT),
 )
 
+# TeachingParams in cuda_src/attention/teaching/naive.cu and tiled.cu
+TEACHING_PARAMS = np.dtype(
+    [
+        *((array, TOKEN_STRIDES) for array in ("q", "k", "v", "out", "lse")),
+        *((field, np.int32) for field in ("heads", "group", "sq", "sk", "causal")),
+        ("softmax_scale", np.float32),
+    ],
+    align=True,
+)
+TEACHING_STRUCT = Struct("params", TEACHING_PARAMS, "TeachingParams")
+
+# TeachingBackwardParams in cuda_src/attention/teaching/naive_backward.cu
+TEACHING_BACKWARD_PARAMS = np.dtype(
+    [
+        *((array, TOKEN_STRIDES) for array in ("dout", "q", "k", "v", "out", "lse", "dlse")),
+        *((array, TOKEN_STRIDES) for array in ("dq", "dk", "dv")),
+        *((field, np.int32) for field in ("batch", "heads", "group", "sq", "sk")),
+        *((field, np.int32) for field in ("causal", "accumulate")),
+        ("softmax_scale", np.float32),
+    ],
+    align=True,
+)
+TEACHING_BACKWARD_STRUCT = Struct(
+    "params", TEACHING_BACKWARD_PARAMS, "TeachingBackwardParams"
+)
+
 # DbiasParams in cuda_src/attention/tensor_core/backward_dbias.cu
 DBIAS_PARAMS = np.dtype(
     [

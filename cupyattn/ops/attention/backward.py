@@ -13,7 +13,7 @@ from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
+from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
@@ -24,7 +24,7 @@ from cupyattn.ops.plan import Plan
 
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.backward_plan, ALL_OPTIONS),
-    ("naive", STORAGE, teaching.naive_backward_plan, ALL_OPTIONS),
+    ("naive", STORAGE, teaching.naive_backward_plan, TEACHING_OPTIONS),
 )
 ON_TENSOR_CORES = register(("flash", ("float16",), tensor_core_backward.backward_plan, ALL_OPTIONS))
 """What takes their place on cards that have them."""

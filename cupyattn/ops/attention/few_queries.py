@@ -17,6 +17,7 @@ from cupyattn.ops.attention.decode import (
     units_of,
 )
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
+from cupyattn.ops.attention.options import POSITION_OPTIONS
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs
 from cupyattn.ops.plan import Plan
@@ -26,7 +27,7 @@ LEAST_KEYS = 256
 than flash from there on, of one sequence and of many. For half as many keys of one sequence they
 took about as long, and the second launch weighs on the host."""
 
-_OPTIONS = frozenset({"alibi_slopes", "softcap", "sinks", "rotary"})
+_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks", "rotary"}
 # With rotary a launch before rotates q, and all of k: by the emulator's count of bytes (one query,
 # 32 heads on 8 of 128, 1,024 keys of float16) k and v are then 5.1 times k instead of 2.0: k is
 # read and written once more, and the tables are as large. Rotated in the walk, each key-value head

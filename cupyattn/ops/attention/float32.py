@@ -18,7 +18,6 @@ from cupyattn.ops.attention.params import gradient_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
-from cupyattn.ops.attention.teaching import dbias_step, dsinks_step
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 _FLOAT32 = np.dtype(np.float32)
@@ -70,7 +69,7 @@ def backward_plan(
     every_score = "dbias" in results and (
         math.prod(results["dbias"].shape) == math.prod(problem.scores_shape)
     )
-    # Each score's, which another kernel sums. (The textbook's has dense arrays alone.)
+    # Each score's, which another kernel sums. (The kernel of dbias has dense arrays alone.)
     gathered = packed and "dbias" in results and not every_score
     target = contiguous(problem.scores_shape, _FLOAT32) if gathered else results.get("dbias")
     written = "dbias" in results and (every_score or gathered)
@@ -120,13 +119,15 @@ def backward_plan(
         assert target is not None
         steps.append(sum_step(problem, results["dbias"], target, accumulate))
     elif "dbias" in results and not every_score:
-        steps.append(dbias_step(problem, results["dbias"], arch, options, params))
+        items = math.prod(results["dbias"].shape)
+        config = backward.dbias_row(arch, math.prod(problem.scores_shape) // max(items, 1))
+        kernel = backward.dbias(*shape, options, config)
+        item_ctas = -(-items * config.lanes // config.threads)
+        steps.append(Step.of(kernel, item_ctas, params, *problem.modifier_strides))
     if "dsinks" in results:
-        if packed:
-            dsinks = backward.dsinks_varlen(results["dsinks"].dtype.name)
-            steps.append(Step.of(dsinks, problem.heads, params))
-        else:
-            steps.append(dsinks_step(problem, results["dsinks"], params))
+        of_sinks = backward.dsinks_varlen if packed else backward.dsinks
+        kernel = of_sinks(results["dsinks"].dtype.name)
+        steps.append(Step.of(kernel, problem.heads, params))
     # (Of packed rows those that belong to a sequence are zeroed, by the kernel of delta.)
     dense_sums = one_pass and not rounded and not packed
     added_to = [*(["dq"] if dense_sums else []), *(["dbias"] if every_score else [])]

@@ -13,7 +13,7 @@ from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
 from cupyattn.ops.attention.layouts import require_lengths
 from cupyattn.ops.attention.modifiers import run_compiled
-from cupyattn.ops.attention.options import ALL_OPTIONS, POSITION_OPTIONS, ROTARY, DropoutSeed
+from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
@@ -22,8 +22,8 @@ from cupyattn.ops.plan import Plan
 
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.forward_plan, ALL_OPTIONS),
-    ("tiled", STORAGE, teaching.tiled_plan, POSITION_OPTIONS | ROTARY),
-    ("naive", STORAGE, teaching.naive_plan, POSITION_OPTIONS | ROTARY),
+    ("tiled", STORAGE, teaching.tiled_plan, TEACHING_OPTIONS),
+    ("naive", STORAGE, teaching.naive_plan, TEACHING_OPTIONS),
 )
 ON_TENSOR_CORES = register(
     ("flash", ("float16",), tensor_core.forward_plan, ALL_OPTIONS),

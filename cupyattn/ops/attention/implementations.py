@@ -51,12 +51,12 @@ def implementation_of(
     require_kernel_dtype("q", problem.dtype)
     chosen = table.get((problem.implementation, problem.dtype.name))
     if chosen is None:
-        others = sorted({name for name, dtype in table if dtype == problem.dtype.name})
+        others = [name for name, dtype in table if dtype == problem.dtype.name]
         raise error(
             NotImplementedError,
             f"{function} with implementation={problem.implementation!r} on a GPU or the emulator",
             f"kernels are {' and '.join(map(repr, others))}; the CPU path has every implementation",
-            f"pass implementation={others[-1]!r} or {others[0]!r}, or {_CPU}",
+            f"pass implementation={others[0]!r}, or {_CPU}",
         )
     missing = sorted(problem.refusable_options - chosen.options)
     if missing:
@@ -65,13 +65,13 @@ def implementation_of(
             for (name, dtype), each in table.items()
             if dtype == problem.dtype.name and problem.refusable_options <= each.options
         ]
-        instead = f", or implementation={having[0]!r}" if having else ""
+        instead = f"pass implementation={having[0]!r}, or " if having else ""
         raise error(
             NotImplementedError,
             f"{', '.join(missing)} in {function} on a GPU or the emulator with "
             f"implementation={problem.implementation!r}",
             "its kernels do not have it; the CPU path has every option",
-            _CPU + instead,
+            instead + _CPU,
         )
     for option in without_expression(problem.functions):
         kind = "ScoreMod" if option == "score_mod" else "MaskMod"

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention.options import FlashOptions
-from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 
@@ -28,21 +27,17 @@ def require_lengths(problem: AttentionProblem) -> None:
         )
 
 
-def require_near_rows(
-    problem: AttentionProblem, names: Iterable[str], tile_rows: int, alternative: str
-) -> None:
+def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows: int) -> None:
     """Raise ValueError for arrays whose rows of one tile lie further apart than offsets reach."""
     for name in names:
         layout = problem.layouts[name]
         stride = layout.strides[1]
         if layout.shape[1] > 1 and abs(stride) * tile_rows >= _TILE_BYTES:
-            packed = isinstance(problem, PackedProblem)
-            instead = "" if packed else f", or pass implementation={alternative!r}"
             raise error(
                 ValueError,
                 f"{name} has {stride} bytes from one row to the next",
                 f"kernels on tensor cores take less than {_TILE_BYTES // tile_rows} here",
-                f"copy it with ascontiguousarray({name}){instead}",
+                f"copy it with ascontiguousarray({name})",
             )
 
 

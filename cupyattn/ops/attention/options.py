@@ -9,15 +9,17 @@ from cupyattn.ops.attention.modifiers import UserFunction
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.numbers import integer, real
 
-POSITION_OPTIONS = frozenset({"causal", "softmax_scale", "window_size", "q_offset", "seqused_k"})
-"""What decides which keys a query sees and how scores are scaled: every kernel has these."""
+TEACHING_OPTIONS = frozenset({"causal", "softmax_scale"})
+"""Every kernel has these options. The kernels that are there to be read have no others."""
+POSITION_OPTIONS = frozenset({"window_size", "q_offset", "seqused_k"})
+"""These options, with causal, decide which keys a query sees."""
 SCORE_OPTIONS = frozenset({"mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p"})
-"""What is done to single scores: some kernels have these."""
+"""These options change single scores."""
 USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
-"""The user's own expressions: the same kernels have these, but those of decoding."""
+"""The user's own expressions: the kernels of decoding do not have them."""
 ROTARY = frozenset({"rotary"})
-"""What is done to q and k before: every kernel has it."""
-ALL_OPTIONS = POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
+"""This option rotates q and k before the scores."""
+ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
 _MAX_FACTOR = 1e38  # times log2(e) it is still a float32

@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.arrays import Layout
 from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
-from cupyattn.ops.attention.options import ROTARY, SCORE_OPTIONS, USER_FUNCTIONS
+from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS
 from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.overlaps import Overlaps
 
@@ -117,7 +117,9 @@ class AttentionProblem:
         used |= {"softcap"} if self.softcap is not None else set()
         used |= {"dropout_p"} if self.dropout_p else set()
         used |= {name for name, function in self.functions.items() if function is not None}
-        return frozenset(used & {*SCORE_OPTIONS, *USER_FUNCTIONS, *ROTARY})
+        used |= {"window_size"} if self.window not in ((None, None), (None, 0)) else set()
+        used |= {"q_offset"} if self.q_offset is not None else set()
+        return frozenset(used & (ALL_OPTIONS - TEACHING_OPTIONS))
 
     @property
     def modifiers(self) -> Modifiers | None:

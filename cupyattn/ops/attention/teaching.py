@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from cupyattn.arrays import Layout
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.options import FlashOptions
 from cupyattn.kernels.configs.attention.teaching import backward, forward
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.ops.attention.backward_params import backward_params
-from cupyattn.ops.attention.layouts import Starts, score_options, whole_vectors
-from cupyattn.ops.attention.params import attention_params
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.structs.attention import TEACHING_BACKWARD_PARAMS, TEACHING_PARAMS
+from cupyattn.ops.attention.layouts import Starts
+from cupyattn.ops.attention.params import row_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+from cupyattn.ops.plan import Plan, Step
 
 
 def naive_plan(
     problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
 ) -> Plan:
-    """Plan the forward, a CTA a query."""
+    """Plan the forward, one CTA per query row."""
     del start_of, card  # items are read one by one, by one configuration
     kernel = forward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
-    outputs = forward_outputs(problem, return_lse)
-    params = attention_params(problem, result_layouts(problem, outputs))
-    ctas = problem.batch * problem.heads * problem.sq
-    return Plan((Step.of(kernel, ctas, params),), outputs)
+    return _forward_plan(problem, kernel, rows=1, return_lse=return_lse)
 
 
 def tiled_plan(
     problem: AttentionProblem, start_of: Starts, card: Card, *, return_lse: bool
 ) -> Plan:
     """Plan the forward with tiles in shared memory."""
-    dtype, dims = problem.dtype.name, (problem.head_dim, problem.head_dim_v)
-    inputs = [(start_of[name], problem.layouts[name].strides) for name in ("q", "k", "v")]
-    vec = whole_vectors(vector_items(dtype), problem, inputs)
-    kernel = forward.tiled(card.arch, dtype, *dims, vec)
+    del start_of
+    dims = problem.head_dim, problem.head_dim_v
+    kernel = forward.tiled(card.arch, problem.dtype.name, *dims)
+    rows = forward.tiled_row(card.arch, *dims).tile_q
+    return _forward_plan(problem, kernel, rows=rows, return_lse=return_lse)
+
+
+def _forward_plan(
+    problem: AttentionProblem, kernel: Specialisation, *, rows: int, return_lse: bool
+) -> Plan:
+    """Plan the launch of a kernel whose CTAs own so many query rows of one head."""
     outputs = forward_outputs(problem, return_lse)
-    params = attention_params(problem, result_layouts(problem, outputs))
-    tiles = -(-problem.sq // forward.tiled_row(card.arch, *dims).tile_q)
-    return Plan((Step.of(kernel, problem.batch * problem.heads * tiles, params),), outputs)
+    params = _filled(TEACHING_PARAMS, problem, result_layouts(problem, outputs))
+    return Plan((Step.of(kernel, problem.heads * problem.query_tiles(rows), params),), outputs)
 
 
 def naive_backward_plan(
@@ -52,43 +56,27 @@ def naive_backward_plan(
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
-    """Plan the backward, a CTA a query or a key; always the same bits."""
-    del start_of, deterministic
-    options = score_options(problem)._replace(sinks="void")
+    """Plan the backward, one CTA per query row and one per key; always the same bits."""
+    del start_of, arch, deterministic
+    kernel = backward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
     outputs = gradient_outputs(problem)
-    results = result_layouts(problem, outputs)
-    shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
-    rows = problem.batch * problem.heads * problem.sq
-    keys = problem.batch * problem.kv_heads * problem.sk
-    params = backward_params(problem, results, accumulate=accumulate, dbias=results.get("dbias"))
-    steps = [
-        Step.of(backward.dq(*shape, options), rows, params, *problem.modifier_strides),
-        Step.of(backward.dkdv(*shape, options), keys, params, *problem.modifier_strides),
-    ]
-    if "dbias" in results:
-        steps.append(dbias_step(problem, results["dbias"], arch, options, params))
-    if "dsinks" in results:
-        steps.append(dsinks_step(problem, results["dsinks"], params))
-    return Plan(
-        tuple(steps),
-        outputs,
-        lay_out_scratch({"delta": rows}),
-        zero_new=accumulate,
-    )
+    params = _filled(TEACHING_BACKWARD_PARAMS, problem, result_layouts(problem, outputs))
+    params["batch"], params["accumulate"] = problem.batch, accumulate
+    ctas = problem.batch * (problem.heads * problem.sq + problem.kv_heads * problem.sk)
+    return Plan((Step.of(kernel, ctas, params),), outputs, zero_new=accumulate)
 
 
-def dbias_step(
-    problem: AttentionProblem, dbias: Layout, arch: int, options: FlashOptions, params: Any
-) -> Step:
-    """Return the launch that computes each item of dbias from all scores that it is the bias of."""
-    items = math.prod(dbias.shape)
-    row = backward.dbias_row(arch, math.prod(problem.scores_shape) // max(items, 1))
-    shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
-    ctas = -(-items * row.lanes // row.threads)
-    kernel = backward.dbias(*shape, options, row)
-    return Step.of(kernel, ctas, params, *problem.modifier_strides)
-
-
-def dsinks_step(problem: AttentionProblem, dsinks: Layout, params: Any) -> Step:
-    """Return the launch that sums the gradients of the sinks over the rows."""
-    return Step.of(backward.dsinks(dsinks.dtype.name), problem.heads, params)
+def _filled(struct: np.dtype, problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
+    """Fill what the C structs TeachingParams and TeachingBackwardParams have in common."""
+    params = np.zeros((), struct)[()]
+    layouts = {**problem.layouts, **results}
+    for name in {*(struct.names or ())} & layouts.keys():
+        strides = layouts[name].strides
+        of_row = name in ("lse", "dlse")
+        itemsize = problem.dtype.itemsize
+        params[name] = sum_strides(strides) if of_row else row_strides(strides, itemsize)
+    params["heads"], params["group"] = problem.heads, problem.heads // max(problem.kv_heads, 1)
+    params["sq"], params["sk"] = problem.sq, problem.sk
+    params["causal"] = problem.window == (None, 0)
+    params["softmax_scale"] = problem.softmax_scale
+    return params

@@ -39,7 +39,7 @@ def forward_plan(
 ) -> Plan:
     """Plan the forward."""
     arch, dims = card.arch, (problem.head_dim, problem.head_dim_v)
-    require_near_rows(problem, ("k", "v"), flash_longest_tile(arch, *dims), "tiled")
+    require_near_rows(problem, ("k", "v"), flash_longest_tile(arch, *dims))
     packed = isinstance(problem, PackedProblem)
     outputs = forward_outputs(problem, return_lse)
     results = result_layouts(problem, outputs)

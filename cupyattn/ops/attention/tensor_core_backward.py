@@ -57,7 +57,7 @@ def backward_plan(
     accumulate: bool,
 ) -> Plan:
     """Plan the backward."""
-    require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS, "naive")
+    require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS)
     outputs = gradient_outputs(problem)
     results = result_layouts(problem, outputs)
     rows = _countable_rows(problem)

@@ -81,4 +81,4 @@ def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 FLOAT_GRADIENT = inputs("dout", "q", "k", "v", "lse", "delta")
-"""What the float32 and the naive backward read once delta is known."""
+"""Inputs of the float32 backward kernels that come after delta."""

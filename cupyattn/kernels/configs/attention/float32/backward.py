@@ -19,6 +19,7 @@ from cupyattn.kernels.configs.attention.parameters import (
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
+    MAX_HEAD_DIM,
     ByArch,
     cpp_bool,
     option_macros,
@@ -56,6 +57,16 @@ CONVERT_KERNEL = KernelSpec(
     "attention/float32/backward_convert.cu",
     (*inputs("dq_acc"), Pointer("dq"), BACKWARD_STRUCT),
 )
+DBIAS_KERNEL = KernelSpec(
+    "attention_backward_f32_dbias",
+    "attention/float32/backward_dbias.cu",
+    (*FLOAT_GRADIENT, *POSITIONS, *SCORE_INPUTS, Pointer("dbias"), BACKWARD_STRUCT),
+)
+DSINKS_KERNEL = KernelSpec(
+    "attention_backward_f32_dsinks",
+    "attention/float32/backward_dsinks.cu",
+    (*inputs("lse", "delta", "sinks"), Pointer("dsinks"), BACKWARD_STRUCT),
+)
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_delta_varlen",
     "attention/float32/backward_delta_varlen.cu",
@@ -74,15 +85,10 @@ DQ_VARLEN_KERNEL = KernelSpec(
 DSINKS_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_dsinks_varlen",
     "attention/float32/backward_dsinks_varlen.cu",
-    (
-        *inputs("lse", "delta", "sinks"),
-        Pointer("dsinks"),
-        *inputs("cu_seqlens_q"),
-        VARLEN_BACKWARD_STRUCT,
-    ),
+    (*DSINKS_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
 )
 KERNELS = (
-    *(DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL, CONVERT_KERNEL),
+    *(DELTA_KERNEL, DKDV_KERNEL, DQ_KERNEL, CONVERT_KERNEL, DBIAS_KERNEL, DSINKS_KERNEL),
     *(DELTA_VARLEN_KERNEL, DKDV_VARLEN_KERNEL, DQ_VARLEN_KERNEL, DSINKS_VARLEN_KERNEL),
 )
 
@@ -225,7 +231,53 @@ def dq(
     )
 
 
-_DSINKS_THREADS = 256
+@dataclass(frozen=True)
+class DbiasConfig:
+    """One item of dbias per `lanes` threads of a CTA."""
+
+    threads: int
+    lanes: int
+    reason: str
+
+
+# The first row whose number of scores is not below that of the scores that an item of dbias was
+# added to; None takes the rest.
+DBIAS: dict[int, dict[int | None, DbiasConfig]] = {
+    75: {
+        16: DbiasConfig(128, 1, "few scores an item: a thread each"),
+        None: DbiasConfig(128, WARP_SIZE, "many scores an item: a warp shares them"),
+    }
+}
+
+
+def dbias_row(arch: int, terms: int) -> DbiasConfig:
+    """Return the table row for items of dbias that are sums of `terms` scores."""
+    rows = rows_for(DBIAS, arch)
+    return next(row for limit, row in rows.items() if limit is None or terms <= limit)
+
+
+@cache
+def dbias(
+    dtype: str, head_dim: int, head_dim_v: int, options: FlashOptions, row: DbiasConfig
+) -> Specialisation:
+    """Specialise the kernel of the gradient of a bias that broadcasts."""
+    return modified(DBIAS_KERNEL, options.modified).specialise(
+        threads=row.threads,
+        LANES=row.lanes,
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        **option_macros(options, SCORE_MACROS),
+    )
+
+
+_DSINKS_THREADS = 256  # of a CTA, which has one head and reads its rows once
+
+
+@cache
+def dsinks(dtype: str) -> Specialisation:
+    """Specialise the kernel of the gradient of sinks of that dtype."""
+    return DSINKS_KERNEL.specialise(threads=_DSINKS_THREADS, SINKS=dtype)
 
 
 @cache
@@ -279,6 +331,10 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN)
         yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN, packed=True)
     for dtype in STORAGE:
+        everything = _EVERYTHING._replace(bias=dtype)
+        for row in rows_for(DBIAS, arch).values():
+            yield dbias(dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, everything, row)
+        yield dsinks(dtype)
         yield dsinks_varlen(dtype)
     for options in (_EVERYTHING, FlashOptions(bias="float32")):
         for one_pass in (True, False):

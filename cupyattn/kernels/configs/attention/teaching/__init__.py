@@ -1,4 +1,4 @@
-"""The steps to be read and compared: naive and tiled."""
+"""The kernels to be read and compared: naive and tiled."""
 
 from cupyattn.kernels.configs.attention.teaching import backward, forward
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.attention import parameters
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
+from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import (
     FLOAT_BYTES,
     MAX_HEAD_DIM,
-    pairs,
     round_up,
     row_of,
     rows_for,
 )
-from cupyattn.kernels.spec import KernelSpec, Parameter, Specialisation
-from cupyattn.kernels.structs.attention import ATTENTION_STRUCT
+from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.kernels.structs.attention import TEACHING_STRUCT
 
-_PARAMETERS: tuple[Parameter, ...] = (*parameters.FORWARD, ATTENTION_STRUCT)
+_PARAMETERS: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    *(Pointer("out"), Pointer("lse", optional=True)),
+    TEACHING_STRUCT,
+)
 NAIVE_KERNEL = KernelSpec("attention_naive", "attention/teaching/naive.cu", _PARAMETERS)
 TILED_KERNEL = KernelSpec("attention_tiled", "attention/teaching/tiled.cu", _PARAMETERS)
 KERNELS = (NAIVE_KERNEL, TILED_KERNEL)
@@ -56,7 +59,7 @@ NAIVE = NaiveConfig(threads=128, reason="a strip of 128 keys; head dims to 128 a
 # The first row whose head dim is not below max(D, Dv).
 TILED = {
     75: {
-        64: TiledConfig(8, 4, 2, "21 KB, 127 registers: 16 warps an SM hide each other's barriers"),
+        64: TiledConfig(8, 4, 2, "21 KB, 121 registers: 16 warps an SM hide each other's barriers"),
         128: TiledConfig(8, 8, 1, "a K or V word serves 8 rows; Q fills what is left of 64 KB"),
         256: TiledConfig(8, 3, 1, "the most rows whose Q fits beside a 32-key tile of 256 columns"),
     }
@@ -66,10 +69,9 @@ TILED = {
 @cache
 def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
     """Specialise the naive kernel."""
-    floats = head_dim + NAIVE.threads + NAIVE.threads // WARP_SIZE
     return NAIVE_KERNEL.specialise(
         threads=NAIVE.threads,
-        static_shared_bytes=FLOAT_BYTES * floats,
+        static_shared_bytes=FLOAT_BYTES * (head_dim + NAIVE.threads),
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
@@ -82,25 +84,24 @@ def tiled_row(arch: int, head_dim: int, head_dim_v: int) -> TiledConfig:
 
 
 @cache
-def tiled(arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int) -> Specialisation:
-    """Specialise the tiled kernel; `vec` is the items of one load, 1 or 16 bytes' worth."""
+def tiled(arch: int, dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
+    """Specialise the tiled kernel."""
     row = tiled_row(arch, head_dim, head_dim_v)
     return TILED_KERNEL.specialise(
         threads=row.warps * WARP_SIZE,
-        shared_bytes=_tiled_shared_bytes(row, head_dim, head_dim_v, vec),
+        shared_bytes=_tiled_shared_bytes(row, head_dim, head_dim_v),
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
         ROWS=row.rows,
-        VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
     )
 
 
-def _tiled_shared_bytes(config: TiledConfig, head_dim: int, head_dim_v: int, vec: int) -> int:
+def _tiled_shared_bytes(config: TiledConfig, head_dim: int, head_dim_v: int) -> int:
     """Q, one tile of K or V, and P, in float32 (Smem in tiled.cu, which asserts the sum)."""
-    padded = round_up(head_dim, max(vec, 4))
+    padded = round_up(head_dim, 4)
     words = padded // 4
     k_row = (words if words % 2 else words + 1) * 4
     v_row = round_up(head_dim_v, WARP_SIZE)
@@ -110,8 +111,8 @@ def _tiled_shared_bytes(config: TiledConfig, head_dim: int, head_dim_v: int, vec
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield rows at their largest head dim, dtypes and loads in pairs."""
+    """Yield rows at their largest head dim, in each dtype."""
     for dtype in STORAGE:
         yield naive(dtype, MAX_HEAD_DIM, MAX_HEAD_DIM)
-    for dtype, head_dim, whole in pairs(STORAGE, rows_for(TILED, arch), (True, False)):
-        yield tiled(arch, dtype, head_dim, head_dim, vector_items(dtype) if whole else 1)
+    for dtype, head_dim in itertools.product(STORAGE, rows_for(TILED, arch)):
+        yield tiled(arch, dtype, head_dim, head_dim)

@@ -1,10 +1,10 @@
-// Attention backward, the textbook way, last step: the gradient of the sinks.
+// Attention backward in float32 arithmetic, last step: the gradient of the sinks.
 //
 //   dsinks_h = - sum_b sum_i exp(sink_h - lse_bhi) delta_bhi
 //
 // A sink is one more key of every query of its head, whose value is zero: its dp is 0, so its ds is -p delta.
 //
-// Shapes    lse and delta (B, H, Sq), delta contiguous, from naive_dq.cu; sinks and dsinks (H,).
+// Shapes    lse and delta (B, H, Sq), delta contiguous, from backward_delta.cu; sinks and dsinks (H,).
 // Work      one CTA of THREADS threads a head, grid H. The order of the additions is fixed.
 // Edges     no queries give 0; a row without keys and with a sink of -inf weighs nothing.
 #if !defined(SINKS) || !defined(THREADS)
@@ -12,11 +12,11 @@
 #endif
 #include "../../common/reduce.cuh"
 #include "../backward_params.cuh"
-#include "../score_gradient.cuh"
+#include "row_sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_backward_naive_dsinks(const float* lse_g, const float* delta_g, const SINKS* sinks_g, SINKS* dsinks_g,
-                                    const BackwardParams params) {
+    attention_backward_f32_dsinks(const float* lse_g, const float* delta_g, const SINKS* sinks_g, SINKS* dsinks_g,
+                                  const BackwardParams params) {
   __shared__ float partial_s[THREADS / kWarpSize];
   const AttentionParams& forward = params.attention;
   const int head = blockIdx.x;
