@@ -38,32 +38,20 @@ def accesses_of(report: Report, file: str, text: str) -> list[Access]:
     ]
 
 
-SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "v[i][c] = smem")
+SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "acc[r][c] += p.x")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "staging_ways"),
-    [
-        # A thread stages 16 bytes of float16 as two float4 that lie side by side: eight lanes span
-        # 256 bytes, two passes.
-        ("float16", 64, 2.0),
-        ("float16", 128, 2.0),
-        ("float32", 64, 1.0),
-        ("float16", 33, 1.0),  # single items
-    ],
-)
-def test_tiled_attention_reads_shared_memory_without_conflicts(dtype, head_dim, staging_ways):
-    q, k, v = (normal(1, 40, 1, head_dim, dtype=dtype) for _ in range(3))
+@pytest.mark.parametrize("head_dim", [64, *deep(33, 128)])
+def test_tiled_attention_reads_shared_memory_without_conflicts(head_dim):
+    q, k, v = (normal(1, 40, 1, head_dim) for _ in range(3))
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.attention(q, k, v, implementation="tiled")
     for text in SHARED_READS:
-        (access,) = accesses_of(report, "attention/teaching/tiled.cu", text)
-        assert (access.ways, access.worst) == (1.0, 1.0), text
-    (store,) = accesses_of(report, "attention/teaching/tiled.cu", "[lane_index()] = p;")
+        accesses = accesses_of(report, "attention/teaching/tiled.cu", text)
+        assert {(access.ways, access.worst) for access in accesses} == {(1.0, 1.0)}, text
+    (store,) = accesses_of(report, "attention/teaching/tiled.cu", "[lane] = p;")
     assert store.ways == 1.0
-    stores = accesses_of(report, "common/tile.cuh", "= piece;")
-    assert [access.ways for access in stores] == [staging_ways]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +172,9 @@ def test_tiled_attention_wastes_no_global_sectors():
     with cupyattn.backend("emulator", report=report):
         cupyattn.attention(*(normal(1, 64, 2, 64) for _ in range(3)), implementation="tiled")
     assert report.sector_efficiency == 1.0
-    (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
-    assert load.sectors_per_request == 16  # 32 lanes of 16 bytes
+    loads = accesses_of(report, "attention/teaching/tiled.cu", "exists ? static_cast<float>")
+    loads = [access for access in loads if access.space == "global"]
+    assert {access.sectors_per_request for access in loads} == {2}  # 32 lanes of 2 bytes
 
 
 def test_naive_attention_reads_keys_across_rows():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -27,31 +26,24 @@ pytestmark = pytest.mark.nvrtc
 
 # Two query heads on one key-value head, two strips of keys, every option of the scores.
 PROBLEM = AttentionProblem(
-    B=1, Sq=37, Sk=133, H=2, G=1, D=24, Dv=16, dtype="float16",
+    B=1, Sq=37, Sk=133, H=2, G=1, D=24, Dv=16, dtype="float32",
     drawn=(("causal", True), ("mask", (37, 133)), ("bias", ((2, 37, 133), "float32")),
            ("alibi_slopes", ((2,), "float32", 1)), ("softcap", 2.0), ("sinks", "float32"),
            ("dropout_p", 0.5)),
 )  # fmt: skip
 
 
-# By the kernels' source: the implementation that runs them, and for which dtype.
-NAIVE, FLOAT = ("naive", "float16"), ("flash", "float32")
-
-
 @cache
-def call(
-    dtype: str,
-) -> tuple[tuple[np.ndarray, ...], dict[str, object], AttentionGrads, AttentionGrads]:
+def call() -> tuple[tuple[np.ndarray, ...], dict[str, object], AttentionGrads, AttentionGrads]:
     """The arrays and options of the problem's backward, its gradients and their bounds."""
-    problem = replace(PROBLEM, dtype=dtype)
-    dout, dlse = problem.gradients()
-    options = problem.options()
-    out, lse = reference.attention(*problem.arrays(), **options)
-    arrays = (dout, *problem.arrays(), out.astype(dtype), lse.astype(np.float32))
+    dout, dlse = PROBLEM.gradients()
+    options = PROBLEM.options()
+    out, lse = reference.attention(*PROBLEM.arrays(), **options)
+    arrays = (dout, *PROBLEM.arrays(), out.astype(np.float32), lse.astype(np.float32))
     options["dlse"] = dlse
     exact = reference.attention_backward(*arrays, **options)
     bounds = reference.attention_backward_bound(
-        *arrays, dtype=dtype, float32_weights=True, **options
+        *arrays, dtype="float32", float32_weights=True, **options
     )
     return arrays, options, exact, bounds
 
@@ -60,14 +52,13 @@ def call(
 def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a backward from sources with bugs in them; returns errors over bounds."""
 
-    def run(kernels: tuple[str, str], *bugs: Bug) -> dict[str, float]:
+    def run(*bugs: Bug) -> dict[str, float]:
         folder = tmp_path / "cuda_src"
         plant(folder, *bugs)
         module = sys.modules["cupyattn.functional.attention.backward"]  # the function has its name
         monkeypatch.setattr(module, "device_of", lambda _: PlantedDevice(folder, Checks.all()))
-        implementation, dtype = kernels
-        arrays, options, exact, bounds = call(dtype)
-        grads = cupyattn.attention_backward(*arrays, **options, implementation=implementation)
+        arrays, options, exact, bounds = call()
+        grads = cupyattn.attention_backward(*arrays, **options)
         return {
             name: reference.error_ratio(*triple)
             for name, *triple in zip(exact._fields, grads, exact, bounds, strict=True)
@@ -76,45 +67,20 @@ def ratios_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("kernels", [NAIVE, FLOAT])
-def test_a_clean_copy_is_right(kernels, ratios_with: Callable[..., dict[str, float]]):
-    ratios = ratios_with(kernels)
+def test_a_clean_copy_is_right(ratios_with: Callable[..., dict[str, float]]):
+    ratios = ratios_with()
     assert 0 < max(ratios.values()) <= 1, ratios
 
 
-DQ, DKDV, DBIAS, DSINKS = (
-    f"attention/teaching/naive_{name}.cu" for name in ("dq", "dkdv", "dbias", "dsinks")
-)
-SCORE, MASK = "attention/score_gradient.cuh", "attention/masks.cuh"
+DSINKS = "attention/float32/backward_dsinks.cu"
 FLOAT_DKDV = "attention/float32/backward_dkdv.cuh"
 FLOAT_SCORES, PRODUCTS = (
     "attention/float32/score_gradient.cuh",
     "attention/float32/backward_products.cuh",
 )
 STAGES = "attention/float32/backward_feed.cuh"
-FLOAT_FILES = {FLOAT_DKDV, FLOAT_SCORES, PRODUCTS, STAGES}
-
-
-def kernels_of(bug: Bug) -> tuple[str, str]:
-    return FLOAT if bug.file in FLOAT_FILES else NAIVE
-
 
 FAULTS = {
-    "dq: before ds": (without_barrier(DQ, "ds: the prev"), SharedMemoryRaceError),
-    "dq: after ds": (without_barrier(DQ, "ds: this"), SharedMemoryRaceError),
-    "dkdv: after k": (without_barrier(DKDV, "k and v: written"), SharedMemoryRaceError),
-    "dkdv: before p": (without_barrier(DKDV, "p and ds: the prev"), SharedMemoryRaceError),
-    "dkdv: after p": (without_barrier(DKDV, "p and ds: this"), SharedMemoryRaceError),
-    "dq: one key too many": (
-        Bug(DQ, "key < visible.end", "key <= visible.end"), OutOfBoundsError
-    ),
-    "dkdv: the query head in place of the key-value head": (
-        Bug(DKDV, "head_rows(k_g, forward.k, batch, kv_head, key)",
-            "head_rows(k_g, forward.k, batch, kv_head + 1, key)"), OutOfBoundsError
-    ),
-    "dbias: one item too many": (
-        Bug(DBIAS, "item < items.count()", "item <= items.count()"), OutOfBoundsError
-    ),
     "f32: between two stages": (
         without_barrier(STAGES, "buffers: this one has been read"), SharedMemoryRaceError
     ),
@@ -141,7 +107,7 @@ FAULTS = {
 def test_a_bug_is_found_by_a_check(name: str, ratios_with: Callable[..., dict[str, float]]):
     bug, fault = FAULTS[name]
     with found_by(fault):
-        ratios_with(kernels_of(bug), bug)
+        ratios_with(bug)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -160,44 +126,6 @@ def test_a_missing_barrier_between_two_parts_of_the_weights_is_found(
 
 # By the gradients that show them, and no others.
 MISTAKES = {
-    "delta is not subtracted": (
-        Bug(SCORE, "p * (keep * dp - sums.delta)", "p * (keep * dp)"), {"dq", "dk", "dbias"}
-    ),
-    "dlse is forgotten": (
-        Bug(DQ, "if (dlse_g != nullptr) delta -=", "if (false) delta -="),
-        {"dq", "dk", "dbias", "dsinks"},
-    ),
-    "dropout's factor on delta too": (
-        Bug(SCORE, "p * (keep * dp - sums.delta)", "p * keep * (dp - sums.delta)"),
-        {"dq", "dk", "dbias"},
-    ),
-    "no dropout in p": (Bug(SCORE, "return {p * keep, ds,", "return {p, ds,"), {"dv"}),
-    "no slope of the softcap": (
-        Bug(SCORE, "Options::kSoftcap ? ds * softcap_slope(product, params) : ds", "ds"),
-        {"dq", "dk"},
-    ),
-    "the softcap's slope in dbias": (
-        Bug(DBIAS, "row, at.key, product, dp).ds;", "row, at.key, product, dp).dproduct;"),
-        {"dbias"},
-    ),
-    "a query too few sees a key": (
-        Bug(MASK, "clamp(key - end_shift + 1, 0, rows)",
-            "clamp(key - end_shift + 2, 0, rows)"),
-        {"dk", "dv"},
-    ),
-    "one head of the group": (
-        Bug(DKDV, "head < (kv_head + 1) * forward.group", "head < kv_head * forward.group + 1"),
-        {"dk", "dv"},
-    ),
-    "dk without its scale": (
-        Bug(DKDV, "kv_head, key), params.scale, params)", "kv_head, key), 1.f, params)"), {"dk"}
-    ),
-    "dq with a scale one per cent off": (
-        Bug(DQ, "params.scale * acc[c]", "1.01f * params.scale * acc[c]"), {"dq"}
-    ),
-    "the last key of a strip is dropped": (
-        Bug(DQ, "j < strip; j++", "j < strip - 1; j++"), {"dq"}
-    ),
     "the sink's weight without the row's sum": (
         Bug(DSINKS, "sums.weight(sink_log2) * sums.delta", "ex2_approx(sink_log2) * sums.delta"),
         {"dsinks"},
@@ -229,6 +157,6 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_outside_the_bounds(name: str, ratios_with: Callable[..., dict[str, float]]):
     bug, shown_by = MISTAKES[name]
-    ratios = ratios_with(kernels_of(bug), bug)
+    ratios = ratios_with(bug)
     assert {name for name, ratio in ratios.items() if not ratio <= 1} == shown_by, ratios
     assert all(not ratios[name] <= 10 for name in shown_by), ratios

@@ -13,10 +13,7 @@ from support.planted_bugs import (
     FEED_CUH,
     FORWARD_CUH,
     KEY_FEED_CUH,
-    NAIVE_CU,
     ROWS_CUH,
-    TILE_CUH,
-    TILED_CU,
     Bug,
     attention_recorded,
     error_ratio,
@@ -37,7 +34,7 @@ from cupyattn.emulator import (
 pytestmark = pytest.mark.nvrtc
 
 
-@pytest.mark.parametrize("kernel", ["naive", "tiled", "flash", "flash f32"])
+@pytest.mark.parametrize("kernel", ["flash", "flash f32"])
 def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
     recorded = attention_recorded(kernel)
     inputs = [array.copy() for array in recorded.arguments[:3]]
@@ -48,79 +45,6 @@ def test_a_clean_copy_of_the_attention_kernel_is_right(kernel, start_with):
 
 
 FAULTS = {
-    # naive: no barrier ...
-    "naive: after q": (without_barrier(NAIVE_CU, "q: written"), SharedMemoryRaceError),
-    "naive: before p": (without_barrier(NAIVE_CU, "p: the previous"), SharedMemoryRaceError),
-    "naive: after p": (without_barrier(NAIVE_CU, "p: this strip"), SharedMemoryRaceError),
-    "naive: one key too many for the maximum": (
-        Bug(NAIVE_CU, "+ thread; key < visible.end;", "+ thread; key <= visible.end;"),
-        OutOfBoundsError,
-    ),
-    "naive: one key too many for the sum": (
-        Bug(NAIVE_CU, "exists = key < visible.end;", "exists = key <= visible.end;"),
-        OutOfBoundsError,
-    ),
-    "naive: one feature too many of q": (
-        Bug(NAIVE_CU, "d < Traits::kHeadDim; d += ", "d <= Traits::kHeadDim; d += "),
-        OutOfBoundsError,
-    ),
-    "naive: one column too many is stored": (
-        Bug(NAIVE_CU, "(col < Traits::kHeadDimV) out", "(col <= Traits::kHeadDimV) out"),
-        OutOfBoundsError,
-    ),
-    "naive: all threads but one write p": (
-        Bug(NAIVE_CU, "smem.p[thread] = p;", "if (thread != 5) smem.p[thread] = p;"),
-        UninitializedReadError,
-    ),
-    "naive: the query head in place of the key-value head": (
-        Bug(
-            NAIVE_CU,
-            "head_rows(v_g, params.v, place.batch, place.kv_head,",
-            "head_rows(v_g, params.v, place.batch, place.head,",
-        ),
-        OutOfBoundsError,
-    ),
-    # tiled: no barrier ...
-    "tiled: before K": (without_barrier(TILED_CU, "key_value: the prev"), SharedMemoryRaceError),
-    "tiled: after K": (without_barrier(TILED_CU, "key_value: K (and"), SharedMemoryRaceError),
-    "tiled: before V": (without_barrier(TILED_CU, "key_value: K has"), SharedMemoryRaceError),
-    "tiled: after V": (without_barrier(TILED_CU, "key_value: V has"), SharedMemoryRaceError),
-    "tiled: all warps write P of the first": (
-        Bug(TILED_CU, "smem.p[warp_index() * Traits::kRows + r][lane", "smem.p[r][lane"),
-        SharedMemoryRaceError,
-    ),
-    "tiled: one row too many is loaded": (
-        Bug(TILE_CUH, "if (row < valid_rows &&", "if (row <= valid_rows &&"),
-        OutOfBoundsError,
-    ),
-    "tiled: one row too many is stored": (
-        Bug(TILED_CU, "if (i >= params.sq) return;", "if (i > params.sq) return;"),
-        OutOfBoundsError,
-    ),
-    "tiled: one row too few is staged": (
-        Bug(TILE_CUH, "at < TileShape::kRows * kColVecs", "at < (TileShape::kRows - 1) * kColVecs"),
-        UninitializedReadError,
-    ),
-    "tiled: the query head in place of the key-value head": (
-        Bug(
-            TILED_CU,
-            "head_rows(k_g, params.k, place.batch, place.kv_head,",
-            "head_rows(k_g, params.k, place.batch, place.head,",
-        ),
-        OutOfBoundsError,
-    ),
-    "tiled: vectors begin one item late": (
-        Bug(TILE_CUH, "rows_g + row * row_stride + col)", "rows_g + row * row_stride + col + 1)"),
-        MisalignedAccessError,
-    ),
-    "tiled: the result overwrites q": (
-        Bug(
-            TILED_CU,
-            "store_rows(rows, place, out_g,",
-            "store_rows(rows, place, const_cast<Traits::Scalar*>(q_g),",
-        ),
-        ConstWriteError,
-    ),
     # flash: no barrier ...
     "flash: after Q": (without_barrier(FORWARD_CUH, "q: written"), SharedMemoryRaceError),
     "flash: between Q and K": (without_barrier(FORWARD_CUH, "q: read"), SharedMemoryRaceError),
@@ -262,9 +186,7 @@ def test_a_bug_in_an_attention_kernel_is_found(name, start_with):
 @pytest.mark.parametrize(
     ("implementation", "file", "comment", "condition"),
     [
-        ("tiled", TILED_CU, "key_value: K has", "lane_index() < 16"),
         ("flash", FORWARD_CUH, "K and V: this half", "active"),  # warps that see no key pass by
-        ("tiled", TILED_CU, "key_value: K has", "warp_index() != 2"),
         ("flash f32", F32_CUH, "buffer: this one", "warp_index() != 2"),
     ],
 )

@@ -10,9 +10,7 @@ from support.planted_bugs import (
     F32_FEED_CUH,
     F32_PRODUCTS_CUH,
     KEY_FEED_CUH,
-    NAIVE_CU,
     PRODUCTS_CUH,
-    TILED_CU,
     Bug,
     attention_recorded,
     error_ratio,
@@ -21,32 +19,6 @@ from support.planted_bugs import (
 pytestmark = pytest.mark.nvrtc
 
 MISTAKES = {
-    "naive: K of the neighbouring feature": Bug(
-        NAIVE_CU, "to_float(k_row_g[d])", "to_float(k_row_g[d ^ 1])"
-    ),
-    "naive: P of the first key for all": Bug(NAIVE_CU, "smem.p[j] *", "smem.p[0] *"),
-    "naive: the later half of a strip has no values": Bug(
-        NAIVE_CU, "j < strip; j++", "j < strip / 2; j++"
-    ),
-    "naive: V of every strip from the first": Bug(
-        NAIVE_CU, "(first + j) * params.v.seq", "j * params.v.seq"
-    ),
-    "tiled: K of the neighbouring lane": Bug(
-        TILED_CU,
-        "smem.key_value + lane_index() * Traits::KTile",
-        "smem.key_value + (lane_index() ^ 1) * Traits::KTile",
-    ),
-    "tiled: V of the neighbouring key": Bug(
-        TILED_CU, "smem.key_value[(j + i) *", "smem.key_value[(j + (i ^ 1)) *"
-    ),
-    "tiled: P of the neighbouring row": Bug(
-        TILED_CU,
-        "&smem.p[warp_index() * Traits::kRows + r][j]",
-        "&smem.p[warp_index() * Traits::kRows + (r ^ 1)][j]",
-    ),
-    "tiled: a row sees one key too many": Bug(
-        "attention/masks.cuh", "begin <= key && key < end", "begin <= key && key <= end"
-    ),
     "flash: K of the neighbouring k8 step": Bug(
         PRODUCTS_CUH, "kGroupChunks + step], b[step])", "kGroupChunks + step], b[0])"
     ),

@@ -16,7 +16,6 @@ from cupyattn.emulator import SharedMemoryRaceError
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import CompilationError, nvrtc_version
-from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.ops.attention.options import AttentionOptions
 
 NO_GPU = pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
@@ -182,9 +181,8 @@ def test_demo_fails_for_a_wrong_result(wrong, monkeypatch, capsys):
 def test_recorded_launch_is_the_operations_own(first, vec):
     """Rows that are not 16-byte aligned take the specialisation of scalar loads."""
     packed = np.zeros((2, 33, 4, 72), np.float16)[..., first : first + 64]
-    launch = attention_launch(
-        TURING, packed, packed, packed, AttentionOptions(causal=True, implementation="tiled")
-    )
-    assert launch.specialisation == teaching.tiled(75, "float16", 64, 64, vec)
-    assert launch.grid == (2 * 4 * 2, 1, 1)
+    launch = attention_launch(TURING, packed, packed, packed, AttentionOptions(causal=True))
+    assert launch.specialisation.spec.entry == "attention_forward"
+    assert dict(launch.specialisation.macros)["VEC"] == vec
+    assert launch.grid == (2 * 4, 1, 1)
     assert launch.arguments[0] is packed

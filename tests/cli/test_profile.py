@@ -57,12 +57,12 @@ def test_a_line_is_named_with_its_source(call, capsys):
 
 @pytest.mark.nvrtc
 def test_a_line_of_what_is_included_too(capsys):
-    result = profiled(capsys, "attention", *SMALL)
+    result = profiled(capsys, "softmax", "--rows", "3", "--length", "40")
     for line in result["kernels"][0]["lines"]:
         text = (source_root() / line["file"]).read_text().splitlines()[line["line"] - 1]
         assert line["source"] == text.strip()
     names = {line["file"] for line in result["kernels"][0]["lines"]}
-    assert {"attention/teaching/tiled.cu", "common/vec.cuh"} <= names
+    assert {"layers/softmax_forward.cu", "common/vec.cuh"} <= names
 
 
 @pytest.mark.nvrtc
@@ -118,7 +118,8 @@ BACKWARDS = {
         *("delta", "dsinks", "scales", "dkdv", "convert"),
     ],
     "--implementation flash --dtype bfloat16": ["f32_delta", "f32_dkdv", "f32_convert"],
-    "--implementation naive --softcap 5 --sinks": ["naive_dq", "naive_dkdv", "naive_dsinks"],
+    "--dtype float32 --softcap 5 --sinks": ["f32_delta", "f32_dkdv", "f32_dsinks"],
+    "--implementation naive --causal": ["naive"],
 }
 
 

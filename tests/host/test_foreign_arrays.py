@@ -47,12 +47,11 @@ def test_arrays_of_other_libraries_come_in_without_a_copy(foreign):
     problem = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=8, view="transposed")
     arrays = [CUPY.put(array) for array in problem.arrays()]
     used = cupy.array([6, 3], np.int32)
-    expected = attention(*arrays, seqused_k=used, implementation="tiled")
+    expected = attention(*arrays, seqused_k=used)
     memory = cupy.empty_like(expected)
     result = attention(
         *map(foreign, arrays),
         seqused_k=foreign(used),
-        implementation="tiled",
         out=foreign(memory),
     )
     assert isinstance(result, cupy.ndarray)

@@ -18,8 +18,7 @@ from cupyattn import softmax as softmax_forward
 
 
 def options_of(side: Any, problem: AttentionProblem) -> dict[str, Any]:
-    options = {name: placed(side, value) for name, value in problem.options().items()}
-    return {**options, "implementation": "tiled"}
+    return {name: placed(side, value) for name, value in problem.options().items()}
 
 
 @pytest.mark.parametrize(
@@ -71,11 +70,7 @@ def test_options_may_be_views_too(side):
         options |= {"rotary": (np.ones((8, 4), "f4")[:, :2], np.zeros((16, 2), "f4")[::2])}
     copies = {name: _copied(value) for name, value in options.items()}
     viewed, copied = (
-        attention(
-            *arrays,
-            **{name: placed(side, value) for name, value in named.items()},
-            implementation="tiled",
-        )
+        attention(*arrays, **{name: placed(side, value) for name, value in named.items()})
         for named in (options, copies)
     )
     assert_array_equal(side.get(viewed), side.get(copied))

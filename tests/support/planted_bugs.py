@@ -27,7 +27,6 @@ from cupyattn.kernels.source import source_digest, source_root
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.options import AttentionOptions
 
-NAIVE_CU, TILED_CU = "attention/teaching/naive.cu", "attention/teaching/tiled.cu"
 FORWARD_CUH, ROWS_CUH = (
     "attention/tensor_core/forward.cuh",
     "attention/tensor_core/resident_rows.cuh",
@@ -41,8 +40,7 @@ F32_CUH, F32_FEED_CUH = "attention/float32/forward.cuh", "attention/float32/forw
 F32_PRODUCTS_CUH = "attention/float32/forward_products.cuh"
 F32_KEYS_CUH = "attention/float32/dense_keys.cuh"
 F32_EPILOGUE_CUH = "attention/float32/epilogue.cuh"
-TILE_CUH, FEED_CUH, REDUCE_CUH = (
-    "common/tile.cuh",
+FEED_CUH, REDUCE_CUH = (
     "attention/tensor_core/tile_feed.cuh",
     "common/reduce.cuh",
 )
@@ -124,8 +122,7 @@ def attention_recorded(kernel: str) -> Launch:
     Scores rise from tile to tile, so that maxima do.
     """
     implementation, dtype = ("flash", "float32") if kernel == "flash f32" else (kernel, "float16")
-    sq, sk = (3, 300) if kernel == "naive" else (100, 100)  # naive: a CTA for each query
-    shapes = (1, sq, 2, 24), (1, sk, 1, 24), (1, sk, 1, 24)
+    shapes = (1, 100, 2, 24), (1, 100, 1, 24), (1, 100, 1, 24)
     q, k, v = (normal(*shape, dtype=dtype) for shape in shapes)
     k[:, 64:] *= 16
     options = AttentionOptions(causal=True, implementation=implementation)

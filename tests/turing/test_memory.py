@@ -35,7 +35,10 @@ WITHOUT_FIGURES = {
     ),
     "add_to": "a sum of two arrays, as others are that have a figure",
     **dict.fromkeys(
-        ("attention_backward_dsinks", "attention_backward_f32_dsinks_varlen"),
+        (
+            *("attention_backward_dsinks", "attention_backward_f32_dsinks"),
+            "attention_backward_f32_dsinks_varlen",
+        ),
         "reads two numbers a row and writes one a head",
     ),
     **dict.fromkeys(
@@ -43,13 +46,10 @@ WITHOUT_FIGURES = {
         "moves next to nothing: it computes a mask, or looks at its tiles",
     ),
     **dict.fromkeys(
-        (
-            *("attention_naive", "attention_tiled", "attention_backward_naive_dq"),
-            *("attention_backward_naive_dkdv", "attention_backward_naive_dbias"),
-            "attention_backward_naive_dsinks",
-        ),
+        ("attention_naive", "attention_tiled", "attention_backward_naive"),
         "there to be read, not to be fast",
     ),
+    "attention_backward_f32_dbias": "computes scores: its products take its time",
     "nest_scales": "a pass over scales when a model is made",
     "expand_scales": "a pass over a part of a weight, behind which a product reads all of it",
     **dict.fromkeys(("mma_rate", "fma_rate", "read_weight"), "measures a card"),
