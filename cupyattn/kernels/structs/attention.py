@@ -159,9 +159,7 @@ TEACHING_BACKWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
-TEACHING_BACKWARD_STRUCT = Struct(
-    "params", TEACHING_BACKWARD_PARAMS, "TeachingBackwardParams"
-)
+TEACHING_BACKWARD_STRUCT = Struct("params", TEACHING_BACKWARD_PARAMS, "TeachingBackwardParams")
 
 # DbiasParams in cuda_src/attention/tensor_core/backward_dbias.cu
 DBIAS_PARAMS = np.dtype(
