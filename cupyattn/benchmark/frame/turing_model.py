@@ -38,7 +38,7 @@ _EXECUTED = {
 }
 """Products of a kernel, by a part of its entry; "_dkdv" has as many as "_dq" leaves it."""
 _AGAIN = ("_dq", "summed_dbias", "backward_naive")
-"""Kernels that compute two products which another kernel, or they themselves, have computed."""
+"""Parts of the entries of kernels that compute two products a second time."""
 
 
 def machine_of(device: CudaDevice) -> Machine | None:
@@ -132,7 +132,8 @@ def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     """Return how many products kernels are asked for, and how many each executes.
 
     The backward of attention in two passes computes two of its five a second time, and so does the
-    kernel for a bias that broadcasts; the naive kernel computes two again itself. What moves bytes beside products executes none.
+    kernel for a bias that broadcasts. The naive backward computes two of its own a second time. A
+    kernel that moves bytes next to products executes none.
 
     Examples
     --------
