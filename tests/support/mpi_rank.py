@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from support.ring import CLOSE, case, one_device, ring
 
 from cupyattn.distributed import Group, RankFailedError
@@ -23,9 +23,10 @@ OPTIONS = (
 )
 
 
-def right(group: Group) -> None:
+def right(group: Group, world: Any) -> None:
     """Compute what one device does, while other messages are on the way."""
-    world = MPI.COMM_WORLD
+    from mpi4py import MPI
+
     other = world.irecv(source=MPI.ANY_SOURCE)  # it would take any message of this communicator
     for options in OPTIONS[: 2 if sys.modules.get("ml_dtypes") is None else 3]:
         problem = case(group.size, "zigzag", **options)
@@ -44,6 +45,8 @@ def right(group: Group) -> None:
 
 def main(what: str, folder: Path) -> None:
     """Be one rank."""
+    from mpi4py import MPI  # in functions: doctests are collected where there is no mpi4py
+
     world = MPI.COMM_WORLD
     last = world.Get_rank() == world.Get_size() - 1
     shared = folder if what == "tells" else None
@@ -53,7 +56,7 @@ def main(what: str, folder: Path) -> None:
     try:
         with Group(world, size=world.Get_size(), folder=shared, timeout=timeout) as group:
             if what == "right":
-                right(group)
+                right(group, world)
                 return
             group.all_gather(np.zeros(3))
             begun = time.monotonic()
@@ -61,7 +64,7 @@ def main(what: str, folder: Path) -> None:
                 raise ZeroDivisionError("planted")
             if last and what == "is late":
                 time.sleep(1.5 * TIMEOUT)
-            right(group)
+            right(group, world)
     except (RankFailedError, ZeroDivisionError) as ended:
         took = time.monotonic() - begun
         said = f"{world.Get_rank()} after {took:.1f} s: {type(ended).__name__}: {ended}\n"
