@@ -14,19 +14,15 @@ from typing import Any
 import pytest
 from support import search
 from support.devices import KERNELS
-from support.planted_bugs import Bug, PlantedDevice, plant
 from support.readme import ROOT
 from support.recording_device import Recorder
 
 from cupyattn import folders
-from cupyattn.cli.recorder import Launch
-from cupyattn.emulator import Checks
 from cupyattn.folders import cache_directory, temporary_directory
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels import cache, compile
 from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.kernels.launch import launch
 from cupyattn.kernels.source import Unit
 from cupyattn.kernels.target import ARCH_VARIABLE
 
@@ -70,10 +66,10 @@ def _missing_compiler() -> str | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say why; long searches are not even named."""
-    searches = {i for i in items if i.get_closest_marker("deep") or search.tries_tests(i)}
+    searches = [item for item in items if item.get_closest_marker("deep")]
     if searches and not config.getoption("--deep"):
-        config.hook.pytest_deselected(items=[*searches])
-        items[:] = [item for item in items if item not in searches]
+        config.hook.pytest_deselected(items=searches)
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
     reasons = {
         "gpu": None if device_count() else "no CUDA device: kernels cannot run here",
         "nvrtc": _missing_compiler(),
@@ -207,18 +203,6 @@ def side(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Where arrays are, with calls running there: see devices.everywhere."""
     with request.param.running():
         yield request.param
-
-
-@pytest.fixture
-def start_with(tmp_path: Path):
-    """Run a recorded launch on the emulator, all checks on, from sources with bugs in them."""
-
-    def start(recorded: Launch, *bugs: Bug, checks: Checks | None = None) -> None:
-        plant(tmp_path / "cuda_src", *bugs)
-        device = PlantedDevice(tmp_path / "cuda_src", checks or Checks.all())
-        launch(device, recorded.specialisation, recorded.grid[0], recorded.arguments)
-
-    return start
 
 
 @pytest.fixture

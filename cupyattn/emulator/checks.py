@@ -29,10 +29,10 @@ A register that is read before it is written is no fault: compilers copy such re
 nothing comes of it. It begins as a NaN, or a large odd integer, so that a result that needs it is
 wrong.
 
-How it is known that it sees: without a GPU the tests of the library's own kernels run on the
-emulator with all checks, and others plant bugs in the real kernels
-(``tests/support/planted_bugs.py``: a barrier dropped, one row too many, a wrong index) and assert
-that each is found.
+The tests show that each check can fail: ``tests/emulator/kernels/faults.cu`` has a small faulty
+kernel for every kind of fault. Without a GPU the tests of the library's own kernels run on the
+emulator with all checks. ``tests/mutation`` changes single lines of those kernels (a barrier
+dropped, one row too many, a wrong index) and reports which changes no test finds.
 """
 
 from dataclasses import dataclass

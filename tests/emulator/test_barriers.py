@@ -113,6 +113,12 @@ class TestWarpInstructions:
         assert (y[:8] == 0xAA).all()
         fault(WarpSyncError, "VOTE", "vote_absent", y, np.uint32(0x1FF), block=32)
 
+    def test_match(self) -> None:
+        y = zeros(32, "u4")
+        run("match_absent", y, np.uint32(0xFF), block=32)
+        assert (y[:8] == [0x55, 0xAA] * 4).all()
+        fault(WarpSyncError, "MATCH", "match_absent", y, np.uint32(0x1FF), block=32)
+
     def test_mask_names_the_caller(self) -> None:
         y = zeros(32, "u4")
         run("mask_without_caller", y, np.uint32(0xFFFF), block=32)

@@ -50,6 +50,13 @@ class TestBounds:
         assert "out-of-bounds 4-byte store" in str(error)
         assert not y.any()
 
+    def test_atomic(self) -> None:
+        y = zeros(80)
+        run("add_shifted", Argument(y[:64], "y"), np.int32(0))
+        error = fault(OutOfBoundsError, "ADD", "add_shifted", Argument(y[:64], "y"), np.int32(16))
+        assert error.thread == (48, 0, 0) and not y[64:].any()
+        fault(ConstWriteError, "ADD", "add_shifted", Argument(y, "y", const=True), np.int32(0))
+
     def test_null_pointer(self) -> None:
         error = fault(OutOfBoundsError, "LOAD", "load_shifted", None, zeros(), np.int32(0))
         assert "a null pointer" in str(error)

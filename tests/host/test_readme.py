@@ -60,6 +60,7 @@ def test_readme_has_the_two_commands_that_ci_runs():
         )
 
 
+@pytest.mark.nvrtc  # one of them has an expression, which is compiled
 def test_examples_run():
     assert len(examples()) >= 3
     names: dict[str, Any] = {}  # one page: an example goes on from those above it

@@ -12,16 +12,10 @@ import numpy as np
 import pytest
 from support.devices import everywhere
 from support.dtypes import dtype_of
-from support.planted_bugs import Bug
-from support.search import deep, mostly_deep
+from support.search import deep
 
 import cupyattn
 from cupyattn import SoftmaxGrads, reference, vjp
-from cupyattn.arrays import adopt
-from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.layers import cross_entropy, softmax
-from cupyattn.ops.rows import row_problem, run_rows
 from cupyattn.reference.attention.bounds import precision_of
 
 
@@ -220,49 +214,3 @@ def test_logits_are_no_gradient_to_add_to(side, reduction):
             dloss, logits, labels, lse, reduction=reduction, dlogits=logits, accumulate=True
         )
     np.testing.assert_array_equal(side.get(logits), before)
-
-
-# kernel, what it reads, its choices and numbers
-KERNELS_OF = {
-    "softmax": (softmax.BACKWARD, {"logarithm": False}, {"scale": 1.0}),
-    "logsumexp": (softmax.LOGSUMEXP_BACKWARD, {"causal": False}, {"scale": 1.0}),
-    "cross_entropy": (
-        cross_entropy.BACKWARD, {}, {"ignore_index": -1, "label_smoothing": 0.0, "z_loss": 0.0},
-    ),
-}  # fmt: skip
-ROWS_CUH = "common/rows.cuh"
-MISTAKES = {
-    "it replaces": Bug(ROWS_CUH, "total[i] += values[i];", "total[i] = values[i];"),
-    "the neighbour's sum": Bug(ROWS_CUH, "total[i] += values[i];", "total[i] += values[i ^ 1];"),
-    "twice what is there": Bug(ROWS_CUH, "total[i] += values[i];", "total[i] += total[i];"),
-}
-
-
-@pytest.mark.nvrtc
-@pytest.mark.parametrize("name", KERNELS_OF)
-@pytest.mark.parametrize("bug", mostly_deep([None, *MISTAKES], [None, "the neighbour's sum"]))
-def test_a_planted_mistake_is_seen(name, bug, start_with):
-    kernel, choices, numbers = KERNELS_OF[name]
-    rng = np.random.default_rng(0)
-    out = reference.softmax(rng.standard_normal((3, 24))).astype(np.float32)
-    per_row = rng.standard_normal(3).astype(np.float32)
-    arrays = {
-        "dout": per_row if name == "logsumexp" else rng.standard_normal(out.shape, np.float32),
-        "out": per_row if name == "logsumexp" else out,
-        "x": out, "logits": out, "dloss": per_row, "lse": per_row,
-        "labels": np.arange(3, dtype=np.int32),
-    }  # fmt: skip
-    result = next(iter(kernel.results))
-    arrays = {key: arrays[key] for key in kernel.inputs if key in arrays}
-    operands = adopt(arrays)
-    plain = LaunchRecorder(TURING)
-    problem = row_problem(kernel, operands, choices=choices, scalars=numbers)
-    expected = run_rows(plain, problem, operands)
-    start_with(plain.launches[0])
-    operands = adopt({**arrays, result: np.full(out.shape, 3, np.float32)})
-    adding = LaunchRecorder(TURING)
-    problem = row_problem(kernel, operands, choices=choices, scalars=numbers, accumulate=True)
-    found = run_rows(adding, problem, operands)
-    start_with(adding.launches[0], *([] if bug is None else [MISTAKES[bug]]))
-    right = np.allclose(found[result], expected[result] + 3, rtol=0, atol=1e-6)
-    assert right == (bug is None)

@@ -134,14 +134,6 @@ def mostly_deep(values: Iterable[Any], plain: Collection[Any]) -> list[Any]:
     return [value if value in plain else deep(value)[0] for value in values]
 
 
-def tries_tests(test: pytest.Item) -> bool:
-    """Whether a test plants bugs in kernels, each one more to compile: what it tries is the tests.
-
-    A plain run asks whether the kernels are right; with ``--deep`` it asks that of their tests.
-    """
-    return "/test_planted_" in test.nodeid and test.get_closest_marker("nvrtc") is not None
-
-
 def is_quick(test: str) -> bool:
     """Whether a test, by its name from the folder of tests on, gives a first answer soon."""
     return test.startswith(QUICK) and not test.startswith(NOT_QUICK)

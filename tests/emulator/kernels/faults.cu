@@ -1,4 +1,4 @@
-// Kernels with a planted bug each. `ok` takes the bug out, so that each check is seen to pass and to fail.
+// Faulty kernels, one fault each. `ok` and other arguments take the fault out: each check is seen to pass and to fail.
 #define KERNEL extern "C" __global__ void
 typedef unsigned int u32;
 
@@ -10,6 +10,9 @@ KERNEL load_shifted(const float* x, float* y, int shift) {
 KERNEL store_shifted(const float* x, float* y, int shift) {
   float v = x[threadIdx.x];
   y[(int)threadIdx.x + shift] = v;  // STORE
+}
+KERNEL add_shifted(float* y, int shift) {
+  atomicAdd(y + (int)threadIdx.x + shift, 1.f);  // ADD
 }
 KERNEL load_vector(const float* x, float4* y, int shift) {
   y[threadIdx.x] = *(const float4*)(x + 4 * threadIdx.x + shift);  // VECTOR
@@ -285,6 +288,12 @@ KERNEL shuffle_returned(u32* y, int count) {
 KERNEL vote_absent(u32* y, u32 mask) {
   if (threadIdx.x < 8) {
     u32 v = __ballot_sync(mask, threadIdx.x & 1);  // VOTE
+    y[threadIdx.x] = v;
+  }
+}
+KERNEL match_absent(u32* y, u32 mask) {
+  if (threadIdx.x < 8) {
+    u32 v = __match_any_sync(mask, threadIdx.x & 1);  // MATCH
     y[threadIdx.x] = v;
   }
 }

@@ -1,4 +1,4 @@
-"""Mistakes planted in the ring are found by comparing it with one device."""
+"""The comparison of a ring with one device can fail: it finds each of these mistakes."""
 
 from __future__ import annotations
 
