@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         description="Plant small bugs in a copy of the CUDA sources, one at a time, and run the "
         "tests that load the file, on a GPU if there is one, otherwise on the emulator.",
         epilog="Read the survivors: a bug may have no effect but on speed. Exit code 1 if one "
-        "survived.",
+        "survived, or more than --least allows.",
     )
     made.add_argument("--count", type=int, default=60, help="bugs with an effect (default: 60)")
     made.add_argument("--seed", type=int, default=1, help="of the drawing (default: 1)")
@@ -43,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     made.add_argument("--seconds", type=float, default=600, help="for each bug (default: 600)")
     made.add_argument("--within", type=float, default=float("inf"), help="seconds for all of it")
+    made.add_argument(
+        "--least", type=float, default=1.0, metavar="SHARE",
+        help="of those that were caught or survived, how many have to be caught (default: 1)",
+    )  # fmt: skip
     made.add_argument("--work", type=Path, help="a folder to keep; what is measured is reused")
     made.add_argument("--tests", nargs="+", help="default: the folders of the kernels' families")
     return made
@@ -113,7 +117,13 @@ def main() -> int:
         found = outcomes(arguments, work)
     report(found)
     print(f"seed {arguments.seed}, {time.monotonic() - start:.0f} s")
-    return int(any(outcome.result == SURVIVED for outcome in found))
+    return int(too_few_caught(found, arguments.least))
+
+
+def too_few_caught(found: list[Outcome], least: float) -> bool:
+    """Whether fewer than this share of the bugs that were caught or survived were caught."""
+    counts = Counter(outcome.result for outcome in found)
+    return counts[CAUGHT] < least * (counts[CAUGHT] + counts[SURVIVED])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from support.search import Search, deep
 from cupyattn import ScoreMod, attention
 from cupyattn.kernels.registry import KERNELS
 from cupyattn.kernels.source import source_root
+from mutation.__main__ import too_few_caught
 from mutation.bugs import Bug
 from mutation.coverage import ROOT, Coverage, folder_of_tests, measure, most_new_first
 from mutation.planted import makes_a_difference
@@ -24,6 +25,7 @@ from mutation.trial import (
     SURVIVED,
     UNFINISHED,
     WITHOUT_EFFECT,
+    Outcome,
     run,
     screen,
 )
@@ -125,6 +127,16 @@ def test_a_bug_is_caught_by_a_test_that_minds_it(
     """A test that compares views with copies does not mind a wrong sign in both."""
     outcome = run(WRONG_SIGN, [test], tmp_path, seconds)
     assert (outcome.result, outcome.by) == (result, test if result == CAUGHT else "")
+
+
+@pytest.mark.parametrize(
+    ("caught", "least", "too_few"),
+    [(49, 1.0, True), (49, 0.98, False), (48, 0.98, True), (50, 1.0, False), (0, 0.98, True)],
+)
+def test_a_share_of_survivors_is_allowed(caught: int, least: float, too_few: bool):
+    survived = [Outcome(WRONG_SIGN, SURVIVED)] * (50 - caught)
+    found = [*survived, *[Outcome(WRONG_SIGN, CAUGHT)] * caught, Outcome(WRONG_SIGN, UNFINISHED)]
+    assert too_few_caught(found, least) is too_few
 
 
 def test_what_brings_most_that_is_new_for_its_cost_comes_first():
