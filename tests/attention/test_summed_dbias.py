@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.backward_runs import check, check_accumulated, inputs, run
 from support.devices import KERNELS
-from support.search import deep, examples, wider
+from support.search import deep, examples, mostly_deep, wider
 from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
@@ -69,12 +69,33 @@ WALKS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(WALKS)[:2], *deep(*list(WALKS)[2:])])
+PLAIN = [*list(WALKS)[:2], "a column of queries"]
+
+
+@pytest.mark.parametrize("name", mostly_deep(WALKS, PLAIN))
 @pytest.mark.parametrize("ctas", [1, *deep(16)], ids=["one part", "some parts"])
 def test_tiles_and_pairs(name: str, ctas: int):
     shape, options = WALKS[name]
     with enough(ctas):
         check(problem_with(shape, **options), "flash")
+
+
+# The window hides one score of the second tile of keys, on its left that of the last query, on its
+# right that of the first; causal order leaves one score of it.
+EDGES = {
+    "left": (KEYS + 2, {"window_size": (KEYS, KEYS - 1), "q_offset": KEYS}),
+    "right": (KEYS + 1, {"window_size": (KEYS, KEYS - 2), "q_offset": KEYS}),
+    "one score": (KEYS + 1, {"causal": True, "q_offset": 0}),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_masks_that_end_one_score_within_a_tile(name: str):
+    rows, options = EDGES[name]
+    drawn = (("bias", ((rows, 3 * KEYS), "float16")), *options.items())
+    problem = AttentionProblem(2, rows, 3 * KEYS, 4, 2, 24, 40, "float16", drawn=drawn)
+    with enough(1):
+        check(problem, "flash")
 
 
 @examples(6, deep=30)
