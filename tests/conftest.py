@@ -26,6 +26,8 @@ from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.source import Unit
 from cupyattn.kernels.target import ARCH_VARIABLE
 
+COMPILED = ("cupyattn.functional.backend.backend", "cupyattn.functional.kernel.Kernel")
+"""Doctests that compile a kernel."""
 MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
 
 
@@ -77,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if search.is_quick(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.quick)
+        if item.name in COMPILED:
+            item.add_marker(pytest.mark.nvrtc)
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -258,6 +258,15 @@ def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str):
     assert len(np.unique(found)) > 4
 
 
+def test_each_key_value_head_has_a_power_of_two_of_its_own():
+    arrays, given = inputs(Uneven(2, 40, 70, 4, 2, 64, 64, "float16"))
+    dout, q, k, v, out, lse = arrays
+    expected = range_log2(ScoreBlocks(q, k, v), dout, out, lse, given["dlse"])
+    assert len(np.unique(expected)) == expected.size == 4
+    scales = scales_of(arrays, given)
+    np.testing.assert_array_equal(scales[..., 1], 2.0 ** expected[..., None] * np.ones(2))
+
+
 @pytest.mark.parametrize("largest", [0, 1])
 def test_any_head_of_a_group_may_have_the_largest(largest: int):
     (dout, *others), _ = inputs(problem_of("plain"))

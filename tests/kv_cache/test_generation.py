@@ -12,6 +12,8 @@ from support.generation import dense_logits, readme_names
 from cupyattn import PagedKVCache, Scheduler
 from cupyattn.kv_cache.tables import StepTables
 
+pytestmark = pytest.mark.nvrtc  # README's examples, which make these names, compile an expression
+
 REQUESTS, NEW_TOKENS = 32, 12
 WINDOW = (21, 0)
 
@@ -174,7 +176,6 @@ def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
     assert {*kinds, "attend"} <= set(faults)
 
 
-@pytest.mark.nvrtc
 def test_the_kernels_generate_it_too(names):
     """README's code as it is: on a GPU with CuPy's arrays, otherwise on the emulator."""
     on_gpu = KERNELS is not EMULATED
