@@ -265,6 +265,10 @@ def test_each_key_value_head_has_a_power_of_two_of_its_own():
     assert len(np.unique(expected)) == expected.size == 4
     scales = scales_of(arrays, given)
     np.testing.assert_array_equal(scales[..., 1], 2.0 ** expected[..., None] * np.ones(2))
+    for deterministic in (False, True):
+        grads = run(arrays, given, "flash", deterministic=deterministic)
+        ratios = error_ratios(grads, arrays, given, "flash")
+        assert max(ratios.values()) <= 1, ratios
 
 
 @pytest.mark.parametrize("largest", [0, 1])
