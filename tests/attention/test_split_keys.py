@@ -127,6 +127,14 @@ def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_windows_whose_ends_lie_in_different_parts(dtype: str):
+    """A part begins before the tiles that a window leaves whole, or behind them."""
+    problem = replace(BASE, B=1, Sq=140, D=24, Dv=24, dtype=dtype)
+    with split(3):
+        check(replace(problem, drawn=(("window_size", (70, 40)),)), "flash")
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_results_are_the_same_in_every_run(dtype: str):
     problem = replace(BASE, dtype=dtype, drawn=(("causal", True),))
     with split(3):
@@ -134,9 +142,10 @@ def test_results_are_the_same_in_every_run(dtype: str):
     assert all(map(np.array_equal, first, again))
 
 
-def test_dropout_is_that_of_keys_that_are_not_split():
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dropout_is_that_of_keys_that_are_not_split(dtype: str):
     """The same scores are kept: with values of 1 and no softmax to speak of, out counts them."""
-    q, k, v = replace(BASE, D=24, Dv=24).arrays()
+    q, k, v = replace(BASE, D=24, Dv=24, dtype=dtype).arrays()
     q[...], v[...] = 0, 1
     kept = []
     for parts in (1, 4):
