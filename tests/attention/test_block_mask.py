@@ -115,6 +115,16 @@ def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
     assert max(ratios.values()) <= 1, ratios
 
 
+def test_a_window_cuts_tiles_that_the_mask_leaves_whole():
+    """Whole tiles of a list lie before the window's edge, at it and behind it."""
+    problem = AttentionProblem(B=1, Sq=290, Sk=310, H=2, G=1, D=8, Dv=8, dtype="float16", seed=2)
+    seen = masked_tiles((1, 2, 290, 310), 128, 3, full=0.4)
+    seen[:, 0, :128, :128], seen[:, 0, 128:256, 128:], seen[:, 0, 256:] = True, True, True
+    seen[:, 0, 128:256, :128] = np.arange(128) % 2 == 0
+    ratios = Case(problem, seen, (("window_size", (200, 90)),)).forward_ratios()
+    assert max(ratios.values()) <= 1, ratios
+
+
 def two_documents(length: int, border: int) -> np.ndarray:
     document = np.arange(length) >= border
     return (document[:, None] == document)[None, None]

@@ -116,6 +116,14 @@ def test_a_warp_of_more_than_64_tiles_looks_up_the_next_blocks():
         assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
 
 
+def test_a_row_has_more_parts_than_its_warps_add_up_at_once():
+    """A CTA for each 64 of 4,700 keys."""
+    problem = PagedProblem(lengths=(4_700,), Sq=1, G=1, group=2, D=24, dtype="float32")
+    arrays = problem.arrays()
+    with multiprocessors(40):
+        assert problem.ratio(*on_kernels(problem, arrays), arrays) <= 1
+
+
 @pytest.mark.parametrize("count", [5, 30])
 def test_more_than_32_sequences_find_their_shares(count):
     """Warps add up the work 32 sequences at a time; some of the late ones are cut."""
