@@ -134,11 +134,17 @@ def test_float16_parts_do_not_overflow():
 
 
 def test_views_and_given_results():
+    """No two arrays have the same strides."""
     arrays = parts((2, 3, 4, 8), "float16")
     with cupyattn.backend("emulator"):
         expected = cupyattn.merge_attention(*arrays)
-        out, lse = (np.zeros((*x.shape[:2], 2, *x.shape[2:]), x.dtype) for x in expected)
-        views = [np.repeat(x[:, :, None], 2, axis=2)[:, :, 1] for x in arrays]
+        out, lse = (
+            np.zeros((*x.shape[:2], apart, *x.shape[2:]), x.dtype)
+            for apart, x in zip((6, 7), expected, strict=True)
+        )
+        views = [
+            np.repeat(x[:, :, None], apart, axis=2)[:, :, 1] for apart, x in enumerate(arrays, 2)
+        ]
         cupyattn.merge_attention(*views, out=(out[:, :, 1], lse[:, :, 1]))
     for given_, right in ((out, expected[0]), (lse, expected[1])):
         assert np.array_equal(given_[:, :, 1], right)
