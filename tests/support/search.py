@@ -45,6 +45,7 @@ QUICK = (
 )
 NOT_QUICK = (
     "emulator/test_budget",
+    "host/test_collection",
     "host/test_compile",
     "host/test_folders",
     "host/test_fork.py::test_a_child_imports",
