@@ -46,6 +46,7 @@ FORWARD = [
     ("narrow", case(255, 127, 31, "relu", turned=True, view="odd", residual=True)),
     ("small", case(129, 136, 40, "gelu", turned=True, biased=False)),
     ("short", case(127, 192, 16, "relu", view="padded")),
+    ("small", case(260, 8, 8)),  # CTAs whose rows do not exist
     *deep(
         ("wide", case(256, 193, 64, turned=True, residual=True)),
         ("wide", case(3, 104, 24, "geglu", turned=True, view="padded")),
