@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,6 +74,37 @@ def inputs(*names: str, optional: bool = False) -> tuple[Pointer, ...]:
     return tuple(Pointer(name, const=True, optional=optional) for name in names)
 
 
+class Gates(NamedTuple):
+    """Limits of a configuration on sm_75, compiled by the release `GATES_NVRTC` of NVRTC.
+
+    Tests hold every specialisation to them; nothing else reads them. CTAs per SM are not repeated
+    here: they are the macro MIN_CTAS, or follow from `registers`. A specialisation that belongs to
+    several of the groups below may have the lowest of their utilisations.
+    """
+
+    models: float = 0.0
+    """Least utilisation of the tensor cores (or float32 units) in the main loop on a T4, by the
+    model of `python -m cupyattn turing`; 0 where no product binds."""
+    spills: int = 0
+    """Most bytes that a thread stores because registers are short."""
+    scalar: float | None = None
+    """Utilisation with scalar loads; None is that of `models`, here and below."""
+    items: float | None = None
+    """With a bias or a mask."""
+    options: float | None = None
+    """With any other option."""
+    kernels: float | None = None
+    """In kernels of the same configuration: paged, packed, rotary, split."""
+    most_spills: int = 0
+    """Most spilled bytes of all these, where they are more than `spills`."""
+    registers: int = 64
+    """Most registers of a thread without the macro MIN_CTAS; 64 leave room for 1,024 threads."""
+
+
+GATES_NVRTC = (12, 9)
+"""The release that the gates hold for: the one that CI installs (.ci/constraints.txt)."""
+
+
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
     """One ``extern "C" __global__`` entry and what it must be told; each is one object.
@@ -105,6 +137,7 @@ class KernelSpec:
         threads: int,
         shared_bytes: int = 0,
         static_shared_bytes: int = 0,
+        gates: Gates = Gates(),
         **macros: int | str,
     ) -> Specialisation:
         """Give every macro its value: one specialisation is one compiled module.
@@ -113,7 +146,7 @@ class KernelSpec:
         not among the macros.
         """
         return Specialisation(
-            self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes
+            self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes, gates
         )
 
 
@@ -132,6 +165,7 @@ class Specialisation:
     """Dynamic shared memory, in bytes."""
     static_shared_bytes: int = 0
     """Shared memory that the source declares itself, in bytes, as far as the table knows it."""
+    gates: Gates = Gates()
 
     @cached_property
     def defines(self) -> dict[str, int | str]:

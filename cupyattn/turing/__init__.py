@@ -46,10 +46,9 @@ conflicts of register banks, the instruction cache, contention for L2 and DRAM, 
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
 than others (causal attention).
 
-The tests hold every row of the tables to its recorded figures, in ``tests/figures/sm_75.json``, and
-every memory-bound call to those in ``tests/figures/memory.json``. After a change that is meant
-``python -m cupyattn turing --json`` and ``memory --json`` print them anew. The notebook
-``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
+Every row of the tables carries gates: the most registers and spilled bytes, and the utilisation that
+it was chosen for. The tests hold it to them. The notebook ``notebooks/12_roofline_and_profile.ipynb``
+shows the model at work.
 """
 
 from cupyattn.turing.analysis import KernelFigures, analyse

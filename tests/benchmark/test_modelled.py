@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 from support.drawn import pages, shown
-from support.figures import MODEL, NVRTC
+from support.gates import require_gates_tools
 from support.search import deep
 
+from cupyattn import turing
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
 from cupyattn.benchmark.frame import emulated, machine, turing_model
 from cupyattn.benchmark.frame.emulated import ModelledCall
@@ -19,7 +20,6 @@ from cupyattn.benchmark.linear import command
 from cupyattn.benchmark.linear.cases import Case
 from cupyattn.benchmark.memory.passes import product
 from cupyattn.benchmark.plot import roofline, throughput
-from cupyattn.kernels.compile import nvrtc_version
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
@@ -90,9 +90,8 @@ def test_options_have_the_rate_of_their_own_kernels(counted, loops, tmp_path):
 @pytest.mark.nvrtc
 @pytest.mark.deep
 def test_alibi_as_an_expression_takes_at_most_5_percent_longer(counted, tmp_path):
+    require_gates_tools()
     rows = rows_of(tmp_path, "attention", *ATTENTION, "--options", "alibi,score_mod")
-    if rows[0]["tflops"] is None or ".".join(map(str, nvrtc_version())) != NVRTC:
-        pytest.skip("the rows of the tables are chosen for other tools")
     plain, slopes, expression = (row["tflops"] for row in rows)
     assert plain > slopes > expression >= 0.95 * slopes
 
@@ -256,17 +255,17 @@ def test_products_and_counts_are_those_of_the_kernels_of_many_rows(weights):
 @pytest.mark.parametrize(
     ("kind", "kernel", "more"),
     [
-        ("large", "linear_forward_quantised", "ACTIVATION=Identity"),
-        ("dx", "linear_product_quantised", "B_LINES=kAcross"),
+        ("large", "linear_forward_quantised", {"ACTIVATION": "Identity"}),
+        ("dx", "linear_product_quantised", {"B_LINES": "kAcross"}),
     ],
 )
 def test_the_rate_is_that_of_the_tables_row(weights, form, kind, kernel, more):
     case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
+    require_gates_tools()
     rate = turing_model.rate_of(turing_model.Model(T4), "linear", case.labels)
-    if rate is None or ".".join(map(str, nvrtc_version())) != NVRTC:
-        pytest.skip("figures were recorded with other tools")
-    recorded = MODEL[kernel, f"256 x 128, FORMAT={form}, {more}"]["main"]["utilisation"]["mean"]
-    assert rate / T4.tflops(1024) == pytest.approx(recorded, abs=0.03)
+    assert rate is not None
+    gate = turing.row(kernel, TILE_ROWS=256, FORMAT=form, **more).gates.models
+    assert rate / T4.tflops(1024) == pytest.approx(gate, abs=0.03)
 
 
 @pytest.mark.nvrtc

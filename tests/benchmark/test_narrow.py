@@ -7,8 +7,10 @@ from support.made_up_results import attention, layers
 
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
 from cupyattn.benchmark.frame.table import show_result
+from cupyattn.benchmark.memory.calls import modelled_calls
 from cupyattn.benchmark.memory.command import show as show_memory
 from cupyattn.cli.terminal import Terminal
+from cupyattn.turing import MACHINES
 
 WIDTH = 80
 
@@ -59,13 +61,15 @@ def test_profiles_name_every_kernel(capsys):
 
 
 def test_calls_of_memory_stand_beside_their_figures(capsys):
-    from support.figures import MEMORY_RECORD
-
-    show_memory({**MEMORY_RECORD, "machines": list(MEMORY_RECORD["rows"][0]["bandwidth_share"])},
-                Terminal())  # fmt: skip
+    rows = [
+        {"call": call.name, "sector_ratio": 16.73, "bound": "memory",
+         "bandwidth_share": dict.fromkeys(MACHINES, 0.5)}
+        for call in modelled_calls()
+    ]  # fmt: skip
+    show_memory({"nvrtc": "12.9", "machines": list(MACHINES), "rows": rows}, Terminal())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    for row in MEMORY_RECORD["rows"]:
+    for row in rows:
         assert any(
             line.startswith(f"  {row['call']}  ") and f"{row['sector_ratio']:.2f}" in line
             for line in lines

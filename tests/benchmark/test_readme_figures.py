@@ -14,20 +14,10 @@ from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.readme import tables
 from cupyattn.benchmark.readme.figures import load, merge, store
 from cupyattn.benchmark.readme.marks import between
+from cupyattn.kernels.configs.attention.tensor_core.backward_dkdv import dkdv_row
+from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
 
 ON = {name: HEADER[name] for name in ("device", "code")}
-MODELLED = {
-    "rows": [
-        {"kernel": f"attention_{kernel}", "row": row, "main": {"utilisation": {"mean": share}}}
-        for kernel, row, share in (
-            ("forward", "D 64", 0.875),
-            ("backward_dkdv", "D 64, ONE_PASS", 0.875),
-            ("forward", "D 128", 0.25),
-            ("forward", "D 128, tall tiles", 0.75),  # those of 4,096 tokens
-            ("backward_dkdv", "D 128, ONE_PASS", 0.5),
-        )
-    ]
-}
 
 
 def row(head_dim, contender, tflops, option="plain"):
@@ -79,11 +69,16 @@ def figures():
 
 def test_the_table_of_attention(figures):
     chart = tables.chart_of(figures["attention"])
-    head, _, *lines = tables.attention_table(chart, MODELLED).splitlines()
+    head, _, *lines = tables.attention_table(chart).splitlines()
     assert head.startswith("| head dim | forward: cupyattn flash | forward: peer | backward: cupy")
+    models = [
+        f"{flash_row(75, dim, dim).gates.models:.2f} / "
+        f"{dkdv_row(75, dim, dim, True).gates.models:.2f}"
+        for dim in (64, 128)
+    ]
     assert lines == [
-        "| 64 | 100 / 100 | 50 / 50 |  |  | 0.88 / 0.88 |",
-        "| 128 | 200 / 200 | none |  |  | 0.75 / 0.50 |",
+        f"| 64 | 100 / 100 | 50 / 50 |  |  | {models[0]} |",
+        f"| 128 | 200 / 200 | none |  |  | {models[1]} |",
     ]
 
 
@@ -275,9 +270,6 @@ MARKS = "".join(
 def checkout(tmp_path, figures):
     (tmp_path / ".github" / "figures").mkdir(parents=True)
     store(tmp_path, figures)
-    modelled = tmp_path / "tests" / "figures" / "sm_75.json"
-    modelled.parent.mkdir(parents=True)
-    modelled.write_text(json.dumps(MODELLED))
     (tmp_path / "README.md").write_text(f"# Title\n{MARKS}The end.\n")
     return tmp_path
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.costs import first_of_each_kernel
+from support.gates import first_of_each_kernel
 from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
 from support.search import Search
 

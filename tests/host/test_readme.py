@@ -81,7 +81,7 @@ def test_the_table_of_options_is_not_stale():
 
 
 def test_tables_of_figures_are_not_stale():
-    now = tables.with_tables(text_of(README), ROOT, figures.load(ROOT))
+    now = tables.with_tables(text_of(README), figures.load(ROOT))
     assert now == text_of(README), "run python -m cupyattn.benchmark readme"
 
 
@@ -212,7 +212,7 @@ def test_one_quick_run_has_the_tables_anew():
         old = [each for each in merged.figures[name] if each["date"] != on["date"]]
         assert not [row for each in old for row in each["rows"] if "cupyattn" in row["contender"]]
         assert all(each["note"].startswith("their own functions") for each in old), "the peers"
-    text = tables.with_tables(text_of(README), ROOT, merged.figures)
+    text = tables.with_tables(text_of(README), merged.figures)
     assert "| 40 | 1000 / 1000 |  |  |  | 1000 / 1000 |" in text
     assert "| rms_norm | 1000.0 (1.00, 1.00) | 1000.0 (1.00, 1.00) |" in text
 

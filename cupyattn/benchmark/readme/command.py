@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         merged = merge(committed, results)
         if arguments.results:
             require_new(merged, results, committed)
-        text = with_tables(readme.read_text(encoding="utf-8"), checkout, merged.figures)
+        text = with_tables(readme.read_text(encoding="utf-8"), merged.figures)
         store(checkout, merged.figures)
         readme.write_text(text, encoding="utf-8")
         every = measured(merged.figures["attention"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cupyattn.benchmark.frame.peers import PEERS
@@ -14,17 +12,18 @@ from cupyattn.benchmark.plot.results import Result, measured, on_what, rows_of, 
 from cupyattn.benchmark.readme.figures import BESIDE, RATES, SENTENCES, TABLES, Figures
 from cupyattn.benchmark.readme.marks import between, table
 from cupyattn.errors import error
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward_rows
+from cupyattn.kernels.configs.tables import rows_for
 
 WRITTEN_BY = "python -m cupyattn.benchmark readme"
-MODELLED = Path("tests") / "figures" / "sm_75.json"
 
 
-def with_tables(text: str, checkout: Path, figures: Figures) -> str:
+def with_tables(text: str, figures: Figures) -> str:
     """Return README's text with every table of figures as it is now."""
-    modelled = json.loads((checkout / MODELLED).read_text(encoding="utf-8"))
     attention, layers = (figures[name] for name in TABLES)
     contents = {
-        "speed": attention_table(chart_of(attention), modelled) + sources(attention, "head_dim"),
+        "speed": attention_table(chart_of(attention)) + sources(attention, "head_dim"),
         "layers": layers_table(layers) + sources(layers, "operation"),
         "others": sentences_table(figures[SENTENCES]),
     }
@@ -41,7 +40,7 @@ def chart_of(results: Sequence[Result]) -> Chart:
     return chart
 
 
-def attention_table(chart: Chart, modelled: Mapping[str, Any]) -> str:
+def attention_table(chart: Chart) -> str:
     """Return TFLOP/s, plain / causal, of each contender, and the model's T4."""
     columns = [
         (direction, contender)
@@ -52,7 +51,7 @@ def attention_table(chart: Chart, modelled: Mapping[str, Any]) -> str:
         (
             str(head_dim),
             *(_speed(chart, direction, contender, head_dim) for direction, contender in columns),
-            " / ".join(_utilisation(modelled, head_dim)),
+            " / ".join(_utilisation(head_dim)),
         )
         for head_dim in chart.head_dims
     ]
@@ -74,19 +73,16 @@ def _speed(chart: Chart, direction: str, contender: str, head_dim: int) -> str:
     return " / ".join("none" if figure is None else f"{figure:.0f}" for figure in figures)
 
 
-def _utilisation(modelled: Mapping[str, Any], head_dim: int) -> tuple[str, str]:
+def _utilisation(head_dim: int) -> tuple[str, str]:
     """Return the tensor cores' utilisation in the forward's and the one-pass backward's loop.
 
-    Of the forward of long sequences, which may have tall tiles.
+    The forward is that of long sequences, which may have tall tiles.
     """
-    of_row = {
-        (kernel["kernel"].removesuffix("_paired"), kernel["row"]): kernel["main"]["utilisation"]
-        for kernel in modelled["rows"]
-    }
-    plain = of_row["attention_forward", f"D {head_dim}"]
-    forward = of_row.get(("attention_forward", f"D {head_dim}, tall tiles"), plain)
-    backward = of_row["attention_backward_dkdv", f"D {head_dim}, ONE_PASS"]
-    return f"{forward['mean']:.2f}", f"{backward['mean']:.2f}"
+    arch = TURING.number
+    tall = rows_for(forward_rows.FLASH_TALL, arch).get(head_dim)
+    forward = tall or forward_rows.flash_row(arch, head_dim, head_dim)
+    backward = backward_dkdv.dkdv_row(arch, head_dim, head_dim, one_pass=True)
+    return f"{forward.gates.models:.2f}", f"{backward.gates.models:.2f}"
 
 
 def layers_table(results: Sequence[Result]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.kernels.structs.walks import elements_struct
 
 
@@ -55,6 +55,9 @@ ELEMENTS: ElementTable = {
         None: ElementConfig(128, 32, 1, 8, "a warp 512 bytes; a second load a thread slows it"),
     }
 }
+
+
+_GATES = Gates(registers=72)  # of the gated backward; 64 do for the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +178,7 @@ def _specialise(
         "VEC": vec,
         **dict(decided),
     }
-    return kernel.spec.specialise(threads=config.threads, **macros)
+    return kernel.spec.specialise(threads=config.threads, gates=_GATES, **macros)
 
 
 def catalogue_of(*kernels: ElementKernel, arch: int) -> Iterator[Specialisation]:

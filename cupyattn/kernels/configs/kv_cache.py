@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.kv_cache import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
 
 APPEND = KernelSpec(
@@ -131,6 +131,7 @@ def specialise_append(config: AppendConfig, launch: AppendLaunch) -> Specialisat
     """Specialise the kernel that writes tokens."""
     return APPEND.specialise(
         threads=config.threads,
+        gates=Gates(registers=96),
         DTYPE=launch.dtype,
         CACHE=_QUANTISED.get(launch.cache, launch.cache),
         LANES=launch.lanes,
@@ -147,7 +148,9 @@ def specialise_append(config: AppendConfig, launch: AppendLaunch) -> Specialisat
 @cache
 def specialise_copies(word: int, copy: str) -> Specialisation:
     """Specialise the kernel that copies blocks, for words of that many bytes."""
-    return COPY_BLOCKS.specialise(threads=COPY_THREADS, WORD=word, COPY=_INTEGERS[copy])
+    return COPY_BLOCKS.specialise(
+        threads=COPY_THREADS, gates=Gates(registers=88), WORD=word, COPY=_INTEGERS[copy]
+    )
 
 
 @cache

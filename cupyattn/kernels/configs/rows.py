@@ -17,7 +17,15 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows_for
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.spec import (
+    Gates,
+    KernelSpec,
+    Parameter,
+    Pointer,
+    Scalar,
+    Specialisation,
+    inputs,
+)
 from cupyattn.kernels.structs.walks import rows_struct
 
 
@@ -46,6 +54,7 @@ class RowConfig:
     summing_ctas: int = 4
     """With sums over columns, CTAs for each multiprocessor, which walk over the rows: enough to
     fill it, and few, because each leaves a partial sum."""
+    gates: Gates = Gates()
 
     @property
     def rows_per_cta(self) -> int:
@@ -271,6 +280,7 @@ def _specialise(
     decided: dict[str, Any] = dict(macros)
     return kernel.spec.specialise(
         threads=config.threads,
+        gates=config.gates,
         DTYPE=dtype,
         LANES=config.lanes,
         STRIPS=max(items // vec, 1),

@@ -12,10 +12,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
+from cupyattn.kernels.spec import Gates
+
 MAX_HEAD_DIM = 256
 FLOAT_BYTES = 4
 
 _Row = TypeVar("_Row")
+_Key = TypeVar("_Key")
 ByArch = Mapping[int, Mapping[int, _Row]]
 """Rows by their largest head dim, by architecture."""
 
@@ -47,6 +50,11 @@ def row_of(table: ByArch[_Row], arch: int, head_dim: int, head_dim_v: int) -> _R
     """
     rows = rows_for(table, arch)
     return rows[limit_of(rows, head_dim, head_dim_v)]
+
+
+def with_gates(rows: Mapping[_Key, Any], gates: Mapping[_Key, Gates]) -> dict[_Key, Any]:
+    """Return the rows, each with the gates of its limit; the usual ones where there are none."""
+    return {limit: replace(row, gates=gates.get(limit, Gates())) for limit, row in rows.items()}
 
 
 def with_mma_k(rows: Mapping[int, Any]) -> ByArch[Any]:

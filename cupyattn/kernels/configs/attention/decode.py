@@ -21,7 +21,7 @@ from cupyattn.kernels.configs.tables import (
     round_up,
     rows_for,
 )
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import DECODE_STRUCT
 
 FORWARD = KernelSpec(
@@ -87,6 +87,7 @@ class DecodeConfig:
     ctas_per_sm: int
     reason: str
     tiles_ahead: int = 1
+    gates: Gates = Gates()
 
 
 # By the head dim and the most rows; others of float16 run as other dtypes do. Chosen by what
@@ -144,7 +145,9 @@ LANES: Mapping[int, Mapping[int | None, Mapping[int | None, DecodeConfig]]] = {
     75: {
         4: {
             4: DecodeConfig(4, 3, "one token of a group of 4"),
-            None: DecodeConfig(8, 2, "twice the rows for what is read of K and V"),
+            None: DecodeConfig(
+                8, 2, "twice the rows for what is read of K and V", gates=Gates(spills=16)
+            ),
         },
         None: {None: DecodeConfig(4, 2, "8 items of 8 rows, of q and out, would spill")},
     }
@@ -228,6 +231,7 @@ def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed"
     return FORWARD.specialise(
         threads=WARPS * WARP_SIZE,
         static_shared_bytes=round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
+        gates=launch.config.gates,
         DTYPE=launch.dtype,
         CACHE=launch.cache,
         HEAD_DIM=launch.head_dim,
@@ -252,6 +256,7 @@ def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
     return COMBINE.specialise(
         threads=warps * WARP_SIZE,
         static_shared_bytes=round_up(warps * (launch.head_dim + 2) * FLOAT_BYTES, 8),
+        gates=Gates(registers=72),
         DTYPE=launch.dtype,
         HEAD_DIM=launch.head_dim,
         SINKS=sinks,

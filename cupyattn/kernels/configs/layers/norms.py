@@ -8,7 +8,8 @@ import numpy as np
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.configs.tables import with_gates
+from cupyattn.kernels.spec import Gates, Specialisation
 
 # Rows of 768, 2048 and 4096 are the best of some that `python -m cupyattn.benchmark layers` timed,
 # on an H200 as compute_75 code, 2026-11-22, float16, 8192 rows.
@@ -18,34 +19,50 @@ from cupyattn.kernels.spec import Specialisation
 # tenth fewer instructions, but take a third more registers, so that fewer rows are under way: what
 # an H200 has too little of (norm_forward.cu). A T4 gains nothing: by the model its load units are
 # busy for a quarter of the time that memory takes (NVRTC 12.9, 2026-11-24).
+_FORWARD_ROWS = {
+    128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+    1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads under way at once"),
+    2048: RowConfig(128, 128, 16, "four warps a row: half the items a thread, a tenth faster"),
+    4096: RowConfig(256, 256, 16, "eight warps a row, for the same reason"),
+    16_384: RowConfig(512, 512, 32, "a CTA a row, still read once"),
+    None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
+}
 FORWARD_ROWS: RowTable = {
-    75: {
-        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
-        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads under way at once"),
-        2048: RowConfig(128, 128, 16, "four warps a row: half the items a thread, a tenth faster"),
-        4096: RowConfig(256, 256, 16, "eight warps a row, for the same reason"),
-        16_384: RowConfig(512, 512, 32, "a CTA a row, still read once"),
-        None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
-    }
+    75: with_gates(
+        _FORWARD_ROWS,
+        {
+            128: Gates(registers=72),
+            1024: Gates(registers=128),
+            2048: Gates(registers=80),
+            4096: Gates(registers=72),
+            16384: Gates(registers=128),
+        },
+    )
 }
 
+_BACKWARD_ROWS = {
+    128: RowConfig(256, 8, 16, "short rows: four to a warp keep its lanes busy", summing_ctas=2),
+    1024: RowConfig(256, 32, 32, "a warp a row: no barrier", summing_ctas=1),
+    2048: RowConfig(512, 128, 16, "four rows side by side leave one sum", summing_ctas=1),
+    4096: RowConfig(512, 256, 16, "the same, two rows", summing_ctas=1),
+    8192: RowConfig(512, 512, 16, "a CTA a row, still read once", summing_ctas=1),
+    None: RowConfig(
+        1024,
+        1024,
+        0,
+        "longer than registers hold: a second read, from the cache",
+        summing_ctas=1,
+    ),
+}
 BACKWARD_ROWS: RowTable = {
-    75: {
-        128: RowConfig(
-            256, 8, 16, "short rows: four to a warp keep its lanes busy", summing_ctas=2
-        ),
-        1024: RowConfig(256, 32, 32, "a warp a row: no barrier", summing_ctas=1),
-        2048: RowConfig(512, 128, 16, "four rows side by side leave one sum", summing_ctas=1),
-        4096: RowConfig(512, 256, 16, "the same, two rows", summing_ctas=1),
-        8192: RowConfig(512, 512, 16, "a CTA a row, still read once", summing_ctas=1),
-        None: RowConfig(
-            1024,
-            1024,
-            0,
-            "longer than registers hold: a second read, from the cache",
-            summing_ctas=1,
-        ),
-    }
+    75: with_gates(
+        _BACKWARD_ROWS,
+        {
+            128: Gates(registers=200),
+            1024: Gates(registers=255),
+            **dict.fromkeys((2048, 4096, 8192), Gates(registers=128)),
+        },
+    )
 }
 
 FORWARD = RowKernel(

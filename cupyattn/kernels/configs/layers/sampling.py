@@ -11,7 +11,15 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import cpp_bool, option_macros, pairs
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.spec import (
+    Gates,
+    KernelSpec,
+    Parameter,
+    Pointer,
+    Scalar,
+    Specialisation,
+    inputs,
+)
 from cupyattn.kernels.structs.layers import SAMPLE_STRUCT
 
 OPTIONS = {
@@ -97,6 +105,7 @@ def specialise_draw(config: SampleConfig, filtered: bool) -> Specialisation:
     """Specialise the draw; `filtered` says that rows may ask for top-k, top-p or min-p."""
     return DRAW.specialise(
         threads=THREADS,
+        gates=Gates(registers=120),
         PART=PART,
         CANDIDATES=CANDIDATES,
         FILTERED=cpp_bool(filtered),

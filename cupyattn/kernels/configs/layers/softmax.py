@@ -11,34 +11,51 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.kernels.configs.tables import with_gates
+from cupyattn.kernels.spec import Gates, Specialisation
 
-HELD: RowTable = {
-    75: {
-        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
-        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
-        2048: RowConfig(128, 128, 16, "small CTAs: one loads while another stores"),
-        4096: RowConfig(128, 128, 32, "the same with twice the items a thread"),
-        8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
-        16384: RowConfig(512, 512, 32, "the most that registers hold beside a second CTA"),
-        None: RowConfig(256, 256, 0, "longer: two reads", in_flight=32),
-    }
+_HELD = {
+    128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+    1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
+    2048: RowConfig(128, 128, 16, "small CTAs: one loads while another stores"),
+    4096: RowConfig(128, 128, 32, "the same with twice the items a thread"),
+    8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
+    16384: RowConfig(512, 512, 32, "the most that registers hold beside a second CTA"),
+    None: RowConfig(256, 256, 0, "longer: two reads", in_flight=32),
 }
+_HELD_GATES = {
+    **dict.fromkeys((1024, 4096, 8192, 16384), Gates(registers=96)),
+    None: Gates(registers=160),
+}
+HELD: RowTable = {75: with_gates(_HELD, _HELD_GATES)}
 """For kernels that read a row, and then again."""
 
-STREAMED: RowTable = {
-    75: {
-        128: RowConfig(128, 8, 0, "short rows: four to a warp keep its lanes busy", in_flight=16),
-        2048: RowConfig(128, 32, 0, "a warp a row: no barrier", in_flight=32),
-        16384: RowConfig(128, 128, 0, "small CTAs: one loads while others reduce", in_flight=32),
-        None: RowConfig(512, 512, 0, "64 bytes and more in flight a thread", in_flight=32),
-    }
+_STREAMED = {
+    128: RowConfig(128, 8, 0, "short rows: four to a warp keep its lanes busy", in_flight=16),
+    2048: RowConfig(128, 32, 0, "a warp a row: no barrier", in_flight=32),
+    16384: RowConfig(128, 128, 0, "small CTAs: one loads while others reduce", in_flight=32),
+    None: RowConfig(512, 512, 0, "64 bytes and more in flight a thread", in_flight=32),
 }
+_STREAMED_GATES = {
+    128: Gates(registers=72),
+    2048: Gates(registers=168),
+    16384: Gates(registers=168),
+    None: Gates(registers=112),
+}
+STREAMED: RowTable = {75: with_gates(_STREAMED, _STREAMED_GATES)}
 """For kernels that read a row once, from its beginning to its end."""
 
+_WRITTEN = {limit: replace(row, in_flight=16) for limit, row in _STREAMED.items()}
 STREAMED_BACKWARD: RowTable = {
-    arch: {limit: replace(row, in_flight=16) for limit, row in rows.items()}
-    for arch, rows in STREAMED.items()
+    75: with_gates(
+        _WRITTEN,
+        {
+            128: Gates(registers=128),
+            2048: Gates(registers=128),
+            16384: Gates(registers=80),
+            None: Gates(registers=88),
+        },
+    )
 }
 """The same where rows are written too: with a mask and a bias 32 items in flight spill."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
 from cupyattn.kernels.structs.walks import rows_params
 
 WARP = 32
@@ -47,6 +47,7 @@ def softmax_dbias(dtype: str, vec: int, logarithm: bool) -> Specialisation:
     return DBIAS.specialise(
         threads=THREADS,
         static_shared_bytes=THREADS // WARP * vec * pitch * FLOAT_BYTES,
+        gates=Gates(registers=80),
         DTYPE=dtype,
         VEC=vec,
         LOGARITHM=cpp_bool(logarithm),

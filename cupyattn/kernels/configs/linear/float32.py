@@ -10,7 +10,7 @@ from typing import Any
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.linear import FLOAT_PRODUCT_STRUCT
 
 FORWARD = KernelSpec(
@@ -93,6 +93,7 @@ class ProductConfig:
         return self.tile_m // _WARP_ROWS * (self.tile_n // _WARP_COLUMNS) * WARP_SIZE
 
 
+_GATES = Gates(models=0.96)  # of the float32 units, in every product and both configurations
 _FEW = ProductConfig(64, 64, 4, "four times as many CTAs for results of few tiles")
 
 # The first row of which there are as many tiles as its key, otherwise the last.
@@ -200,6 +201,7 @@ def specialise_tile(
     return spec.specialise(
         threads=row.threads,
         static_shared_bytes=shared_bytes,
+        gates=_GATES,
         DTYPE=dtype,
         TILE_M=row.tile_m,
         TILE_N=row.tile_n,
@@ -217,6 +219,7 @@ def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisat
     """Specialise the kernel of db's partial sums."""
     return DB.specialise(
         threads=DB_THREADS,
+        gates=Gates(registers=240),
         DTYPE=dtype,
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),

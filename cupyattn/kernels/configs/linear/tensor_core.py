@@ -22,7 +22,7 @@ from cupyattn.kernels.configs.linear.tiles import (
     specialise_tile,
 )
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
 
 FORWARD = KernelSpec(
@@ -166,6 +166,7 @@ def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) ->
     return PREACTIVATION_GRADIENT.specialise(
         threads=_THREADS,
         static_shared_bytes=_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
+        gates=Gates(registers=80),
         ACTIVATION=ACTIVATIONS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,

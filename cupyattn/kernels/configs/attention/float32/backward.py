@@ -25,8 +25,9 @@ from cupyattn.kernels.configs.tables import (
     option_macros,
     pairs,
     rows_for,
+    with_gates,
 )
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT, VARLEN_BACKWARD_STRUCT
 
 DELTA_KERNEL = KernelSpec(
@@ -114,25 +115,34 @@ class FloatConfig:
     thread_rows: int
     ctas_per_sm: int
     reason: str
+    gates: Gates = Gates()
 
 
 # The first row whose head dim is not below max(D, Dv), but for options that take registers.
-DKDV = {
-    75: {
-        64: FloatConfig(
-            128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"
-        ),
-        128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each: room for 8 x 4 scores"),
-        256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
-    }
+_TURING_DKDV = {
+    64: FloatConfig(
+        128, 64, 16, 2, "8 x 8 scores a thread: 16 words of shared memory feed 64 FFMAs"
+    ),
+    128: FloatConfig(64, 64, 8, 2, "dK and dV, 8 x 8 a thread each: room for 8 x 4 scores"),
+    256: FloatConfig(64, 32, 8, 2, "half the keys: dK and dV take 128 registers again"),
 }
-DQ = {
-    75: {
-        64: FloatConfig(128, 64, 16, 2, "8 x 8 scores and 8 x 8 of dQ a thread"),
-        128: FloatConfig(64, 64, 8, 2, "as dK and dV"),
-        256: FloatConfig(32, 64, 8, 2, "half the queries: dQ takes 64 registers"),
-    }
+_TURING_DQ = {
+    64: FloatConfig(128, 64, 16, 2, "8 x 8 scores and 8 x 8 of dQ a thread"),
+    128: FloatConfig(64, 64, 8, 2, "as dK and dV"),
+    256: FloatConfig(32, 64, 8, 2, "half the queries: dQ takes 64 registers"),
 }
+_DKDV_GATES = {
+    64: Gates(0.67, most_spills=208),
+    128: Gates(0.98, 176, scalar=0.97, options=0.67, kernels=0.94, most_spills=208),
+    256: Gates(0.48, 64, scalar=0.44, most_spills=96),
+}
+_DQ_GATES = {
+    64: Gates(0.99, most_spills=32),
+    128: Gates(0.99, options=0.67, most_spills=112),
+    256: Gates(0.47),
+}
+DKDV = {75: with_gates(_TURING_DKDV, _DKDV_GATES)}
+DQ = {75: with_gates(_TURING_DQ, _DQ_GATES)}
 
 
 def dkdv_row(arch: int, head_dim: int, head_dim_v: int, options: FlashOptions) -> FloatConfig:
@@ -205,6 +215,7 @@ def dkdv(
     return modified(kernel, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
+        gates=row.gates,
         ONE_PASS=cpp_bool(one_pass),
         DBIAS=dbias,
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
@@ -227,6 +238,7 @@ def dq(
     return modified(kernel, options.modified).specialise(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
+        gates=row.gates,
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
     )
 

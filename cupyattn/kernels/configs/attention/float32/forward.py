@@ -17,8 +17,15 @@ from cupyattn.kernels.configs.attention.options import (
     PLAIN,
     FlashOptions,
 )
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, option_macros, pairs, row_of, rows_for
-from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    option_macros,
+    pairs,
+    row_of,
+    rows_for,
+    with_gates,
+)
+from cupyattn.kernels.spec import Gates, KernelSpec, Specialisation
 
 KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", parameters.FLASH)
 PAGED = KernelSpec(
@@ -42,6 +49,7 @@ class FlashConfig:
     warps: int
     ctas_per_sm: int
     reason: str
+    gates: Gates = Gates()
 
     @property
     def tile_q(self) -> int:
@@ -60,14 +68,19 @@ class FlashConfig:
 
 
 # The first row whose head dim is not below max(D, Dv).
-FLASH = {
-    75: {
-        64: FlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
-        128: FlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
-        160: FlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
-        256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
-    }
+_TURING = {
+    64: FlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+    128: FlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+    160: FlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+    256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
 }
+_GATES = {
+    64: Gates(0.99, items=0.97, options=0.95, most_spills=176),
+    128: Gates(0.99),
+    160: Gates(0.98, most_spills=32),
+    256: Gates(0.98),
+}
+FLASH = {75: with_gates(_TURING, _GATES)}
 DTYPES = ("float32", "bfloat16", "float16")
 """What Turing's tensor cores do not take; and float16, for cards that have none."""
 VECTOR_ITEMS = 4
@@ -136,6 +149,7 @@ def _specialise(
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
+        gates=row.gates,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,

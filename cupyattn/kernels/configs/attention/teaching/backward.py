@@ -8,7 +8,7 @@ from functools import cache
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, MAX_HEAD_DIM
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import TEACHING_BACKWARD_STRUCT
 
 NAIVE_KERNEL = KernelSpec(
@@ -32,6 +32,7 @@ def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
     return NAIVE_KERNEL.specialise(
         threads=THREADS,
         static_shared_bytes=FLOAT_BYTES * (head_dim + head_dim_v + 2 * THREADS),
+        gates=Gates(registers=96),
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,

@@ -24,9 +24,10 @@ from cupyattn.kernels.configs.tables import (
     round_up,
     row_of,
     rows_for,
+    with_gates,
     with_l2_ahead,
 )
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
@@ -74,6 +75,7 @@ class DkdvConfig:
     mma_k: int = 8
     l2_ahead: int = 0
     """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
 
     @property
     def tile_keys(self) -> int:
@@ -97,6 +99,7 @@ class PairedConfig:
     mma_k: int = 8
     l2_ahead: int = 0
     """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
 
     @property
     def tile_keys(self) -> int:
@@ -153,8 +156,28 @@ _TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 # queries left to the loads, one pass gained nothing: 373.3 and 178.2 (sm_90 code, 2026-11-24,
 # medians of 3 by replaced rows in one process).
 _L2_AHEAD = {128: 2}
-ONE_PASS = with_l2_ahead(_TURING_ONE_PASS, _L2_AHEAD)
-DETERMINISTIC = with_l2_ahead(_TURING_DETERMINISTIC, _L2_AHEAD)
+_ONE_PASS_GATES = {
+    40: Gates(0.67, scalar=0.59, items=0.43, kernels=0.65),
+    64: Gates(0.72, items=0.35, options=0.65, most_spills=64),
+    80: Gates(0.64, scalar=0.60, items=0.59, kernels=0.63),
+    96: Gates(0.68, kernels=0.67),
+    128: Gates(0.62, scalar=0.57, items=0.54, most_spills=48),
+    160: Gates(0.56),
+    192: Gates(0.65, scalar=0.55, kernels=0.62),
+    256: Gates(0.59, 48, kernels=0.55, most_spills=160),
+}
+_DETERMINISTIC_GATES = {
+    40: Gates(0.71, kernels=0.70),
+    64: Gates(0.81, scalar=0.74, options=0.79, kernels=0.79),
+    80: Gates(0.69, kernels=0.67),
+    96: Gates(0.69, scalar=0.65, kernels=0.66),
+    128: Gates(0.67, 16, most_spills=64),
+    160: Gates(0.60, scalar=0.53),
+    192: Gates(0.65, kernels=0.64),
+    256: Gates(0.63, 16, scalar=0.50),
+}
+ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
+DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
 
 
 def dkdv_row(
@@ -180,6 +203,7 @@ def dkdv(
     return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
+        gates=row.gates,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,

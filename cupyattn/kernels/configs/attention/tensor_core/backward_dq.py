@@ -22,10 +22,11 @@ from cupyattn.kernels.configs.tables import (
     option_macros,
     round_up,
     rows_for,
+    with_gates,
     with_l2_ahead,
     with_mma_k,
 )
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 DQ_KERNEL = KernelSpec(
@@ -64,6 +65,7 @@ class DqConfig:
     mma_k: int = 8
     l2_ahead: int = 0
     """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
 
     @property
     def tile_rows(self) -> int:
@@ -99,10 +101,22 @@ _TURING_DQ_BLOCKS = {
     40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill"),
 }
 
+_GATES = {
+    40: Gates(0.79, scalar=0.53, most_spills=128),
+    64: Gates(0.89, 80, scalar=0.74, options=0.70, kernels=0.84, most_spills=96),
+    80: Gates(0.80, 64, scalar=0.53, items=0.70, kernels=0.78, most_spills=80),
+    96: Gates(0.78, 80, scalar=0.51, most_spills=112),
+    128: Gates(0.73, 32, scalar=0.64, items=0.67, options=0.71, most_spills=80),
+    160: Gates(0.65, scalar=0.44),
+    192: Gates(0.70, 48, scalar=0.40),
+    256: Gates(0.50, 288, scalar=0.41),
+}
+_SCORE_ITEMS_GATES = {40: Gates(0.58, 16), 64: Gates(0.55)}
+_BLOCKS_GATES = {40: Gates(0.75)}
 
-DQ = with_l2_ahead(_TURING_DQ, {128: 2})  # backward_dkdv.py says what it gains
-DQ_SCORE_ITEMS = with_mma_k(_TURING_DQ_SCORE_ITEMS)
-DQ_BLOCKS = with_mma_k(_TURING_DQ_BLOCKS)
+DQ = with_l2_ahead(with_gates(_TURING_DQ, _GATES), {128: 2})  # backward_dkdv.py says what it gains
+DQ_SCORE_ITEMS = with_mma_k(with_gates(_TURING_DQ_SCORE_ITEMS, _SCORE_ITEMS_GATES))
+DQ_BLOCKS = with_mma_k(with_gates(_TURING_DQ_BLOCKS, _BLOCKS_GATES))
 
 
 def dq_row(
@@ -135,6 +149,7 @@ def dq(
     return modified(DQ_VARLEN_KERNEL if packed else DQ_KERNEL, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
+        gates=row.gates,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,

@@ -12,8 +12,23 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention.modifiers import modified
 from cupyattn.kernels.configs.attention.options import BackwardOptions
 from cupyattn.kernels.configs.attention.parameters import POSITIONS, SCORE_INPUTS, of_packed
-from cupyattn.kernels.configs.tables import option_macros, round_up, row_of, rows_for, with_mma_k
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
+from cupyattn.kernels.configs.tables import (
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_gates,
+    with_mma_k,
+)
+from cupyattn.kernels.spec import (
+    Gates,
+    KernelSpec,
+    Parameter,
+    Pointer,
+    Scalar,
+    Specialisation,
+    inputs,
+)
 from cupyattn.kernels.structs.attention import BACKWARD_STRUCT
 
 _DENSE_PARAMETERS: tuple[Parameter, ...] = (
@@ -53,6 +68,7 @@ class SummedDbiasConfig:
     ctas_per_sm: int
     reason: str
     mma_k: int = 8
+    gates: Gates = Gates()
 
     @property
     def tile_rows(self) -> int:
@@ -79,13 +95,21 @@ _TURING_SUMMED_DBIAS = {
     128: SummedDbiasConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
     256: SummedDbiasConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
 }
+_GATES = {
+    32: Gates(0.30, 16),
+    64: Gates(0.40, 32, most_spills=64),
+    96: Gates(0.41),
+    128: Gates(0.43, 16),
+    256: Gates(0.40, 32),
+}
+SUMMED_DBIAS = with_mma_k(with_gates(_TURING_SUMMED_DBIAS, _GATES))
 # Items of the bias that are loaded one by one: more products for each of them hide the way.
 _TURING_ONE_BY_ONE = {
     64: SummedDbiasConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
     **{head_dim: _TURING_SUMMED_DBIAS[head_dim] for head_dim in (128, 256)},
 }
-SUMMED_DBIAS = with_mma_k(_TURING_SUMMED_DBIAS)
-SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(_TURING_ONE_BY_ONE)
+_ONE_BY_ONE_GATES = {**_GATES, 64: Gates(0.34, 144, options=0.26, most_spills=160)}
+SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(with_gates(_TURING_ONE_BY_ONE, _ONE_BY_ONE_GATES))
 
 
 def summed_dbias_row(
@@ -114,6 +138,7 @@ def summed_dbias(
     return modified(kernel, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_shared_bytes(row, head_dim, head_dim_v),
+        gates=row.gates,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,

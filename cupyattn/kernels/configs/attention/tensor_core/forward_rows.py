@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
-from cupyattn.kernels.configs.tables import limit_of, row_of, rows_for, with_l2_ahead, with_mma_k
+from cupyattn.kernels.configs.tables import (
+    limit_of,
+    row_of,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+    with_mma_k,
+)
+from cupyattn.kernels.spec import Gates
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,7 @@ class FlashConfig:
     """Columns of one tensor-core instruction of Q K^T."""
     l2_ahead: int = 0
     """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
 
     @property
     def tile_q(self) -> int:
@@ -58,7 +67,9 @@ _TURING = {
 # have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
 # their exponentials at the same time.
 # Tiles of 192 rows for long sequences: a fragment of K and V feeds three products.
-_TURING_TALL = {40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.73")}
+_TURING_TALL = {
+    40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.73", gates=Gates(0.82))
+}
 _TALL_HEAD_DIMS = range(33, 41)  # 0.69 and 0.68 at 32, but 0.56 and 0.60 at 24
 TALL = "tall"
 """Among the admissible rows the name of that."""
@@ -110,16 +121,47 @@ _TURING_INTEGERS = {
     192: FlashConfig(1, 8, 32, 1, "models 0.65 and 0.63"),
     256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
 }
+_GATES = {
+    40: Gates(0.73, scalar=0.48, kernels=0.64),
+    64: Gates(0.87, 112, scalar=0.68, items=0.64, options=0.66, kernels=0.81, most_spills=160),
+    80: Gates(0.85, 64, scalar=0.55, items=0.69, kernels=0.80, most_spills=96),
+    96: Gates(0.86, 16, scalar=0.76, kernels=0.85),
+    128: Gates(0.89, 48, scalar=0.65, items=0.75, options=0.86, kernels=0.81, most_spills=64),
+    160: Gates(0.69, scalar=0.46, kernels=0.67, most_spills=48),
+    192: Gates(0.73, scalar=0.61, kernels=0.72),
+    256: Gates(0.67, 16, scalar=0.56, kernels=0.65, most_spills=48),
+}
+_WITH_GATES = {
+    "dropout": {40: Gates(0.62), 80: Gates(0.75)},
+    "block mask": {64: Gates(0.83, 16), 80: Gates(0.88, 32)},
+    "float32 bias by 4": {64: Gates(0.71, 48), 80: Gates(0.78)},
+    "bias or mask one by one": {64: Gates(0.61, 80)},
+    "score_mod": {64: Gates(0.68)},
+    "mask_mod": {64: Gates(0.73, 16)},
+    "softcap": {64: Gates(0.65, 32, kernels=0.63)},
+    "slopes": {64: Gates(0.78, 32, kernels=0.76)},
+}
+_INTEGERS_GATES = {
+    40: Gates(0.58),
+    64: Gates(0.74, scalar=0.56, options=0.59),
+    80: Gates(0.69),
+    96: Gates(0.75, 16),
+    128: Gates(0.68, 64),
+    192: Gates(0.63),
+    256: Gates(0.65, 16),
+}
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
 # tokens, 16 heads of 128, took 203.7 ms with tiles brought to L2 two ahead, 209.4 four ahead and
 # 231.2 without; where all keys are seen 52.3, 53.7 and 66.8 (32,768 queries, 65,536 keys; sm_90
 # code, 2026-11-24, by edits of the source before there was a macro). At head dim 64, with tiles of
 # 64 keys, it made no difference. A Turing card's tiles take longer; none has been measured.
-FLASH = with_l2_ahead(_TURING, {128: 2})
+FLASH = with_l2_ahead(with_gates(_TURING, _GATES), {128: 2})
 FLASH_TALL = with_mma_k(_TURING_TALL)
-FLASH_WITH = {kind: with_mma_k(rows) for kind, rows in _TURING_WITH.items()}
-FLASH_INTEGERS = with_mma_k(_TURING_INTEGERS)
+FLASH_WITH = {
+    kind: with_mma_k(with_gates(rows, _WITH_GATES[kind])) for kind, rows in _TURING_WITH.items()
+}
+FLASH_INTEGERS = with_mma_k(with_gates(_TURING_INTEGERS, _INTEGERS_GATES))
 
 
 def flash_row(
