@@ -35,7 +35,7 @@ FORWARD_ROWS: RowTable = {
             1024: Gates(registers=128),
             2048: Gates(registers=80),
             4096: Gates(registers=72),
-            16384: Gates(registers=128),
+            16_384: Gates(registers=128),
         },
     )
 }

@@ -23,7 +23,7 @@ _HELD = {
     16384: RowConfig(512, 512, 32, "the most that registers hold beside a second CTA"),
     None: RowConfig(256, 256, 0, "longer: two reads", in_flight=32),
 }
-_HELD_GATES = {
+_HELD_GATES: dict[int | None, Gates] = {
     **dict.fromkeys((1024, 4096, 8192, 16384), Gates(registers=96)),
     None: Gates(registers=160),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.choices import USUAL, Choices
@@ -255,7 +256,7 @@ def _thin(
     out: str,
 ) -> Specialisation:
     columns = _warp_columns(config, along_k, x_tiles)
-    sizes: dict[str, int] = {
+    sizes: dict[str, Any] = {
         "VEC": vec,
         "STEPS": steps,
         "GROUPS": config.groups,
