@@ -46,9 +46,9 @@ conflicts of register banks, the instruction cache, contention for L2 and DRAM, 
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
 than others (causal attention).
 
-Every row of the tables carries gates: the most registers and spilled bytes, and the utilisation that
-it was chosen for. The tests hold it to them. The notebook ``notebooks/12_roofline_and_profile.ipynb``
-shows the model at work.
+Every row of the tables carries gates: the most registers and spilled bytes, and the utilisation
+that it was chosen for. The tests hold it to them. The notebook
+``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
 """
 
 from cupyattn.turing.analysis import KernelFigures, analyse

@@ -83,7 +83,7 @@ _OPTIONS = {
 }
 
 
-def exceeded(specialisation: Specialisation, *, modelled: bool = True) -> list[str]:
+def exceeded(specialisation: Specialisation) -> list[str]:
     """Compile and model a specialisation; return which gates do not hold."""
     limits = limits_of(specialisation)
     found = compile_cubin(specialisation, TURING).resources
@@ -98,7 +98,7 @@ def exceeded(specialisation: Specialisation, *, modelled: bool = True) -> list[s
         failures.append(f"{found.registers} registers, at most {limits.registers} allowed")
     if ctas < limits.ctas:
         failures.append(f"{ctas} CTAs an SM, at least {limits.ctas} promised")
-    if modelled and limits.models:
+    if limits.models:
         loop = analyse(specialisation).main
         models = loop.utilisation.mean if loop and loop.utilisation else 0.0
         if models < limits.models - MODEL_TOLERANCE:
