@@ -54,6 +54,7 @@ def test_every_configuration_keeps_its_gates(kernel):
     ("kernel", "macros"),
     [
         ("attention_forward", {"HEAD_DIM": 64}),
+        ("attention_backward_dkdv", {"HEAD_DIM": 64}),
         ("linear_forward_f32", {}),
         ("softmax_backward", {"LANES": 32}),
     ],

@@ -275,6 +275,7 @@ def dbias(
     """Specialise the kernel of the gradient of a bias that broadcasts."""
     return modified(DBIAS_KERNEL, options.modified).specialise(
         threads=row.threads,
+        gates=Gates(registers=80),
         LANES=row.lanes,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
