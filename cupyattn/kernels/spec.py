@@ -86,7 +86,8 @@ class Gates(NamedTuple):
     """Least utilisation of the tensor cores (or float32 units) in the main loop on a T4, by the
     model of `python -m cupyattn turing`; 0 where no product binds."""
     spills: int = 0
-    """Most bytes that a thread stores because registers are short."""
+    """Most bytes that a thread stores because registers are short: what was found and at least 8
+    more, rounded up to 16, as ptxas moves some when statements change places."""
     scalar: float | None = None
     """Utilisation with scalar loads; None is that of `models`, here and below."""
     items: float | None = None

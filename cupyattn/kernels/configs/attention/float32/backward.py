@@ -133,12 +133,12 @@ _TURING_DQ = {
 }
 _DKDV_GATES = {
     64: Gates(0.67, most_spills=208),
-    128: Gates(0.98, 176, scalar=0.97, options=0.67, kernels=0.94, most_spills=208),
+    128: Gates(0.98, 176, scalar=0.97, options=0.67, kernels=0.94, most_spills=224),
     256: Gates(0.48, 64, scalar=0.44, most_spills=96),
 }
 _DQ_GATES = {
-    64: Gates(0.99, most_spills=32),
-    128: Gates(0.99, options=0.67, most_spills=112),
+    64: Gates(0.99, most_spills=48),
+    128: Gates(0.99, options=0.67, most_spills=128),
     256: Gates(0.47),
 }
 DKDV = {75: with_gates(_TURING_DKDV, _DKDV_GATES)}

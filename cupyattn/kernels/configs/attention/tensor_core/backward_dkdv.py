@@ -161,7 +161,7 @@ _ONE_PASS_GATES = {
     64: Gates(0.72, items=0.35, options=0.65, most_spills=64),
     80: Gates(0.64, scalar=0.60, items=0.59, kernels=0.63),
     96: Gates(0.68, kernels=0.67),
-    128: Gates(0.62, scalar=0.57, items=0.54, most_spills=48),
+    128: Gates(0.62, scalar=0.57, items=0.54, most_spills=64),
     160: Gates(0.56),
     192: Gates(0.65, scalar=0.55, kernels=0.62),
     256: Gates(0.59, 48, kernels=0.55, most_spills=160),
@@ -174,7 +174,7 @@ _DETERMINISTIC_GATES = {
     128: Gates(0.67, 16, most_spills=64),
     160: Gates(0.60, scalar=0.53),
     192: Gates(0.65, kernels=0.64),
-    256: Gates(0.63, 16, scalar=0.50),
+    256: Gates(0.63, 16, scalar=0.50, most_spills=32),
 }
 ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)

@@ -123,19 +123,19 @@ _TURING_INTEGERS = {
 }
 _GATES = {
     40: Gates(0.73, scalar=0.48, kernels=0.64),
-    64: Gates(0.87, 112, scalar=0.68, items=0.64, options=0.66, kernels=0.81, most_spills=160),
-    80: Gates(0.85, 64, scalar=0.55, items=0.69, kernels=0.80, most_spills=96),
+    64: Gates(0.87, 128, scalar=0.68, items=0.64, options=0.66, kernels=0.81, most_spills=176),
+    80: Gates(0.85, 64, scalar=0.55, items=0.69, kernels=0.80, most_spills=112),
     96: Gates(0.86, 16, scalar=0.76, kernels=0.85),
-    128: Gates(0.89, 48, scalar=0.65, items=0.75, options=0.86, kernels=0.81, most_spills=64),
-    160: Gates(0.69, scalar=0.46, kernels=0.67, most_spills=48),
+    128: Gates(0.89, 64, scalar=0.65, items=0.75, options=0.86, kernels=0.81, most_spills=80),
+    160: Gates(0.69, scalar=0.46, kernels=0.67, most_spills=64),
     192: Gates(0.73, scalar=0.61, kernels=0.72),
-    256: Gates(0.67, 16, scalar=0.56, kernels=0.65, most_spills=48),
+    256: Gates(0.67, 32, scalar=0.56, kernels=0.65, most_spills=64),
 }
 _WITH_GATES = {
     "dropout": {40: Gates(0.62), 80: Gates(0.75)},
-    "block mask": {64: Gates(0.83, 16), 80: Gates(0.88, 32)},
+    "block mask": {64: Gates(0.83, 32), 80: Gates(0.88, 48)},
     "float32 bias by 4": {64: Gates(0.71, 48), 80: Gates(0.78)},
-    "bias or mask one by one": {64: Gates(0.61, 80)},
+    "bias or mask one by one": {64: Gates(0.61, 96)},
     "score_mod": {64: Gates(0.68)},
     "mask_mod": {64: Gates(0.73, 16)},
     "softcap": {64: Gates(0.65, 32, kernels=0.63)},
@@ -148,7 +148,7 @@ _INTEGERS_GATES = {
     96: Gates(0.75, 16),
     128: Gates(0.68, 64),
     192: Gates(0.63),
-    256: Gates(0.65, 16),
+    256: Gates(0.65, 32),
 }
 # From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
 # A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
