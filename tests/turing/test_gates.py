@@ -17,7 +17,7 @@ import pytest
 from support import gates
 from support.gates import exceeded, limits_of, require_gates_tools
 from support.readme import ROOT
-from support.search import deep
+from support.search import deep, mostly_deep
 
 from cupyattn.cli.turing import IN_FLOAT32, LIKE_FLOAT32, LIKE_TUNED, TUNED
 from cupyattn.kernels.arch import TURING, arch_of
@@ -230,7 +230,7 @@ def test_the_ceiling_of_float32_is_that_of_the_units():
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("kernel", ["attention_forward", *deep(*KERNELS)])
+@pytest.mark.parametrize("kernel", mostly_deep(KERNELS, ["attention_forward"]))
 def test_newer_gpus_hold_the_promised_ctas(kernel):
     """No gate was written for them: each kernel's first specialisation, for sm_90."""
     hopper = arch_of(90)

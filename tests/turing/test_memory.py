@@ -38,8 +38,8 @@ GATES = {
 }
 MORE_GATES = {
     "layer_norm, backward": (1.156, 3.3, 1.0),
-    "logsumexp, backward": (1.008, 9.8, 1.0),
-    "cross_entropy, backward": (1.012, 10.3, 1.0),
+    "logsumexp, backward": (1.008, 8.5, 1.0),
+    "cross_entropy, backward": (1.012, 8.8, 1.0),
     "embedding, backward": (1.035, 13.1, 1.0),
     "rope": (1.25, 11.8, 1.0),
     "gelu, backward": (1.0, 6.3, 1.0),
