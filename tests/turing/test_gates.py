@@ -179,9 +179,7 @@ def odd_head_dims() -> Iterator[Specialisation]:
     dims = ((1, 1), (3, 64), (64, 1), (40, 24), (65, 65), (128, 8), (8, 128), (129, 3), (72, 256))
     for number, (head_dim, head_dim_v) in enumerate(dims):
         dtype = tuple(STORAGE)[number % len(STORAGE)]
-        items = vector_items(dtype)
-        vec = items if head_dim % items == 0 and head_dim_v % items == 0 else 1
-        yield teaching.tiled(75, dtype, head_dim, head_dim_v, vec)
+        yield teaching.tiled(75, dtype, head_dim, head_dim_v)
 
 
 def odd_float32_head_dims() -> Iterator[Specialisation]:
