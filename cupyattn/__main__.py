@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 try:  # they take most of a second
     from cupyattn import cli
-    from cupyattn.benchmark import tune
-    from cupyattn.benchmark.memory import command as memory
-    from cupyattn.benchmark.report import command as report
+    from cupyattn.benchmark import memory, report, tune
     from cupyattn.kernels.cache import end_process
 except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)

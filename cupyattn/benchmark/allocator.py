@@ -7,15 +7,16 @@ small: many requests behind a few system prompts, run by `cupyattn.Scheduler`.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.benchmark.frame.machine import this_host
+from cupyattn.benchmark.command import Option
+from cupyattn.benchmark.machine import this_host
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.terminal import Result, Terminal, emit
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
@@ -50,11 +51,7 @@ class NoMemory:
 
 
 class Trace(NamedTuple):
-    """What a trace came to.
-
-    `waste` is the share of slots in used blocks that held no token, over all steps, and
-    `worst_waste` the largest of a step while requests waited.
-    """
+    """The outcome of a trace; `waste` is the share of slots in used blocks without a token."""
 
     block_size: int
     requests: int
@@ -80,24 +77,11 @@ def add_parser(benchmarks: Any) -> None:
         epilog=f"Goals: {PAIRS_GOAL:,} pairs a second, tables in {TABLE_GOAL_MS:g} ms, "
         f"under {WASTE_GOAL:.0%} of the used pool wasted at block size 16, and no block leaked.",
     )
-    parser.add_argument(
-        "--requests",
-        type=integer(1),
-        default=10_000,
-        metavar="N",
-        help="requests of the trace (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=integer(1, 256),
-        nargs="+",
-        default=[16],
-        metavar="N",
-        help="a trace for each of these block sizes (default: 16)",
-    )
+    Option("requests", 10_000, "requests of the trace").add(parser)
+    Option("block-size", [16], "a trace for each block size", integer(1, 256)).add(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default: %(default)s)")
     add_json_option(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, requests=10_000, block_size=[16])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,28 +106,20 @@ def run(arguments: argparse.Namespace) -> int:
 def pairs_per_second(pairs: int = 100_000) -> float:
     """Time `BlockAllocator.allocate` and `free`."""
     allocator = BlockAllocator(1024, 16)
-
-    def call() -> None:
-        allocate, free = allocator.allocate, allocator.free
-        for _ in range(pairs):
-            free(allocate())
-
-    return pairs / fastest(call)
+    allocate, free = allocator.allocate, allocator.free
+    return pairs / fastest(lambda: [free(allocate()) for _ in range(pairs)])
 
 
 def append_microseconds(tokens: int = 20_000) -> float:
     """Time `Sequence.append` of one token, prefix caching on."""
-    allocator = BlockAllocator(tokens // 16 + 1, 16, prefix_caching=True)
-    sequence = allocator.add([])
+    sequence = BlockAllocator(tokens // 16 + 1, 16, prefix_caching=True).add([])
 
     def call() -> None:
         for token in range(tokens):
             sequence.append((token,))
         sequence.truncate(0)
 
-    taken = fastest(call) / tokens * 1e6
-    sequence.free()
-    return taken
+    return fastest(call) / tokens * 1e6
 
 
 def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
@@ -151,26 +127,12 @@ def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
     cache = PagedKVCache(1, sequences * (length // 16), 16, 1, 1, dtype="float16", xp=np)
     every = [cache.allocator.add(range(length)) for _ in range(sequences)]
     tables = cache.step_tables(every)
-    taken = fastest(lambda: tables.update(every)) * 1e3
-    for sequence in every:
-        sequence.free()
-    return taken
+    return fastest(lambda: tables.update(every)) * 1e3
 
 
-def fastest(call: Callable[[], None], calls: int = 7) -> float:
-    """Return the least CPU time of a call, in seconds, the garbage collector off."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        seconds = []
-        for _ in range(calls):
-            began = time.process_time()
-            call()
-            seconds.append(time.process_time() - began)
-    finally:
-        if collecting:
-            gc.enable()
-    return min(seconds)
+def fastest(call: Callable[[], Any], calls: int = 7) -> float:
+    """Return the least CPU seconds of a call, without the garbage collector, as timeit does."""
+    return min(timeit.repeat(call, timer=time.process_time, repeat=calls, number=1))
 
 
 def run_trace(block_size: int, requests: int, seed: int = 0) -> Trace:
@@ -211,18 +173,9 @@ def run_trace(block_size: int, requests: int, seed: int = 0) -> Trace:
     seconds = time.process_time() - began
     allocator.check()
     return Trace(
-        block_size=block_size,
-        requests=requests,
-        steps=steps,
-        computed_tokens=computed,
-        found_tokens=found,
-        preempted=scheduler.num_preempted,
-        copies=cache.num_copies,
-        waste=unused / used,
-        worst_waste=worst,
-        leaked_blocks=allocator.num_used,
-        seconds=seconds,
-    )
+        block_size, requests, steps, computed, found, scheduler.num_preempted, cache.num_copies,
+        unused / used, worst, allocator.num_used, seconds,
+    )  # fmt: skip
 
 
 def _length(rng: random.Random, shape: tuple[float, float]) -> int:
@@ -233,47 +186,33 @@ def _length(rng: random.Random, shape: tuple[float, float]) -> int:
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     terminal.title(f"Block ids of a paged KV cache, one thread of Python {result['python']}")
+    pairs, table = result["pairs_per_second"] / 1e6, result["table_ms"]
     terminal.table(
         ("what", "measured", "goal"),
         [
-            (
-                "allocate and free a block",
-                f"{result['pairs_per_second'] / 1e6:.2f} million/s",
-                f"{PAIRS_GOAL / 1e6:g} million/s",
-            ),
+            ("allocate and free a block", f"{pairs:.2f} million/s", f"{PAIRS_GOAL:,}/s"),
             ("append a token", f"{result['append_us']:.2f} us", ""),
-            (
-                f"tables of {MAX_BATCH} sequences",
-                f"{result['table_ms']:.2f} ms",
-                f"{TABLE_GOAL_MS:g} ms",
-            ),
+            (f"tables of {MAX_BATCH} sequences", f"{table:.2f} ms", f"{TABLE_GOAL_MS:g} ms"),
         ],
     )
     terminal.title(
         f"Requests behind {len(SYSTEM_PROMPTS)} system prompts, log-normal lengths, a pool of "
         f"{result['pool_tokens']:,} tokens"
     )
-    terminal.table(
-        ("block size", "requests", "steps", "computed", "found", "preempted", "waste", "worst",
-         "leaked", "us a token"),
-        [
-            (
-                f"{trace['block_size']}",
-                f"{trace['requests']:,}",
-                f"{trace['steps']:,}",
-                f"{trace['computed_tokens']:,}",
-                f"{trace['found_tokens']:,}",
-                f"{trace['preempted']:,}",
-                f"{trace['waste']:.2%}",
-                f"{trace['worst_waste']:.2%}",
-                f"{trace['leaked_blocks']}",
-                f"{trace['seconds'] / trace['computed_tokens'] * 1e6:.1f}",
-            )
-            for trace in result["traces"]
-        ],
-    )  # fmt: skip
+    columns = ("block size", "requests", "steps", "computed", "found", "preempted", "copies",
+               "waste", "worst", "leaked", "us a token")  # fmt: skip
+    terminal.table(columns, [_cells(trace) for trace in result["traces"]])
     terminal.text(
         f"  CPU time. waste: slots in used blocks that hold no token, over all steps, and in the "
         f"worst step while requests waited; the goal at block size 16 is under {WASTE_GOAL:.0%}, "
-        "and no block leaked. found: tokens of prompts that stood in the cache"
+        "and no block leaked. found: tokens of prompts that were in the cache"
+    )
+
+
+def _cells(trace: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        *(f"{trace[name]:,}" for name in Trace._fields[:7]),
+        *(f"{trace[name]:.2%}" for name in ("waste", "worst_waste")),
+        f"{trace['leaked_blocks']}",
+        f"{trace['seconds'] / trace['computed_tokens'] * 1e6:.1f}",
     )

@@ -1,6 +1,6 @@
-"""``python -m cupyattn.benchmark all``: every benchmark, one after another, each a process.
+"""``python -m cupyattn.benchmark all``: every benchmark, one after another, each in a process.
 
-So one that fails, or leaves the GPU unusable, takes no other with it; none has another's memory.
+A benchmark that fails, or leaves the GPU unusable, does not affect the others.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
-from cupyattn.benchmark.frame.benchmark import Benchmark, add_file_options, before
-from cupyattn.benchmark.frame.compare import show_changes
-from cupyattn.benchmark.frame.gpu_command import FAILURES
-from cupyattn.benchmark.frame.peers import GROUPS, PEERS, peer_names
-from cupyattn.benchmark.frame.results import results_of, write_json
+from cupyattn.benchmark.command import FAILURES, JSON, Benchmark
+from cupyattn.benchmark.libraries import BASELINES, GROUPS, baseline_names
+from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.cli.arguments import positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.folders import temporary_directory
@@ -29,12 +27,32 @@ from cupyattn.functional.device_info import device_count
 
 QUICK_MINUTES, MINUTES = 7.5, 24 * 60.0
 _QUICK_PART_S = 130.0
-_QUICK_LEAST_S = 20.0
-"""What the parts before one leave it: its first rows, where kernels are compiled anew."""
-_TO_BEGIN_S = 1.0
-"""A part with less would be interrupted while it imports what it needs."""
-_TO_FINISH_S = 15.0
-"""For a part that was interrupted, and writes what it has."""
+_QUICK_LEAST_S = 20.0  # what the parts before one leave it: its first rows, with compilation
+_TO_BEGIN_S = 1.0  # a part with less would be interrupted while it imports
+_TO_FINISH_S = 15.0  # for a part that was interrupted, and writes its rows
+_LEFT_OUT = ("sweep",)  # the same calls again
+
+
+class Part(NamedTuple):
+    """A benchmark or a variant of one, and the words that run it."""
+
+    benchmark: Benchmark
+    words: tuple[str, ...]
+
+    def runs_with(self, gpus: int) -> bool:
+        """Tell whether it has rows on a machine with so many GPUs."""
+        return gpus >= self.benchmark.gpus or (gpus == 0 and self.benchmark.can_model)
+
+
+def parts_of(benchmarks: Sequence[Benchmark]) -> dict[str, Part]:
+    """Return every part by the name of its results."""
+    found = {}
+    for benchmark in benchmarks:
+        found[benchmark.name] = Part(benchmark, (benchmark.name,))
+        for flag, variant in benchmark.variants.items():
+            if flag not in _LEFT_OUT:
+                found[variant.name] = Part(variant, (benchmark.name, f"--{flag}"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -45,38 +63,36 @@ class Everything:
 
     def add_parser(self, commands: Any) -> None:
         """Add it to the command line."""
-        names = [benchmark.name for benchmark in self.benchmarks]
+        names = list(parts_of(self.benchmarks))
         parser = commands.add_parser(
             "all",
             help="every benchmark, one after another, into one file",
-            description=f"Run {', '.join(names)}, each in a process of its own, beside all peers "
-            "that are installed, and write one list of their results. Without a GPU those run that "
-            "need none, or can be modelled; ring takes two GPUs.",
+            description=f"Run {', '.join(names)}, each in a process of its own, with all other "
+            "libraries that are installed, and write one list of their results. Without a GPU "
+            "those run that can be modelled; ring takes two GPUs.",
             epilog="Exit code 1 if one of them fails; the others run all the same, and the file is "
             "written after each.",
         )
         parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
                             help="some of them (default: all)")  # fmt: skip
-        parser.add_argument(
-            "--peers", type=peer_names, default=tuple(PEERS), metavar="NAMES",
-            help="who else computes the same, as of each benchmark (default: all)",
-        )  # fmt: skip
+        parser.add_argument("--peers", type=baseline_names, default=tuple(BASELINES),
+                            metavar="NAMES", help="other libraries, as for each benchmark "
+                            "(default: all)")  # fmt: skip
         parser.add_argument(
             "--quick", action="store_true", help="fewer cases and calls, in less than 8 minutes"
         )
         parser.add_argument("--modelled", action="store_true", help="as without a GPU")
-        parser.add_argument(
-            "--minutes", type=positive, metavar="N",
-            help="of all together; what does not fit is cut, and said to be (default: "
-            f"{MINUTES:g}, with --quick {QUICK_MINUTES:g})",
-        )  # fmt: skip
-        add_file_options(parser)
-        parser.set_defaults(run=self.run)
+        parser.add_argument("--minutes", type=positive, metavar="N", help="of all together; what "
+                            "does not fit is cut, which the table reports (default: "
+                            f"{MINUTES:g}, with --quick {QUICK_MINUTES:g})")  # fmt: skip
+        JSON.add(parser)
+        parser.set_defaults(run=self.run, json=None)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run them, and return the exit code."""
         try:
-            old = before(arguments)
+            if arguments.json is not None:
+                require_writable(arguments.json)
         except FAILURES as failure:
             fail("all", failure, as_json=False)
             return 1
@@ -85,19 +101,21 @@ class Everything:
         ends = time.monotonic() + 60 * minutes
         results: list[Result] = []
         told: list[tuple[str, str, str]] = []
-        wanted = [each for each in self.benchmarks if each.name in arguments.only]
-        to_run = sum(runs_with(each, gpus) for each in wanted)
-        for benchmark in wanted:
-            if not runs_with(benchmark, gpus):
-                told.append((benchmark.name, "", f"left out: it takes {_gpus(benchmark.gpus)}"))
+        every = parts_of(self.benchmarks)
+        wanted = {name: part for name, part in every.items() if name in arguments.only}
+        to_run = sum(part.runs_with(gpus) for part in wanted.values())
+        for name, part in wanted.items():
+            if not part.runs_with(gpus):
+                takes = part.benchmark.gpus
+                told.append((name, "", f"left out: it takes {_gpus(takes)}"))
                 continue
             began = time.monotonic()
             to_run -= 1
             seconds = ends - began
             if arguments.quick:
                 seconds = min(seconds - to_run * _QUICK_LEAST_S, _QUICK_PART_S)
-            result, verdict = run_part(benchmark.name, words_of(arguments), seconds)
-            told.append((benchmark.name, f"{time.monotonic() - began:.1f} s", verdict))
+            result, verdict = run_part([*part.words, *words_of(arguments)], seconds)
+            told.append((name, f"{time.monotonic() - began:.1f} s", verdict))
             if result is not None:
                 results.append(result)
                 if arguments.json is not None:
@@ -108,8 +126,6 @@ class Everything:
             terminal.table(("benchmark", "took", "how it went"), told)
 
         emit({}, show, as_json=False)
-        if old is not None:
-            show_changes(results, old, arguments.compare)
         return int(any(verdict.startswith("FAILED") for _, _, verdict in told))
 
 
@@ -117,29 +133,24 @@ def _gpus(count: int) -> str:
     return "a GPU" if count == 1 else f"{count} GPUs"
 
 
-def runs_with(benchmark: Benchmark, gpus: int) -> bool:
-    """Tell whether a benchmark has rows on a machine with so many GPUs."""
-    return gpus >= benchmark.gpus or (gpus == 0 and benchmark.modelled is not None)
-
-
 def words_of(arguments: argparse.Namespace) -> list[str]:
-    """Return what every part is told."""
+    """Return the words that every part gets."""
     flags = [f"--{name}" for name in ("quick", "modelled") if getattr(arguments, name)]
-    groups = [name for name, peers in GROUPS.items() if peers == arguments.peers]
+    groups = [name for name, members in GROUPS.items() if members == arguments.peers]
     return [*flags, "--peers", *(groups or [",".join(arguments.peers)])]
 
 
-def run_part(name: str, words: Sequence[str], seconds: float) -> tuple[Result | None, str]:
-    """Run a benchmark for so many seconds at the most; return its result, and how it went.
+def run_part(words: Sequence[str], seconds: float) -> tuple[Result | None, str]:
+    """Run a benchmark for so many seconds at most; return its result, and how it went.
 
-    One that takes longer is interrupted, and writes the rows that it has.
+    A benchmark that takes longer is interrupted, and writes the rows that it has.
     """
     if seconds < _TO_BEGIN_S:
         return None, "FAILED: no time was left"
     with TemporaryDirectory(dir=temporary_directory()) as folder:
         file = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "cupyattn.benchmark", name, *words, "--json", str(file)]
-        print(f"\n--- {name}", flush=True)
+        command = [sys.executable, "-m", "cupyattn.benchmark", *words, "--json", str(file)]
+        print(f"\n--- {' '.join(words)}", flush=True)
         cut = False
         with subprocess.Popen(command) as process:
             try:

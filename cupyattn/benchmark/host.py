@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.rows import Row, row_of
-from cupyattn.benchmark.frame.subjects import Gauge
-from cupyattn.cli.arguments import integer
+from cupyattn.benchmark.cases import Harness, Row, row_of
+from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.cupy_library import load_cupy
 from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
@@ -40,21 +38,9 @@ class Timed(NamedTuple):
     goal_us: float | None
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own options."""
-    parser.add_argument(
-        "--batch",
-        type=integer(1),
-        default=200,
-        metavar="N",
-        help="calls in a batch (default: %(default)s), whose mean is one time; a GPU's queue holds "
-        "about a thousand",
-    )
-
-
-def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Row]:
+def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
     """Measure every row on the GPU that is current."""
-    synchronize = gauge.xp.cuda.get_current_stream().synchronize
+    synchronize = harness.xp.cuda.get_current_stream().synchronize
     for each in _timed(cuda_device(0)):
         microseconds = microseconds_per_call(
             each.call, synchronize, arguments.batch, max(1, arguments.calls // _BATCHES_SHARE)
@@ -71,53 +57,34 @@ _BATCHES_SHARE = 20
 
 
 def _timed(device: CudaDevice) -> list[Timed]:
-    cupy = load_cupy()
-
-    rng = np.random.default_rng(0)
+    cupy, rng = load_cupy(), np.random.default_rng(0)
     q, k, v = (cupy.asarray(rng.standard_normal(_SHAPE).astype(np.float16)) for _ in range(3))
     batch, length, heads, _ = _SHAPE
     out, lse = cupy.empty_like(q), cupy.empty((batch, heads, length), np.float32)
-
     logits = cupy.asarray(rng.standard_normal((batch, 1000)).astype(np.float16))
-    ids, room = cupy.empty(batch, np.int32), cupy.empty(2**20, np.uint8)
-
-    def attention(**options: Any) -> Callable[[], Any]:
-        return lambda: cupyattn.attention(q, k, v, causal=True, implementation="tiled", **options)
-
+    options: dict[str, Any] = {"causal": True, "implementation": "tiled"}
+    attend = partial(cupyattn.attention, q, k, v, **options)
+    into = {"out": cupy.empty(batch, np.int32), "workspace": cupy.empty(2**20, np.uint8)}
+    sample = partial(cupyattn.sample, logits, seed=1, **into)
     # The start of the same kernel with arguments that are ready, as a plan has them.
-    recorded = attention_launch(
-        device.arch, q, k, v, AttentionOptions(causal=True, implementation="tiled")
-    )
+    recorded = attention_launch(device.arch, q, k, v, AttentionOptions(**options))
     *others, params = recorded.arguments[5:]
     arrays = (*recorded.arguments[:3], out, lse, *others)
     passed = [device.null if x is None else device.argument(x) for x in arrays]
+    launch = partial(start, device, recorded.specialisation, recorded.grid[0], passed, (params,))
+    with_lse = "attention, return_lse"
     return [
-        Timed("attention, out=", attention(out=out), GOAL_WITH_OUT_US),
-        Timed("attention", attention(), GOAL_US),
-        Timed(
-            "attention, return_lse, out=(out, lse)",
-            attention(return_lse=True, out=(out, lse)),
-            GOAL_WITH_OUT_US,
-        ),
-        Timed("attention, return_lse", attention(return_lse=True), GOAL_US),
+        Timed("attention, out=", partial(attend, out=out), GOAL_WITH_OUT_US),
+        Timed("attention", attend, GOAL_US),
+        Timed(f"{with_lse}, out=(out, lse)", partial(attend, return_lse=True, out=(out, lse)),
+              GOAL_WITH_OUT_US),
+        Timed(with_lse, partial(attend, return_lse=True), GOAL_US),
         *_layers(q, out, k[0, :, 0], out[0, :, 0]),
-        Timed(
-            "sample, out=, workspace=: two launches",
-            lambda: cupyattn.sample(logits, seed=1, out=ids, workspace=room),
-            None,
-        ),
-        Timed(
-            "sample, top_p=, out=, workspace=: three launches",
-            lambda: cupyattn.sample(logits, seed=1, top_p=0.9, out=ids, workspace=room),
-            None,
-        ),
-        Timed(
-            "the attention kernel's launch alone",
-            lambda: start(device, recorded.specialisation, recorded.grid[0], passed, (params,)),
-            None,
-        ),
-        Timed("an empty array of CuPy", lambda: cupy.empty(_SHAPE, np.float16), None),
-    ]
+        Timed("sample, out=, workspace=: two launches", sample, None),
+        Timed("sample, top_p=, out=, workspace=: three launches", partial(sample, top_p=0.9), None),
+        Timed("the attention kernel's launch alone", launch, None),
+        Timed("an empty array of CuPy", partial(cupy.empty, _SHAPE, np.float16), None),
+    ]  # fmt: skip
 
 
 def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[Timed]:
@@ -165,6 +132,9 @@ BENCHMARK = Benchmark(
     "GPU is waited for only between batches, outside the time.",
     note=f"float16 arrays of shape {_SHAPE}. Goals: {GOAL_WITH_OUT_US:g} us with out=, {GOAL_US:g} "
     "us without.",
+    options=(
+        Option("batch", 200, "calls in a batch, whose mean is one time; a GPU's queue holds about "
+               "a thousand"),
+    ),
     rows=rows,
-    options=options,
-)
+)  # fmt: skip

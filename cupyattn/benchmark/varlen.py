@@ -1,45 +1,37 @@
-"""``python -m cupyattn.benchmark varlen``: packed sequences beside the dense call, on a GPU.
+"""``python -m cupyattn.benchmark varlen``: packed sequences, compared with the dense call.
 
-Its measure is the dense call with as many tokens in sequences of equal lengths: packed, the same
-lengths should take its time, and log-normal ones should reach its TFLOP/s.
+Packed sequences of equal lengths should take the time of the dense call with as many tokens, and
+log-normal lengths should reach its TFLOP/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import product
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import dtype_of
-from cupyattn.benchmark.frame.arguments import add_numbers
-from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.clock import Call
-from cupyattn.benchmark.frame.emulated import ModelledCall, of_products
-from cupyattn.benchmark.frame.rows import Row, products_of
-from cupyattn.benchmark.frame.subjects import Contender, Gauge, Subject, measured
-from cupyattn.benchmark.frame.turing_model import Model, rate_of_call
+from cupyattn.benchmark import attention
+from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
+from cupyattn.benchmark.command import Benchmark, Option, every
+from cupyattn.benchmark.timer import Call, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.progress import progress
-from cupyattn.turing import T4
 
-WAYS = ("dense", "equal", "ragged")
+PLAIN = attention.PLAIN
+OPTIONS = (PLAIN, "softcap", "bias", "sinks", "alibi", "rotary")
+LAYOUTS = ("dense", "equal", "ragged")
 FACTORS = {"forward": 1.0, "backward": 2.5}
-"""Forwards that a direction's work is."""
-DIRECTIONS = tuple(FACTORS)
-_COUNTED: dict[str, Any] = {"tokens": 256, "length": 128, "heads": 1, "kv_heads": 1}
-"""What the emulator runs."""
+"""The work of a direction, in forwards."""
 _TOLERANCE = 0.05
 
 
-class Case(NamedTuple):
+class Problem(NamedTuple):
     """`tokens` in sequences of `length`, or of lengths with that mean."""
 
     tokens: int
@@ -49,179 +41,141 @@ class Case(NamedTuple):
     head_dim: int
     causal: bool
     dtype: str
+    option: str = PLAIN
+    deterministic: bool = False
 
-    def lengths(self, way: str) -> np.ndarray:
-        """Return those of each sequence: equal, or drawn from a log-normal distribution."""
+    def lengths(self, layout: str) -> np.ndarray:
+        """Return the length of each sequence: equal, or drawn from a log-normal distribution."""
         count = max(1, self.tokens // self.length)
-        if way != "ragged":
+        if layout != "ragged":
             return np.full(count, self.length)
         drawn = np.random.default_rng(1).lognormal(sigma=1.0, size=count)
         ends = np.round(np.cumsum(drawn) / drawn.sum() * count * self.length).astype(int)
         return np.diff(ends, prepend=0)
 
-    def flops(self, way: str) -> float:
-        """Of both products of the forward; of causal calls half."""
-        scores = int((self.lengths(way) ** 2).sum())
+    def flops(self, layout: str) -> float:
+        """Return the operations of both products of the forward; causal calls have half."""
+        scores = int((self.lengths(layout) ** 2).sum())
         return 4 * self.heads * self.head_dim * scores * (0.5 if self.causal else 1.0)
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Those of q, k, v and dout, packed."""
+        """The packed shapes of q, k, v and dout."""
         total = int(self.lengths("equal").sum())
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         return [(total, count, self.head_dim) for count in heads]
 
     def bytes(self, direction: str) -> int:
-        """Return those of q, k, v and out, and of the backward of their gradients too."""
+        """Return the bytes of q, k, v and out, and for the backward of their gradients too."""
         items = sum(map(math.prod, self.shapes))
         return (1 if direction == "forward" else 2) * items * STORAGE[self.dtype]
 
-    def arrays(self, xp: Any) -> list[Any]:
-        """Return q, k, v and dout."""
-        rng, dtype = np.random.default_rng(2), dtype_of(self.dtype)
-        return [
-            xp.asarray(rng.standard_normal(shape, dtype=np.float32).astype(dtype))
-            for shape in self.shapes
-        ]
 
-    def unfilled(self) -> list[np.ndarray]:
-        """Return them for calls whose kernels do not run."""
-        return [np.empty(shape, dtype_of(self.dtype)) for shape in self.shapes]
+class Inputs:
+    """The arrays of a problem, made when the first implementation is prepared."""
+
+    def __init__(self, problem: Problem, harness: Harness) -> None:
+        self.problem, self._harness = problem, harness
+
+    @cached_property
+    def arrays(self) -> list[Any]:
+        """The packed q, k, v and dout."""
+        source = self._harness.arrays(2)
+        return [source.normal(*shape, dtype=self.problem.dtype) for shape in self.problem.shapes]
+
+    def calls(self, layout: str, direction: str) -> Round:
+        """Return the call of a direction."""
+        return [call_of(self.problem, layout, direction, self.arrays, self._harness.xp)]
 
 
-def calls_of(case: Case, way: str, arrays: Any, xp: Any) -> dict[str, Callable[[], Any]]:
-    """Return a call of each direction, whose results and scratch are there already."""
-    *inputs, dout = arrays
-    lengths = case.lengths(way)
-    shape = (len(lengths), case.length) if way == "dense" else (len(dout),)
-    q, k, v, gradient = (x.reshape(*shape, *x.shape[1:]) for x in (*inputs, dout))
+def call_of(problem: Problem, layout: str, direction: str, arrays: Any, xp: Any) -> Call:
+    """Return the call of a direction, whose results and scratch are allocated."""
+    lengths, total = problem.lengths(layout), len(arrays[0])
+    shape = (len(lengths), problem.length) if layout == "dense" else (total,)
+    q, k, v, dout = (x.reshape(*shape, *x.shape[1:]) for x in arrays)
     bounds = xp.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     most = int(lengths.max())
-    of_lengths = () if way == "dense" else (bounds, bounds, most, most)
-    forward, backward = (
-        (cupyattn.attention, cupyattn.attention_backward)
-        if way == "dense"
-        else (cupyattn.attention_varlen, cupyattn.attention_varlen_backward)
-    )
-    forward = partial(forward, q, k, v, *of_lengths, causal=case.causal, return_lse=True)
+    packed: tuple[Any, ...] = () if layout == "dense" else (bounds, bounds, most, most)
+    attend: Callable[..., Any] = cupyattn.attention_varlen if packed else cupyattn.attention
+    dense = attention.Problem(
+        len(lengths) if layout == "dense" else 1, problem.heads, most, problem.head_dim,
+        problem.head_dim, problem.dtype, problem.causal, 0,
+    )  # fmt: skip
+    options = attention.arguments_of(problem.option, dense, xp)
+    forward = partial(attend, q, k, v, *packed, **options, return_lse=True)
     results = forward()
-    backward = partial(backward, gradient, q, k, v, *results, *of_lengths, causal=case.causal)
-    return {
-        "forward": partial(forward, out=results),
-        "backward": partial(backward, grads=backward()),
-    }
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's own options."""
-    parser.add_argument(
-        "--length",
-        nargs="+",
-        type=integer(1),
-        default=[512, 2048],
-        metavar="N",
-        help="mean tokens of a sequence (default: 512 2048)",
+    if direction == "forward":
+        return partial(forward, out=results)
+    gradients: Callable[..., Any] = (
+        cupyattn.attention_varlen_backward if packed else cupyattn.attention_backward
     )
-    numbers = (
-        ("tokens", 16384, integer(1), "of all sequences"),
-        ("heads", 32, integer(1), "query heads"),
-        ("kv-heads", 32, integer(1), "key-value heads"),
-        ("head-dim", 64, integer(1, MAX_HEAD_DIM), "head dim"),
-    )
-    add_numbers(parser, numbers)
-    parser.add_argument(
-        "--dtype", choices=STORAGE, default="float16", help="of the arrays (default: %(default)s)"
-    )
+    options["deterministic"] = problem.deterministic
+    backward = partial(gradients, dout, q, k, v, *results, *packed, **options)
+    return partial(backward, grads=backward())
 
 
-def cases_of(arguments: argparse.Namespace) -> list[Case]:
-    """Return every length that was asked for, plain and causal."""
+def problems(arguments: argparse.Namespace) -> list[Problem]:
+    """Return every length, plain and causal, with every option."""
+    names = ("tokens", "heads", "kv_heads", "head_dim", "dtype", "deterministic")
+    given = {name: getattr(arguments, name) for name in names}
     return [
-        Case(
-            tokens=arguments.tokens,
-            length=min(length, arguments.tokens),
-            heads=arguments.heads,
-            kv_heads=arguments.kv_heads,
-            head_dim=arguments.head_dim,
-            causal=causal,
-            dtype=arguments.dtype,
-        )
-        for length in arguments.length
+        Problem(length=min(each["length"], arguments.tokens), causal=causal,
+                option=each["options"], **given)
         for causal in (False, True)
-    ]
+        for each in every(arguments, "length", "options")
+    ]  # fmt: skip
 
 
-def subjects(arguments: argparse.Namespace, gauge: Gauge) -> Iterator[Subject]:
-    """Yield each direction of each case, by every way."""
-    for case in cases_of(arguments):
-        arrays = case.arrays(gauge.xp)
-        for direction in DIRECTIONS:
-
-            def prepare(
-                way: str, case: Case = case, arrays: Any = arrays, to: str = direction
-            ) -> Any:
-                return [calls_of(case, way, arrays, gauge.xp)[to]]
-
-            def comparable(result: Any, arrays: Any = arrays, to: str = direction) -> Any:
-                """Return out, or the gradients, packed."""
-                found = result[:1] if to == "forward" else result[:3]
-                of = arrays[3:] if to == "forward" else arrays[:3]
-                return tuple(x.reshape(like.shape) for x, like in zip(found, of, strict=True))
-
-            factor = FACTORS[direction]
-            yield Subject(
-                {**case._asdict(), "direction": direction},
+def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
+    """Yield each direction of each problem, in every layout; ragged lengths are not compared."""
+    for problem in problems(arguments):
+        inputs = Inputs(problem, harness)
+        for direction, factor in FACTORS.items():
+            packed = partial(_packed, problem, direction)
+            yield Case(
+                {**problem._asdict(), "direction": direction},
                 [
-                    Contender(
-                        f"cupyattn {way}",
-                        partial(prepare, way),
-                        comparable=(lambda result: None) if way == "ragged" else comparable,
+                    Implementation(
+                        f"cupyattn {layout}",
+                        partial(inputs.calls, layout, direction),
+                        comparable=(lambda result: None) if layout == "ragged" else packed,
+                        modelled=layout != "ragged",  # other lengths run the same loops
                     )
-                    for way in WAYS
+                    for layout in LAYOUTS
                 ],
-                flops=factor * case.flops("dense"),
-                ceiling=products_of(case.dtype),
+                flops=factor * problem.flops("dense"),
+                bytes=problem.bytes(direction),
+                ceiling=products_of(problem.dtype),
                 tolerance=_TOLERANCE,
-                own={"cupyattn ragged": {"flops": factor * case.flops("ragged")}},
+                own={"cupyattn ragged": {"flops": factor * problem.flops("ragged")}},
             )
 
 
-def rows(arguments: argparse.Namespace, gauge: Gauge) -> Iterable[Row]:
-    """Measure every row."""
-    total = len(cases_of(arguments)) * len(DIRECTIONS)
-    return measured(subjects(arguments, gauge), gauge, total)
-
-
-def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Yield rows of equal lengths, by main loops; with others they are the same loops."""
-    model = Model(T4)
-    every = list(product(cases_of(arguments), DIRECTIONS, ("dense", "equal")))
-    with progress("modelling", len(every)) as step:
-        for case, direction, way in every:
-            small = case._replace(**_COUNTED)
-            rate = rate_of_call(model, partial(_call, case, way, direction, unfilled=True))
-            counted = partial(_call, small, way, direction)
-            call = ModelledCall(way, small.bytes(direction), counted)
-            labels = {**case._asdict(), "direction": direction}
-            flops = case.flops(way) * FACTORS[direction]
-            yield of_products(labels, f"cupyattn {way}", flops, rate, call)
-            step()
-
-
-def _call(case: Case, way: str, direction: str, *, unfilled: bool = False) -> Call:
-    arrays = case.unfilled() if unfilled else case.arrays(np)
-    return calls_of(case, way, arrays, np)[direction]
+def _packed(problem: Problem, direction: str, result: Any) -> Any:
+    """Return out, or the gradients, in the packed shapes."""
+    q, k, v, out = problem.shapes
+    shapes = (out,) if direction == "forward" else (q, k, v)
+    return tuple(x.reshape(shape) for x, shape in zip(result, shapes, strict=False))
 
 
 BENCHMARK = Benchmark(
     name="varlen",
     title="Packed sequences",
-    help="packed sequences beside the dense call, forward and backward, on a GPU",
-    description="Time attention_varlen and its backward: sequences of equal lengths, beside "
+    help="packed sequences compared with the dense call, forward and backward, on a GPU",
+    description="Time attention_varlen and its backward: sequences of equal lengths, compared with "
     "attention on the same tokens, and of log-normal lengths (sigma 1).",
     note="A backward counts as 2.5 forwards, a causal call as half a plain one; equal and ragged "
     "are packed.",
-    rows=rows,
-    options=options,
-    modelled=modelled,
+    options=(
+        Option("length", [512, 2048], "mean tokens of a sequence"),
+        Option("tokens", 16384, "tokens of all sequences"),
+        Option("heads", 32, "query heads"),
+        Option("kv-heads", 32, "key-value heads"),
+        Option("head-dim", 64, "head dim", integer(1, MAX_HEAD_DIM)),
+        Option("dtype", "float16", "dtype of the arrays", choices=tuple(STORAGE)),
+        Option("options", [PLAIN], "options of attention to time", choices=OPTIONS),
+        Option("deterministic", False, "time the deterministic backward"),
+    ),
+    cases=cases,
+    modelled=lambda arguments: {},
 )

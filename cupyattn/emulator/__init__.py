@@ -91,7 +91,7 @@ rounding of float64, clocks (``%clock``), calls through pointers, recursion, ``p
 What it costs
 -------------
 CPU time of the tensor-core kernel of attention at head dim 64, float16, after compilation
-(``python -m cupyattn.benchmark emulator``, 2-core x86 virtual machine, NumPy 2.5, 2026-11-21).
+(2-core x86 virtual machine, NumPy 2.5, 2026-11-21).
 Bounds checks are `Checks.fast`, all checks those without an argument. B is the batch, H the heads,
 N the length:
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import fake_gpu
 
-from cupyattn.benchmark.frame import benchmark as frame
+from cupyattn.benchmark import command as driver
 
 
 @pytest.fixture(autouse=True)
@@ -15,20 +15,20 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """Benchmarks as on a GPU, but for kernels, times and what they ran on: returns the gauge."""
-    gauge = fake_gpu.gauge()
-    monkeypatch.setattr(frame, "device_count", lambda: 1)
+    """Benchmarks as on a GPU, but for kernels, times and what they ran on: returns the harness."""
+    harness = fake_gpu.harness()
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
 
     def measured(self, arguments):
-        found = frame.rows_until_failure(self.rows(arguments, gauge))
-        about = {**fake_gpu.HEADER, "clocks": None, "ceilings": fake_gpu.CEILINGS}
+        found = driver.rows_until_failure(self.harness_rows(arguments, harness))
+        about = {**fake_gpu.HEADER, "ceilings": fake_gpu.CEILINGS}
         return about, found
 
-    monkeypatch.setattr(frame.Benchmark, "_measured", measured)
-    return gauge
+    monkeypatch.setattr(driver.Benchmark, "_measured", measured)
+    return harness
 
 
 @pytest.fixture
 def no_gpu(monkeypatch):
     """None, wherever the tests run."""
-    monkeypatch.setattr(frame, "device_count", lambda: 0)
+    monkeypatch.setattr(driver, "device_count", lambda: 0)

@@ -6,65 +6,61 @@ import json
 
 import numpy as np
 import pytest
-from support.fake_gpu import HEADER, FakeTorch, gauge
+from support.fake_gpu import HEADER, FakeTorch, harness
 from support.processes import run
 from support.search import deep, wider
 
 import cupyattn
+from cupyattn.benchmark import attention
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.attention.cases import (
-    OPTIONS,
-    PLAIN,
-    Case,
-    arguments_of,
-    arrays_of,
-    inputs_of,
-)
-from cupyattn.benchmark.attention.contenders import backward_contenders
-from cupyattn.benchmark.frame.subjects import Subject, rows_of
+from cupyattn.benchmark.attention import OPTIONS, PLAIN, Inputs, Problem, arguments_of
+from cupyattn.benchmark.cases import Case, Harness, rows_of
 from cupyattn.functional.device_info import device_count
 
-CASE = Case(2, 4, 24, 16, 8, "float16", causal=False, window=5)
-BOTH = (False, True)
+CASE = Problem(2, 4, 24, 16, 8, "float16", causal=False, window=5)
+BOTH, ONLY, NEVER = "both", "only", "never"
 FEW = ("bias", "window")  # what a plain run compiles of OPTIONS
 
 
-def rows(implementations, modes, *options, case=CASE, measure=None, tolerance=np.inf):
+def own(names, mode, inputs):
+    _, arguments = attention.BACKWARD.parse("--implementation", *names, "--deterministic", mode)
+    return attention.implementations("backward", arguments, inputs)
+
+
+def rows(names, mode, *options, case=CASE, measure=None, tolerance=np.inf):
     """Every row of a case."""
-    measure = gauge() if measure is None else measure
+    measure = harness() if measure is None else measure
     found = []
     for option in options:
-        inputs = inputs_of(case, option, np)
-        contenders = backward_contenders(implementations, modes, inputs, measure)
-        flops = case.backward_flops(option)
-        labels = {"option": option}
-        found += rows_of(Subject(labels, contenders, flops=flops, tolerance=tolerance), measure)
+        made = own(names, mode, Inputs(case, option, measure))
+        flops = case.flops("backward", option)
+        found += rows_of(Case({"option": option}, made, flops=flops, tolerance=tolerance), measure)
     return found
 
 
 def test_flops_count_five_products():
     """Multiplications and additions of q k, ds k and ds q over D, of dout v and p dout over Dv."""
-    assert CASE.backward_flops(PLAIN) == 2 * 2 * 4 * 24**2 * (3 * 16 + 2 * 8)
-    assert CASE.backward_flops("causal") == CASE.backward_flops(PLAIN) / 2
-    equal = Case(2, 4, 24, 16, 16, "float16", causal=False, window=5)
+    assert CASE.flops("backward", PLAIN) == 2 * 2 * 4 * 24**2 * (3 * 16 + 2 * 8)
+    assert CASE.flops("backward", "causal") == CASE.flops("backward", PLAIN) / 2
+    equal = Problem(2, 4, 24, 16, 16, "float16", causal=False, window=5)
     for option in (PLAIN, "causal", "window"):
-        assert equal.backward_flops(option) == 2.5 * equal.flops(option)
+        assert equal.flops("backward", option) == 2.5 * equal.flops("forward", option)
 
 
 def test_rows():
-    measure = gauge(0.010, 0.015, 0.005, 0.0075)
+    measure = harness(0.010, 0.015, 0.005, 0.0075)
     found = rows(["flash"], BOTH, PLAIN, "causal", measure=measure, tolerance=0.05)
     names = ["cupyattn flash", "cupyattn flash deterministic"]
-    assert [row["contender"] for row in found] == names * 2
-    assert found[1]["tflops"] == pytest.approx(CASE.backward_flops(PLAIN) / 0.015 / 1e12)
+    assert [row["implementation"] for row in found] == names * 2
+    assert found[1]["tflops"] == pytest.approx(CASE.flops("backward", PLAIN) / 0.015 / 1e12)
     assert found[2]["tflops"] == pytest.approx(found[0]["tflops"]), "half the work, half the time"
 
 
 @pytest.mark.parametrize("option", [PLAIN, *OPTIONS])
 def test_gradients_are_those_of_the_option(option):
-    measure = gauge()
-    rows(["flash"], [False], option, measure=measure)
-    q, k, v, dout, _, _ = arrays_of(CASE, np)
+    measure = harness()
+    rows(["flash"], NEVER, option, measure=measure)
+    q, k, v, dout, _, _ = Inputs(CASE, PLAIN, Harness(np)).arrays
     arguments = arguments_of(option, CASE, np)
     out, lse = cupyattn.attention(q, k, v, return_lse=True, **arguments)
     expected = cupyattn.attention_backward(dout, q, k, v, out, lse, **arguments)
@@ -77,25 +73,25 @@ def test_gradients_are_those_of_the_option(option):
     ("implementation", "modes", "timed"),
     [
         ("flash", BOTH, ["cupyattn flash", "cupyattn flash deterministic"]),
-        ("flash", (True,), ["cupyattn flash deterministic"]),
+        ("flash", ONLY, ["cupyattn flash deterministic"]),
         ("naive", BOTH, ["cupyattn naive"]),
     ],
 )
 def test_what_does_the_same_either_way_is_timed_once(implementation, modes, timed):
-    contenders = backward_contenders([implementation], modes, inputs_of(CASE, PLAIN, np), gauge())
-    assert [contender.name for contender in contenders] == timed
+    implementations = own([implementation], modes, Inputs(CASE, PLAIN, harness()))
+    assert [implementation.name for implementation in implementations] == timed
 
 
 @pytest.mark.nvrtc
 @pytest.mark.skipif(device_count() > 0, reason="the same runs on the GPU, below")
-@pytest.mark.parametrize("mode", [BOTH[0], *deep(BOTH[1])])
+@pytest.mark.parametrize("mode", [NEVER, *deep(ONLY)])
 def test_the_kernels_take_every_option(mode):
     """Two sequences, so that the bias broadcasts."""
-    case = Case(2, 2, 16, 64, 64, "float16", causal=False, window=3)
+    case = Problem(2, 2, 16, 64, 64, "float16", causal=False, window=3)
     options = wider(FEW, [option for option in OPTIONS if option not in FEW])
-    measure = gauge()
+    measure = harness()
     with cupyattn.backend("emulator"):
-        found = rows(["flash"], [mode], PLAIN, *options, case=case, measure=measure)
+        found = rows(["flash"], mode, PLAIN, *options, case=case, measure=measure)
     assert not [row["unavailable"] for row in found if "unavailable" in row]
     for result in measure.times.results:
         assert all(
@@ -106,17 +102,17 @@ def test_the_kernels_take_every_option(mode):
 @pytest.mark.nvrtc
 @pytest.mark.skipif(device_count() > 0, reason="the same runs on the GPU, below")
 def test_other_kernels_agree():
-    case = Case(1, 2, 16, 64, 64, "float32", causal=False, window=3)
+    case = Problem(1, 2, 16, 64, 64, "float32", causal=False, window=3)
     with cupyattn.backend("emulator"):
-        found = rows(["flash", "naive"], [False], PLAIN, case=case, tolerance=1e-3)
+        found = rows(["flash", "naive"], NEVER, PLAIN, case=case, tolerance=1e-3)
     assert all("times" in row for row in found)
 
 
 def test_peers_are_timed_where_they_have_the_option():
     torch = FakeTorch()
-    measure = gauge(torch=torch, peers=("eager", "flash"))
-    found = rows(["flash"], [False], PLAIN, "softcap", "bias", measure=measure)
-    assert [(row["option"], row["contender"]) for row in found if "times" in row] == [
+    measure = harness(torch=torch, baselines=("eager", "flash"))
+    found = rows(["flash"], NEVER, PLAIN, "softcap", "bias", measure=measure)
+    assert [(row["option"], row["implementation"]) for row in found if "times" in row] == [
         (PLAIN, "cupyattn flash"), (PLAIN, "torch eager"), (PLAIN, "torch flash"),
         ("softcap", "cupyattn flash"), ("bias", "cupyattn flash"),
     ]  # fmt: skip
@@ -126,8 +122,8 @@ def test_peers_are_timed_where_they_have_the_option():
 
 
 def test_wrong_gradients_of_a_peer_are_found():
-    measure = gauge(torch=FakeTorch(), peers=("eager",))  # its gradients are zeros
-    found = rows(["flash"], [False], PLAIN, measure=measure, tolerance=0.05)
+    measure = harness(torch=FakeTorch(), baselines=("eager",))  # its gradients are zeros
+    found = rows(["flash"], NEVER, PLAIN, measure=measure, tolerance=0.05)
     assert "differs from cupyattn's by 1 of the largest" in found[1]["unavailable"]
 
 
@@ -166,7 +162,7 @@ def test_json(a_gpu, tmp_path, arguments, modes):
     assert main([*SMALL, "--options", "none", "--json", str(file), *arguments]) == 0
     result = json.loads(file.read_text())
     assert {name: result[name] for name in HEADER} == HEADER
-    assert ["deterministic" in row["contender"] for row in result["rows"]] == modes
+    assert ["deterministic" in row["implementation"] for row in result["rows"]] == modes
 
 
 def test_an_implementation_without_backward(capsys):

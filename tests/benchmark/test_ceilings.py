@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.fake_gpu import CEILINGS
 
+from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.frame import ceilings
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.configs.linear import fma_rate
 from cupyattn.kernels.device.emulated import EmulatedDevice
@@ -44,7 +44,7 @@ def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
     report = Report()
     device = EmulatedDevice(Checks.fast(), report)
     for name, value in (
-        ("load_cupy", lambda: cupy), ("_CLOCK", types.SimpleNamespace(queued=queued)),
+        ("load_cupy", lambda: cupy), ("_TIMER", types.SimpleNamespace(queued=queued)),
         ("_BYTES", 2**16), ("launch", launched),
     ):  # fmt: skip
         monkeypatch.setattr(ceilings, name, value)
@@ -84,8 +84,17 @@ def test_ceilings_of_a_gpu():
 
 
 def test_shares_above_a_ceiling_are_explained(a_gpu, capsys):
-    explained = "A share above 1 is of bytes that a cache held"
-    words = ("kv_cache", "--tokens", "20", "--cache", "float", "--head-dim", "8")
+    explained = "A share above 1 means bytes that a cache held"
+    words = (
+        "decode",
+        "--cache-operations",
+        "--tokens",
+        "20",
+        "--cache",
+        "float",
+        "--head-dim",
+        "8",
+    )
     for seconds, told in ((1.0, False), (1e-12, True)):
         a_gpu.times.seconds += [seconds] * 3
         assert main(words) == 0
@@ -100,10 +109,13 @@ ATTENTION = ("--seqlen", "16", "--batch", "1", "--width", "16", *TINY)
 @pytest.mark.parametrize("words", [
     ("attention", *ATTENTION), ("attention_backward", *ATTENTION),
     ("linear", "--kind", "large", "backward", "--size", "8", "16", "24"),
-    ("block_mask", "--length", "32", "--documents", "2", "--heads", "1", "--head-dim", "8"),
+    ("attention", "--block-mask", "--seqlen", "32", "--documents", "2", "--heads", "1",
+     "--head-dim", "8"),
+    ("attention", "--training-step", "--seqlen", "16", "--batch", "1", "--heads", "1",
+     "--head-dim", "8"),
     ("varlen", "--length", "16", "--tokens", "32", "--heads", "1", "--kv-heads", "1",
      "--head-dim", "8"),
-    ("prefill", "--context", "32", "--queries", "8", "--batch", "1", "--heads", "1",
+    ("decode", "--prefill", "--context", "32", "--queries", "8", "--batch", "1", "--heads", "1",
      "--kv-heads", "1", "--head-dim", "8", "--block-size", "16"),
 ])  # fmt: skip
 def test_products_are_held_against_their_own_arithmetic(words, dtype, ceiling, a_gpu, tmp_path):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
 import pytest
-from support.fake_gpu import CEILINGS, FakeTorch, gauge
+from support.fake_gpu import CEILINGS, FakeTorch, harness
 
 import cupyattn
+from cupyattn.benchmark import decode
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.decode import cases as decode
-from cupyattn.benchmark.decode import command, peers
-from cupyattn.benchmark.frame.clock import COLD_BYTES
-from cupyattn.benchmark.frame.subjects import rows_of
+from cupyattn.benchmark.cases import COLD_BYTES, Harness, rows_of
 
-CASE = decode.Case(3, 300, True, 4, 2, 8, 2, 16, "float16")
+CASE = decode.Step(3, 300, True, 4, 2, 8, 2, 16, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
@@ -37,7 +34,7 @@ def test_a_case_of_integers_is_a_valid_call(cache, heads_first):
     assert (k.strides[1] < k.strides[2]) == heads_first
     assert np.isfinite(case.call(np)()).all()
     row = 8 + 4 if cache == "int8" else 4 + 4
-    assert case.bytes_of(np.array([300, 20, 0])) == 320 * 2 * 2 * row
+    assert case._replace(batch=1, context=20, ragged=False).bytes == 20 * 2 * 2 * row
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -51,21 +48,19 @@ def test_a_dense_case_is_the_same_step(ragged):
 
 
 def test_what_is_counted():
-    assert CASE._replace(ragged=False).bytes_of(np.array([300] * 3)) == 3 * 300 * 2 * 2 * 8 * 2
+    assert CASE._replace(ragged=False).bytes == 3 * 300 * 2 * 2 * 8 * 2
 
 
 DENSE = CASE._replace(ragged=False, block_size=None, queries=1)
 
 
 def rows_beside_peers(case, *names, **more):
-    measure = gauge(peers=names, **more)
-    (subject,) = command.subjects(parsed(case), measure)
+    measure = harness(baselines=names, **more)
+    (subject,) = decode.BENCHMARK.cases(parsed(case), measure)
     return list(rows_of(subject, measure))
 
 
 def parsed(case=None, *words):
-    parser = argparse.ArgumentParser()
-    command.BENCHMARK.add_parser(parser.add_subparsers())
     if case is not None:
         words = (
             *("--batch", case.batch, "--context", case.context, "--heads", case.heads),
@@ -75,7 +70,7 @@ def parsed(case=None, *words):
             *(["--layout", "dense"] if case.block_size is None else
               ["--layout", "paged", "--block-size", case.block_size]),
         )  # fmt: skip
-    return parser.parse_args(["decode", *map(str, words)])
+    return decode.BENCHMARK.parse(*map(str, words))[1]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -84,7 +79,7 @@ def test_peers_compute_the_same_over_dense_keys(kv_heads, dtype):
     torch = FakeTorch()
     case = DENSE._replace(dtype=dtype, kv_heads=kv_heads)
     found = rows_beside_peers(case, "eager", "flash", "cupy", torch=torch)
-    assert [row["contender"] for row in found] == [
+    assert [row["implementation"] for row in found] == [
         *("cupyattn", "torch eager", "torch flash", "cupy")
     ]
     assert all("times" in row for row in found), "results agree"
@@ -93,7 +88,7 @@ def test_peers_compute_the_same_over_dense_keys(kv_heads, dtype):
 
 
 def test_a_peer_that_computes_something_else_is_told(monkeypatch):
-    monkeypatch.setattr(peers, "_turned", lambda tensor: tensor.transpose(1, 2) * 1.1)
+    monkeypatch.setattr(decode, "swapped", lambda tensor: tensor.swapaxes(1, 2) * 1.1)
     ours, theirs = rows_beside_peers(DENSE, "eager", torch=FakeTorch())
     assert "times" in ours
     assert "one of them is wrong" in theirs["unavailable"]
@@ -101,7 +96,7 @@ def test_a_peer_that_computes_something_else_is_told(monkeypatch):
 
 def test_peers_have_neither_blocks_nor_lengths_nor_several_tokens():
     for case in (CASE._replace(ragged=False), DENSE._replace(ragged=True)):
-        assert [row["contender"] for row in rows_beside_peers(case, "eager", "cupy")] == [
+        assert [row["implementation"] for row in rows_beside_peers(case, "eager", "cupy")] == [
             "cupyattn"
         ]
     of_two = rows_beside_peers(DENSE._replace(queries=2), "eager", "cupy", torch=FakeTorch())
@@ -118,9 +113,9 @@ def test_layers_take_caches_in_turn_until_no_cache_holds_them():
         return made[-1]
 
     large = DENSE._replace(batch=32, context=4096, heads=32, kv_heads=8, head_dim=64)
-    assert COLD_BYTES / 2 < large.bytes_of(large.lengths()) < COLD_BYTES
-    assert list(large.in_turn(5, make)) == [0, 1, 0, 1, 0]
-    assert list(DENSE.in_turn(3, list)) == [[], [], []], "no more than there are layers"
+    assert COLD_BYTES / 2 < large.bytes < COLD_BYTES
+    assert large.round(Harness(np), 5, make) == [0, 1, 0, 1, 0]
+    assert DENSE.round(Harness(np), 3, list) == [[], [], []], "no more than there are layers"
 
 
 def test_text_and_json(a_gpu, capsys, tmp_path):
@@ -163,9 +158,9 @@ def test_one_layout_alone(a_gpu, tmp_path, layout, blocks):
 
 
 def test_the_sweep_has_the_steps_of_serving():
-    cases = command.cases_of(parsed(None, "--sweep"))
+    cases = decode.sweep()
     assert len(set(cases)) == len(cases)
-    usual = decode.Case(64, 4096, False, 32, 8, 128, 1, 16, "float16", "float", True)
+    usual = decode.Step(64, 4096, False, 32, 8, 128, 1, 16, "float16", "float", True)
     for context in (4096, 16384, 32768):
         paged = usual._replace(context=context)
         dense = paged._replace(block_size=None, heads_first=False)
@@ -187,7 +182,7 @@ def test_the_sweep_is_one_command(a_gpu, monkeypatch, tmp_path, quick):
              "--batch 2 --context 40 --heads 2 --kv-heads 1 --head-dim 4 8 --layout paged",
              "--batch 1 --context 40 --heads 4 --kv-heads 2 --head-dim 8 --layout dense",
     )  # fmt: skip
-    monkeypatch.setattr(command, "SWEEP", lines)
+    monkeypatch.setattr(decode, "SWEEP", lines)
     file = tmp_path / "decode.json"
     assert main(["decode", "--sweep", "--layers", "2", *quick, "--json", str(file)]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))

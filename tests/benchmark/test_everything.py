@@ -11,21 +11,20 @@ import pytest
 
 from cupyattn.benchmark import everything
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
-from cupyattn.benchmark.everything import run_part, runs_with
+from cupyattn.benchmark.everything import parts_of, run_part
 
 
-def test_every_benchmark_of_the_frame_is_run():
-    names = [benchmark.name for benchmark in BENCHMARKS]
-    assert {"attention", "attention_backward", "decode", "layers", "linear", "generate", "finetune",
-            "ring", "training_step", "host", "emulator"} <= set(names)  # fmt: skip
-    assert len(set(names)) == len(names)
-    modelled = {benchmark.name for benchmark in BENCHMARKS if runs_with(benchmark, 0)}
-    assert modelled == {
+def test_every_benchmark_and_variant_is_run():
+    parts = parts_of(BENCHMARKS)
+    assert {name for name, part in parts.items() if part.runs_with(0)} == {
         *("attention", "attention_backward", "training_step", "linear", "layers", "decode"),
-        *("varlen", "kv_cache", "block_mask", "generate", "emulator", "ring"),
+        *("varlen", "kv_cache", "block_mask", "block_mask_backward", "generate", "ring"),
     }  # fmt: skip
-    on_one = {benchmark.name for benchmark in BENCHMARKS if runs_with(benchmark, 1)}
-    assert set(names) - on_one == {"ring"}
+    assert {name for name, part in parts.items() if not part.runs_with(0)} == {
+        *("host", "prefill", "finetune")
+    }
+    assert [name for name, part in parts.items() if not part.runs_with(1)] == ["ring"]
+    assert parts["prefill"].words == ("decode", "--prefill")
 
 
 @pytest.fixture
@@ -33,11 +32,11 @@ def parts(monkeypatch):
     """Parts that are not run: what each was told, and in which order."""
     told = []
 
-    def part(name, words, seconds):
-        told.append((name, words, seconds))
-        if name == "linear":
+    def part(words, seconds):
+        told.append((words[0], words[1:], seconds))
+        if words[0] == "linear":
             return None, "FAILED with exit code 1: 0 rows"
-        return {"command": name, "rows": []}, "all rows: 0 rows"
+        return {"command": words[0], "rows": []}, "all rows: 0 rows"
 
     monkeypatch.setattr(everything, "run_part", part)
     monkeypatch.setattr(everything, "device_count", lambda: 1)
@@ -51,7 +50,7 @@ def test_a_part_that_fails_takes_no_other_with_it(parts, tmp_path, capsys):
     ran = [name for name, *_ in parts]
     assert written == [name for name in ran if name != "linear"]
     assert "ring" not in ran and "host" in ran
-    assert all(words == ["--quick", "--peers", "eager,cupy"] for _, words, _ in parts)
+    assert all(words[-3:] == ["--quick", "--peers", "eager,cupy"] for _, words, _ in parts)
     assert all(seconds <= everything._QUICK_PART_S for *_, seconds in parts)
     printed = " ".join(capsys.readouterr().out.split())
     assert "FAILED with exit code 1" in printed
@@ -67,21 +66,9 @@ def test_some_alone_and_all_is_well(parts, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", [("--json", "no/such.json"), ("--compare", "none.json")])
-def test_files_are_looked_at_before_anything_runs(parts, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["all", *words]) == 1
-    assert not parts and words[1].rpartition("/")[2] in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_is_compared_with_may_be_written_anew(parts, tmp_path, capsys):
-    file = tmp_path / "all.json"
-    row = {"contender": "cupyattn", "times": {"p50_s": 1.0}}
-    file.write_text(json.dumps({"command": "host", "rows": [row]}))
-    assert main(["all", "--only", "host", "--json", str(file), "--compare", str(file)]) == 0
-    assert json.loads(file.read_text()) == [{"command": "host", "rows": []}]
-    assert f"rows in {file} alone: 1" in " ".join(capsys.readouterr().out.split())
+def test_a_file_that_cannot_be_written_is_reported_first(parts, tmp_path, capsys):
+    assert main(["all", "--json", str(tmp_path / "no" / "such.json")]) == 1
+    assert not parts and "such.json" in capsys.readouterr().err
 
 
 def test_parts_share_the_minutes(parts, monkeypatch):
@@ -98,10 +85,10 @@ def test_in_a_quick_run_parts_leave_the_later_ones_some_time(parts, monkeypatch)
     monkeypatch.setattr(everything.time, "monotonic", lambda: now)
     part = everything.run_part
 
-    def takes_all(name, words, seconds):
+    def takes_all(words, seconds):
         nonlocal now
         now += seconds
-        return part(name, words, seconds)
+        return part(words, seconds)
 
     monkeypatch.setattr(everything, "run_part", takes_all)
     main(["all", "--quick"])
@@ -126,7 +113,7 @@ def scripted(monkeypatch):
             return real([sys.executable, *made, *command[1:]])
 
         monkeypatch.setattr(everything.subprocess, "Popen", popen)
-        return run_part("linear", [], seconds)
+        return run_part(["linear"], seconds)
 
     return run
 
@@ -163,17 +150,17 @@ def test_a_part_that_takes_too_long_is_interrupted_and_writes_what_it_has(script
 
 
 def test_rows_before_a_failure_are_kept(a_gpu, tmp_path, capsys, monkeypatch):
-    """By a benchmark itself: those that it measured are written, and it says what happened."""
-    benchmark = next(each for each in BENCHMARKS if each.name == "kv_cache")
+    benchmark = next(each for each in BENCHMARKS if each.name == "layers")
 
-    def rows(arguments, gauge):
-        yield next(iter(benchmark.rows(arguments, gauge)))
+    def rows(arguments, harness):
+        yield next(iter(benchmark.harness_rows(arguments, harness)))
         raise RuntimeError("an illegal memory access was encountered")
 
     broken = replace(benchmark, rows=rows)
     monkeypatch.setattr("cupyattn.benchmark.__main__.BENCHMARKS", (broken,))
-    file = tmp_path / "kv_cache.json"
-    assert main(["kv_cache", "--tokens", "20", "--head-dim", "8", "--json", str(file)]) == 1
+    file = tmp_path / "layers.json"
+    words = ("--operation", "gelu", "--rows", "4", "--width", "64")
+    assert main(["layers", *words, "--json", str(file)]) == 1
     result = json.loads(file.read_text())
     assert len(result["rows"]) == 1
     assert result["failed"] == "RuntimeError: an illegal memory access was encountered"
@@ -184,10 +171,10 @@ def test_modelled_rows_before_an_interrupt_are_kept(tmp_path, monkeypatch):
     benchmark = next(each for each in BENCHMARKS if each.name == "layers")
 
     def modelled(arguments):
-        yield {"operation": "rope", "contender": "cupyattn"}
+        yield {"operation": "rope", "implementation": "cupyattn"}
         raise KeyboardInterrupt
 
-    broken = replace(benchmark, modelled=modelled)
+    broken = replace(benchmark, modelled_rows=modelled)
     monkeypatch.setattr("cupyattn.benchmark.__main__.BENCHMARKS", (broken,))
     file = tmp_path / "layers.json"
     assert main(["layers", "--modelled", "--json", str(file)]) == 1
@@ -201,4 +188,4 @@ def test_on_a_gpu(tmp_path):
     file = tmp_path / "all.json"
     words = ["--only", "kv_cache", "host", "--peers", "none", "--json", str(file)]
     assert main(["all", "--quick", *words]) == 0
-    assert [result["command"] for result in json.loads(file.read_text())] == ["host", "kv_cache"]
+    assert [result["command"] for result in json.loads(file.read_text())] == ["kv_cache", "host"]

@@ -12,11 +12,10 @@ from support.fake_gpu import CEILINGS
 from support.tiny_models import TINY
 
 from cupyattn import models
+from cupyattn.benchmark import finetune as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.finetune import command
-from cupyattn.benchmark.finetune.steps import Plan, own, samples_of, timed
-from cupyattn.benchmark.finetune.work import T4_FLOPS, Size, flops_of, t4_seconds
-from cupyattn.benchmark.frame.clock import Clock
+from cupyattn.benchmark.finetune import Plan, Size, flops_of, own, samples_of, timed
+from cupyattn.benchmark.timer import Timer
 from cupyattn.models.training import LoraAdapters
 
 random = models.random
@@ -44,23 +43,18 @@ def test_operations_are_those_of_the_products(name):
     assert found == pytest.approx(16 * (plain + attention + low))
 
 
-def test_a_t4_has_products_or_bytes():
-    assert t4_seconds(T4_FLOPS, 0) == 1.0
-    assert t4_seconds(0, 32_000_000_000) == pytest.approx(0.3)
-
-
 def test_steps_are_timed_behind_the_first_ones(monkeypatch):
     clock = iter([0, 5, 10, 11, 20, 22, 30, 31, 40, 49, 50, 53])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     calls = []
-    plan = Plan("", None, 1, Clock(calls=3, warm_up=1, budget_s=100.0))
+    plan = Plan("", None, 1, Timer(calls=3, warm_up=1, budget_s=100.0))
     assert timed(lambda: calls.append(1), plan) == [1, 9, 3]
     assert len(calls) == 2 + 1 + 3
 
 
 def test_own_steps(monkeypatch):
     monkeypatch.setattr(models, "random", lambda name, **options: tiny())
-    plan = Plan("gpt2", None, 4, Clock(2, 1, 1.0))
+    plan = Plan("gpt2", None, 4, Timer(2, 1, 1.0))
     row = own(plan, Size(2, 10), np, lambda: 12345)
     assert row["held_bytes"] == 12345 and min(row["seconds"]) > 0
     assert row["budget_bytes"] == sum(row["budget"].values())
@@ -78,16 +72,16 @@ def tuning(a_gpu, monkeypatch):
 
 
 def test_text_and_json(tuning, capsys, tmp_path, monkeypatch):
-    object.__setattr__(tuning, "peers", ("peft",))
+    object.__setattr__(tuning, "baselines", ("peft",))
     monkeypatch.setitem(sys.modules, "torch", None)
     file = tmp_path / "finetune.json"
     call = ["finetune", "--size", "1x8", "2x4", "--quantize", "none", "--calls", "3"]
     assert main([*call, "--warm-up", "1", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "t4_s is MODELLED" in printed
+    assert "Gradient checkpointing" in printed
     assert "peft: --peers peft, which did not import" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [(row["contender"], row["length"]) for row in rows] == [
+    assert [(row["implementation"], row["length"]) for row in rows] == [
         ("cupyattn", 8), ("peft", 8), ("cupyattn", 4), ("peft", 4),
     ]  # fmt: skip
     row = rows[0]
@@ -97,14 +91,14 @@ def test_text_and_json(tuning, capsys, tmp_path, monkeypatch):
 
 
 def test_a_peer_is_a_row(tuning, tmp_path, monkeypatch):
-    object.__setattr__(tuning, "peers", ("peft",))
+    object.__setattr__(tuning, "baselines", ("peft",))
     found = {"seconds": [0.5], "held_bytes": 7_000_000_000}
-    monkeypatch.setattr(command, "peer", lambda who, plan, size: found)
+    monkeypatch.setattr(command, "baseline", lambda who, plan, size: found)
     file = tmp_path / "finetune.json"
     call = ["finetune", "--size", "1x8", "--quantize", "none", "--calls", "3", "--warm-up", "1"]
     assert main([*call, "--json", str(file)]) == 0
     row = json.loads(file.read_text())["rows"][1]
-    assert (row["contender"], row["times"]["p50_s"], row["flops"]) == ("peft", 0.5, None)
+    assert (row["implementation"], row["times"]["p50_s"], row["flops"]) == ("peft", 0.5, None)
     assert row["also"] == {"held_mb": 7000, "tokens_per_s": 16}
 
 
@@ -115,7 +109,6 @@ def test_sizes_that_are_none(size, capsys):
 
 
 def test_weights_of_four_bits_need_files(monkeypatch):
-    from cupyattn.benchmark.finetune import peers
 
     names = ("torch", "transformers", "peft")
     found = {name: SimpleNamespace() for name in names}
@@ -125,7 +118,7 @@ def test_weights_of_four_bits_need_files(monkeypatch):
     for name, module in found.items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(RuntimeError, match="bitsandbytes quantises models as they are read"):
-        peers.peer("peft-nf4", Plan("phi-2", None, 4, Clock(1, 1, 1.0)), Size(1, 8))
+        command.baseline("peft-nf4", Plan("phi-2", None, 4, Timer(1, 1, 1.0)), Size(1, 8))
 
 
 def test_without_a_gpu_it_says_so(capsys, no_gpu):

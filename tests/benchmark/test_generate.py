@@ -10,10 +10,10 @@ from support.tiny_models import TINY
 
 import cupyattn
 from cupyattn import models
+from cupyattn.benchmark import generate as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.generate import command
-from cupyattn.benchmark.generate.parts import T4_GB_PER_S, Part, parts_of, summary
-from cupyattn.benchmark.generate.runs import Run, Size, own, timed
+from cupyattn.benchmark.generate import T4_GB_PER_S, Part, own, parts_of, summary, timed
+from cupyattn.benchmark.other_models import Run, Size
 
 
 def tiny(name):
@@ -76,16 +76,16 @@ def test_bytes_are_those_of_weights_and_cache():
     config = model.config
     of_cache = 2 * 2 * 30 * config.num_kv_heads * config.head_dim * 4
     assert of_cache <= moved["attention"]["bytes"] < 1.1 * of_cache
-    total = sum(row["bytes"] for row in moved.values())
+    total = moved["step: all parts"]["bytes"]
     embedding = model.weights.embedding.nbytes  # of which one row is read
     assert total == pytest.approx(model.nbytes - embedding + of_cache, rel=0.02)
 
 
 def test_a_t4_is_latency_and_bytes():
     part = Part("head", 320_000_000, lambda: None)
-    (row,) = summary([part], [[200e-6, 200e-6]], 3200.0)
+    (row, _) = summary([part], [[200e-6, 200e-6]], 3200.0)
     assert row["t4_s"] == pytest.approx(100e-6 + 320e6 / T4_GB_PER_S / 1e9)
-    (row,) = summary([part, part], [[1e-4, 2e-4], [3e-4, 4e-4]], 3200.0)
+    (row, _) = summary([part, part], [[1e-4, 2e-4], [3e-4, 4e-4]], 3200.0)
     assert row["seconds"] == pytest.approx([4e-4, 6e-4]), "of all that have the name"
     assert row["calls"] == 2
 
@@ -117,7 +117,7 @@ def generating(a_gpu, monkeypatch):
     monkeypatch.setattr(models, "random", lambda name, **options: model)
     wrong = [Run(0.1, 0.2, [[0] * 4], 1), Run(0.1, 0.2, [[0] * 4] * 2, 2)]
     monkeypatch.setattr(
-        command, "peer", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
+        command, "baseline", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
     )
 
     def timer(parts, xp, runs):
@@ -133,7 +133,7 @@ SMALL = ("generate", "--model", "phi-2", "--prompt", "5", "--new-tokens", "4", "
 
 
 def test_text_and_json(generating, capsys, tmp_path):
-    object.__setattr__(generating, "peers", ("static",))
+    object.__setattr__(generating, "baselines", ("static",))
     file = tmp_path / "generate.json"
     assert main([*SMALL, "--batch", "1", "2", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -141,7 +141,7 @@ def test_text_and_json(generating, capsys, tmp_path):
     result = json.loads(file.read_text(encoding="utf-8"))
     assert (result["new_tokens"], result["runs"]) == (4, 1)
     tokens = [row for row in result["rows"] if row["operation"] == "new token"]
-    assert [(row["contender"], row["batch"]) for row in tokens] == [
+    assert [(row["implementation"], row["batch"]) for row in tokens] == [
         ("cupyattn", 1), ("transformers static", 1), ("cupyattn", 2), ("transformers static", 2),
     ]  # fmt: skip
     assert tokens[0]["also"]["equal"] == 1.0
@@ -178,7 +178,7 @@ def test_a_peer_that_cannot_is_said(generating, capsys, monkeypatch):
     def refuses(*_):
         raise RuntimeError("not this one")
 
-    object.__setattr__(generating, "peers", ("vllm",))
-    monkeypatch.setattr(command, "peer", refuses)
+    object.__setattr__(generating, "baselines", ("vllm",))
+    monkeypatch.setattr(command, "baseline", refuses)
     assert main([*SMALL, "--batch", "1"]) == 0
     assert "vllm: RuntimeError: not this one" in capsys.readouterr().out

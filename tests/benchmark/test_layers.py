@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import types
 from contextlib import nullcontext
@@ -10,14 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.fake_gpu import CEILINGS, gauge
+from support.fake_gpu import CEILINGS, harness
 
+from cupyattn.benchmark import layers as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.layers import command
-from cupyattn.benchmark.layers.calls import our_backward, our_forward
-from cupyattn.benchmark.layers.command import sets_of
-from cupyattn.benchmark.layers.operation import Size, Source
-from cupyattn.benchmark.layers.operations import OPERATIONS
+from cupyattn.benchmark.cases import Arrays, Harness
+from cupyattn.benchmark.layer_operations import OPERATIONS, Size
+from cupyattn.benchmark.layers import own_call
 
 SMALL = Size(4, 256, "float16")
 NAMES = {operation.name: operation for operation in OPERATIONS}
@@ -27,35 +25,34 @@ def nbytes(array):
     return array.nbytes if getattr(array, "ndim", 0) > 1 else 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "adamw_step_8bit"])
 def test_an_operation_moves_what_is_counted(name):
     """Arrays with an item for each column or row do not count, and of a table what is looked up."""
     operation = NAMES[name]
-    arrays = operation.arrays(SMALL, Source(np, 0))
-    (forward,) = our_forward(operation, [arrays])
-    result = forward()
+    arrays = operation.arrays(SMALL, Arrays(np))
+    result = own_call(operation, "forward", arrays, Harness(np))()
     results = result if isinstance(result, tuple) else (result,)
     read = {"rope": arrays[:1], "embedding": results}.get(name, arrays)
     moved = sum(map(nbytes, (*read, *results)))
     assert moved == operation.traffic(SMALL, "forward")
     if operation.backward_arrays is None:
         return
-    (backward,) = our_backward(operation, [arrays], np)
+    backward = own_call(operation, "backward", arrays, Harness(np))
     assert backward.args and all(gradient is not None for gradient in backward()[:1])
 
 
 def test_the_gradient_of_a_table_is_counted_whole():
     operation = NAMES["embedding"]
-    arrays = operation.arrays(SMALL, Source(np, 0))
-    (backward,) = our_backward(operation, [arrays], np)
+    arrays = operation.arrays(SMALL, Arrays(np))
+    backward = own_call(operation, "backward", arrays, Harness(np))
     dtable, _ = backward()
     assert operation.traffic(SMALL, "backward") == backward.args[0].nbytes + dtable.nbytes
 
 
 def test_products_are_counted():
     operation = NAMES["linear_cross_entropy"]
-    x, w, labels = operation.arrays(SMALL, Source(np, 0))
-    (backward,) = our_backward(operation, [(x, w, labels)], np)
+    x, w, labels = operation.arrays(SMALL, Arrays(np))
+    backward = own_call(operation, "backward", (x, w, labels), Harness(np))
     moved = sum(map(nbytes, (x, w, *backward()[:2])))
     assert operation.traffic(SMALL, "backward") == moved
     forward = 2 * x.shape[0] * x.shape[1] * w.shape[1]
@@ -88,43 +85,41 @@ def test_steps_in_place_are_compared_from_the_same_start(steps, agrees, monkeypa
     """A peer that makes no step, or a second one, is told from one that makes the same."""
     operation = NAMES["adamw_step"]
 
-    def theirs(torch, function, sets):
+    def theirs(torch, function, arrays, harness):
         def call():
             for _ in range(steps):
-                our_forward(operation, sets[:1])[0]()
-            return tuple(sets[0][i] for i in operation.changes)
+                own_call(operation, "forward", arrays, harness)()
+            return tuple(arrays[i] for i in operation.changes)
 
-        return [call]
+        return call
 
     monkeypatch.setattr(command, "torch_forward", theirs)
-    measure = gauge(torch=Torch(), peers=("eager",))
-    ours, peer = command.rows(parsed("--operation", "adamw_step", *TINY), measure)
+    measure = harness(torch=Torch(), baselines=("eager",))
+    ours, peer = rows_of(measure, "--operation", "adamw_step", *TINY)
     assert "times" in ours
     assert ("times" in peer) is agrees
 
 
-def parsed(*words):
-    parser = argparse.ArgumentParser()
-    command.BENCHMARK.add_parser(parser.add_subparsers())
-    return parser.parse_args(["layers", *words])
+def rows_of(measure, *words):
+    return list(command.BENCHMARK.harness_rows(command.BENCHMARK.parse(*words)[1], measure))
 
 
 TINY = ("--rows", "4", "--width", "256")
 
 
 def test_peers_are_timed_forward_compiled_too(monkeypatch):
-    monkeypatch.setattr(
-        command, "torch_forward", lambda torch, function, sets: our_forward(NAMES["silu"], sets)
-    )
-    monkeypatch.setattr(
-        command, "torch_backward",
-        lambda torch, function, sets, xp: our_backward(NAMES["silu"], sets, xp),
-    )  # fmt: skip
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(
+            command, f"torch_{direction}",
+            lambda torch, function, arrays, harness, to=direction: own_call(
+                NAMES["silu"], to, arrays, harness
+            ),
+        )  # fmt: skip
     torch = Torch()
-    measure = gauge(torch=torch, peers=("eager", "compile"), compile_mode="a mode")
-    rows = list(command.rows(parsed("--operation", "silu", *TINY), measure))
+    measure = harness(torch=torch, baselines=("eager", "compile"), compile_mode="a mode")
+    rows = rows_of(measure, "--operation", "silu", *TINY)
     names = ["cupyattn", "torch eager", "torch compile"]
-    assert [(row["direction"], row["contender"]) for row in rows] == [
+    assert [(row["direction"], row["implementation"]) for row in rows] == [
         (direction, name) for direction in ("forward", "backward") for name in names
     ]
     assert all("times" in row for row in rows)
@@ -139,24 +134,27 @@ def test_array_functions_give_the_same(name, monkeypatch):
     """And are timed forward alone, where there is no PyTorch too."""
     small = replace(NAMES[name], shape=None, tolerance=4e-3)  # float16 has 1e-3
     monkeypatch.setattr(command, "OPERATIONS", (small,))
-    measure = gauge(torch=RuntimeError("not here"), peers=("cupy",))
-    forward, peer, *backward = command.rows(parsed("--operation", name, *TINY), measure)
-    assert (peer["contender"], peer.get("unavailable")) == ("cupy", None)
-    assert [row["contender"] for row in (forward, *backward)] == ["cupyattn"] * (1 + len(backward))
+    measure = harness(torch=RuntimeError("not here"), baselines=("cupy",))
+    forward, peer, *backward = rows_of(measure, "--operation", name, *TINY)
+    assert (peer["implementation"], peer.get("unavailable")) == ("cupy", None)
+    assert [row["implementation"] for row in (forward, *backward)] == ["cupyattn"] * (
+        1 + len(backward)
+    )
 
 
 def test_what_array_functions_have_not():
     """Another generator, or an erf that NumPy and CuPy have not."""
     without = NAMES.keys() - set(COMPOSED)
     assert {name for name in without if not name.startswith("sample")} == {
-        "geglu", "dropout", "dropout + add"
+        "geglu", "dropout", "dropout + add", "adamw_step_8bit", "add_to", "merge_attention",
+        "quantize, nf4", "dequantize, nf4",
     }  # fmt: skip
     assert all("greedy" not in name for name in without)
 
 
 def test_sets_of_arrays_are_larger_than_a_cache():
-    assert sets_of(2 * Size(8192, 768, "float16").array_bytes) == 16
-    assert sets_of(Size(2048, 128_256, "float16").array_bytes) == 1
+    assert Harness(np).sets(2 * Size(8192, 768, "float16").array_bytes, 16) == 16
+    assert Harness(np).sets(Size(2048, 128_256, "float16").array_bytes, 16) == 1
 
 
 def test_text_and_json(a_gpu, capsys, tmp_path):
@@ -185,5 +183,6 @@ def test_products_are_held_against_products(dtype, ceiling, a_gpu, tmp_path, mon
 
 
 def test_an_operation_of_one_size_is_timed_once():
-    cases = command.cases_of(parsed("--operation", "cross_entropy", "gelu"))
+    _, arguments = command.BENCHMARK.parse("--operation", "cross_entropy", "gelu")
+    cases = command.sized(arguments)
     assert [operation.name for operation, _ in cases] == ["cross_entropy", "gelu", "gelu", "gelu"]

@@ -8,65 +8,58 @@ import types
 
 import numpy as np
 import pytest
-from support.fake_gpu import CEILINGS, gauge
+from support.fake_gpu import CEILINGS, harness
 from support.processes import run
 
 import cupyattn
+from cupyattn.benchmark import linear as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.linear import cases, command
-from cupyattn.benchmark.linear.calls import (
-    array_calls,
-    finished,
-    own_calls,
-    reading_calls,
-    torch_calls,
-)
-from cupyattn.benchmark.linear.cases import LARGE, QUANTISED, Case, arrays_of
-from cupyattn.benchmark.linear.command import OWN, READING, cases_of
+from cupyattn.benchmark.cases import Harness
+from cupyattn.benchmark.linear import LARGE, OWN, QUANTISED, READING, Inputs, Product, products
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.weight_formats import FORMATS
 
-FEW = Case("thin", 2, 16, 40, "float32", "nk", None)
+HERE = Harness(np, cold=False)
+FEW = Product("thin", 2, 16, 40, "float32", "nk", None)
 
 
 def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.BENCHMARK.add_parser(parser.add_subparsers())
-    return parser.parse_args(["linear", *words])
+    return command.BENCHMARK.parse(*words)[1]
 
 
 def test_the_cases_are_those_of_the_command_line():
-    usual = list(cases_of(parsed()))
+    usual = list(products(parsed()))
     assert [(c.M, c.N, c.K) for c in usual if c.kind == "large"] == list(LARGE)
     assert {c.activation for c in usual if c.kind == "thin"} == {None}
     words = ("--kind", "thin", "--dtype", "float32", "float16", "--layout", "kn", "nk")
-    asked = list(cases_of(parsed(*words, "--size", "1", "16", "32", "--activation", "silu")))
+    asked = list(products(parsed(*words, "--size", "1", "16", "32", "--activation", "silu")))
     assert len(asked) == 4
     assert {(c.M, c.N, c.K, c.activation) for c in asked} == {(1, 16, 32, "silu")}
 
 
 def test_quantised_weights_stand_beside_those_of_the_dtype():
-    cases = list(cases_of(parsed("--kind", "large", "backward", "--weights", "nf4", "int8")))
+    cases = list(products(parsed("--kind", "large", "backward", "--weights", "nf4", "int8")))
     assert {case.kind for case in cases} == {"large", "dx"}
     assert {case.weights for case in cases} == {None, "nf4", "int8"}
     assert [(c.M, c.N, c.K) for c in cases if (c.kind, c.weights) == ("dx", "nf4")] == [*QUANTISED]
-    assert {case.weights for case in cases_of(parsed("--layout", "kn", "--weights", "nf4"))} == {
+    assert {case.weights for case in products(parsed("--layout", "kn", "--weights", "nf4"))} == {
         None
     }
 
 
 @pytest.mark.parametrize("weights", [None, *FORMATS])
 def test_calls_of_quantised_weights(weights):
-    case = Case("large", 3, 8, 256, "float32", "nk", None, weights)
-    arrays = arrays_of(case, np)
+    case = Product("large", 3, 8, 256, "float32", "nk", None, weights)
+    inputs = Inputs(case, HERE)
+    arrays = inputs.arrays
     w = arrays.weights[0]
     assert w.nbytes == case.weight_bytes
     dense = w if weights is None else cupyattn.dequantize(w)
-    (call,) = own_calls(case, arrays)
+    (call,) = inputs.own_calls()
     np.testing.assert_allclose(call(), arrays.x @ dense.T + arrays.b, rtol=1e-3, atol=1e-3)
-    back = Case("dx", 3, 8, 256, "float32", "nk", None, weights)
-    (call,) = own_calls(back, arrays_of(back, np))
+    back = Product("dx", 3, 8, 256, "float32", "nk", None, weights)
+    (call,) = Inputs(back, HERE).own_calls()
     np.testing.assert_allclose(call(), arrays.dout @ dense, rtol=1e-3, atol=1e-3)
 
 
@@ -74,8 +67,8 @@ def test_calls_of_quantised_weights(weights):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("kind", ["large", "backward", "dx"])
 def test_the_bytes_of_a_case_are_its_arrays(kind, activation, weights):
-    case = Case(kind, 8, 64, 128, "float32", "nk", activation, weights)
-    x, (w, *_), b, dout, out = arrays_of(case, np)
+    case = Product(kind, 8, 64, 128, "float32", "nk", activation, weights)
+    x, (w, *_), b, dout, out = Inputs(case, HERE).arrays
     expected = {
         "large": (x, w, b, out),
         "dx": (dout, w, out),
@@ -84,23 +77,28 @@ def test_the_bytes_of_a_case_are_its_arrays(kind, activation, weights):
     assert case.bytes == sum(array.nbytes for array in expected)
 
 
+def weights(product):
+    return Inputs(product, Harness(np, filled=False)).arrays.weights
+
+
 def test_few_rows_meet_weights_that_no_cache_holds():
-    case = Case("thin", 1, 2560, 2560, "float16", "nk", None)
-    assert case.copies * case.weight_bytes >= 2**28
-    assert Case("large", 1, 2560, 2560, "float16", "nk", None).copies == 1
-    assert Case("thin", 1, 128256, 2048, "float16", "nk", None).copies == 2
+    case = Product("thin", 1, 2560, 2560, "float16", "nk", None)
+    assert len(weights(case)) * case.weight_bytes >= 2**28
+    assert len(weights(Product("large", 1, 2560, 2560, "float16", "nk", None))) == 1
+    assert len(weights(Product("thin", 1, 128256, 2048, "float16", "nk", None))) == 2
 
 
 @pytest.fixture
 def two_weights(monkeypatch):
-    monkeypatch.setattr(Case, "copies", 2)
+    monkeypatch.setattr(Harness, "sets", lambda self, traffic, most: 2)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_forward_calls_are_linear_of_each_weight(layout, two_weights):
-    case = Case("thin", 2, 16, 40, "float32", layout, "silu")
-    arrays = arrays_of(case, np)
-    calls = own_calls(case, arrays)
+    case = Product("thin", 2, 16, 40, "float32", layout, "silu")
+    inputs = Inputs(case, HERE)
+    arrays = inputs.arrays
+    calls = inputs.own_calls()
     assert len(calls) == 2
     for call, weight in zip(calls, arrays.weights, strict=True):
         assert call() is arrays.out
@@ -112,9 +110,10 @@ def test_forward_calls_are_linear_of_each_weight(layout, two_weights):
 
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
 def test_backward_calls_write_what_is_there(activation):
-    case = Case("backward", 8, 16, 24, "float32", "nk", activation)
-    arrays = arrays_of(case, np)
-    (call,) = own_calls(case, arrays)
+    case = Product("backward", 8, 16, 24, "float32", "nk", activation)
+    inputs = Inputs(case, HERE)
+    arrays = inputs.arrays
+    (call,) = inputs.own_calls()
     first, second = call(), call()
     assert all(a is b for a, b in zip(first, second, strict=True))
     w = arrays.weights[0].T
@@ -124,10 +123,11 @@ def test_backward_calls_write_what_is_there(activation):
 
 @pytest.mark.nvrtc
 def test_the_reading_kernel_reads_all_once(two_weights):
-    arrays = arrays_of(Case("thin", 1, 40, 1000, "float32", "nk", None), np)
+    inputs = Inputs(Product("thin", 1, 40, 1000, "float32", "nk", None), HERE)
+    arrays = inputs.arrays
     report = Report()
     device = EmulatedDevice(Checks.all(), report)
-    for call in reading_calls(device, 1, arrays, np):
+    for call in inputs.reading_calls(device):
         call()
     sectors = sum(access.sectors for access in report.accesses if access.space == "global")
     assert sectors * 32 == sum(weight.nbytes for weight in arrays.weights)
@@ -162,15 +162,13 @@ class Torch:
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_pytorch_computes_the_same(layout, two_weights):
-    case = Case("thin", 2, 16, 40, "float32", layout, None)
-    arrays = arrays_of(case, np)
-    own = own_calls(case, arrays)
+    case = Product("thin", 2, 16, 40, "float32", layout, None)
+    inputs = Inputs(case, HERE)
+    own = inputs.own_calls()
     torch = Torch()
-    measure = gauge(torch=torch)
-    for compiled in (False, True):
-        for call, of_torch in zip(
-            own, torch_calls(measure, case, arrays, compiled=compiled), strict=True
-        ):
+    object.__setattr__(inputs, "harness", harness(torch=torch))
+    for name in ("eager", "compile"):
+        for call, of_torch in zip(own, inputs.torch_calls(name), strict=True):
             np.testing.assert_allclose(of_torch(), call(), rtol=1e-4, atol=1e-5)
     assert torch.compiled == 1
 
@@ -178,22 +176,23 @@ def test_pytorch_computes_the_same(layout, two_weights):
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_tanh"])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_array_functions_compute_the_same(layout, activation):
-    case = Case("large", 8, 16, 24, "float32", layout, activation)
-    arrays = arrays_of(case, np)
-    expected = own_calls(case, arrays)[0]()
-    (composed,) = array_calls(case, arrays, np, alone=False)
+    case = Product("large", 8, 16, 24, "float32", layout, activation)
+    inputs = Inputs(case, HERE)
+    arrays = inputs.arrays
+    expected = inputs.own_calls()[0]()
+    (composed,) = inputs.array_calls("cupy")
     np.testing.assert_allclose(composed(), expected, rtol=1e-4, atol=1e-5)
-    (product,) = array_calls(case, arrays, np, alone=True)
-    found = finished(case, arrays, product(), np)
+    (product,) = inputs.array_calls("cublas")
+    found = inputs.finished(product())
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     w = arrays.weights[0].T if layout == "nk" else arrays.weights[0]
     np.testing.assert_allclose(product(), arrays.x @ w, rtol=1e-4, atol=1e-5)
 
 
 def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_reading", lambda arrays, gauge: [lambda: None])
-    monkeypatch.setattr(cases, "COLD_BYTES", 10**6)
-    object.__setattr__(a_gpu, "peers", ("cublas", "cupy"))
+    monkeypatch.setattr(Inputs, "reading_calls", lambda self: [lambda: None])
+    monkeypatch.setattr(Harness, "sets", lambda self, traffic, most: 2)
+    object.__setattr__(a_gpu, "baselines", ("cublas", "cupy"))
     a_gpu.times.seconds += [1e-3, 2e-3, 3e-3]
     file = tmp_path / "linear.json"
     words = ("--size", "8", "1000", "100", "--kind", "large", "thin", "--json", str(file))
@@ -202,7 +201,7 @@ def test_text_and_json(a_gpu, capsys, tmp_path, monkeypatch):
     assert "linear on A GPU, 2026-11-20" in printed
     assert "large gelu_tanh cupyattn 1.000 ms" in printed
     rows = json.loads(file.read_text())["rows"]
-    assert [row["contender"] for row in rows] == [
+    assert [row["implementation"] for row in rows] == [
         OWN, "cublas", "cupy", OWN, READING, "cublas", "cupy"
     ]  # fmt: skip
     assert all("times" in row for row in rows)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import replace
+from functools import partial
 
 import pytest
-from support.drawn import pages, shown
 from support.gates import require_gates_tools
 from support.search import deep
 
 from cupyattn import turing
+from cupyattn.benchmark import linear, machine
+from cupyattn.benchmark import model as turing_model
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
-from cupyattn.benchmark.frame import emulated, machine, turing_model
-from cupyattn.benchmark.frame.emulated import ModelledCall
-from cupyattn.benchmark.frame.results import results_of
-from cupyattn.benchmark.linear import command
-from cupyattn.benchmark.linear.cases import Case
-from cupyattn.benchmark.memory.passes import product
-from cupyattn.benchmark.plot import roofline, throughput
+from cupyattn.benchmark.model import EMULATED, UNFILLED, Model, ModelledCall, row_of
+from cupyattn.benchmark.results import results_of
 from cupyattn.turing import T4, DisassemblerError
 
 COUNTS = {"kernels": ["a"], "sector_ratio": 1.5, "bound": "lsu", "instruction_bytes": 4.0,
@@ -35,7 +31,7 @@ def counted(monkeypatch, no_gpu):
         calls.append(call)
         return COUNTS
 
-    monkeypatch.setattr(emulated, "counts_of", counts_of)
+    monkeypatch.setattr(turing_model, "counts_of", counts_of)
     return calls
 
 
@@ -43,9 +39,9 @@ def rows_of(tmp_path, *words):
     file = tmp_path / "modelled.json"
     assert main([*words, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    assert (result["command"], result["modelled"], result["machine"]) == (words[0], True, "T4")
+    assert (result["modelled"], result["machine"]) == (True, "T4")
     assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
-    assert {"commit", "nvrtc", "nvdisasm"} <= set(result)
+    assert {"nvrtc", "nvdisasm"} <= set(result)
     assert all(row["modelled"] for row in result["rows"])
     return result["rows"]
 
@@ -54,10 +50,10 @@ ATTENTION = ("--head-dim", "64", "--dtype", "float16", "--implementation", "flas
 
 
 def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    monkeypatch.setattr(Model, "rate", lambda self, prepare: 52.0)
     rows = rows_of(tmp_path, "attention", *ATTENTION)
     assert capsys.readouterr().out.startswith("Attention forward, MODELLED and not measured")
-    assert [(row["option"], row["contender"]) for row in rows] == [
+    assert [(row["option"], row["implementation"]) for row in rows] == [
         ("plain", "cupyattn flash"), ("causal", "cupyattn flash"),
     ]  # fmt: skip
     plain = rows[0]
@@ -66,7 +62,7 @@ def test_products_have_the_rate_of_the_model(counted, monkeypatch, tmp_path, cap
     assert plain["of_ceiling"] == pytest.approx(52 / T4.tflops(1024))
     assert plain["bytes"] == 4 * 8 * 4096 * plain["heads"] * 64 * 2, "q, k, v and out"
     assert plain["gb_per_s"] == pytest.approx(plain["bytes"] / plain["times"]["p50_s"] / 1e9)
-    assert plain["counts"]["sector_ratio"] == 1.5
+    assert plain["counts"] == {"kernels": ["attention_forward"]}
     in_float32 = rows_of(tmp_path, "attention", *ATTENTION, "--dtype", "float32")
     for row in in_float32:
         assert row["of_ceiling"] == pytest.approx(52 / T4.tflops(128)), "not of tensor cores"
@@ -81,7 +77,7 @@ def test_options_have_the_rate_of_their_own_kernels(counted, loops, tmp_path):
     for direction, rate in (("attention", 500), ("attention_backward", 400)):
         rows = rows_of(tmp_path, direction, *ATTENTION, "--options", options)
         if direction == "attention_backward":
-            rows = [row for row in rows if "deterministic" not in row["contender"]]
+            rows = [row for row in rows if "deterministic" not in row["implementation"]]
         assert [row["option"] for row in rows] == ["plain", "alibi", "score_mod", "softcap"]
         assert [row["tflops"] for row in rows] == pytest.approx([T4.tflops(rate)] * 4)
         assert len({row["flops"] for row in rows}) == 1
@@ -97,7 +93,7 @@ def test_alibi_as_an_expression_takes_at_most_5_percent_longer(counted, tmp_path
 
 
 def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tmp_path):
-    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    monkeypatch.setattr(Model, "rate", lambda self, prepare: 52.0)
     file = tmp_path / "modelled.json"
     assert main(["attention", *ATTENTION, "--json", str(file)]) == 0
     (result,) = results_of(file)
@@ -105,30 +101,24 @@ def test_what_is_modelled_is_drawn_under_a_t4s_ceilings(counted, monkeypatch, tm
         "copy_gb_per_s": 320, "read_gb_per_s": 320, "mma_tflops": pytest.approx(65.1, abs=0.1),
         "fma_tflops": pytest.approx(8.1, abs=0.1),
     }  # fmt: skip
-    ((tflops,),) = (drawn for drawn in pages(throughput, result).values() if drawn)
-    assert "a T4's tensor cores: 65.1 TFLOP/s" in {text for text, _ in shown(tflops)}
-    ((under,),) = pages(roofline, result).values()
-    said = {text for text, _ in shown(under)}
-    assert "roof: a T4, as specified, 65.0 TFLOP/s, 320 GB/s" in said
-    assert not any("our code in this run" in text for text in said)
 
 
 def test_without_a_disassembler_there_are_counts_alone(counted, monkeypatch, tmp_path, capsys):
     def missing(*_):
         raise DisassemblerError("nvdisasm is not here")
 
-    monkeypatch.setattr(turing_model.Model, "figure", missing)
+    monkeypatch.setattr(Model, "rate", missing)
     monkeypatch.setattr(machine, "disassembler_version", missing)
-    (row,) = rows_of(tmp_path, "linear", "--kind", "large", "--size", "64", "64", "64")
+    (row,) = rows_of(tmp_path, "linear", "--kind", "large", "--size", "512", "512", "512")
     said = "Products have no times: the model of Turing reads machine code that nvdisasm lists"
     assert said in " ".join(capsys.readouterr().out.split())
     assert "times" not in row
-    assert (row["tflops"], row["counts"]["sector_ratio"]) == (None, 1.5)
+    assert (row["tflops"], row["counts"]["kernels"]) == (None, ["linear_forward"])
 
 
 @pytest.mark.parametrize("words", [
     ("layers", "--operation", "softmax"), ("linear", "--kind", "thin"), ("decode", "--batch", "1"),
-    ("kv_cache", "--cache", "int8"),
+    ("decode", "--cache-operations", "--cache", "int8"),
 ])  # fmt: skip
 def test_what_moves_bytes_has_a_share_of_the_bandwidth(words, counted, tmp_path):
     rows = rows_of(tmp_path, *words)
@@ -156,21 +146,21 @@ def loops(monkeypatch):
 
 
 def test_a_training_step_takes_the_time_of_both_directions(counted, loops, tmp_path):
-    flash, deterministic, naive = rows_of(tmp_path, "training_step")
+    flash, deterministic, naive = rows_of(tmp_path, "attention", "--training-step")
     forward, backward = 2 / T4.tflops(500), 5 / T4.tflops(400)
     assert flash["tflops"] == pytest.approx(7 / (forward + backward))
     assert flash["times"]["p50_s"] == pytest.approx(flash["flops"] / flash["tflops"] / 1e12)
     both = 4 / T4.tflops(400) + 3 / T4.tflops(300)
     assert deterministic["tflops"] == pytest.approx(7 / (forward + both))
     assert naive["tflops"] == pytest.approx(7 / (9 / T4.tflops(10)))
-    assert [row["contender"] for row in (flash, deterministic, naive)] == [
+    assert [row["implementation"] for row in (flash, deterministic, naive)] == [
         "cupyattn flash", "cupyattn flash deterministic", "cupyattn naive"
     ]  # fmt: skip
 
 
 def test_packed_sequences_have_the_rates_of_their_own_loops(counted, loops, tmp_path):
     rows = rows_of(tmp_path, "varlen", "--length", "512")
-    assert [(row["direction"], row["contender"]) for row in rows[:4]] == [
+    assert [(row["direction"], row["implementation"]) for row in rows[:4]] == [
         (direction, f"cupyattn {way}") for direction in ("forward", "backward")
         for way in ("dense", "equal")
     ]  # fmt: skip
@@ -181,12 +171,12 @@ def test_packed_sequences_have_the_rates_of_their_own_loops(counted, loops, tmp_
 
 
 def test_a_block_mask_is_modelled_by_the_tiles_that_it_keeps(counted, loops, tmp_path):
-    rows = rows_of(tmp_path, "block_mask", "--head-dim", "64", "--length", "2048")
-    assert len(rows) == 9
-    plain, mask_mod, block_mask = rows[:3]
+    words = ("--block-mask", "--head-dim", "64", "--seqlen", "2048")
+    plain, mask_mod, block_mask = rows_of(tmp_path, "attention", *words)
     assert plain["tflops"] == mask_mod["tflops"] == pytest.approx(T4.tflops(500))
     assert mask_mod["flops"] == plain["flops"]
-    assert block_mask["flops"] == pytest.approx(block_mask["kept"] * plain["flops"])
+    assert 0.1 < block_mask["flops"] / plain["flops"] < 0.3
+    assert block_mask["times"]["p50_s"] < 0.3 * plain["times"]["p50_s"]
 
 
 def test_a_step_of_generating_is_modelled_by_its_bytes(no_gpu, tmp_path):
@@ -203,24 +193,11 @@ def test_a_step_of_generating_is_modelled_by_its_bytes(no_gpu, tmp_path):
     assert step["bytes"] == pytest.approx(weights + cache, rel=0.02)
 
 
-@pytest.mark.nvrtc
-@pytest.mark.parametrize(("words", "kernel"), [
-    (("kv_cache", "--cache", "int4"), "append_kv"),
-    (("training_step", "--kernels", "flash"), "attention_backward_dkdv"),
-    *deep((("varlen", "--length", "512"), "attention_forward")),
-    *deep((("block_mask", "--head-dim", "64", "--documents", "3"), "attention_forward")),
-])  # fmt: skip
-def test_small_calls_of_each_are_counted(words, kernel, no_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(turing_model.Model, "rate", lambda self, prepare: 52.0)
-    first, *_ = rows_of(tmp_path, *words)
-    assert kernel in first["counts"]["kernels"]
-
-
 LINEAR = ("linear", "--size", "8192", "8192", "4096", "--weights", "nf4", "int4")
 
 
 def test_quantised_weights_are_modelled_too(counted, monkeypatch, tmp_path):
-    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
+    monkeypatch.setattr(Model, "rate", lambda self, prepare: 52.0)
     rows = rows_of(tmp_path, *LINEAR)
     found = [(row["kind"], row["M"], row["weights"]) for row in rows]
     weights = (None, "nf4", "int4")
@@ -228,24 +205,22 @@ def test_quantised_weights_are_modelled_too(counted, monkeypatch, tmp_path):
         *((kind, 8192, name) for name in weights for kind in ("large", "dx")),
         *(("thin", m, name) for name in weights for m in (1, 16)),
     ]
-    for row, call in zip(rows, counted, strict=True):
-        assert row["kind"] != "thin" or row["bytes"] == call.least_bytes
+    thin = [row for row in rows if row["kind"] == "thin"]
+    assert [row["bytes"] for row in thin] == [call.least_bytes for call in counted]
     nf4 = 1024 * 2048 * (1 / 2 + 4 / 64)
-    assert rows[-4]["bytes"] == nf4
+    assert thin[2]["bytes"] == nf4
+
+
+def first(product, harness):
+    return linear.Inputs(product, harness).own_calls()[0]
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("weights", [*deep(None), "nf4", *deep("int4")])
-def test_products_and_counts_are_those_of_the_kernels_of_many_rows(weights):
-    """And one row of quantised weights is bound by the memory that they lie in."""
-    for kind in ("large", "dx"):
-        case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
-        small = replace(case, **command._COUNTED)
-        (kernel,) = emulated.row_of(ModelledCall("", 1, product(small)))["kernels"]
-        assert kernel.removesuffix("_quantised") in ("linear_forward", "linear_product")
-    case = Case("thin", 1, 1024, 2048, "float16", "nk", None, weights)
-    counts = emulated.row_of(ModelledCall("", case.weight_bytes, product(case)))
-    assert counts["bound"] == "memory"
+def test_one_row_of_quantised_weights_is_bound_by_memory(weights):
+    product = linear.Product("thin", 1, 1024, 2048, "float16", "nk", None, weights)
+    call = ModelledCall("", product.weight_bytes, partial(first, product, EMULATED))
+    assert row_of(call)["bound"] == "memory"
 
 
 @pytest.mark.nvrtc
@@ -260,9 +235,9 @@ def test_products_and_counts_are_those_of_the_kernels_of_many_rows(weights):
     ],
 )
 def test_the_rate_is_that_of_the_tables_row(weights, form, kind, kernel, more):
-    case = Case(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
+    product = linear.Product(kind, 8192, 8192, 4096, "float16", "nk", None, weights)
     require_gates_tools()
-    rate = turing_model.rate_of(turing_model.Model(T4), "linear", case.labels)
+    rate = turing_model.rate_of(Model(T4), partial(first, product, UNFILLED))
     assert rate is not None
     gate = turing.row(kernel, TILE_ROWS=256, FORMAT=form, **more).gates.models
     assert rate / T4.tflops(1024) == pytest.approx(gate, abs=0.03)
@@ -276,17 +251,8 @@ def test_the_counts_are_the_emulators(no_gpu, tmp_path):
     assert 0 < forward["of_ceiling"] <= 1
 
 
-@pytest.mark.nvrtc
-def test_many_rows_count_the_kernels_of_many_rows(no_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(turing_model.Model, "figure", lambda self, command, row: 52.0)
-    words = ("linear", "--kind", "large", "backward", "--size", "8192", "3072", "768")
-    large, backward = rows_of(tmp_path, *words)
-    assert large["counts"]["kernels"] == ["linear_forward"]
-    assert "linear_product" in backward["counts"]["kernels"]
-
-
 @pytest.mark.parametrize(
-    "name", [each.name for each in BENCHMARKS if each.gpus == 1 and each.modelled is None]
+    "name", [each.name for each in BENCHMARKS if each.gpus == 1 and not each.can_model]
 )
 def test_what_cannot_be_modelled_needs_a_gpu(name, no_gpu, capsys):
     assert main([name]) == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.made_up_results import attention, layers
+from support.memory_calls import every_call
 
 from cupyattn.benchmark.__main__ import BENCHMARKS, main
-from cupyattn.benchmark.frame.table import show_result
-from cupyattn.benchmark.memory.calls import modelled_calls
-from cupyattn.benchmark.memory.command import show as show_memory
+from cupyattn.benchmark.memory import show as show_memory
+from cupyattn.benchmark.table import show_result
 from cupyattn.cli.terminal import Terminal
 from cupyattn.turing import MACHINES
 
@@ -22,7 +22,7 @@ def narrow(monkeypatch):
 
 def shown(result, capsys):
     (benchmark,) = (each for each in BENCHMARKS if each.name == result["command"])
-    result |= {"clocks": None, "calls": 100, "warm_up": 10}
+    result |= {"calls": 100, "warm_up": 10}
     show_result(benchmark.title, benchmark.note, benchmark.beside, result, Terminal())
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -33,7 +33,7 @@ def test_many_labels_stand_in_the_line_above_the_figures(capsys):
     result = attention((512, 4096), (64, 80, 128))
     lines = shown(result, capsys)
     for row in result["rows"]:
-        case = (row[name] for name in ("heads", "seqlen", "head_dim", "option", "contender"))
+        case = (row[name] for name in ("heads", "seqlen", "head_dim", "option", "implementation"))
         at = lines.index(" ".join(map(str, case)))
         assert lines[at + 1].split()[1] in ("us", "ms") if "times" in row else "none"
 
@@ -48,7 +48,7 @@ def test_rows_of_one_case_stand_below_it(capsys):
         if case != last:
             at = lines.index(case)
         at += 1
-        assert lines[at].startswith(f"{row['contender']} ")
+        assert lines[at].startswith(f"{row['implementation']} ")
         assert f"{row['gb_per_s']:.0f} " in lines[at]
 
 
@@ -64,7 +64,7 @@ def test_calls_of_memory_stand_beside_their_figures(capsys):
     rows = [
         {"call": call.name, "sector_ratio": 16.73, "bound": "memory",
          "bandwidth_share": dict.fromkeys(MACHINES, 0.5)}
-        for call in modelled_calls()
+        for call in every_call()
     ]  # fmt: skip
     show_memory({"nvrtc": "12.9", "machines": list(MACHINES), "rows": rows}, Terminal())
     lines = capsys.readouterr().out.splitlines()

@@ -10,25 +10,24 @@ from support.fake_gpu import HEADER
 from support.search import deep
 
 from cupyattn.__main__ import main
-from cupyattn.benchmark.attention.arguments import cases_of as attention_cases
-from cupyattn.benchmark.frame import gpu_command
-from cupyattn.benchmark.frame import turing_model as modelled
-from cupyattn.benchmark.frame.benchmark import Benchmark
-from cupyattn.benchmark.frame.rows import labels_of, row_of
-from cupyattn.benchmark.frame.turing_model import Model, machine_of, with_model
-from cupyattn.benchmark.linear.cases import Case
-from cupyattn.benchmark.linear.command import cases_of as linear_cases
-from cupyattn.benchmark.report import command
-from cupyattn.benchmark.report.command import PARTS, markdown
-from cupyattn.turing import MACHINES, T4, DisassemblerError
+from cupyattn.benchmark import attention, layers, linear
+from cupyattn.benchmark import command as driver
+from cupyattn.benchmark import model as modelled
+from cupyattn.benchmark import report as command
+from cupyattn.benchmark.cases import labels_of, row_of
+from cupyattn.benchmark.command import Benchmark, Option
+from cupyattn.benchmark.model import UNFILLED, Model, machine_of
+from cupyattn.benchmark.report import PARTS, figure, markdown
+from cupyattn.benchmark.timer import COPY, PRODUCTS
+from cupyattn.turing import MACHINES, T4
 
 ATTENTION = {
     **{"batch": 2, "heads": 16, "seqlen": 512, "head_dim": 64, "head_dim_v": 64},
     **{"dtype": "float16", "causal": False, "window": 512, "option": "plain"},
 }
-ATTENTION = row_of(ATTENTION, "cupyattn flash", [1e-3], flops=20e9, bytes=1e6)
+ATTENTION = row_of(ATTENTION, "cupyattn flash", [1e-3], flops=20e9, bytes=1e6, ceiling=PRODUCTS)
 LAYER = {"operation": "softmax", "direction": "forward"}
-LAYER = row_of(LAYER, "cupyattn", [1e-3], bytes=200e6)
+LAYER = row_of(LAYER, "cupyattn", [1e-3], bytes=200e6, ceiling=COPY)
 
 
 class Gpu:
@@ -77,7 +76,7 @@ def test_another_turing_card_is_as_its_driver_says(attributes):
 
 def test_there_is_no_model_of_other_architectures():
     assert machine_of(Gpu("NVIDIA H200", 90)) is None
-    assert with_model("attention", [ATTENTION], None) == [{**ATTENTION, "modelled": None}]
+    assert figure(ATTENTION, {}, None) is None
 
 
 @pytest.fixture
@@ -94,56 +93,67 @@ def rates(monkeypatch):
     return given
 
 
+def figures(benchmark, *words, machine=T4):
+    """The model's figure of each row of a benchmark, by its labels."""
+    _, arguments = benchmark.parse(*words)
+    cases = {json.dumps(dict(case.labels)): case for case in benchmark.cases(arguments, UNFILLED)}
+    rows = [
+        row_of(case.labels, each.name, [1.0], **case.work_of(each.name), ceiling=case.ceiling)
+        for case in cases.values()
+        for each in case.implementations
+    ]
+    return [figure(row, cases, Model(machine)) for row in rows]
+
+
+SMALL = ("--seqlen", "512", "--batch", "2", "--head-dim", "64", "--dtype", "float16")
+
+
 def test_attention_is_modelled_by_its_main_loop(rates):
-    assert Model(T4).figure("attention", ATTENTION) == pytest.approx(T4.tflops(512))
-    causal = {**ATTENTION, "option": "causal"}
-    assert Model(T4).figure("attention", causal) == pytest.approx(T4.tflops(512))
+    words = (*SMALL, "--implementation", "flash", "--options", "causal")
+    assert figures(attention.FORWARD, *words) == pytest.approx([T4.tflops(512)] * 2)
 
 
 def test_the_deterministic_backward_computes_seven_products_for_five(rates):
-    backward = {**ATTENTION, "contender": "cupyattn flash deterministic"}
     rates |= {"dq": 300.0, "dkdv": 400.0}
     expected = 5 / (3 / T4.tflops(300) + 4 / T4.tflops(400))
-    assert Model(T4).figure("attention_backward", backward) == pytest.approx(expected)
-    one_pass = {**backward, "contender": "cupyattn flash"}
-    assert Model(T4).figure("attention_backward", one_pass) == pytest.approx(T4.tflops(400))
+    words = (*SMALL, "--implementation", "flash", "--options", "none")
+    found = figures(attention.BACKWARD, *words)
+    assert found == pytest.approx([T4.tflops(400), expected])
 
 
-@pytest.mark.parametrize("kind", ["large", "backward"])
-def test_products_are_modelled(rates, kind):
-    case = Case(kind, 4096, 2048, 1024, "float16", "nk", "gelu_tanh")
-    assert Model(T4).figure("linear", case.labels) == pytest.approx(T4.tflops(512))
+def test_products_are_modelled(rates):
+    words = ("--kind", "large", "backward", "--size", "4096", "2048", "1024")
+    assert figures(linear.BENCHMARK, *words) == pytest.approx([T4.tflops(512)] * 2)
 
 
 def test_what_memory_bounds_is_modelled_by_bandwidth(rates):
-    assert Model(MACHINES["RTX 2080 Ti"]).figure("layers", LAYER) == 616
-    case = Case("thin", 1, 2560, 2560, "float16", "nk", None)
-    row = row_of(case.labels, "read w", [1e-3], bytes=case.weight_bytes)
-    assert Model(T4).figure("linear", row) == 320
-    assert Model(T4).figure("host", {"call": "softmax"}) is None
+    words = ("--operation", "softmax", "--width", "256")
+    assert figures(layers.BENCHMARK, *words, machine=MACHINES["RTX 2080 Ti"]) == [616, 616]
+    words = ("--kind", "thin", "--size", "1", "2560", "2560")
+    assert figures(linear.BENCHMARK, *words) == [320, 320]
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("machine", ["T4", *deep("GTX 1650 Ti")])
 def test_the_model_itself(machine):
-    """Between a third and all of what the card has."""
+    """Between a third and all of what the GPU has."""
     card = MACHINES[machine]
-    try:
-        found = Model(card).figure("attention", {**ATTENTION, "batch": 8})
-    except DisassemblerError as missing:
-        pytest.skip(str(missing))
+    words = (*SMALL, "--implementation", "flash", "--options", "none")
+    (found,) = figures(attention.FORWARD, *words, machine=card)
+    if found is None:
+        pytest.skip("there is no disassembler")
     peak = card.tflops(2 * (512 if card.tensor_cores else 64))
     assert peak / 3 < found < peak
 
 
 def test_its_parts_are_benchmarks():
-    for part, name, words in PARTS:
-        parsed = command._parsed(part, name, words)
+    for benchmark, words in PARTS:
+        _, parsed = benchmark.parse(*words, *command.CALLS)
         assert parsed.calls == 20
-        if name.startswith("attention"):
-            assert {case.head_dim for case in attention_cases(parsed)} == {64, 80, 128}
-        elif name == "linear":
-            assert all(case.M * case.N for case in linear_cases(parsed))
+        if benchmark.name.startswith("attention"):
+            assert {each.head_dim for each in attention.problems(parsed)} == {64, 80, 128}
+        elif benchmark.name == "linear":
+            assert all(each.M * each.N for each in linear.products(parsed))
 
 
 RESULT = {
@@ -195,7 +205,7 @@ def test_markdown_without_a_model():
 
 
 def test_text_and_json(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(command, "measure", lambda arguments: RESULT)
     file = tmp_path / "report.json"
     assert main(["report", "--json", str(file)]) == 0
@@ -206,13 +216,13 @@ def test_text_and_json(monkeypatch, capsys, tmp_path):
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     monkeypatch, capsys, tmp_path
 ):
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
     monkeypatch.setattr(command, "measure", lambda arguments: pytest.fail("it was measured"))
     assert main(["report", "--json", str(tmp_path / "no" / "such.json")]) == 1
     assert "such.json" in capsys.readouterr().err
 
 
-class FakeClock:
+class FakeTimer:
     """Tells the seconds that passed: those that rows and models take."""
 
     def __init__(self) -> None:
@@ -225,31 +235,23 @@ class FakeClock:
 @pytest.fixture
 def slow(monkeypatch, a_gpu):
     """A report of three parts, whose rows take 7 s each and their models 5; the clock."""
-    clock = FakeClock()
+    clock = FakeTimer()
 
-    def rows(arguments, gauge):
+    def rows(arguments, harness):
         for number in range(arguments.rows):
             clock.now += 7
             yield row_of({"number": number}, "cupyattn", [1e-3], bytes=1e6)
 
-    class SlowModel:
-        def __init__(self, machine):
-            pass
-
-        def figure(self, command, row):
-            clock.now += 5
-            return 320.0
+    def figure(row, cases, model):
+        clock.now += 5
+        return 320.0
 
     def part(count):
         described = {"title": "", "help": "", "description": "", "note": ""}
-        benchmark = Benchmark(
-            "slow", rows=rows, **described,
-            options=lambda parser: parser.add_argument("--rows", type=int, default=count),
-        )  # fmt: skip
-        return types.SimpleNamespace(BENCHMARK=benchmark), "slow", ()
+        return Benchmark("slow", rows=rows, **described, options=(Option("rows", count, ""),)), ()
 
     monkeypatch.setattr(command, "PARTS", (part(2), part(1000), part(1000)))
-    monkeypatch.setattr(command, "Model", SlowModel)
+    monkeypatch.setattr(command, "figure", figure)
     monkeypatch.setattr(command, "cuda_device", lambda ordinal: Gpu("Tesla T4"))
     monkeypatch.setattr(command, "measured_on", lambda device: HEADER)
     monkeypatch.setattr(command, "copy_rate", lambda: 250.0)
@@ -263,7 +265,7 @@ def test_a_report_ends_within_its_minutes(slow, minutes, capsys):
     begun = slow()
     result = command.measure(types.SimpleNamespace(minutes=minutes), slow)
     said = capsys.readouterr().err
-    assert said.startswith(f"report: 3 benchmarks in {minutes:g} minutes at the most")
+    assert said.startswith(f"report: 3 benchmarks in {minutes:g} minutes at most")
     assert 0.9 * 60 * minutes < slow() - begun <= 60 * minutes + 7 + 5
     short, *long = result["parts"]
     assert not short["cut"] and [row["modelled"] for row in short["rows"]] == [320.0, 320.0]
@@ -283,9 +285,9 @@ def test_on_a_gpu(monkeypatch, capsys):
     monkeypatch.undo()  # the driver's own words
     words = ("--head-dim", "64", "--seqlen", "128", "--tokens", "128", "--options", "none")
     thin = ("--kind", "thin", "--size", "1", "256", "512")
-    parts = ((PARTS[0][0], "attention", words), (PARTS[2][0], "linear", thin))
+    parts = ((attention.FORWARD, words), (linear.BENCHMARK, thin))
     monkeypatch.setattr(command, "PARTS", parts)
-    monkeypatch.setattr(command, "_CALLS", ("--calls", "3", "--warm-up", "1"))
+    monkeypatch.setattr(command, "CALLS", ("--calls", "3", "--warm-up", "1"))
     assert main(["report"]) == 0
     printed = capsys.readouterr().out
     assert "TFLOP/s" in printed

@@ -10,16 +10,17 @@ import types
 
 import numpy as np
 import pytest
-from support.fake_gpu import CEILINGS, gauge
+from support.fake_gpu import CEILINGS, harness
 
+from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import ring
+from cupyattn.benchmark import ring_cost as cost
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.frame import benchmark as frame
-from cupyattn.benchmark.frame.clock import Clock
-from cupyattn.distributed import cost, ring_attention, ring_attention_backward, run
+from cupyattn.benchmark.ring_cost import H200, INFINIBAND, NVLINK, PCIE, Link, ring_cost
+from cupyattn.benchmark.timer import Timer
 from cupyattn.distributed import merged as merged_module
+from cupyattn.distributed import ring_attention, ring_attention_backward, run
 from cupyattn.distributed import ring_backward as backward_module
-from cupyattn.distributed.cost import H200, INFINIBAND, NVLINK, PCIE, Link, ring_cost
 
 PROBLEM = {"heads": 16, "head_dim": 128}
 SCORES = cost.T4._replace(gb_per_s=float("inf"), launch_us=0.0, slots=0)
@@ -198,7 +199,7 @@ def test_the_model_needs_no_gpu(capsys, tmp_path):
     file = tmp_path / "ring.json"
     assert main(["ring", "--modelled", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "heads 16, kv_heads 16, head_dim 128, causal, zigzag, tokens 131072" in printed
+    assert "heads 16, kv_heads 16, head_dim 128, zigzag, causal, tokens 131072" in printed
     assert f"{PCIE.name}, 12 GB/s each way" in printed
     assert "MODELLED and not measured" in printed
     rows = json.loads(file.read_text())["rows"]
@@ -251,11 +252,11 @@ def test_the_most_tokens_are_modelled_and_more_are_refused(capsys):
 def test_heads_are_checked_before_gpus_are_used():
     arguments = argparse.Namespace(gpus=2, tokens=128, heads=16, kv_heads=5)
     with pytest.raises(ValueError, match="5 key-value heads"):
-        next(iter(ring.rows(arguments, gauge())))
+        next(iter(ring.rows(arguments, harness())))
 
 
 def test_one_gpu_is_no_ring(monkeypatch, capsys):
-    monkeypatch.setattr(frame, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
     assert main(["ring"]) == 1
     assert "there are 1 CUDA devices, and this takes 2 or more" in capsys.readouterr().err
 
@@ -263,7 +264,7 @@ def test_one_gpu_is_no_ring(monkeypatch, capsys):
 def test_more_gpus_than_there_are(monkeypatch):
     monkeypatch.setattr(ring, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match="a ring of 4 GPUs, of 2 that are here"):
-        next(iter(ring.rows(argparse.Namespace(gpus=4, tokens=8, heads=2, kv_heads=2), gauge())))
+        next(iter(ring.rows(argparse.Namespace(gpus=4, tokens=8, heads=2, kv_heads=2), harness())))
 
 
 def test_arrays_of_every_head():
@@ -281,14 +282,12 @@ def test_rows_are_those_of_the_slowest_rank():
     ]
     labels = {"what": "forward", "gpus": 2, "tokens": 100, "heads": 4, "head_dim": 8,
               "causal": True}  # fmt: skip
-    besides = {"in_turn_s": 0.625, "at_once_s": 0.4, "largest_difference": 0.25}
-    one, both = ring._rows_of(labels, [0.5, 0.5], ranks, besides, gauge())
-    assert (one["contender"], both["contender"]) == ("cupyattn one GPU", "cupyattn ring")
+    one, both = ring.compared(labels, [0.5, 0.5], ranks, 0.25, harness())
+    assert (one["implementation"], both["implementation"]) == ("cupyattn one GPU", "cupyattn ring")
     assert one["flops"] == both["flops"] == 4 * 4 * 8 * 100**2 / 2
     assert (both["times"]["min_s"], both["times"]["max_s"]) == (0.2, 0.3)
     assert both["also"]["efficiency"] == pytest.approx(0.5 / (2 * 0.25))
-    assert both["also"]["in_turn"] == pytest.approx(0.5 / 0.625)
-    assert both["also"]["at_once"] == pytest.approx(0.4 / (2 * 0.25))
+    assert (both["also"]["largest_difference"], both["also"]["hop_gb_per_s"]) == (0.25, 312.5)
     assert both["also"]["goal"] == ring.GOALS["forward"]
     assert both["of_ceiling"] == pytest.approx(both["tflops"] / 2 / CEILINGS["mma_tflops"])
 
@@ -297,7 +296,7 @@ def test_ranks_make_as_many_calls_as_the_first(monkeypatch):
     device = types.SimpleNamespace(synchronize=lambda: None)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device), array=None)
     calls = []
-    clock = Clock(calls=100, warm_up=2, budget_s=1.0)
+    clock = Timer(calls=100, warm_up=2, budget_s=1.0)
     assert len(ring.timed(lambda: calls.append(1), clock, cupy, lambda: None)) == 100
     calls.clear()
     first = types.SimpleNamespace(get=lambda: [0.1])

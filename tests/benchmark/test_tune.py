@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from support.processes import run
 
 from cupyattn.__main__ import main
 from cupyattn.arrays import adopt
+from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import tune
-from cupyattn.benchmark.frame import gpu_command
-from cupyattn.benchmark.linear.cases import LARGE, Case, arrays_of
-from cupyattn.benchmark.tune import Subject, subjects
+from cupyattn.benchmark.cases import Harness
+from cupyattn.benchmark.linear import LARGE, Inputs, Product
+from cupyattn.benchmark.tune import TunedCall, tuned_calls
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.kernels.arch import TURING
@@ -28,6 +30,8 @@ from cupyattn.ops.linear.backward import linear_backward
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.checks import forward_problem as linear_problem
 from cupyattn.ops.linear.forward import linear_forward
+
+HERE = Harness(np, cold=False)
 
 
 def attention_of(device, head_dim, length=512):
@@ -51,8 +55,8 @@ def backward_of(device, m, n, k):
 
 
 def quantised_of(device, m, n, k, *, transposed=False):
-    case = Case("large", m, n, k, "float16", "nk", None, "nf4")
-    w = arrays_of(case, np).weights[0].T
+    case = Product("large", m, n, k, "float16", "nk", None, "nf4")
+    w = Inputs(case, HERE).arrays.weights[0].T
     arrays, weight = weight_arrays(w.T if transposed else w)
     operands = adopt({"x": np.zeros((m, n if transposed else k), np.float16), **arrays})
     problem = linear_problem(operands, None, False, weight)
@@ -73,7 +77,7 @@ def tuned(device, subject, seconds_of):
             call()
         return seconds_of([dict(launch.specialisation.macros) for launch in device.launches])
 
-    return tune.tune(device, [Subject("a call", lambda xp: [subject])], np, clock)
+    return tune.tune(device, [TunedCall("a call", lambda: [subject])], clock)
 
 
 def test_the_fastest_admissible_row_is_chosen(device):
@@ -168,8 +172,26 @@ def test_few_rows_choose_a_configuration(device):
 
 def test_a_question_is_answered_once(device):
     call = attention_of(device, 64)
-    once = Subject("a call", lambda xp: [call])
-    assert len(tune.tune(device, [once, once], np, lambda calls: 1.0)) == 1
+    once = TunedCall("a call", lambda: [call])
+    assert len(tune.tune(device, [once, once], lambda calls: 1.0)) == 1
+
+
+def test_arrays_of_a_call_are_freed_before_the_next_is_prepared(device):
+    made = []
+
+    def tuned_call():
+        held = []
+
+        def calls():
+            assert all(each() is None for each in made)
+            held.append(np.zeros(1))
+            made.append(weakref.ref(held[0]))
+            return [attention_of(device, 64)]
+
+        return TunedCall("a call", calls)
+
+    tune.tune(device, (tuned_call() for _ in range(3)), lambda calls: 1.0)
+    assert len(made) == 3
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -179,26 +201,26 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def test_the_subjects_are_those_of_the_command_line():
-    names = [each.name for each in subjects(parsed())]
+    names = [each.name for each in tuned_calls(parsed(), HERE)]
     assert "attention D=64" in names
     assert f"linear {' x '.join(map(str, LARGE[0]))}" in names
     words = ("--kind", "attention", "thin", "--head-dim", "72", "--size", "4", "64", "96")
-    assert [each.name for each in subjects(parsed(*words))] == [
+    assert [each.name for each in tuned_calls(parsed(*words), HERE)] == [
         "attention D=72",
         "thin 4 x 64 x 96",
     ]
 
 
 @pytest.mark.parametrize("kind", ["linear", "backward", "thin", "quantised"])
-def test_products_are_called(kind, monkeypatch):
-    monkeypatch.setattr(Case, "copies", 2)
-    for subject in subjects(parsed("--kind", kind, "--size", "3", "16", "128")):
-        subject.calls(np)[0]()
+def test_products_are_called(kind):
+    for subject in tuned_calls(parsed("--kind", kind, "--size", "3", "16", "128"), HERE):
+        subject.calls()[0]()
 
 
 def test_each_format_is_tuned_both_ways():
     names = [
-        each.name for each in subjects(parsed("--kind", "quantised", "--size", "8", "16", "128"))
+        each.name
+        for each in tuned_calls(parsed("--kind", "quantised", "--size", "8", "16", "128"), HERE)
     ]
     assert names[:2] == ["quantised 8 x 16 x 128 nf4", "quantised 8 x 16 x 128 nf4, dx"]
     assert len(names) == 6
@@ -213,7 +235,7 @@ def a_gpu(monkeypatch):
         {"subject": "attention D=40", "question": "attention_forward 40 40", "usual": "40",
          "chosen": "40", "seconds": {"40": 1e-3}},
     ]  # fmt: skip
-    monkeypatch.setattr(gpu_command, "device_count", lambda: 1)
+    monkeypatch.setattr(driver, "device_count", lambda: 1)
     result = {"command": "tune", **HEADER, "file": "FILE", "calls": 3, "warm_up": 1, "rows": rows}
     monkeypatch.setattr(tune, "measure", lambda arguments: result)
 

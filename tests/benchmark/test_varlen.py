@@ -8,8 +8,9 @@ import numpy as np
 
 from cupyattn.benchmark import varlen
 from cupyattn.benchmark.__main__ import main
+from cupyattn.benchmark.cases import Harness
 
-CASE = varlen.Case(40, 10, 4, 2, 8, True, "float32")
+CASE = varlen.Problem(40, 10, 4, 2, 8, True, "float32")
 
 
 def test_the_ways_have_the_same_tokens():
@@ -21,13 +22,16 @@ def test_the_ways_have_the_same_tokens():
 
 
 def test_equal_lengths_are_the_dense_call():
-    arrays = CASE.arrays(np)
-    calls = {way: varlen.calls_of(CASE, way, arrays, np) for way in varlen.WAYS}
-    out, lse = calls["dense"]["forward"]()
-    packed, packed_lse = calls["equal"]["forward"]()
+    arrays = varlen.Inputs(CASE, Harness(np)).arrays
+
+    def call(layout, direction):
+        return varlen.call_of(CASE, layout, direction, arrays, np)()
+
+    out, lse = call("dense", "forward")
+    packed, packed_lse = call("equal", "forward")
     assert np.array_equal(packed, out.reshape(packed.shape))
     assert np.array_equal(packed_lse, np.swapaxes(lse, 0, 1).reshape(packed_lse.shape))
-    dense, equal = calls["dense"]["backward"](), calls["equal"]["backward"]()
+    dense, equal = call("dense", "backward"), call("equal", "backward")
     for name in ("dq", "dk", "dv"):
         found = getattr(equal, name)
         assert np.array_equal(found, getattr(dense, name).reshape(found.shape))
@@ -48,11 +52,11 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert "tokens 40, length 10, heads 4, kv_heads 2, head_dim 8, float16" in printed
     assert "no forward cupyattn equal 2.0 us" in printed
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert [(row["causal"], row["direction"], row["contender"]) for row in rows] == [
+    assert [(row["causal"], row["direction"], row["implementation"]) for row in rows] == [
         (causal, direction, f"cupyattn {way}")
         for causal in (False, True)
-        for direction in varlen.DIRECTIONS
-        for way in varlen.WAYS
+        for direction in varlen.FACTORS
+        for way in varlen.LAYOUTS
     ]
     case = CASE._replace(causal=False)
     assert rows[1]["flops"] == case.flops("equal")

@@ -6,19 +6,16 @@ import re
 import shlex
 from importlib.util import find_spec
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from support import readme
-from support.made_up_results import of_quick
 from support.readme import README, ROOT, examples, options_table, with_options
 
 import cupyattn
 from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
-from cupyattn.benchmark.readme import figures, tables
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.rows import Result, RowKernel
 
@@ -78,11 +75,6 @@ def test_the_example_with_weights_runs(capsys):
 
 def test_the_table_of_options_is_not_stale():
     assert with_options(text_of(README)) == text_of(README), "run python tests/support/readme.py"
-
-
-def test_tables_of_figures_are_not_stale():
-    now = tables.with_tables(text_of(README), figures.load(ROOT))
-    assert now == text_of(README), "run python -m cupyattn.benchmark readme"
 
 
 def test_implementations_with_the_same_options_share_a_column():
@@ -155,8 +147,7 @@ def test_commands_are_understood(module, arguments, monkeypatch):
 def test_there_are_commands():
     """The test above would pass for none."""
     assert {("cupyattn", "demo"), ("cupyattn", "compile --arch 75")} <= commands()
-    measured = figures.load(ROOT)["attention"][0]["invocation"]
-    assert ("cupyattn.benchmark", measured.partition("cupyattn.benchmark ")[2]) in commands()
+    assert ("cupyattn.benchmark", "decode --prefill") in commands()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -185,71 +176,3 @@ def test_the_tree_is_that_of_the_repository():
             assert (folder / name).exists() or (folder / names[0] / name).exists(), line
             seen += 1
     assert seen > 20
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_picture_shows_the_figures(theme):
-    """Of each panel in its place: title first, then the library's figures by head dim."""
-    chart = tables.chart_of(figures.load(ROOT)["attention"])
-    picture = ElementTree.parse(ROOT / ".github" / f"speed-{theme}.svg")
-    shown = [text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert chart.caption in shown
-    assert {*chart.contenders, "no kernel, or no room"} <= set(shown)
-    ours = chart.contenders[0]
-    for panel, contenders in chart.panels.items():
-        labels = [f"{tflops:.0f}" for tflops in contenders[ours].values()]
-        assert any(shown[at : at + len(labels)] == labels for at in range(len(shown))), panel
-
-
-def test_one_quick_run_has_the_tables_anew():
-    """All of this library's and of torch.compile's: the peers for a T4 are measured by hand."""
-    committed = figures.load(ROOT)
-    on = {name: committed["attention"][0][name] for name in ("device", "code")}
-    on["date"] = "2099-01-01"
-    commands = ("attention", "attention_backward", "layers", "linear")
-    merged = figures.merge(committed, [of_quick(command, **on) for command in commands])
-    for name in figures.TABLES:
-        old = [each for each in merged.figures[name] if each["date"] != on["date"]]
-        assert not [row for each in old for row in each["rows"] if "cupyattn" in row["contender"]]
-        assert all(each["note"].startswith("their own functions") for each in old), "the peers"
-    text = tables.with_tables(text_of(README), merged.figures)
-    assert "| 40 | 1000 / 1000 |  |  |  | 1000 / 1000 |" in text
-    assert "| rms_norm | 1000.0 (1.00, 1.00) | 1000.0 (1.00, 1.00) |" in text
-
-
-def test_what_is_told_of_pytorch_eager_was_measured():
-    measured = figures.load(ROOT)["layers"][0]
-    seconds = {
-        tuple(row[name] for name in ("operation", "width", "direction", "contender")): row["times"]
-        for row in measured["rows"]
-    }
-
-    def times(operation: str, width: int) -> str:
-        ours, theirs = (
-            seconds[operation, width, "forward", contender]["p50_s"]
-            for contender in ("cupyattn", "torch eager")
-        )
-        assert theirs > 1.5 * ours
-        return f"{theirs / ours:.1f} times as long"
-
-    told = (
-        f"So PyTorch eager takes {times('rope', 2048)} for the forward of `rope` at a width of "
-        f"2,048, and {times('cross_entropy', 128_256)} for that of `cross_entropy` over 128,256 "
-        f"classes ({measured['date']}, on an H200, `{measured['invocation']}`)."
-    )
-    assert told in " ".join(text_of(README).split())
-
-
-def test_figures_say_where_they_are_from():
-    for name, entries in figures.load(ROOT).items():
-        for entry in entries:
-            assert {"device", "date", "code"} <= set(entry), name
-            assert entry.get("invocation") or entry.get("note") or entry["arguments"]
-
-
-def test_sentences_that_are_replaced_quote_their_rows_alone():
-    """Another figure in them would stay as it was, and have the new date."""
-    for sentence in figures.load(ROOT)["others"]:
-        if "rows" in sentence:
-            assert not re.search(r"\d", re.sub(r"{[^}]*}", "", sentence["figures"])), sentence
-            assert sentence["figures"].count("{") == len(sentence["rows"])

@@ -9,12 +9,11 @@ from contextlib import nullcontext
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark.frame.clock import Samples
-from cupyattn.benchmark.frame.subjects import Gauge
+from cupyattn.benchmark.cases import Harness
+from cupyattn.benchmark.timer import Samples
 
 HEADER = {
     "version": cupyattn.__version__,
-    "commit": None,
     "date": "2026-11-20",
     "cpu": "A CPU",
     "os": "Linux",
@@ -51,10 +50,10 @@ class FakeTimer:
         return Samples([second / 2, second, second * 3])
 
 
-def gauge(*seconds: float, **more) -> Gauge:
+def harness(*seconds: float, **more) -> Harness:
     """What rows are measured with, of NumPy arrays; a row takes 2 us where nothing is said."""
     given = {"xp": np, "times": FakeTimer(*seconds), "memory": lambda call, torch: SCRATCH}
-    return Gauge(**{**given, "ceilings": CEILINGS, **more})
+    return Harness(**{**given, "ceilings": CEILINGS, **more})
 
 
 class FakeTorch:

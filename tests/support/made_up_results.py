@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from support.fake_gpu import HEADER
-
-from cupyattn.benchmark.__main__ import BENCHMARKS
-from cupyattn.benchmark.attention.arguments import calls_of
-from cupyattn.benchmark.frame.peers import PEERS
-from cupyattn.benchmark.layers import command as layers_command
-from cupyattn.benchmark.linear import command as linear_command
 
 CEILINGS = {
     **{"copy_gb_per_s": 4000.0, "read_gb_per_s": 4500.0},
@@ -23,7 +15,7 @@ SPEED = {
     "torch cudnn": 480, "torch flash": 289, "torch efficient": 200, "torch math": 65,
     "torch compile": 110, "triton": 150, "cupy": 40, "transformers": 62,
 }  # fmt: skip
-"""TFLOP/s of long sequences, by contender."""
+"""TFLOP/s of long sequences, by implementation."""
 FEW = ("cupyattn flash", "torch eager")
 Result = dict[str, Any]
 
@@ -45,7 +37,7 @@ def attention(
     lengths: tuple[int, ...] = (4096,),
     head_dims: tuple[int, ...] = (64, 80, 128),
     dtypes: tuple[str, ...] = ("float16",),
-    contenders: tuple[str, ...] = tuple(SPEED),
+    implementations: tuple[str, ...] = tuple(SPEED),
     *,
     command: str = "attention",
     **more: Any,
@@ -56,30 +48,37 @@ def attention(
         for dtype in dtypes:
             for option in ("plain", "causal"):
                 for length in lengths:
-                    for contender in contenders:
+                    for implementation in implementations:
                         case = {
                             "batch": 4, "heads": 2048 // head_dim, "seqlen": length,
                             "head_dim": head_dim, "head_dim_v": head_dim, "dtype": dtype,
                             "causal": False, "window": 512, "option": option,
                         }  # fmt: skip
-                        rows.append({**case, "contender": contender, **_figures(contender, case)})
+                        rows.append(
+                            {
+                                **case,
+                                "implementation": implementation,
+                                **_figures(implementation, case),
+                            }
+                        )
     return result(command, rows, **more)
 
 
-def _figures(contender: str, case: dict[str, Any]) -> dict[str, Any]:
+def _figures(implementation: str, case: dict[str, Any]) -> dict[str, Any]:
     length, heads = case["seqlen"], 4 * case["heads"]
-    if contender == "torch math" and length > 2048:
+    if implementation == "torch math" and length > 2048:
         return {"unavailable": "MemoryError: no room"}
-    if contender == "torch cudnn" and case["head_dim"] == 80:
+    if implementation == "torch cudnn" and case["head_dim"] == 80:
         return {"unavailable": "RuntimeError: no kernel"}
     flops = 4 * heads * length**2 * case["head_dim"] / (1 + (case["option"] == "causal"))
     least = 8 * heads * length * case["head_dim"] * (1 + (case["dtype"] == "float32"))
-    speed = SPEED[contender] * (0.1 if case["dtype"] == "float32" else 1)
+    speed = SPEED[implementation] * (0.1 if case["dtype"] == "float32" else 1)
     median = flops / speed / 1e12 + 5e-6
     return {
         "times": times(median), "flops": flops, "bytes": least, "tflops": flops / median / 1e12,
         "gb_per_s": least / median / 1e9, "of_ceiling": flops / median / 600e12,
-        "peak_bytes": 0 if contender in ("cupyattn flash", "torch flash") else heads * length**2,
+        "ceiling": "mma_tflops",
+        "peak_bytes": 0 if implementation.endswith("flash") else heads * length**2,
     }  # fmt: skip
 
 
@@ -90,45 +89,14 @@ def layers(**more: Any) -> Result:
     for operation in ("layer_norm", "rms_norm", "add + rms_norm", "cross_entropy", "swiglu"):
         for count, width in [(2048, 128256)] if operation == "cross_entropy" else sizes:
             for direction in ("forward", "backward"):
-                for contender, share in {"cupyattn": 0.9, "torch compile": 0.8}.items():
+                for implementation, share in {"cupyattn": 0.9, "torch compile": 0.8}.items():
                     least = 4 * count * width
                     median = least / share / 4e12 + 2e-6
                     rows.append({
                         "operation": operation, "rows": count, "width": width, "dtype": "float16",
-                        "direction": direction, "contender": contender, "times": times(median),
+                        "direction": direction, "implementation": implementation,
+                        "times": times(median), "ceiling": "copy_gb_per_s",
                         "flops": None, "bytes": least, "tflops": None,
                         "gb_per_s": least / median / 1e9, "of_ceiling": share, "peak_bytes": None,
                     })  # fmt: skip
     return result("layers", rows, **more)
-
-
-def of_quick(command: str, **more: Any) -> Result:
-    """Return what --quick writes of attention, layers or products, with figures of one size."""
-    (benchmark,) = (each for each in BENCHMARKS if each.name == command)
-    parser = argparse.ArgumentParser()
-    benchmark.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args([command, "--quick"])
-    vars(arguments).update(benchmark.quick)
-    ours = ("cupyattn",)
-    if command.startswith("attention"):
-        ours = ("cupyattn flash", "cupyattn flash deterministic")[: 1 + ("_" in command)]
-    figures = {"times": times(1e-3), "flops": 1e12, "bytes": 1e9, "tflops": 1e3, "gb_per_s": 1e3}
-    who = (*ours, *(PEERS[name] for name in benchmark.peers))
-    rows = [
-        {**case, "contender": name, **figures}
-        for case in _cases(command, arguments)
-        for name in who
-    ]
-    words = f"CUPYATTN_ARCH=75 python -m cupyattn.benchmark {command} --quick --peers all"
-    return result(command, rows, invocation=words, **more)
-
-
-def _cases(command: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if command == "linear":
-        yield from (case.labels for case in linear_command.cases_of(arguments))
-    elif command == "layers":
-        for operation, size in layers_command.cases_of(arguments):
-            for direction in ("forward", "backward"):
-                yield {"operation": operation.name, **size._asdict(), "direction": direction}
-    else:
-        yield from ({**case.labels, "option": option} for case, option in calls_of(arguments))

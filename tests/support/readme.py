@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import cupyattn
-from cupyattn.benchmark.readme.marks import between, table
 from cupyattn.ops.attention import backward, forward, varlen
 from cupyattn.reference.attention.scores import ScoreBlocks
 
@@ -33,6 +32,30 @@ OPTIONS = tuple(
     for name, parameter in inspect.signature(cupyattn.attention).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name not in NO_OPTIONS
 )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table.
+
+    Examples
+    --------
+    >>> print(table(("D", "TFLOP/s"), [("64", "284")]), end="")
+    | D | TFLOP/s |
+    | --- | --- |
+    | 64 | 284 |
+    """
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def between(text: str, name: str, written_by: str, content: str) -> str:
+    """Put what a script writes between the marks of its name."""
+    begin, end = f"<!-- {name}: written by {written_by} -->\n", f"<!-- {name}: end -->\n"
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"a text without the lines {begin!r} and {end!r}")
+    return before + begin + content + end + after
 
 
 def registered() -> dict[str, dict[Implementation, Collection[str]]]:

@@ -6,18 +6,18 @@ import json
 
 import pytest
 from support.gates import require_gates_tools
+from support.memory_calls import every_call
 from support.search import deep
 
 from cupyattn.__main__ import main
-from cupyattn.benchmark.frame import emulated
-from cupyattn.benchmark.frame.emulated import ModelledCall, row_of
-from cupyattn.benchmark.memory import command
-from cupyattn.benchmark.memory.calls import modelled_calls
+from cupyattn.benchmark import memory as command
+from cupyattn.benchmark import model
+from cupyattn.benchmark.model import ModelledCall, row_of
 from cupyattn.emulator import Report
 from cupyattn.turing import MACHINES, T4
 from cupyattn.turing.memory import MemoryFigures, memory_figures
 
-CALLS = {call.name: call for call in modelled_calls()}
+CALLS = {call.name: call for call in every_call()}
 SECTOR_TOLERANCE = 0.005
 SHARE_TOLERANCE = 0.02
 
@@ -121,7 +121,7 @@ def one_call(monkeypatch):
         command,
         "row_of",
         lambda call: {
-            **emulated._counts(call, [], figures(ldg=10)),
+            **model._counts(call, [], figures(ldg=10)),
             "bandwidth_share": {name: 1 - 0.1 * at for at, name in enumerate(MACHINES)},
         },
     )

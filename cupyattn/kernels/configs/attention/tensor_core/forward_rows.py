@@ -88,7 +88,7 @@ _TURING_WITH = {
     # documents in 16,384 tokens a quarter of the tiles are partial, and both loops take 1.19 and
     # 1.14 of the time that a plain call takes for as many tiles (1.18 with 32 keys at 64; an H200
     # that runs the same code takes 1.39 with 48, 1.52 with 32 and 1.40 with 64, 2026-11-24,
-    # `python -m cupyattn.benchmark block_mask --head-dim 64`). In all 28 bytes spill with 48 keys.
+    # `benchmark attention --block-mask --head-dim 64`). In all 28 bytes spill with 48 keys.
     "block mask": {
         64: FlashConfig(2, 4, 48, 2, "models 0.80, and 0.81 with 32 keys, 0.71 with 64"),
         80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.83 with 48 keys, where 40 bytes spill"),

@@ -1,1 +1,0 @@
-"""``python -m cupyattn.benchmark attention`` and ``attention_backward``."""

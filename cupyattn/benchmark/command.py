@@ -1,0 +1,413 @@
+"""A benchmark as data, and the one driver that runs it: options, GPU or model, JSON, table.
+
+Values of options come from the command line, then from ``--quick``, then from the defaults. A
+variant is a benchmark that another one runs with a flag, such as ``decode --prefill``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from cupyattn.benchmark.cases import Case, Harness, Row, measured
+from cupyattn.benchmark.libraries import (
+    ARRAY_CODE,
+    BASELINES,
+    COMPILE_MODES,
+    MEANING,
+    baseline_names,
+    free_memory,
+    load_torch,
+)
+from cupyattn.benchmark.machine import measured_on, modelled_with, this_host
+from cupyattn.benchmark.model import ceilings_of, modelled_rows
+from cupyattn.benchmark.results import require_writable, write_json
+from cupyattn.benchmark.table import show_result
+from cupyattn.benchmark.timer import Timer, measured_ceilings, peak_bytes
+from cupyattn.cli.arguments import integer, positive
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.cupy_library import load_cupy
+from cupyattn.errors import error
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.turing import MACHINES
+
+NO_GPU = (
+    "there is no CUDA device, and this times kernels on one; run it on a machine with a GPU "
+    "(without one, python -m cupyattn turing models the products of a Turing GPU, and python -m "
+    "cupyattn memory what moves bytes)"
+)
+FAILURES = (RuntimeError, ValueError, MemoryError, OSError)
+"""A GPU that is too old, a wrong CUPYATTN_ARCH, arrays without room, files without leave."""
+Kind = Callable[[str], Any]
+_COUNT: Kind = integer(1)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command: a number, or several, or words, or a flag."""
+
+    name: str
+    default: Any
+    """A list takes several values; False is a flag."""
+    help: str
+    kind: Kind = _COUNT
+    choices: Sequence[Any] | None = None
+    metavar: str | tuple[str, ...] | None = "N"
+    repeated: int | None = None
+    """It takes so many values, and may be given several times."""
+    alone: Any = None
+    """Its value if it is given without one."""
+
+    @property
+    def dest(self) -> str:
+        """The name of its value."""
+        return self.name.replace("-", "_")
+
+    def add(self, parser: Any) -> None:
+        """Add it to a command; its value is absent if it was not given."""
+        given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": self.help}
+        if self.default is False:
+            parser.add_argument(f"--{self.name}", action="store_true", **given)
+            return
+        several = isinstance(self.default, list)
+        if "(default" not in self.help and self.default not in (None, []):
+            shown = " ".join(map(str, self.default)) if several else self.default
+            given["help"] += f" (default: {shown})"
+        if self.choices is not None:
+            given["choices"] = self.choices
+            listed = ", ".join(map(str, self.choices))
+            if len(listed) > 24:
+                given["metavar"] = "NAME"
+                given["help"] += "" if "all of" in self.help else f"; one of {listed}"
+        else:
+            given |= {"type": self.kind, "metavar": self.metavar}
+        if self.repeated:
+            given |= {"nargs": self.repeated, "action": "append"}
+        elif self.alone is not None:
+            given |= {"nargs": "?", "const": self.alone}
+        elif several and "commas" not in self.help:
+            given["nargs"] = "+"
+        parser.add_argument(f"--{self.name}", **given)
+
+
+def with_defaults(given: Iterable[Option], **defaults: Any) -> tuple[Option, ...]:
+    """Return options with other defaults, by dest."""
+    return tuple(
+        replace(option, default=defaults.get(option.dest, option.default)) for option in given
+    )
+
+
+QUICK = {
+    **{"calls": 100, "warm_up": 10, "budget": 0.25, "limit": 25.0},
+    "compile_mode": COMPILE_MODES[0],
+}
+"""Values of the shared options with --quick."""
+JSON = Option("json", None, "write everything to FILE too, as JSON", Path, metavar="FILE")
+TIMED = (
+    Option("calls", 1000, "timed calls of a row"),
+    Option("warm-up", 100, "calls before them"),
+    Option("budget", 2.0, "seconds of a row: if calls take too long for it, fewer are made, three "
+           "at least; the JSON records how many", positive),
+    Option("limit", 1800.0, "seconds of the benchmark after which other libraries are left out; "
+           "those that compile or load for long after half of it", positive),
+    Option("compile-mode", COMPILE_MODES[-1], "how torch.compile chooses; the default takes long, "
+           "and the benchmark makes the CUDA graphs itself", choices=COMPILE_MODES),
+    Option("modelled", False, "the emulator's counts and the model of Turing instead of times, as "
+           "without a GPU"),
+    Option("quick", False, "fewer cases and calls, in about a minute"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One command: its options, and how to make its cases or its rows."""
+
+    name: str
+    title: str
+    help: str
+    description: str
+    note: str
+    """What its figures count; printed below them, and below its help."""
+    options: tuple[Option, ...] = ()
+    cases: Callable[[argparse.Namespace, Harness], Iterable[Case]] | None = None
+    rows: Callable[[argparse.Namespace, Harness], Iterable[Row]] | None = None
+    """Measure otherwise, instead of `cases`."""
+    modelled: Callable[[argparse.Namespace], Mapping[str, Any]] | None = None
+    """Options of the cases that are modelled without a GPU."""
+    modelled_rows: Callable[[argparse.Namespace], Iterator[Row]] | None = None
+    """Model otherwise, instead of `modelled`."""
+    baselines: tuple[str, ...] = ()
+    """The keys of `BASELINES` that compute the same."""
+    beside: str | None = None
+    """A label: the table compares each value's time with that of its first value."""
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    """Values of options with --quick."""
+    facts: tuple[str, ...] = ()
+    """Options that the result records."""
+    machine: str = "T4"
+    """What is modelled."""
+    gpus: int = 1
+    """How many it takes."""
+    variants: Mapping[str, Benchmark] = field(default_factory=dict)
+    """Benchmarks that run instead with a flag, by its name."""
+
+    def add_parser(self, benchmarks: Any) -> None:
+        """Add the benchmark to the command line."""
+        lacking = "its rows are modelled" if self.can_model else "exit code 1"
+        epilog = (
+            f"{self.note} Without a GPU {lacking}. CUPYATTN_ARCH=75 times Turing's code on newer "
+            "ones."
+        )
+        parser = benchmarks.add_parser(
+            self.name, help=self.help, description=self.description, epilog=epilog
+        )
+        every = [option for each in (self, *self.variants.values()) for option in each.options]
+        for option in {option.name: option for option in reversed(every)}.values():
+            option.add(parser)
+        for flag, variant in self.variants.items():
+            changed = [f"--{each.name} {_shown(each.default)}" for each in variant.changed(self)]
+            defaults = f"; its defaults: {' '.join(changed)}"
+            Option(flag, False, variant.help + (defaults if changed else "")).add(parser)
+        shared = parser.add_argument_group("of every benchmark")
+        for option in (*TIMED, JSON):
+            option.add(shared)
+        has = ", ".join({name: 0 for each in (self, *self.variants.values())
+                         for name in each.baselines}) or "none"  # fmt: skip
+        Option(
+            "peers", (), "other libraries that compute the same in the same run, with commas "
+            f"between them: all, torch, none, or some of {', '.join(BASELINES)}; this benchmark "
+            f"has {has}. {MEANING} (default: none)", baseline_names, metavar="NAMES",
+        ).add(shared)  # fmt: skip
+        parser.set_defaults(run=self.run)
+
+    def changed(self, parent: Benchmark) -> list[Option]:
+        """Return the options of a variant whose default is not its parent's."""
+        before = {option.name: option.default for option in parent.options}
+        return [
+            each for each in self.options if before.get(each.name, each.default) != each.default
+        ]
+
+    @property
+    def can_model(self) -> bool:
+        """Whether it has rows without a GPU."""
+        return self.modelled is not None or self.modelled_rows is not None
+
+    def parse(self, *words: str) -> tuple[Benchmark, argparse.Namespace]:
+        """Return what a command line runs, and the values of all its options."""
+        parser = argparse.ArgumentParser()
+        self.add_parser(parser.add_subparsers())
+        return self.resolve(parser.parse_args([self.name, *words]))
+
+    def resolve(self, given: argparse.Namespace) -> tuple[Benchmark, argparse.Namespace]:
+        """Return the variant that runs, and the values of its options.
+
+        Raises
+        ------
+        ValueError
+            If an option was given that the variant does not take.
+        """
+        values = {name: value for name, value in vars(given).items() if name != "run"}
+        chosen = self
+        for flag, variant in self.variants.items():
+            if values.pop(flag.replace("-", "_"), False):
+                chosen = variant
+                _require_taken(flag, variant, values)
+        every = (*chosen.options, *TIMED, JSON)
+        defaults = {option.dest: option.default for option in every} | {"peers": ()}
+        quick = {**QUICK, **chosen.quick} if values.get("quick") else {}
+        return chosen, argparse.Namespace(**{**defaults, **quick, **values})
+
+    def run(self, given: argparse.Namespace) -> int:
+        """Measure or model, print and write the result; return the exit code."""
+        try:
+            chosen, arguments = self.resolve(given)
+            if arguments.json is not None:
+                require_writable(arguments.json)
+            result = chosen.result(arguments)
+            if arguments.json is not None:
+                write_json(result, arguments.json)
+        except FAILURES as failure:
+            fail(self.name, failure, as_json=False)
+            return 1
+        show = partial(show_result, chosen.title, chosen.note, chosen.beside)
+        emit(result, show, as_json=False)
+        if "failed" in result:
+            print(f"{self.name}: {result['failed']}", file=sys.stderr)
+            return 1
+        return 0
+
+    def result(self, arguments: argparse.Namespace) -> Result:
+        """Return the content of the JSON."""
+        head = {"command": self.name, "invocation": invocation(sys.argv)}
+        began = time.monotonic()
+        facts = {name: getattr(arguments, name) for name in self.facts}
+        if arguments.modelled or (self.can_model and not device_count()):
+            if not self.can_model:
+                raise RuntimeError("--modelled: there is no model of this; leave it out")
+            about, found = self._modelled(arguments)
+        else:
+            if device_count() < self.gpus:
+                few = f"there are {device_count()} CUDA devices, and this takes {self.gpus} or more"
+                raise RuntimeError(NO_GPU if self.gpus == 1 else few)
+            about, found = self._measured(arguments)
+            about |= {"calls": arguments.calls, "warm_up": arguments.warm_up}
+        return {**head, **about, **facts, **found, "took_s": time.monotonic() - began}
+
+    def harness_rows(self, arguments: argparse.Namespace, harness: Harness) -> Iterable[Row]:
+        """Return the rows that a harness measures."""
+        if self.rows is not None:
+            return self.rows(arguments, harness)
+        assert self.cases is not None
+        return measured(self.cases(arguments, harness), harness)
+
+    def _modelled(self, arguments: argparse.Namespace) -> tuple[Result, Result]:
+        rows: Iterable[Row]
+        if self.modelled_rows is not None:
+            rows = self.modelled_rows(arguments)
+        else:
+            rows = modelled_rows(self.modelled_cases(arguments))
+        card = MACHINES.get(self.machine)
+        about = {
+            **{"modelled": True, "machine": self.machine, **this_host(), **modelled_with()},
+            "ceilings": None if card is None else ceilings_of(card),
+        }
+        return about, rows_until_failure({**row, "modelled": True} for row in rows)
+
+    def modelled_cases(self, arguments: argparse.Namespace) -> Callable[[Harness], list[Case]]:
+        """Return what makes the cases that are modelled."""
+        modelled, cases = self.modelled, self.cases
+        assert modelled is not None
+        assert cases is not None
+        small = argparse.Namespace(**{**vars(arguments), **modelled(arguments)})
+        return lambda harness: list(cases(small, harness))
+
+    def _measured(self, arguments: argparse.Namespace) -> tuple[Result, Result]:
+        cupy = load_cupy()
+        device = cuda_device(0)
+        baselines = tuple(name for name in self.baselines if name in arguments.peers)
+        torch = _torch_for(baselines)
+        present = None if isinstance(torch, Exception) else torch
+        with cupy.cuda.Device(device.ordinal):
+            ceilings = measured_ceilings(device)
+            timer = Timer(arguments.calls, arguments.warm_up, arguments.budget)
+            harness = Harness(
+                cupy, timer.times, peak_bytes, torch, baselines, ceilings, arguments.compile_mode,
+                arguments.limit, free=partial(free_memory, present),
+            )  # fmt: skip
+            found = rows_until_failure(self.harness_rows(arguments, harness))
+        about = measured_on(device, present)
+        modes = {"torch_compile": arguments.compile_mode} if "compile" in baselines else {}
+        return {**about, **modes, "ceilings": ceilings}, found
+
+
+def every(arguments: argparse.Namespace, *names: str) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values of some options, the last one varying fastest."""
+    values = (getattr(arguments, name) for name in names)
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    for combination in product(*lists):
+        yield dict(zip(names, combination, strict=True))
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _require_taken(flag: str, variant: Benchmark, values: Mapping[str, Any]) -> None:
+    taken = {option.dest for option in (*variant.options, *TIMED, JSON)} | {"peers"}
+    others = [f"--{name.replace('_', '-')}" for name in values if name not in taken]
+    if others:
+        own = ", ".join(f"--{option.name}" for option in variant.options)
+        raise error(
+            ValueError,
+            f"--{flag} with {', '.join(others)}",
+            f"of this benchmark's options it takes {own}",
+            f"leave --{flag} or the others out",
+        )
+
+
+def rows_until_failure(rows: Iterable[Row]) -> Result:
+    """Return ``rows``, and ``failed`` if they ended with an error or an interrupt after the first.
+
+    Raises
+    ------
+    Exception
+        The error of the first row.
+    """
+    found: list[Row] = []
+    try:
+        for row in rows:
+            found.append(row)
+    except (Exception, KeyboardInterrupt) as failure:  # hours of work may be in `found`
+        if not found:
+            raise
+        if not isinstance(failure, (*FAILURES, KeyboardInterrupt)):
+            traceback.print_exc()
+        return {"rows": found, "failed": f"{type(failure).__name__}: {failure}"}
+    return {"rows": found}
+
+
+def _torch_for(baselines: Iterable[str]) -> Any:
+    """Return PyTorch if a baseline needs it, or the error of its import; otherwise None."""
+    if not set(baselines) - set(ARRAY_CODE):
+        return None
+    try:
+        return load_torch()
+    except RuntimeError as missing:
+        return missing
+
+
+def invocation(argv: list[str]) -> str:
+    """Return the command line without --json.
+
+    Examples
+    --------
+    >>> invocation(["__main__.py", "linear", "--json", "a.json", "--quick"])[-14:]
+    'linear --quick'
+    """
+    words = [f" {shlex.quote(word)}" for word in argv[1:] if not word.startswith("--json=")]
+    if " --json" in words:
+        del words[(at := words.index(" --json")) : at + 2]
+    override = os.environ.get("CUPYATTN_ARCH")
+    arch = f"CUPYATTN_ARCH={shlex.quote(override)} " if override else ""
+    return f"{arch}python -m cupyattn.benchmark{''.join(words)}"
+
+
+def add_json_file(parser: argparse.ArgumentParser) -> None:
+    """Give a command ``--json FILE``."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write everything to FILE too, as one JSON object"
+    )
+
+
+def run_on_gpu(
+    command: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], Result],
+    show: Callable[[Result, Terminal], None],
+) -> int:
+    """Run a command whose rows have another form; return the exit code, 1 without a GPU."""
+    try:
+        if not device_count():
+            raise RuntimeError(NO_GPU)
+        if arguments.json is not None:
+            require_writable(arguments.json)
+        result = measure(arguments)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except FAILURES as failure:
+        fail(command, failure, as_json=False)
+        return 1
+    emit(result, show, as_json=False)
+    return 0

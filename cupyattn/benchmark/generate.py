@@ -1,0 +1,371 @@
+"""``python -m cupyattn.benchmark generate``: whole models, and the kernels of a step of decoding.
+
+The measure is the memory's speed: a step of decoding reads all weights once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise, product, takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupyattn
+from cupyattn import models
+from cupyattn.arrays import dtype_of
+from cupyattn.benchmark.cases import Harness, Row, row_of, without
+from cupyattn.benchmark.command import Benchmark, Option, every
+from cupyattn.benchmark.libraries import BASELINES
+from cupyattn.benchmark.other_models import GENERATING, Generate, Run, Size, baseline
+from cupyattn.benchmark.timer import COPY
+from cupyattn.cli.arguments import integer
+from cupyattn.models.activations import activated
+from cupyattn.models.quantised import QUANTIZE, quantises_to
+from cupyattn.models.weights import empty
+from cupyattn.progress import progress
+
+T4_GB_PER_S = 320.0
+"""The memory of a T4 by its data sheet."""
+_STALL_BYTES = 2**30
+"""Bytes of each copy that keeps the GPU busy while a step is queued."""
+OWN = "cupyattn"
+_ALL = "step: all parts"
+
+
+def own(model: Any, size: Size, **options: Any) -> Generate:
+    """Return this library's generation, from one cache and with steps that stay captured."""
+    generator = models.Generator(
+        model, lengths=[size.prompt + size.new] * size.batch, max_batch=size.batch, **options
+    )
+
+    def generate(prompts: list[list[int]], new: int) -> Run:
+        began = time.perf_counter()
+        submitted = [generator.submit(prompt, max_new_tokens=new) for prompt in prompts]
+        while not all(each.outputs[0] for each in submitted):
+            generator.step()
+        first = time.perf_counter()
+        early = sum(len(each.outputs[0]) for each in submitted)
+        while not generator.idle:
+            generator.step()
+        ended = time.perf_counter()
+        tokens = [each.outputs[0] for each in submitted]
+        return Run(first - began, ended - first, tokens, early)
+
+    return generate
+
+
+def timed(generate: Generate, size: Size, vocab_size: int, runs: int) -> dict[str, Any]:
+    """Return the times of runs after a first one, which compiles and captures.
+
+    Returns
+    -------
+    dict
+        ``first_s`` and ``step_s`` (of a step after the first token) of each run;
+        ``tokens_per_s`` of those after the first, a median; ``tokens`` of the last run; and
+        ``cold_s``: the first token of the first run.
+    """
+    done = [
+        generate(size.prompts(vocab_size, seed), size.new) for seed in (*range(runs), runs, runs)
+    ]  # the last two are of one prompt: that its tokens are found again is checked
+    measured = done[1:-1]
+    rates = [(sum(map(len, run.tokens)) - run.early) / run.rest_s for run in measured]
+    return {
+        "first_s": [run.first_s for run in measured],
+        "step_s": [size.batch / max(rate, 1e-9) for rate in rates],
+        "tokens_per_s": statistics.median(rates),
+        "cold_s": done[0].first_s,
+        "repeats": done[-1].tokens == done[-2].tokens,
+        "tokens": done[-1].tokens,
+    }
+
+
+def equal_share(found: list[list[int]], wanted: list[list[int]]) -> float:
+    """Return the share of tokens up to the first of each sequence that differs.
+
+    Examples
+    --------
+    >>> equal_share([[1, 2, 3, 4], [5, 6]], [[1, 2, 0, 4], [5, 6]])
+    0.6666666666666666
+    """
+    total = sum(map(len, wanted))
+    pairs = (zip(*each, strict=False) for each in zip(found, wanted, strict=True))
+    equal = sum(len(list(takewhile(lambda two: two[0] == two[1], pair))) for pair in pairs)
+    return equal / total if total else 1.0
+
+
+class Part(NamedTuple):
+    """A call of a step, and the least that it reads and writes."""
+
+    name: str
+    bytes: int
+    call: Callable[[], Any]
+
+
+def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
+    """Return the calls of a step in their order, on arrays of their own.
+
+    The sequences of `tables` have one new token and `context` tokens each. Calls are those of
+    `Model.hidden` and `Model.head`, one for one; what they compute is not passed on.
+    """
+    xp, config, weights = model.xp, model.config, model.weights
+    rows, kind = tables.num_sequences, dtype_of(model.dtype)
+
+    def drawn(*shape: int) -> Any:
+        some = np.random.default_rng(0).standard_normal(shape, np.float32)
+        return xp.asarray((0.1 * some).astype(kind))
+
+    heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
+    x = drawn(rows, config.hidden_size)
+    qkv = drawn(rows, heads + 2 * groups, width)
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
+    seen, inner = drawn(rows, heads * width), drawn(rows, config.intermediate_size)
+    ids = xp.zeros(rows, np.int32)
+    logits = drawn(rows, config.vocab_size)
+    rotary = {} if model.rotary is None else {"q": q, "rotary": model.rotary}
+    cached = 2 * rows * groups * cache.nbytes // (2 * cache.k[..., 0].size)  # a token of a layer
+
+    def weighted(name: str, of: Any, given: Any, residual: Any = None, **options: Any) -> Part:
+        moved = _nbytes(of.weight, of.bias, given, residual)
+        out = rows * len(of.weight) // (2 if "glu" in str(options.get("activation")) else 1)
+        if residual is not None:
+            options["residual"] = residual
+        return Part(name, moved + out * kind.itemsize, partial(of, given, **options))
+
+    def norm(name: str, of: Any) -> Part:
+        return Part(name, _nbytes(of.weight, of.bias, x, x), partial(of, x))
+
+    parts = [Part("embedding", 2 * x.nbytes, partial(cupyattn.embedding, weights.embedding, ids))]
+    if weights.positions is not None:
+        found = partial(cupyattn.embedding, weights.positions, tables.positions[:rows])
+        parts.append(Part("embedding", 2 * x.nbytes, found))
+        parts.append(Part("sum of embeddings", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy())))
+    for index, layer in enumerate(weights.layers):
+        attention = [
+            Part("rotary + append", 2 * qkv.nbytes,
+                 partial(cache.append, index, k, v, tables, **rotary)),
+            Part("attention", cached * context + 2 * q.nbytes,
+                 partial(cache.attend, index, q[:, None], tables, causal=True,
+                         window_size=config.window_size)),
+        ]  # fmt: skip
+        output = weighted("output + residual", layer.output, seen, x)
+        down = weighted("down + residual", layer.down, inner, x)
+        parts.append(norm("norm", layer.norm))
+        if layer.qkv_up is not None:
+            both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
+            activation = partial(activated, both, config.activation)
+            parts += [
+                weighted("qkv and up", layer.qkv_up, x),
+                Part("activation", both.nbytes + inner.nbytes, activation),
+                *(down, *attention, output),
+            ]
+            continue
+        parts.append(weighted("qkv", layer.qkv, x))
+        up = weighted("up + activation", layer.up, x, activation=config.activation)
+        if layer.mlp_norm is None:
+            parts += [up, down, *attention, output]
+        else:
+            parts += [*attention, output, norm("norm", layer.mlp_norm), up, down]
+    draw = partial(cupyattn.sample, logits, seed=None, temperature=0, out=ids)
+    return [
+        *parts,
+        norm("norm", weights.norm),
+        weighted("head", weights.head, x),
+        Part("sample", logits.nbytes, draw),
+    ]
+
+
+def time_parts(parts: list[Part], xp: Any, runs: int) -> list[list[float]]:
+    """Return the seconds of each part, in each of the runs of all of them in their order.
+
+    The GPU is kept busy by copies while a run is queued: so its calls follow one another as in a
+    graph, and nothing is in a cache that the step itself does not leave there. The events between
+    them take about a microsecond each, which is part of a part's time.
+    """
+    source = xp.zeros(_STALL_BYTES, np.uint8)
+    target = xp.empty_like(source)
+    found = []
+    for _ in range(runs + 1):
+        events = [xp.cuda.Event() for _ in range(len(parts) + 1)]
+        for _ in range(4 + len(parts) // 8):  # 0.5 ms or more each; a call is queued in 20 us
+            target.data.copy_from_device_async(source.data, source.nbytes)
+        events[0].record()
+        results = []
+        for part, event in zip(parts, events[1:], strict=True):
+            results.append(part.call())
+            event.record()
+        events[-1].synchronize()
+        del results
+        found.append([xp.cuda.get_elapsed_time(*pair) / 1e3 for pair in pairwise(events)])
+    return [list(times) for times in zip(*found[1:], strict=True)]
+
+
+def summary(parts: list[Part], seconds: list[list[float]], gb_per_s: float) -> list[dict[str, Any]]:
+    """Return calls, bytes and seconds of each name, and of all together; a T4's time is modelled.
+
+    On a T4 a call is assumed to last what it lasts here beyond its bytes at this GPU's rate, and
+    its bytes at 320 GB/s.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for part, runs in zip(parts, seconds, strict=True):
+        beyond = max(0.0, statistics.median(runs) - part.bytes / gb_per_s / 1e9)
+        for name in (part.name, _ALL):
+            empty: dict[str, Any] = {"part": name, "calls": 0, "bytes": 0, "t4_s": 0.0}
+            row = rows.setdefault(name, {**empty, "seconds": [0.0] * len(runs)})
+            row["calls"] += 1
+            row["bytes"] += part.bytes
+            row["seconds"] = [one + more for one, more in zip(row["seconds"], runs, strict=True)]
+            row["t4_s"] += beyond + part.bytes / T4_GB_PER_S / 1e9
+    return [*(row for row in rows.values() if row["part"] != _ALL), rows[_ALL]]
+
+
+def _nbytes(*arrays: Any) -> int:
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
+    """Measure every model: generations, then the parts of a step."""
+    sizes = _sizes(arguments)
+    with progress("timing", len(arguments.model) * len(sizes)) as step:
+        for name in arguments.model:
+            folder = None if name in models.PRESETS else name
+            make = models.load if folder else models.random
+            model = make(name, dtype=arguments.dtype, quantize=arguments.quantize, xp=harness.xp)
+            model.config = model.config._replace(eos_ids=())  # as many tokens for everyone
+            labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
+            for size in sizes:
+                of_size = {**labels, **size._asdict()}
+                yield from _generations(model, folder, size, of_size, arguments, harness)
+                yield from _parts(model, size, of_size, arguments, harness)
+                step(f"{name}, batch {size.batch}")
+            del model
+            harness.free()
+
+
+def _generations(
+    model: models.Model, folder: str | None, size: Size, labels: dict[str, Any],
+    arguments: argparse.Namespace, harness: Harness,
+) -> Iterator[Row]:  # fmt: skip
+    """Yield the rows of this library's generation, then of the other libraries'."""
+    wanted: list[list[int]] = []
+    for who in (None, *harness.baselines):
+        implementation = BASELINES[who] if who else OWN
+        try:
+            harness.require_time_for(who)
+            if who is None:
+                generate = own(model, size, block_size=arguments.block_size)
+            else:
+                generate = baseline(who, model, folder, size)
+            found = timed(generate, size, model.config.vocab_size, arguments.runs)
+        except Exception as failure:  # whatever another library raises
+            if who is None:
+                raise
+            yield without({**labels, "operation": "new token"}, implementation, failure)
+            continue
+        wanted = wanted or found["tokens"]
+        also = {name: found[name] for name in ("tokens_per_s", "cold_s", "repeats")}
+        also["equal"] = equal_share(found["tokens"], wanted)
+        if who is None:
+            also["weights_mb"] = model.nbytes / 1e6
+        given: dict[str, Any] = {"ceiling": COPY, "ceilings": harness.ceilings}
+        first = {**labels, "operation": "first token"}
+        yield row_of(first, implementation, found["first_s"], flops=None)
+        token = {**labels, "operation": "new token"}
+        yield row_of(
+            token, implementation, found["step_s"], calls_per_sample=size.new - 1,
+            bytes=model.nbytes, also=also, **given,
+        )  # fmt: skip
+
+
+def _parts(
+    model: models.Model, size: Size, labels: dict[str, Any], arguments: argparse.Namespace,
+    harness: Harness,
+) -> Iterator[Row]:  # fmt: skip
+    """Time the kernels of a step in the middle of the generation; the last row is all of them."""
+    parts = _parts_of(model, size, arguments)
+    copied = harness.ceilings[COPY] or T4_GB_PER_S
+    for part in summary(parts, time_parts(parts, model.xp, arguments.runs), copied):
+        also = {"calls": part["calls"], "t4_s": part["t4_s"]}
+        if part["part"] == _ALL:
+            also["t4_tokens_per_s"] = size.batch / part["t4_s"]
+        yield row_of(
+            {**labels, "operation": part["part"]}, OWN, part["seconds"], bytes=part["bytes"],
+            ceiling=COPY, ceilings=harness.ceilings, also=also,
+        )  # fmt: skip
+
+
+def _parts_of(model: models.Model, size: Size, arguments: argparse.Namespace) -> list[Part]:
+    context = size.prompt + size.new // 2
+    cache = models.Generator(
+        model, lengths=[context] * size.batch, max_batch=size.batch,
+        block_size=arguments.block_size,
+    ).cache  # fmt: skip
+    sequences = [cache.allocator.add([number] * context) for number in range(size.batch)]
+    return parts_of(model, cache, cache.step_tables(sequences), context)
+
+
+def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the parts of a step and the bytes of each, which are the least that a T4 takes."""
+    for name, size in product(arguments.model, _sizes(arguments)):
+        model = _unfilled(name, arguments)
+        labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
+        parts = _parts_of(model, size, arguments)
+        for part in summary(parts, [[0.0]] * len(parts), T4_GB_PER_S):
+            also = {"calls": part["calls"]}
+            if part["part"] == _ALL:
+                also["tokens_per_s"] = size.batch / part["t4_s"]
+            yield {
+                **labels, **size._asdict(), "operation": part["part"], "implementation": OWN,
+                "times": {"p50_s": part["t4_s"]}, "bytes": part["bytes"], "also": also,
+            }  # fmt: skip
+
+
+def _unfilled(name: str, arguments: argparse.Namespace) -> models.Model:
+    """Return a model on NumPy arrays, that of a preset without numbers in its weights."""
+    dtype, quantize = arguments.dtype, arguments.quantize
+    if name not in models.PRESETS:
+        return models.load(name, dtype=dtype, quantize=quantize, xp=np)
+    config = models.PRESETS[name]
+    return models.Model(config, empty(config, dtype, np, quantises_to(quantize)), dtype, np)
+
+
+def _sizes(arguments: argparse.Namespace) -> list[Size]:
+    return [
+        Size(each["batch"], each["prompt"], arguments.new_tokens)
+        for each in every(arguments, "prompt", "batch")
+    ]
+
+
+BENCHMARK = Benchmark(
+    name="generate",
+    title="Generating",
+    help="tokens a second of GPT-2, Llama and Phi-2, and the kernels of a step, on a GPU",
+    description="Generate greedily with whole models, and time each kernel of a step of decoding "
+    "with the bytes that it moves; then the same weights by other libraries.",
+    note="first token: until every prompt has one; new token: a step after it, whose bytes are "
+    "the weights; then the kernels of one step, between which events take about 1 us. equal: "
+    "tokens before the first that differs from cupyattn's. t4_s is MODELLED: what a call lasts "
+    f"beyond its bytes here, and its bytes at {T4_GB_PER_S:.0f} GB/s; without a GPU these alone, "
+    "the least that it takes.",
+    options=(
+        Option("model", list(models.PRESETS), "random weights of these shapes, or folders and "
+               "files", str, metavar="MODEL"),
+        Option("prompt", [128], "tokens of each prompt"),
+        Option("batch", [1, 32], "prompts at a time"),
+        Option("new-tokens", 128, "new tokens of each prompt", integer(2)),
+        Option("dtype", "float16", "dtype of the weights", choices=("float16", "float32")),
+        Option("quantize", None, "storage of the layers' weights, otherwise dtype",
+               choices=QUANTIZE),
+        Option("block-size", 16, "tokens of a block of the cache", integer(16)),
+        Option("runs", 5, "runs after a first one"),
+    ),
+    rows=rows,
+    modelled_rows=modelled,
+    baselines=GENERATING,
+    quick={"runs": 2, "limit": 30.0},
+    facts=("new_tokens", "runs"),
+)  # fmt: skip

@@ -1,1 +1,0 @@
-"""Times of the fused layers, beside PyTorch's."""

@@ -1,0 +1,337 @@
+"""``python -m cupyattn.benchmark linear``: products with a weight, many rows and few.
+
+The figure of many rows is TFLOP/s. The figure of few rows is the GB/s at which the weight is read,
+compared with a kernel that reads it and does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupyattn
+from cupyattn.arrays import Array, dtype_of
+from cupyattn.benchmark import libraries
+from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
+from cupyattn.benchmark.command import Benchmark, Option
+from cupyattn.benchmark.libraries import tensor_of
+from cupyattn.benchmark.timer import READ, Round
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
+from cupyattn.kernels.configs.linear.read_weight import CTAS_PER_SM, read_weight
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.kernels.launch import launch
+from cupyattn.ops.linear.problem import ACTIVATIONS
+from cupyattn.quantized_weight import QuantizedWeight, empty
+from cupyattn.weight_formats import FORMATS, blocks_for, pieces
+
+LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
+"""(M, N, K) of products that arithmetic bounds."""
+QUANTISED = (
+    (8192, 8192, 4096),
+    (8192, 16384, 4096),
+    (8192, 2560, 10240),
+    (2048, 10240, 2560),
+    (512, 10240, 2560),
+)
+"""Products with quantised weights: with enough rows to fill tiles, and with few tiles."""
+THIN = (
+    (16384, 4096),
+    (2560, 2560),
+    (10240, 2560),
+    (2560, 10240),
+    (2048, 8192),
+    (8192, 2048),
+    (128256, 2048),
+)
+"""(N, K) of products that reading the weight bounds."""
+THIN_ROWS = [1, 2, 4, 8, 16, 32, 64]
+LAYOUTS = ("nk", "kn")
+"""Whether w is stored as (N, K), of which linear gets the transpose, or as (K, N)."""
+KINDS = ("large", "thin", "backward")
+OWN, READING = "cupyattn", "read w"
+TOLERANCE = 0.02
+_EMULATED_ROWS, _EMULATED_WEIGHT = {1, 16}, ((1024, 2048),)
+_MOST_WEIGHTS = 10**6
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product; letters as in the public API."""
+
+    kind: str
+    """"large", "thin" or "backward"; or "dx", the product of dout and w^T alone."""
+    M: int
+    N: int
+    K: int
+    dtype: str
+    layout: str
+    activation: str | None
+    weights: str | None = None
+    """The format of w, if it is quantised."""
+
+    @property
+    def flops(self) -> float:
+        """The operations of the product, or of the backward's two."""
+        return (4 if self.kind == "backward" else 2) * float(self.M) * self.N * self.K
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of w."""
+        if self.weights is None:
+            return self.N * self.K * dtype_of(self.dtype).itemsize
+        found = pieces(self.weights, self.N, self.K, block_size(self.weights, self.K))
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in found.values())
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that have to move: of few rows w only, otherwise every array once."""
+        if self.kind == "thin":
+            return self.weight_bytes
+        x, out = self.M * self.K, self.M * self.N
+        item = dtype_of(self.dtype).itemsize
+        if self.kind == "backward":  # x, w, b and their gradients; dout, and the preactivation
+            more = 1 if self.activation is None else 2
+            return 2 * self.weight_bytes + (2 * (x + self.N) + more * out) * item
+        bias = 0 if self.kind == "dx" else self.N
+        return self.weight_bytes + (x + out + bias) * item
+
+
+def block_size(name: str, inner: int) -> int:
+    """Return a format's default block size."""
+    return FORMATS[name].block_size or inner
+
+
+class Operands(NamedTuple):
+    """The arrays of a product: x, the weights as stored, b, dout, and memory for the result."""
+
+    x: Array
+    weights: list[Any]
+    b: Array
+    dout: Array
+    out: Array
+
+
+class Inputs:
+    """What every implementation of a product gets; made when the first one is prepared."""
+
+    def __init__(self, product: Product, harness: Harness) -> None:
+        self.product, self.harness = product, harness
+
+    @cached_property
+    def arrays(self) -> Operands:
+        """The arrays; of few rows with so many weights that none is in L2 when it is read."""
+        product, source = self.product, self.harness.arrays()
+        m, n, k = product.M, product.N, product.K
+        normal = partial(source.normal, dtype=product.dtype)
+
+        def weight() -> Any:
+            if product.weights is not None:
+                return self._quantised(product.weights)
+            return normal(*((n, k) if product.layout == "nk" else (k, n)), scale=k**-0.5)
+
+        thin = product.kind == "thin"
+        copies = self.harness.sets(product.weight_bytes, _MOST_WEIGHTS) if thin else 1
+        weights = [weight() for _ in range(max(copies, 1 + (thin and self.harness.cold)))]
+        shape = (m, k if product.kind == "dx" else n)
+        out = self.harness.xp.empty(shape, dtype_of(product.dtype))
+        return Operands(normal(m, k), weights, normal(n), normal(m, n), out)
+
+    def _quantised(self, name: str) -> Any:
+        product, source = self.product, self.harness.arrays()
+        if not self.harness.filled:
+            return empty(blocks_for(name, product.K), product.N, product.K, np)
+        size, arrays = block_size(name, product.K), {}
+        for piece, (shape, kind) in pieces(name, product.N, product.K, size).items():
+            if kind.kind == "f":
+                arrays[piece] = source.uniform(*shape, dtype=kind, scale=product.K**-0.5)
+            else:
+                most = 64 if piece == "scales" else 256
+                arrays[piece] = source.integers(0, most, *shape, dtype=np.uint8).view(kind)
+        return QuantizedWeight(name, **arrays, block_size=size, transposed=True)
+
+    def own_calls(self) -> Round:
+        """Return calls with each of the weights, into arrays that are allocated."""
+        product, (x, weights, b, dout, out) = self.product, self.arrays
+        ws = [w.T if product.layout == "nk" else w for w in weights]
+        if product.kind == "dx":
+            return [partial(cupyattn.linear, dout, w.T, out=out) for w in ws]
+        activation = product.activation
+        if product.kind != "backward":
+            return [partial(cupyattn.linear, x, w, b, activation=activation, out=out) for w in ws]
+        z = None
+        if activation is not None:
+            _, z = cupyattn.linear(x, ws[0], b, activation=activation, return_preactivation=True)
+        backward = partial(cupyattn.linear_backward, activation=activation, preactivation=z)
+        grads = cupyattn.LinearGrads(*backward(dout, x, ws[0], b))
+        return [partial(backward, dout, x, w, b, grads=grads) for w in ws]
+
+    def reading_calls(self, device: Device | None = None) -> Round:
+        """Return launches of a kernel that only reads each weight, or as many bytes."""
+        xp, on = self.harness.xp, device or cuda_device(0)
+        sink = xp.zeros(1, np.uint32)
+        grid = getattr(on, "multiprocessors", 1) * CTAS_PER_SM
+
+        def read(weight: Any) -> None:
+            count = weight.nbytes // VECTOR_BYTES
+            launch(on, read_weight(), grid, (weight, sink, count))
+
+        return [
+            partial(read, xp.zeros(w.nbytes, np.uint8) if isinstance(w, QuantizedWeight) else w)
+            for w in self.arrays.weights
+        ]
+
+    def torch_calls(self, name: str) -> Round:
+        """Return the calls of PyTorch, eager or compiled, on the same memory."""
+        torch, product = self.harness.torch, self.product
+        functional = torch.nn.functional
+        after: dict[str | None, Callable[[Any], Any]] = {
+            None: lambda z: z,
+            "gelu": functional.gelu,
+            "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+            "silu": functional.silu,
+            "relu": functional.relu,
+        }
+        activation = after[product.activation]
+
+        def linear(x: Any, w: Any, b: Any) -> Any:
+            return activation(functional.linear(x, w, b))
+
+        function = self.harness.compiled(linear) if name == "compile" else linear
+        x, weights, b, dout, _ = self.arrays
+        x, b, dout = (tensor_of(torch, array) for array in (x, b, dout))
+        ws = [tensor_of(torch, w if product.layout == "nk" else w.T) for w in weights]
+        if product.kind == "backward":
+            return libraries.backward_calls(torch, function, (x, ws[0], b), dout=dout)
+        return [libraries.forward_calls(torch, function, (x, w, b))[0] for w in ws]
+
+    def array_calls(self, name: str) -> Round:
+        """Return products of cuBLAS by CuPy: alone, or with bias and activation after them."""
+        xp, product = self.harness.xp, self.product
+        x, weights, _, _, out = self.arrays
+        result = xp.empty_like(out)
+
+        def call(w: Array) -> Any:
+            found = xp.matmul(x, w.T if product.layout == "nk" else w, out=result)
+            return found if name == "cublas" else self.finished(found)
+
+        return [partial(call, w) for w in weights]
+
+    def finished(self, product: Any) -> Any:
+        """Return a product with its bias and activation, by array functions."""
+        z = product.astype(np.float32) + self.arrays.b.astype(np.float32)
+        return FORMULAS[self.product.activation](self.harness.xp, z).astype(product.dtype)
+
+
+FORMULAS: dict[str | None, Callable[[Any, Any], Any]] = {
+    None: lambda xp, z: z,
+    "relu": lambda xp, z: xp.maximum(z, 0),
+    "silu": lambda xp, z: z / (1 + xp.exp(-z)),
+    "gelu_tanh": lambda xp, z: z / (1 + xp.exp(-1.5957691216 * (z + 0.044715 * z**3))),
+}
+"""Activations of float32 arrays, by array functions; 2 sqrt(2 / pi) is in the last."""
+
+
+def products(arguments: argparse.Namespace) -> Iterator[Product]:
+    """Yield every kind, dtype, layout, format of weights and size."""
+    for kind in arguments.kind:
+        if kind == "backward" and arguments.weights:  # dw of a quantised weight does not exist
+            continue
+        usual: Sequence[tuple[int, int, int]] = QUANTISED if arguments.weights else LARGE
+        if kind == "thin":
+            thin = getattr(arguments, "thin", THIN)
+            usual = [(m, n, k) for n, k in thin for m in arguments.few]
+        sizes = usual if kind == "thin" and hasattr(arguments, "thin") else arguments.size or usual
+        plain = kind == "thin" or arguments.weights
+        activation = arguments.activation or ("none" if plain else "gelu_tanh")
+        after = None if activation == "none" else activation
+        for dtype in arguments.dtype:
+            for layout in arguments.layout:
+                for weights in (None, *(arguments.weights if layout == "nk" else ())):
+                    for m, n, k in sizes:
+                        yield Product(kind, m, n, k, dtype, layout, after, weights)
+                    if kind == "large" and arguments.weights:
+                        for m, n, k in sizes:
+                            yield Product("dx", m, n, k, dtype, layout, None, weights)
+
+
+def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
+    """Yield a case for each product."""
+    for product in products(arguments):
+        inputs, thin = Inputs(product, harness), product.kind == "thin"
+        reading = Implementation(READING, inputs.reading_calls, modelled=False)
+        yield Case(
+            asdict(product),
+            [
+                Implementation(OWN, inputs.own_calls),
+                *[reading] * thin,
+                *_baselines(product, inputs, harness),
+            ],
+            flops=product.flops,
+            bytes=product.bytes,
+            ceiling=READ if thin else products_of(product.dtype),
+            tolerance=TOLERANCE * (2.5 if product.kind == "backward" else 1),
+            own={READING: {"flops": None}},
+        )
+
+
+def _baselines(product: Product, inputs: Inputs, harness: Harness) -> Iterator[Implementation]:
+    if product.weights is not None or product.kind == "dx":
+        return
+    for name in harness.baselines:
+        if name in ("eager", "compile"):
+            backward = product.kind == "backward"
+            yield Implementation.of(
+                name, partial(inputs.torch_calls, name), _kn if backward else _same
+            )
+        elif product.kind != "backward" and product.activation in FORMULAS:
+            after = inputs.finished if name == "cublas" else _same
+            yield Implementation.of(name, partial(inputs.array_calls, name), after)
+
+
+def _same(result: Any) -> Any:
+    return result
+
+
+def _kn(grads: Any) -> Any:
+    """Return the gradients with dw as (K, N)."""
+    dx, dw, db = grads
+    return dx, dw.T, db
+
+
+BENCHMARK = Benchmark(
+    name="linear",
+    title="linear",
+    help="times of linear on a GPU: TFLOP/s of many rows, GB/s of few, and of the backward",
+    description="Time linear(x, w, b, out=out) and linear_backward: many rows and the backward in "
+    "TFLOP/s; few rows in GB/s of the weight, which is never in L2, compared with a kernel that "
+    "only reads it.",
+    note="TFLOP/s count 2 * M * N * K for each product. Few rows are timed in a CUDA graph of "
+    "calls with one weight after the other; their bytes are the weight's.",
+    options=(
+        Option("kind", list(KINDS), "kinds of products", choices=KINDS),
+        Option("dtype", ["float16"], "dtype of the arrays", choices=tuple(STORAGE)),
+        Option("size", [], "a size instead of the usual ones, for every kind; may be given several "
+               "times", metavar=("M", "N", "K"), repeated=3),
+        Option("few", THIN_ROWS, "rows of thin products", metavar="M"),
+        Option("layout", ["nk"], "how w is stored: nk is w.T of an array (N, K)", choices=LAYOUTS),
+        Option("weights", [], "quantised weights (N, K) of these formats besides those of the "
+               "dtype: many rows, also of dx = dout w^T, and few; no backward, which has no dw "
+               "then", choices=tuple(FORMATS)),
+        Option("activation", None, "(default: gelu_tanh of many rows, none of few)",
+               choices=("none", *ACTIVATIONS)),
+    ),
+    cases=cases,
+    modelled=lambda arguments: {
+        "few": sorted({*arguments.few} & _EMULATED_ROWS),
+        "thin": _EMULATED_WEIGHT,
+    },
+    baselines=("eager", "compile", "cublas", "cupy"),
+    quick={"few": [1, 16]},
+)  # fmt: skip

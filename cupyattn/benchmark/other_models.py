@@ -1,0 +1,174 @@
+"""Whole models of other libraries, with the same weights: transformers and vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.benchmark.libraries import missing_library
+from cupyattn.errors import error
+from cupyattn.models import Config, Model
+from cupyattn.models.checkpoints.names import HUGGING_FACE, places
+
+GENERATING = ("transformers", "static", "vllm")
+"""transformers as it is, with its static cache and compiled; and vLLM, for models from files."""
+
+
+class Run(NamedTuple):
+    """Seconds until every prompt of a batch has a token, and of all steps after that.
+
+    `early` counts the tokens after `first_s`: prompts that do not fit into one step get their first
+    tokens one after the other.
+    """
+
+    first_s: float
+    rest_s: float
+    tokens: list[list[int]]
+    early: int
+
+
+Generate = Callable[[list[list[int]], int], Run]
+"""Continues prompts greedily by as many tokens each."""
+
+
+class Size(NamedTuple):
+    """A batch of prompts that are equally long, and how many tokens each gets."""
+
+    batch: int
+    prompt: int
+    new: int
+
+    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+        """Draw them: another seed gives others, so that no prefix is found in a cache."""
+        drawn = np.random.default_rng(seed).integers(0, vocab_size, (self.batch, self.prompt))
+        return drawn.tolist()
+
+
+def baseline(name: str, model: Model, folder: str | None, size: Size) -> Generate:
+    """Return another library's generation; raise RuntimeError if it cannot run this model."""
+    if name == "vllm":
+        return _vllm(folder, model.dtype, size)
+    try:
+        torch, transformers = import_module("torch"), import_module("transformers")
+    except ImportError as failure:
+        raise missing_library(name, failure) from failure
+    theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype))
+        if folder is not None
+        else _same_weights(torch, transformers, model)
+    )
+    device = "cpu" if model.xp is np else "cuda"
+    theirs = theirs.to(device).eval()
+    options: dict[str, Any] = {} if name == "transformers" else {"cache_implementation": "static"}
+
+    def generate(ids: list[list[int]], new: int) -> list[list[int]]:
+        given = torch.tensor(ids, device=device)
+        with torch.no_grad():
+            found = theirs.generate(
+                given, attention_mask=torch.ones_like(given), max_new_tokens=new,
+                min_new_tokens=new, do_sample=False, pad_token_id=0, **options,
+            )  # fmt: skip
+        return found[:, given.shape[1] :].tolist()
+
+    return _in_two(generate)
+
+
+def _vllm(folder: str | None, dtype: str, size: Size) -> Generate:
+    if folder is None:
+        raise error(
+            RuntimeError, "vLLM and a model with random weights", "it reads models from files",
+            "pass --model with a folder",
+        )  # fmt: skip
+    try:
+        vllm = import_module("vllm")
+    except ImportError as failure:
+        raise missing_library("vllm", failure) from failure
+    engine = vllm.LLM(
+        folder, dtype=dtype, max_model_len=size.prompt + size.new, skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+
+    def generate(ids: list[list[int]], new: int) -> list[list[int]]:
+        greedy = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
+        prompts = [{"prompt_token_ids": each} for each in ids]
+        found = engine.generate(prompts, vllm.SamplingParams(**greedy), use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in found]
+
+    return _in_two(generate)
+
+
+def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Generate:
+    """Time the first token by a call of its own: another library does not report when it came."""
+
+    def run(prompts: list[list[int]], new: int) -> Run:
+        began = time.perf_counter()
+        generate(prompts, 1)
+        first = time.perf_counter()
+        tokens = generate(prompts, new)
+        ended = time.perf_counter()
+        rest = max(ended - first - (first - began), 1e-9)
+        return Run(first - began, rest, tokens, len(prompts))
+
+    return run
+
+
+def _same_weights(torch: Any, transformers: Any, model: Model) -> Any:
+    """Make transformers' model with the arrays of ours."""
+    config, dtype = model.config, getattr(torch, model.dtype)
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers_config(transformers, config)
+    ).to(dtype)
+    tensors = dict(theirs.named_parameters())
+    naming = HUGGING_FACE[config.architecture]
+    with torch.no_grad():
+        for name, place in places(naming, config, model.weights, tensors).filled.items():
+            if place.blocks is not None:
+                raise error(
+                    RuntimeError,
+                    "transformers and random weights that are quantised",
+                    "it is given floats",
+                    "leave out --quantize, or pass --model with a folder",
+                )
+            array = place.targets["all"].reshape(place.shape)
+            on_host = array if isinstance(array, np.ndarray) else array.get()
+            tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(on_host)))
+    return theirs
+
+
+def transformers_config(transformers: Any, config: Config) -> Any:
+    """Return transformers' config of the same numbers."""
+    shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied,
+              "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+    if config.architecture == "gpt2":
+        return transformers.GPT2Config(
+            n_positions=config.max_positions, n_embd=config.hidden_size, n_layer=config.num_layers,
+            n_head=config.num_heads, n_inner=config.intermediate_size,
+            layer_norm_epsilon=config.norm_eps, activation_function="gelu_new", **shared,
+        )  # fmt: skip
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rope_scaling is not None:
+        scaling: Any = config.rope_scaling
+        rope |= {
+            "rope_type": "llama3", "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }  # fmt: skip
+    shared |= {
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+    }  # fmt: skip
+    if config.architecture == "phi":
+        rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+        return transformers.PhiConfig(
+            layer_norm_eps=config.norm_eps, hidden_act="gelu_new", rope_parameters=rope, **shared
+        )
+    return transformers.LlamaConfig(
+        rms_norm_eps=config.norm_eps, head_dim=config.head_dim, rope_parameters=rope, **shared
+    )

@@ -1,0 +1,236 @@
+"""``python -m cupyattn report``: everything measured on a GPU, with the model if it is a Turing.
+
+The model of Turing has never been compared with a Turing GPU: its authors have none. A report is
+what an owner of one can send, and `.github/ISSUE_TEMPLATE` has the form for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from cupyattn.benchmark import attention, decode, layers, linear
+from cupyattn.benchmark.cases import Case, Row, labels_of, median_of
+from cupyattn.benchmark.command import Benchmark, add_json_file, run_on_gpu
+from cupyattn.benchmark.machine import measured_on
+from cupyattn.benchmark.model import UNFILLED, Model, machine_of, rate_of
+from cupyattn.benchmark.table import label_text
+from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, copy_rate
+from cupyattn.cli.arguments import positive
+from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.turing import MARGIN, DisassemblerError, disassembler_version
+
+Clock = Callable[[], float]
+"""Return seconds, as `time.monotonic` does."""
+_ATTENTION = (
+    *("--head-dim", "64", "80", "128", "--seqlen", "512", "4096", "--tokens", "8192"),
+    *("--dtype", "float16", "--implementation", "flash", "--options", "causal"),
+)
+_SIZES = ((8192, 16384, 4096), (8192, 3072, 768), (512, 16384, 4096))
+_THIN = ((1, 16384, 4096), (16, 16384, 4096), (1, 2560, 10240), (16, 2560, 10240))
+_LAYERS = (
+    *("layer_norm", "rms_norm", "add + rms_norm", "softmax", "cross_entropy", "embedding", "rope"),
+    *("gelu", "swiglu", "dropout", "adamw_step", "global_norm"),
+)
+
+
+def _sizes(sizes: tuple[tuple[int, int, int], ...]) -> tuple[str, ...]:
+    return tuple(word for size in sizes for word in ("--size", *map(str, size)))
+
+
+PARTS: tuple[tuple[Benchmark, tuple[str, ...]], ...] = (
+    (attention.FORWARD, _ATTENTION),
+    (attention.BACKWARD, _ATTENTION),
+    (linear.BENCHMARK, ("--kind", "large", "backward", *_sizes(_SIZES))),
+    (linear.BENCHMARK, ("--kind", "thin", *_sizes(_THIN))),
+    (layers.BENCHMARK, ("--width", "2048", "--operation", *_LAYERS)),
+    (decode.BENCHMARK, ("--batch", "1", "16", "--context", "4096", "--cache", "float", "int8")),
+)
+"""The benchmarks of a report, and their options."""
+CALLS = ("--calls", "20", "--warm-up", "5")
+MINUTES = 10.0
+_MEASURING = 0.75
+"""The share of a part's time for measuring; the model of its kernels has the rest."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "report",
+        help="measure everything on this GPU, and model it if it is a Turing: text for an issue",
+        description="Measure attention, its gradients, products, layers and decoding on the first "
+        "GPU, and print them as Markdown; on a Turing GPU next to what the model of Turing says "
+        "of it (pip install 'cupyattn[turing]'). Needs a GPU.",
+        epilog="To send it as an issue: python -m cupyattn report > report.md. Exit code 1 without "
+        "a GPU.",
+    )
+    parser.add_argument(
+        "--minutes", type=positive, default=MINUTES, metavar="N",
+        help="of all of it; what does not fit is left out, and reported (default: %(default)g)",
+    )  # fmt: skip
+    add_json_file(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    return run_on_gpu("report", arguments, measure, show)
+
+
+def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Result:
+    """Measure every part on the first GPU, and model it if that is a Turing GPU.
+
+    Each part has an equal share of the time that is left.
+    """
+    print(
+        f"report: {len(PARTS)} benchmarks in {arguments.minutes:g} minutes at most; what does not "
+        "fit is left out, and reported (--minutes)",
+        file=sys.stderr,
+    )
+    ends = clock() + 60 * arguments.minutes
+    device = cuda_device(0)
+    machine, missing = machine_of(device), None
+    if machine is None:
+        missing = (
+            f"the model is for Turing, compute capability {TURING.number / 10}, and this GPU has "
+            f"{device.capability / 10:.1f}"
+        )
+    else:
+        try:
+            disassembler_version()
+        except DisassemblerError as failure:
+            machine, missing = None, str(failure)
+    model = None if machine is None else Model(machine)
+    copied = copy_rate()
+    parts = [
+        _measured(*part, model, clock() + (ends - clock()) / (len(PARTS) - number), clock)
+        for number, part in enumerate(PARTS)
+    ]
+    return {
+        "command": "report",
+        **measured_on(device),
+        "copy_gb_per_s": copied,
+        "memory_gb_per_s": None if machine is None else machine.memory_gb_s,
+        "machine": None if machine is None else machine.name,
+        "without_model": missing,
+        "minutes": arguments.minutes,
+        "parts": parts,
+    }
+
+
+def _measured(
+    benchmark: Benchmark, words: tuple[str, ...], model: Model | None, ends: float, clock: Clock
+) -> dict[str, Any]:
+    """Return the rows of a part, and whether time ended them or their model."""
+    begun, cut = clock(), False
+
+    def rows_within(arguments: argparse.Namespace, harness: Any) -> Iterator[Row]:
+        nonlocal cut
+        for row in benchmark.harness_rows(arguments, harness):
+            yield row
+            if clock() >= begun + _MEASURING * (ends - begun):
+                cut = True
+                return
+
+    _, arguments = benchmark.parse(*words, *CALLS)
+    found = {"command": benchmark.name, "words": [*words, *CALLS]}
+    if clock() >= begun + _MEASURING * (ends - begun):
+        return {**found, "cut": True, "rows": []}
+    rows = replace(benchmark, rows=rows_within).result(arguments)["rows"]
+    cases: dict[str, Case] = {}
+    if model is not None and benchmark.cases is not None:
+        every = benchmark.cases(arguments, UNFILLED)
+        cases = {json.dumps(dict(case.labels)): case for case in every}
+    modelled = []
+    for row in rows:
+        over = clock() >= ends
+        cut = cut or (over and model is not None)
+        modelled.append({**row, "modelled": None if over else figure(row, cases, model)})
+    return {**found, "cut": cut, "rows": modelled}
+
+
+def figure(row: Row, cases: dict[str, Case], model: Model | None) -> float | None:
+    """Return a row's figure by the model: TFLOP/s of products, or the specified GB/s."""
+    if model is None or median_of(row) is None:
+        return None
+    if row["ceiling"] not in (PRODUCTS, FLOAT32):
+        return None if row["gb_per_s"] is None else float(model.machine.memory_gb_s)
+    labels = labels_of(row)
+    name = labels.pop("implementation")
+    case = cases.get(json.dumps(labels))
+    found = [each for each in case.implementations if each.name == name] if case else []
+    return rate_of(model, lambda: found[0].prepare()[0]) if found else None
+
+
+def show(result: Result, terminal: Terminal) -> None:
+    """Print it as Markdown."""
+    terminal.verbatim("\n".join(markdown(result)))
+
+
+def markdown(result: Result) -> Iterator[str]:
+    """Yield the lines of a report."""
+    yield f"# cupyattn {result['version']} on {result['device']}, {result['date']}"
+    yield ""
+    memory, versions = result["memory_gb_per_s"], ("cuda_driver", "cupy", "nvrtc")
+    yield from _table(
+        ("machine", ""),
+        [
+            ("compute capability", result["compute_capability"]),
+            ("kernels", ", ".join(result["code"])),
+            ("CUPYATTN_ARCH", result["arch_override"] or "not set"),
+            ("float16", "tensor cores" if result["tensor_cores"] else "float32 arithmetic"),
+            ("CUDA driver, CuPy, NVRTC", ", ".join(result[name] for name in versions)),
+            ("a copy", f"{result['copy_gb_per_s']:.0f} GB/s"
+             + ("" if memory is None else f" of {memory} specified")),
+        ],
+    )  # fmt: skip
+    if result["without_model"]:
+        yield f"Measured alone: {result['without_model']}."
+    else:
+        yield (
+            f"Modelled as a {result['machine']}: products by a simulation of their kernels' main "
+            f"loops, utilisation +-{MARGIN}, at the boost clock; the others by the specified "
+            "bandwidth."
+        )
+    for part in result["parts"]:
+        yield ""
+        yield f"## `{' '.join(['python -m cupyattn.benchmark', part['command'], *part['words']])}`"
+        yield ""
+        if part["cut"]:
+            yield f"Cut: its share of {result['minutes']:g} minutes was over (--minutes)."
+            yield ""
+        yield from _table(
+            ("call", "time", "measured", "modelled", "share"), [_cells(row) for row in part["rows"]]
+        )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    labels = {k: v for k, v in labels_of(row).items() if k not in ("window", "head_dim_v")}
+    seconds, call = median_of(row), label_text(labels)
+    if seconds is None:
+        return (call, "", row["unavailable"], "", "")
+    products = row["ceiling"] in (PRODUCTS, FLOAT32)
+    figure, unit = row["tflops" if products else "gb_per_s"], "TFLOP/s" if products else "GB/s"
+    modelled = row["modelled"]
+    return (
+        call,
+        f"{seconds * 1e6:.1f} us",
+        f"{figure:.1f} {unit}",
+        "" if modelled is None else f"{modelled:.1f}",
+        "" if modelled is None else f"{figure / modelled:.2f}",
+    )
+
+
+def _table(columns: tuple[str, ...], rows: Any) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+    yield ""
