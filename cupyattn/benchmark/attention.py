@@ -248,7 +248,8 @@ def implementations(
 ) -> list[Implementation]:
     """Return this library's kernels, and the baselines that have the option.
 
-    "flash" has one-pass and deterministic gradients; the other kernels do the same either way.
+    "flash" has one-pass and deterministic gradients; the teaching kernels do the same either way,
+    and take no option but causal.
     """
     modes = (False,) if direction == "forward" else DETERMINISTIC[arguments.deterministic]
     own = [
@@ -258,6 +259,7 @@ def implementations(
             comparable=lambda result: result if hasattr(result, "shape") else result[:3],
         )
         for name in arguments.implementation
+        if name == "flash" or inputs.option in (PLAIN, "causal")
         for mode in (modes if name == "flash" else modes[:1])
     ]
     other = [
@@ -428,8 +430,8 @@ def _options(own: tuple[str, ...], default: list[str]) -> tuple[Option, ...]:
         Option("seqlen", [128, 256, 512, 1024, 2048, 4096], "tokens of a sequence"),
         Option("batch", [1, 4, 8], "sequences of a call"),
         Option("dtype", ["float16", "float32"], "dtype of the arrays", choices=tuple(STORAGE)),
-        Option("implementation", default, "kernels to time; naive and tiled only where a call "
-               "takes seconds at most", choices=own),
+        Option("implementation", default, "kernels to time; naive and tiled only plain and "
+               "causal, where a call takes seconds at most", choices=own),
         Option("head-dim-v", None, "head dim of v (default: that of q)", head_dim),
         Option("tokens", None, "tokens of a call, which set the number of sequences instead of "
                "--batch"),

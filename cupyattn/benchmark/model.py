@@ -39,6 +39,7 @@ _DIGITS = 3
 _GEFORCE_HMMA_F32 = 16
 _EXECUTED = {
     **{"attention_forward": 2, "attention_naive": 2, "attention_tiled": 2, "_dq": 3},
+    "backward_naive": 7,
     "summed_dbias": 2,
     **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
 }
@@ -122,11 +123,16 @@ def launches_of(prepare: Prepare, machine: Machine = T4) -> list[Specialisation]
     return [each.specialisation for each in recorder.launches]
 
 
+_AGAIN = ("_dq", "summed_dbias", "backward_naive")
+"""Parts of the entries of kernels that compute two products a second time."""
+
+
 def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     """Return how many products kernels are asked for, and how many each executes.
 
     The backward of attention in two passes computes two of its five products a second time, and so
-    does the kernel for a bias that broadcasts. Kernels that only move bytes execute none.
+    does the kernel for a bias that broadcasts. The naive backward computes two of its own a second
+    time. Kernels that only move bytes execute none.
 
     Examples
     --------
@@ -142,7 +148,7 @@ def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     of_each = [
         next((count for part, count in executed.items() if part in entry), 0) for entry in entries
     ]
-    again = [part for part in ("_dq", "summed_dbias") if any(part in entry for entry in entries)]
+    again = [part for part in _AGAIN if any(part in entry for entry in entries)]
     return sum(of_each) - 2 * len(again), of_each
 
 

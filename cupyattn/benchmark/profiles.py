@@ -55,7 +55,9 @@ CALLS: tuple[tuple[Benchmark, str], ...] = (
      "--implementation flash --dtype float16"),
     (attention.BACKWARD, "--batch 16 --seqlen 256 --heads 4 --head-dim 64 --options bias "
      "--implementation flash --dtype float16"),
-    (attention.BACKWARD, f"{_READ} naive --options bias,sinks"),
+    (attention.BACKWARD, f"{_READ} naive --options none"),
+    (attention.BACKWARD, "--batch 2 --seqlen 1024 --heads 8 --head-dim 64 --dtype float32 "
+     "--implementation flash --options bias,sinks"),
     (varlen.BENCHMARK, f"{_PACKED} --options plain rotary bias sinks"),
     (varlen.BENCHMARK, f"{_PACKED} --head-dim 160"),
     (varlen.BENCHMARK, f"{_PACKED} --options plain sinks --deterministic"),
