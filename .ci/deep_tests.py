@@ -3,7 +3,8 @@
 A family is a folder of tests. A change touches it if a component of a changed path has its name;
 a change of a header in cuda_src/common touches all families with kernels. The base of the change is
 the commit CI_BASE, by default the last one that is six hours older than HEAD. One of `SHARDS`
-shards of the other files is chosen by HEAD's hash, so that successive commits run all of them.
+shards of the other files is chosen by HEAD's hash, so that successive commits run all of them. A
+change of more than `MOST_FAMILIES` would run nearly everything: it runs two shards of all files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 KERNEL_FAMILIES = ("attention", "kv_cache", "layers", "linear")
 SHARDS = 4
+MOST_FAMILIES = 2
 SIX_HOURS = 6 * 60 * 60
 
 
@@ -45,10 +47,13 @@ def touched_families(paths: list[str], families: set[str]) -> set[str]:
 
 def selected(files: list[Path], touched: set[str], shard: int) -> list[Path]:
     """Return the files of touched families and those of the shard."""
+    shards = {shard}
+    if len(touched) > MOST_FAMILIES:
+        touched, shards = set(), {shard, (shard + 1) % SHARDS}
     return [
         path
         for path in files
-        if path.parts[1] in touched or zlib.crc32(path.as_posix().encode()) % SHARDS == shard
+        if path.parts[1] in touched or zlib.crc32(path.as_posix().encode()) % SHARDS in shards
     ]
 
 
