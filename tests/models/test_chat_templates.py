@@ -134,6 +134,10 @@ SLOW = {
     "{% endmacro %}{{ m(50) }}",
     "comparisons": "{% set a = 'a' * 3000000 %}{% set b = 'a' * 2999999 ~ 'a' %}"
     "{% for i in range(99999) %}{{ '' if a == b }}{% endfor %}",
+    "keys of one hash": "{% set x = range(0, 30000 * (2 ** 61 - 1), 2 ** 61 - 1) %}"
+    "{{ dict(x | groupby('real')) | length }}",
+    "names of one hash": "{% set x = range(0, 30000 * (2 ** 61 - 1), 2 ** 61 - 1) %}"
+    "{% set ns = namespace(x | groupby('real')) %}",
     "filters of a loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}"
     "{% endfor %}{% endfor %}",
 }
@@ -187,6 +191,8 @@ LARGE = {
     "list of a text": "{{ ('a' * 4000000) | list | length }}",
     "sum of lists": "{{ ([[1] * 99] * 999) | sum(start=[]) | length }}",
     "search from the right": "{{ ('a' * 2000000).rfind('b' ~ 'a' * 1000000) }}",
+    "strip": "{{ ('a' * 1000000 ~ 'z').strip('b' * 1000000 ~ 'a') }}",
+    "trim": "{{ ('a' * 1000000 ~ 'z') | trim('b' * 1000000 ~ 'a') }}",
     "fromkeys": "{{ dict.fromkeys(range(99999), 1) }}",
     "bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
     "translate": "{{ ('a' * 9999).translate({97: 'b' * 99999}) }}",

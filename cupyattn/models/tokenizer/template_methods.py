@@ -8,11 +8,13 @@ from typing import Any
 
 from cupyattn.models.tokenizer.template_budget import Budget, ExceededError
 
-_SEARCHED = 1 << 30  # a search from the right takes the product of both lengths at worst
+_SEARCHED = (
+    1 << 30
+)  # to search from the right, or to strip, takes the product of both lengths at worst
 
 _PLAIN = """capitalize casefold endswith isalnum isalpha isascii isdecimal isdigit isidentifier
-islower isnumeric isprintable isspace istitle isupper lower lstrip removeprefix removesuffix rstrip
-splitlines startswith strip swapcase title upper"""
+islower isnumeric isprintable isspace istitle isupper lower removeprefix removesuffix splitlines
+startswith swapcase title upper"""
 
 
 def require_method(budget: Budget, method: Any, given: tuple[Any, ...], named: dict) -> tuple:
@@ -57,6 +59,11 @@ def joined(budget: Budget, glue: str, parts: Iterable[Any]) -> list[Any]:
     return found
 
 
+def require_stripped(budget: Budget, text: str, characters: Any = None) -> tuple:
+    """Refuse to strip too many characters from too long a text."""
+    return _search(budget, text, characters)
+
+
 def _join(budget: Budget, glue: str, parts: Iterable[Any]) -> tuple:
     return (joined(budget, glue, parts),)
 
@@ -89,6 +96,7 @@ _METHODS: dict[type, dict[str, Any]] = {
     str: {
         **_named(_PLAIN),
         **_named("find index rfind rindex count partition rpartition", _search),
+        **_named("lstrip rstrip strip", require_stripped),
         "split": _split,
         "rsplit": _split,
         "replace": require_replaced,

@@ -8,7 +8,7 @@ is compiled. Imports jinja2: `chat_template` imports this module when it needs i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -21,10 +21,15 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from cupyattn.models.tokenizer.template_budget import ExceededError, current
-from cupyattn.models.tokenizer.template_methods import joined, require_method, require_replaced
+from cupyattn.models.tokenizer.template_methods import (
+    joined,
+    require_method,
+    require_replaced,
+    require_stripped,
+)
 
 _LINEAR = """abs attr capitalize count d default dictsort e escape first float groupby items last
-length lower map max min random reject rejectattr reverse safe select selectattr sort title trim
+length lower map max min random reject rejectattr reverse safe select selectattr sort title
 truncate unique upper wordcount"""
 _MOST_DIGITS = 4300  # Python's own limit, which releases before 3.10.7 lack
 _MOST_PATTERN = 1000
@@ -48,7 +53,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.tests = {name: _counted(test) for name, test in TESTS.items()}
         self.globals = {
             "range": self.globals["range"],
-            "dict": dict,
+            "dict": _dict,
             "namespace": _Namespace,
             "raise_exception": _refuse,
             "strftime_now": _now,
@@ -105,6 +110,9 @@ class _Formatter(SandboxedFormatter):
 
 class _Namespace(Namespace):
     """As Jinja's, but written without its items: these may contain it."""
+
+    def __init__(self, /, *given: Any, **named: Any) -> None:
+        super().__init__(*_pairs(given), **named)
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -204,6 +212,21 @@ def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     return _made(str(glue).join(map(str, joined(current(), glue, parts))))
 
 
+def _dict(*given: Any, **named: Any) -> dict[Any, Any]:
+    return dict(*_pairs(given), **named)
+
+
+def _pairs(given: tuple[Any, ...]) -> Iterator[Any]:
+    """Pass on what a dict is made of, a step for each pair: keys of one hash take ever longer."""
+    for each in given:
+        yield each if isinstance(each, Mapping) else current().counted(each)
+
+
+def _trim(value: Any, chars: Any = None) -> str:
+    text = _text(value)
+    return _made(text.strip(*require_stripped(current(), text, chars)))
+
+
 def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     text = _text(s)
     wanted = require_replaced(
@@ -279,6 +302,7 @@ _FILTERS = {
     "string": _text,
     "sum": _sum,
     "tojson": _to_json,
+    "trim": _trim,
     _MADE: _made,
     _STEP: _step,
     _TEXT: _text,
