@@ -1,7 +1,8 @@
 """The ``#include`` directives of a source, as the compiler sees them.
 
-Comments may stand anywhere in a directive, lines may be continued, and ``%:`` is a ``#``. What a
-macro includes, and ``#include_next``, cannot be known without running the preprocessor.
+Comments may stand anywhere in a directive, lines may be continued, and ``%:`` is a ``#``. A quote
+without a second one, as in ``#error don't``, ends with its line. What a macro includes, and
+``#include_next``, cannot be known without running the preprocessor.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _TOKEN = re.compile(
     (?P<space> [ \t\f\v\r]+ | //[^\n]* | /\*[\s\S]*?(?:\*/|\Z) )
     | (?P<newline> \n )
     | (?P<hash> (?: \#\# | %:%: | \# | %: ) )
-    | (?:u8|[uUL])?R"(?P<delimiter>[^()\\\s"]{0,16})\([\s\S]*?\)(?P=delimiter)"
-    | (?:u8|[uUL])?(?: "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])+' )
+    | (?P<raw> (?:u8|[uUL])?R"(?P<delimiter>[^()\\\s"]{0,16})\( )
+    | (?:u8|[uUL])?(?: "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? )
     | \.?[0-9](?:[eEpP][+-]|'?\w|\.)*
     | (?P<word> [A-Za-z_$\x80-\xff][\w$\x80-\xff]* )
     | [^\s\w"'/\#%.$\x80-\xff]+ | .
@@ -74,6 +75,15 @@ def includes_in(text: bytes) -> tuple[Include | Unfollowed, ...]:
             return original(position - 1) + 1
         return position + shifts[bisect_right(starts, position) - 1]
 
+    def end_of_raw(opened: re.Match[bytes]) -> int:
+        """Return where a raw string ends: lines are not continued in it."""
+        closing = b")" + opened["delimiter"] + b'"'
+        end = text.find(closing, original(opened.end(), end=True))
+        if end < 0:
+            return len(plain)
+        end += len(closing)
+        return end - shifts[bisect_right(removed, (end,))]
+
     def unfollowed(position: int) -> Unfollowed:
         at = original(position)
         line = plain[plain.rfind(b"\n", 0, position) + 1 :].partition(b"\n")[0]
@@ -84,7 +94,9 @@ def includes_in(text: bytes) -> tuple[Include | Unfollowed, ...]:
     while (token := _TOKEN.match(plain, position)) is not None:
         position = token.end()
         kind = token.lastgroup
-        if kind == "newline":
+        if kind == "raw":
+            position, first_in_line = end_of_raw(token), False
+        elif kind == "newline":
             first_in_line = True
         elif kind == "hash" and first_in_line and len(token[0]) == len(b"#") + (token[0] == b"%:"):
             first_in_line = False

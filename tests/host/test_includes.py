@@ -54,6 +54,10 @@ FOLLOWED = {
     "by way of a folder": '#include "below/../e.h"',
     "by way of another": '#include "below/other.h"',
     "after a raw string": 'constexpr char text[] = R"x(/* " )" )x";\n#include "e.h"',
+    "after a raw string with a backslash": '__device__ const char text[] = R"x( )\\\nx" /* )x";\n'
+    '#include "{folder}/e.h"\n/* */',
+    "after an apostrophe": '#pragma mark it\'s below/*.h\n#include "{folder}/e.h"\n/* */',
+    "after skipped quotes": '#if 0\n" /*\n#endif\n#include "{folder}/e.h"\n/* */',
     "after quotes": 'constexpr int n = 1\'000, c = \'"\';\n#include "e.h"\n// "',
 }
 
