@@ -66,7 +66,10 @@ def require_trusted_folder(folder: Path) -> None:
         target = Path(os.readlink(here / part))
         below += reversed(target.parts[1:] if target.is_absolute() else target.parts)
         here = Path(target.anchor) if target.is_absolute() else here
-    _require_private(here, os.lstat(here), sticky=False)
+    status = os.lstat(here)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
+    _require_private(here, status, sticky=False)
 
 
 def read_trusted(path: Path) -> bytes:
@@ -143,7 +146,10 @@ def _require_private(path: Path, status: os.stat_result, *, sticky: bool) -> Non
     if writable and not (sticky and status.st_mode & stat.S_ISVTX):
         who = "anyone" if writable & stat.S_IWOTH else f"group {status.st_gid}"
         mode = stat.S_IMODE(status.st_mode)
-        raise UntrustedError(f"{who} can write {path} (mode {mode:o})", f"run 'chmod go-w {path}'")
+        # A sticky folder, as /tmp is, has to be written by all.
+        is_shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        fix = f"name a folder within {path}" if is_shared else f"run 'chmod go-w {path}'"
+        raise UntrustedError(f"{who} can write {path} (mode {mode:o})", fix)
 
 
 def _require_owner(path: Path, status: os.stat_result) -> None:
