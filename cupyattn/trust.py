@@ -57,6 +57,8 @@ def require_trusted_folder(folder: Path) -> None:
         status = os.lstat(here / part)
         if not stat.S_ISLNK(status.st_mode):
             here = here / part
+            if not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
             _require_private(here, status, sticky=True)
             continue
         links += 1
@@ -66,10 +68,7 @@ def require_trusted_folder(folder: Path) -> None:
         target = Path(os.readlink(here / part))
         below += reversed(target.parts[1:] if target.is_absolute() else target.parts)
         here = Path(target.anchor) if target.is_absolute() else here
-    status = os.lstat(here)
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(here))
-    _require_private(here, status, sticky=False)
+    _require_private(here, os.lstat(here), sticky=False)
 
 
 def read_trusted(path: Path) -> bytes:
