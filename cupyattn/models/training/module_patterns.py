@@ -6,6 +6,7 @@ The package regex understands the same patterns, lookaheads among them, and take
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import lru_cache
@@ -19,7 +20,9 @@ SECONDS = 2.0
 
 _MOST_CHARACTERS = 1 << 16
 _MOST_PAIRS = 1 << 20
+_MOST_REPEATS = 1000  # regex makes a copy of what is repeated for each time that it has to match
 _SLOW = 1e-3  # a match of less time costs nothing: most take a microsecond
+_LEAST_COUNT = re.compile(r"\{(\d+)")
 _REPEATS = re.compile(r"[*+?{|(]")
 
 
@@ -29,6 +32,8 @@ def require_pattern(pattern: Any, *, last_parts: bool) -> None:
     try:
         if len(pattern) > _MOST_CHARACTERS:
             raise ValueError(f"{len(pattern)} characters; at most {_MOST_CHARACTERS} are read")
+        if math.prod(max(int(count), 1) for count in _LEAST_COUNT.findall(pattern)) > _MOST_REPEATS:
+            raise ValueError(f"it repeats more than {_MOST_REPEATS} times, counts multiplied")
         re.compile(_whole(pattern, last_parts))  # regex accepts more, of which PEFT knows nothing
         _compiled(pattern, last_parts)
         return

@@ -60,6 +60,15 @@ def test_what_is_no_pattern_is_a_value_error(pattern):
         LoraOptions(rank_pattern={pattern: 8}).checked()
 
 
+@pytest.mark.parametrize("pattern", ["a{99999999}", "(?:(?:a|b){999}){999,}"])
+def test_a_pattern_that_is_large_once_compiled_is_refused(pattern):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="it repeats more than 1000 times"):
+        LoraOptions(rank_pattern={pattern: 8}).checked()
+    assert time.monotonic() - began < 1
+    LoraOptions(rank_pattern={r"layers\.\d{1,2}\.\w{4}": 8}).checked()
+
+
 @pytest.mark.parametrize(
     "options",
     [
