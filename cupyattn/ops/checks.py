@@ -273,3 +273,10 @@ def require_workspace(layout: Layout) -> None:
             "it is memory in one piece",
             WORKSPACE_FIX,
         )
+
+
+def most_tokens(kernel: str, most: int) -> str:
+    """Tell how many tokens a launch takes; none if a single one has too many heads or features."""
+    if most == 0:
+        return f"one such token is more than a launch of {kernel} takes"
+    return f"a launch of {kernel} takes at most {most} such tokens"

@@ -63,6 +63,14 @@ def test_many_heads_with_items_are_refused_before_memory_is_taken():
         cupyattn.attention(q, q, q)
 
 
+def test_a_token_that_is_more_than_a_launch_takes_is_refused():
+    q = as_strided(np.zeros(8, np.float16), (1, 1, MANY, 8), (0, 0, 0, 2))
+    tables = cupyattn.rope_tables(1, 8)
+    message = "one such token is more than a launch of rope takes; split the batch or the heads"
+    with cupyattn.backend("emulator"), pytest.raises(ValueError, match=message):
+        cupyattn.rope(q, *tables)
+
+
 def test_fields_of_a_struct_refuse_what_they_do_not_hold():
     inner = np.dtype([("count", np.uint32)])
     params = record(np.dtype([("inner", inner), ("each", np.int32, (2,)), ("scale", np.float32)]))

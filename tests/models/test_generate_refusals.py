@@ -77,6 +77,18 @@ def test_it_is_refused(case):
         model().generate(given.pop("prompts"), **given)
 
 
+def test_a_prompt_that_is_far_too_long_is_refused_by_its_length():
+    class Prompt(list):
+        def __len__(self) -> int:
+            return 10**7
+
+        def __iter__(self):
+            return map(pytest.fail, ["its tokens are read"])
+
+    with pytest.raises(ValueError, match="got a prompt of 10000000 tokens; the model has 24 pos"):
+        model().generate([Prompt([1])], max_new_tokens=1)
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="'top_q'"):
         model().generate([1], max_new_tokens=2, top_q=0.5)

@@ -18,7 +18,7 @@ from cupyattn.kernels.configs.kv_cache import (
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.kv_cache import APPEND_PARAMS
 from cupyattn.kernels.structs.record import record
-from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.checks import most_tokens, require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.append_problem import TABLES, AppendProblem
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES
 from cupyattn.ops.kv_cache.strides import (
@@ -59,9 +59,9 @@ def _plan(problem: AppendProblem, arch: int) -> Plan:
         raise error(
             ValueError,
             f"{tokens} tokens, and caches of {slots} slots",
-            f"a launch of append_kv takes at most {_MOST // (groups + 2 * kv_groups)} such tokens, "
-            f"and caches of {_MOST} slots",
-            "split the tokens over several calls",
+            f"{most_tokens('append_kv', _MOST // (groups + 2 * kv_groups))}, and caches of at most "
+            f"{_MOST} slots",
+            "split the tokens or the heads over several calls",
         )
     params = _params(problem)
     params["heads"], params["groups"] = heads, groups

@@ -13,7 +13,7 @@ from cupyattn.kernels.configs.kv_cache import THREADS, specialise_gather, stored
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.kv_cache import GATHER_PARAMS
 from cupyattn.kernels.structs.record import record
-from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.checks import most_tokens, require_item_alignment, require_kernel_dtype
 from cupyattn.ops.kv_cache.caches import CACHES, SCALES
 from cupyattn.ops.kv_cache.gather_problem import RESULTS, GatherProblem
 from cupyattn.ops.kv_cache.strides import rows_aligned, scale_strides, slot_strides
@@ -51,8 +51,8 @@ def _plan(problem: GatherProblem) -> Plan:
         raise error(
             ValueError,
             f"results of {batch} * {length} tokens",
-            f"a launch of gather takes at most {_MOST_THREADS // (heads * units)} such tokens",
-            "gather fewer sequences in a call",
+            most_tokens("gather", _MOST_THREADS // (heads * units)),
+            "gather fewer sequences or heads in a call",
         )
     params = _params(problem, layouts)
     params["heads"], params["units"] = heads, units

@@ -24,6 +24,7 @@ from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
+    most_tokens,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -202,8 +203,8 @@ def _plan(problem: RopeProblem, arch: int, in_place: bool) -> Plan:
         raise error(
             ValueError,
             f"{batch} * {length} tokens of {sum(heads)} heads",
-            f"a launch of rope takes at most {_MOST_THREADS // (sum(groups) * slots)} such tokens",
-            "split the batch over several calls",
+            most_tokens("rope", _MOST_THREADS // (sum(groups) * slots)),
+            "split the batch or the heads over several calls",
         )
     given = "positions" in layouts
     position = layouts["positions"].dtype.name if given else "int32"
