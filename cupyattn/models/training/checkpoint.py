@@ -20,7 +20,7 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, explaining, size_text
 from cupyattn.models.checkpoints.safetensors_writer import DTYPES, bytes_of, write_tensors
 from cupyattn.models.extras import extra
-from cupyattn.reading import parsed
+from cupyattn.reading import open_regular, parsed
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -110,6 +110,7 @@ def load(path: Path, like: Mapping[str, Array]) -> tuple[dict[str, np.ndarray], 
         If the package safetensors is not installed.
     """
     safetensors = extra("safetensors", "reads checkpoints")
+    open_regular(path, damaged).close()  # safetensors opens it by name, and a FIFO would block
     try:
         with safetensors.safe_open(str(path), framework="np") as file:
             metadata = file.metadata() or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,15 @@ def test_a_small_file_that_says_its_arrays_are_large_is_not_read(tmp_path):
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + 12 * items)
     assert "its arrays are not parameters, m, v, each whole" in outcome(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
+@pytest.mark.parametrize(("make", "kind"), [("mkfifo", "a FIFO"), ("mkdir", "a directory")])
+def test_what_is_no_file_is_refused_by_name(make, kind, tmp_path):
+    path = tmp_path / "step-00000003.safetensors"
+    getattr(os, make)(path)
+    with pytest.raises(ValueError, match=rf"{path.name} .*it is {kind}, not a regular file"):
+        checkpoint.load(path, {})
 
 
 def test_metadata_without_a_digest_are_named(tmp_path):
