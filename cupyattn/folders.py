@@ -19,7 +19,7 @@ from cupyattn.trust import UntrustedError, make_private_folder, require_trusted_
 CACHE_VARIABLE = "CUPYATTN_CACHE_DIR"
 
 _told: set[str | type | None] = set()
-"""What users have been told: of named folders, None for the platform's; of files, the error."""
+"""The warnings given so far: named folders, None for the platform's, an error for files."""
 
 
 @lru_cache(maxsize=1)

@@ -84,7 +84,7 @@ class Presence:
             if not behind or stop() or time.monotonic() > until:
                 with suppress(OSError):  # another rank has asked and taken it away
                     (self._folder / _QUESTION).unlink()
-                # Who answers, and is behind, may wait for who does not.
+                # A rank that answers and is behind may itself wait for one that gives no answer.
                 return [each for each in behind if each[1] is None] if silent else behind
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 

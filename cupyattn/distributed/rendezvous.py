@@ -15,7 +15,7 @@ from cupyattn.reading import read_bytes
 
 _ID, _GO = "id", "go"
 _MOST_BYTES = 1 << 20
-"""Of a file there: an id and 33 bytes for each rank."""
+"""The limit of a file of the folder, which has an id and 33 bytes for each rank."""
 _TOKEN = re.compile(rb"[0-9a-f]{32}")
 _SECONDS_BETWEEN_LOOKS = 0.02
 

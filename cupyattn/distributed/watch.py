@@ -30,7 +30,7 @@ _DONE = SimpleNamespace(done=True)
 @dataclass(eq=False)
 class _Transfer:
     number: int
-    """From 1 on, of this rank's."""
+    """The count of this rank's transfers up to this one, from 1 on."""
     begun: Any
     peer: int
     waits_for: str

@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _MARK = Path("common", "config.cuh")  # in every copy of the folder of CUDA sources
 
 NAMED = "/cupyattn/"
-"""What all names begin with: an absolute path, to which compilers add no folder of their own."""
+"""The beginning of all names: an absolute path, to which compilers add no other folder."""
 
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 

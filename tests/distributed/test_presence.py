@@ -34,7 +34,7 @@ class Waiting:
 
 
 def gathered(size: int, stopped: int, folder: Path | None) -> dict[int, RankFailedError]:
-    """What all ranks raise but for one, which has joined the group and never calls."""
+    """Return the errors of all ranks but one, which has joined the group and never calls."""
     found: dict[int, RankFailedError] = {}
     others = [rank for rank in range(size) if rank != stopped]
     communicators = {rank: Waiting(rank, size) for rank in others}
@@ -127,7 +127,7 @@ def presences(folder: Path, size: int) -> list[Presence]:
 
 
 def asked(presence: Presence, answers: Any, *, number: int, begun: int) -> Any:
-    """What a rank hears while others answer, over and over."""
+    """Return the answers that a rank gets while others answer, over and over."""
     done = threading.Event()
 
     def answer() -> None:
@@ -188,7 +188,7 @@ def test_a_rank_that_has_returned_is_told(tmp_path, monkeypatch):
 
 
 def test_a_transfer_that_ends_while_others_are_asked_is_no_failure(monkeypatch):
-    """Who was slow has come by then."""
+    """A rank that was only slow has come by then."""
 
     class Late(SharedFailures):
         asked = threading.Event()

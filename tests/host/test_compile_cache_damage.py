@@ -132,7 +132,7 @@ def test_resources_of_another_version_are_compiled_anew(empty_cache):
 
 @nvrtc
 def test_a_warmed_folder_that_can_only_be_read_is_read(empty_cache, compilations, monkeypatch):
-    """What is not in it stays in memory, of which the user is told once."""
+    """New kernels stay in memory, and the user is warned once."""
     warmed = compile_cubin(SMALL, TURING)
     with read_only(empty_cache) as folder:
         monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
@@ -166,7 +166,7 @@ def test_a_damaged_file_in_a_folder_that_can_only_be_read(empty_cache, monkeypat
 
 @nvrtc
 def test_a_full_disk_costs_no_kernel(empty_cache, monkeypatch):
-    """Of temporary files neither: nothing is written."""
+    """A full folder for temporary files does no harm either: nothing is written there."""
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -84,7 +84,7 @@ def test_the_folder_that_a_link_leads_to_counts(tmp_path):
 
 
 def test_the_folder_that_holds_a_link_counts(tmp_path):
-    """Whoever can write there can let the link lead elsewhere."""
+    """A user who can write there can let the link lead elsewhere."""
     (tmp_path / "own").mkdir()
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "link").symlink_to(tmp_path / "own")

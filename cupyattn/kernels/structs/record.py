@@ -38,7 +38,7 @@ def beyond(name: str, value: Any, dtype: np.dtype) -> ValueError:
 
 
 class _Record(np.ndarray[Any, Any]):
-    """What `record` returns, and its fields that are structs or arrays."""
+    """A struct that `record` returns, or a field of it that is a struct or an array."""
 
     field = ""
 

@@ -30,7 +30,7 @@ class ExceededError(Exception):
 
 
 class Budget:
-    """What is left to one run of a template.
+    """The time and the sizes of values that are left to one run of a template.
 
     Every operation of a template takes time in proportion to its operands and its result. So
     these limits hold it, wherever it runs: a result has at most `most` characters, all results

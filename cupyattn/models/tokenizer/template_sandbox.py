@@ -109,7 +109,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Namespace(Namespace):
-    """As Jinja's, but written without its items: these may contain it."""
+    """Jinja's namespace, written without its items: these may contain it."""
 
     def __init__(self, /, *given: Any, **named: Any) -> None:
         super().__init__(*_pairs(given), **named)
@@ -119,7 +119,7 @@ class _Namespace(Namespace):
 
 
 class _Counting(NodeTransformer):
-    """Counts what the sandbox itself does not see."""
+    """A rewriter of templates that counts loops, static text and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

@@ -16,7 +16,7 @@ from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
 
 SECONDS = 2.0
-"""For all matches of one set of patterns; 500 modules take some milliseconds."""
+"""The time for all matches of one set of patterns; 500 modules take some milliseconds."""
 
 _MOST_CHARACTERS = 1 << 16
 _MOST_PAIRS = 1 << 20
@@ -61,7 +61,7 @@ def matcher(patterns: tuple[str, ...], *, last_parts: bool) -> Matcher:
 
 
 class Matcher:
-    """Matches patterns with names; all matches together have `SECONDS`."""
+    """A set of patterns to match with names; all matches together have `SECONDS`."""
 
     def __init__(self, patterns: tuple[str, ...], last_parts: bool) -> None:
         self._compiled = {pattern: _compiled(pattern, last_parts) for pattern in patterns}

@@ -23,7 +23,7 @@ _LEAST_CODE = -127
 
 
 class SavedState(NamedTuple):
-    """How far a training was.
+    """The progress of a training.
 
     Attributes
     ----------
