@@ -103,17 +103,7 @@ def moved(given: Any, places: Places) -> Any:
     def function(of_whole: Callable[..., Any] | None) -> Any:
         return of_whole and _moved_function(of_whole, places, name)
 
-    arrays = {**given.arrays, name: places.at}
-    if isinstance(given, MaskMod):
-        return MaskMod(
-            expression(given.expression, "mask_mod"), python=function(given.python), **arrays
-        )
-    return ScoreMod(
-        expression(given.expression, "score_mod"),
-        gradient=given.gradient and expression(given.gradient, "score_mod's gradient"),
-        python=(function(given.python), function(given.python_gradient)),
-        **arrays,
-    )
+    return given.rewritten(expression, function, {**given.arrays, name: places.at})
 
 
 def _moved_function(of_whole: Callable[..., Any], places: Places, unknown: str = "") -> Any:

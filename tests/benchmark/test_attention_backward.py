@@ -173,7 +173,7 @@ def test_an_implementation_without_backward(capsys):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    """Every option once, one-pass and deterministic, and the naive kernels."""
+    """Every option once, one-pass and deterministic, and the naive kernels plain and causal."""
     file = tmp_path / "backward.json"
     sizes = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "64")
     kernels = ("--implementation", "flash", "naive", "--dtype", "float16", "--options", "all")
@@ -181,6 +181,6 @@ def test_on_a_gpu(tmp_path):
     result = run("attention_backward", *arguments, launcher=("-m", "cupyattn.benchmark"))
     assert result.returncode == 0, result.stderr
     report = json.loads(file.read_text())
-    assert len(report["rows"]) == 3 * (1 + len(OPTIONS))
+    assert len(report["rows"]) == 2 * (1 + len(OPTIONS)) + 2
     assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
     assert report["code"]

@@ -112,45 +112,6 @@ def test_reductions(threads):
     assert len(np.unique(cta_sum)) == ctas, "every thread gets the same sum"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows", "cols", "padded", "vec"),
-    [
-        ("float32", 32, 64, 64, 4),
-        ("float32", 5, 7, 8, 1),
-        ("float16", 16, 40, 64, 8),
-        ("float16", 16, 40, 64, 1),
-        ("bfloat16", 3, 1, 4, 1),
-    ],
-)
-@pytest.mark.parametrize("valid", [0, 1, 2, 100])
-def test_tile_is_the_rows_that_exist_and_zeros(dtype, rows, cols, padded, vec, valid):
-    row_stride = cols + 24  # in items, a multiple of 16 bytes where it has to be
-    rng = np.random.default_rng(rows)
-    memory = rng.standard_normal((rows, row_stride)).astype(dtype_of(dtype))
-    memory[valid:] = np.nan
-    memory[:, cols:] = np.nan
-    words = padded // 4 | 1  # an odd number of 16-byte words: no bank conflicts
-    tile = np.zeros((rows, words * 4), np.float32)
-    probe = Probe(
-        "tile",
-        Pointer("rows", const=True),
-        Pointer("tile"),
-        Scalar("row_stride", INT64),
-        Scalar("valid_rows", INT32),
-        DTYPE=dtype,
-        ROWS=rows,
-        COLS=cols,
-        PADDED_COLS=padded,
-        VEC=vec,
-    )
-    (tile,) = probe.run(1, memory, tile, row_stride, valid)
-
-    expected = np.full_like(tile, -1)
-    expected[:, :padded] = 0
-    expected[:valid, :cols] = memory[:valid, :cols]
-    assert_array_equal(tile, expected)
-
-
 @pytest.mark.parametrize(("unit", "base"), [("Unit::kNatural", np.e), ("Unit::kLog2", 2.0)])
 def test_online_softmax(unit, base):
     rng = np.random.default_rng(1)

@@ -63,9 +63,40 @@ class _Expression:
             self._require_text("gradient", gradient)
         for name, array in arrays.items():
             _require_usable(kind, name, array)
+        self._set(expression, gradient, python, python_gradient, arrays)
+
+    def _set(
+        self,
+        expression: str,
+        gradient: str | None,
+        python: Callable[..., Any] | None,
+        python_gradient: Callable[..., Any] | None,
+        arrays: Mapping[str, Array],
+    ) -> None:
         self.expression, self.gradient = expression, gradient
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
+
+    def rewritten(
+        self,
+        rewrite: Callable[[str, str], str],
+        python: Callable[[Callable[..., Any] | None], Any],
+        arrays: Mapping[str, Array],
+    ) -> Any:
+        """Return a copy with other texts, Python functions and arrays, for use by the library.
+
+        `rewrite` is given each text and its name in compilation errors. What it returns may have
+        directives, such as #line: the expressions of users, which were checked, may not.
+        """
+        made = object.__new__(type(self))
+        made._set(
+            rewrite(self.expression, self.option),
+            self.gradient and rewrite(self.gradient, f"{self.option}'s gradient"),
+            python(self.python),
+            python(self.python_gradient),
+            arrays,
+        )
+        return made
 
     def _require_text(self, name: str, text: Any) -> None:
         whose = f"{type(self).__name__}'s {name}"
