@@ -103,7 +103,7 @@ def moved(given: Any, places: Places) -> Any:
     def function(of_whole: Callable[..., Any] | None) -> Any:
         return of_whole and _moved_function(of_whole, places, name)
 
-    return given.rewritten(expression, function, {**given.arrays, name: places.at})
+    return given._rewritten(expression, function, {**given.arrays, name: places.at})
 
 
 def _moved_function(of_whole: Callable[..., Any], places: Places, unknown: str = "") -> Any:

@@ -131,10 +131,10 @@ def attention_backward(
     With P = exp(s - lse) and delta = rowsum(dout * out) - dlse: dv = P^T dout,
     ds = P * (dout v^T - delta), dq = softmax_scale * ds k, dk = softmax_scale * ds^T q (Dao et al.,
     arXiv:2205.14135, appendix B). `vjp` keeps out and lse for this function and passes them on.
-    Since lse is float32, the rounding of lse changes P by up to 2.4e-7 |lse| of itself: by 1 % at
-    scores of 4e4, and by 24 % at 1e6. Of scores beyond 1e7 no digit of P is right. P is between 0
-    and 1 in any case, and gradients that fit their dtype are finite. To hide keys, pass a mask or
-    a bias of -inf: a finite bias of that size on all keys of a query makes its gradients
+    Since lse is float32, the rounding of lse changes P by up to 2.4e-7 ``abs(lse)`` of itself: by
+    1 % at scores of 4e4, and by 24 % at 1e6. Of scores beyond 1e7 no digit of P is right. P is
+    between 0 and 1 in any case, and gradients that fit their dtype are finite. To hide keys, pass a
+    mask or a bias of -inf: a finite bias of that size on all keys of a query makes its gradients
     meaningless.
     On tensor cores "flash" keeps ds in float16 for its products, times a power of two for each
     key-value head that brings ``max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|``, if it

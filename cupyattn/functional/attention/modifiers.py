@@ -77,7 +77,7 @@ class _Expression:
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
 
-    def rewritten(
+    def _rewritten(
         self,
         rewrite: Callable[[str, str], str],
         python: Callable[[Callable[..., Any] | None], Any],
