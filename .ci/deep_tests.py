@@ -29,7 +29,8 @@ def git(*arguments: str) -> str:
 
 def base_commit() -> str:
     """Return the commit that the change is compared with."""
-    if named := os.environ.get("CI_BASE"):
+    named = os.environ.get("CI_BASE", "")
+    if named.strip("0"):  # a branch's first push has none: its name is all zeros
         return named
     before = int(git("log", "-1", "--format=%ct")) - SIX_HOURS
     return git("rev-list", "-1", f"--before={before}", "HEAD") or git(
