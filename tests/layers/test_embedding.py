@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS, everywhere
 from support.dtypes import DTYPES, dtype_of
-from support.search import examples, wider
+from support.search import examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
@@ -35,13 +37,13 @@ def ids_of(rows: int, shape: tuple[int, ...], dtype: str, spread: str) -> np.nda
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(11)
+@examples(4)
 @given(
-    dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
+    dtype=st.sampled_from(wider(("float16",), DTYPES)),
     rows=st.sampled_from((1, 2, 255, 256, 257, 1000)),
     shape=st.sampled_from(((1,), (31,), (2, 16), (33,), (3, 5, 7), (97,), (1030,))),
     length=st.sampled_from(wider((7, 24, 264), (1, 8))),
-    ids=st.sampled_from(("int32", "int64")),
+    ids=st.sampled_from(wider(("int32",), ("int64",))),
     spread=st.sampled_from(("any", "one row", "padding")),
     accumulate=st.booleans(),
 )
@@ -69,8 +71,8 @@ def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("margin", [1, 8])
-def test_views(margin):
-    """Strided ids, rows of the table and of results that are apart, aligned and not."""
+def test_strided_views_give_what_copies_give(margin):
+    """Ids are strided; rows of the table and of results are apart, aligned and unaligned."""
     table = floats(0, "float16", 20, 24 + margin)[:, margin:]
     numbers = np.random.default_rng(0).integers(0, 20, (5, 9)).astype(np.int32)[:, :-2][::-1]
     dout = floats(1, "float16", 7, 5, 24 + margin)[..., margin:].transpose(1, 0, 2)
@@ -90,10 +92,15 @@ def test_views(margin):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [8, 13, 1024, 1037])
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    mostly_deep(
+        itertools.product(DTYPES, (8, 13, 1024, 1037)),
+        [("float16", 8), ("float32", 13), ("float16", 1024), ("float16", 1037)],
+    ),
+)
 def test_rows_are_copied_bit_for_bit(dtype, length):
-    """Every NaN keeps its bits: nothing is converted, in rows that a warp copies and narrower."""
+    """Every NaN keeps its bits, in wide rows and in rows narrower than a warp copies."""
     size = 3 * length * dtype_of(dtype).itemsize
     bits = np.random.default_rng(length).integers(0, 256, size).astype(np.uint8)
     table = bits.view(dtype_of(dtype)).reshape(3, length)
@@ -107,8 +114,8 @@ def test_rows_are_copied_bit_for_bit(dtype, length):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
-def test_ids_without_a_row_give_nan_and_no_gradient(monkeypatch, ids):
-    """As on a GPU where nobody asked for checks of values: nothing beyond the table is touched."""
+def test_ids_out_of_range_give_nan_and_no_gradient(monkeypatch, ids):
+    """Without checks of values nothing beyond the table is read or written."""
     monkeypatch.setattr(ops, "checks_values", lambda operands: False)
     table, dout = floats(0, "float32", 5, 8), floats(1, "float32", 40, 8)
     numbers = np.random.default_rng(0).integers(-3, 9, 40).astype(ids)
@@ -125,7 +132,7 @@ def test_ids_without_a_row_give_nan_and_no_gradient(monkeypatch, ids):
 
 
 @everywhere
-def test_vjp_and_rows_that_no_id_names(side):
+def test_vjp_gives_zero_to_rows_without_an_id(side):
     table, dout = side.put(floats(0, "float32", 9, 8)), side.put(floats(1, "float32", 4, 8))
     ids = side.put(np.array([3, 3, 0, 7]))
     out, pullback = cupyattn.vjp(cupyattn.embedding, table, ids)
@@ -206,14 +213,14 @@ def test_bad_input(side, call, kind, message):
         ([0, -1], r"ids\[1\] is -1"),
     ],
 )
-def test_the_first_id_without_a_row_is_named(side, ids, message):
+def test_error_names_the_first_id_out_of_range(side, ids, message):
     with cupyattn.backend(checks=True), pytest.raises(ValueError, match=message):
         cupyattn.embedding(side.put(T.copy()), side.put(np.array(ids)))
 
 
 @everywhere
 @pytest.mark.parametrize(("rows", "shape", "length"), [(5, (0,), 8), (5, (2, 3), 0), (0, (0,), 8)])
-def test_empty(side, rows, shape, length):
+def test_empty_arrays_give_empty_results(side, rows, shape, length):
     table, ids = side.put(np.ones((rows, length), np.float32)), side.put(np.zeros(shape, int))
     out = cupyattn.embedding(table, ids)
     assert out.shape == (*shape, length)
@@ -222,7 +229,8 @@ def test_empty(side, rows, shape, length):
     assert not side.get(dtable).any()
 
 
-def test_torch_says_the_same():
+@pytest.mark.deep
+def test_results_match_torch():
     torch = pytest.importorskip("torch")
     table, dout = floats(0, "float32", 9, 5), floats(1, "float32", 4, 30, 5)
     ids = ids_of(9, (4, 30), "int64", "padding")

@@ -1,4 +1,4 @@
-"""AdamW in place, and the norm of many arrays: kernels within the bounds of the reference."""
+"""AdamW with state in float32 and in eight bits, and the norm of many arrays."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS, everywhere
 from support.dtypes import DTYPES, dtype_of
 from support.recording_device import device_array
-from support.search import examples, wider
+from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
+from cupyattn.kernels.configs.layers import adamw_8bit as config
+from cupyattn.reference.layers.adamw_8bit import BLOCK, DECADES, decode, encode
 
 NUMBERS: dict[str, Any] = {
     "step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
@@ -25,16 +27,27 @@ NUMBERS: dict[str, Any] = {
 
 
 def state(seed: int, dtype: str, *shape: int) -> list[np.ndarray]:
-    """param, grad, m and v."""
+    """Return param, grad, m and v."""
     rng = np.random.default_rng(seed)
     param, grad = rng.standard_normal((2, *shape)).astype(dtype_of(dtype))
     m = 0.1 * rng.standard_normal(shape, dtype=np.float32)
     return [param, grad, m, rng.random(shape, dtype=np.float32) ** 4]
 
 
+# Tests on NumPy come first: `kernels_run` stays active from its first use to the module's end.
+def test_v_above_zero_never_becomes_zero():
+    grad = np.full(BLOCK, 1e-6, np.float32)
+    grad[0] = 1.0
+    arrays = [np.zeros(BLOCK, np.float32), grad, np.zeros(BLOCK, np.int8)]
+    arrays += [np.zeros(BLOCK, np.uint8), *np.zeros((2, 1), np.float32)]
+    for step in (1, 2, 3):
+        cupyattn.adamw_step_8bit(*arrays, **{**NUMBERS_8BIT, "step": step})
+    assert (arrays[3] >= 1).all() and np.abs(arrays[0]).max() < 0.1
+
+
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(8)
+@examples(4)
 @given(
     dtype=st.sampled_from(wider(("float16", "float32"), DTYPES)),
     shape=st.sampled_from(((1,), (3,), (4, 8), (2, 33), (1030,))),
@@ -75,7 +88,7 @@ def test_adamw_writes_through_views(side):
         assert (np.delete(found, slice(3, 12), axis=1) == 77).all()
 
 
-def test_the_reference_steps_as_adamw_by_hand():
+def test_reference_matches_adamw_by_hand():
     param, m, v = 1.0, 0.0, 0.0
     found = np.array([1.0]), np.zeros(1), np.zeros(1)
     for step, grad in enumerate((0.5, -0.25, 2.0), 1):
@@ -89,7 +102,8 @@ def test_the_reference_steps_as_adamw_by_hand():
     assert_allclose(np.ravel(found), (param, m, v), rtol=1e-12)
 
 
-def test_torch_steps_the_same():
+@pytest.mark.deep
+def test_steps_match_torch():
     torch = pytest.importorskip("torch")
     arrays = state(1, "float32", 5, 8)
     param = torch.nn.Parameter(torch.tensor(arrays[0]))
@@ -106,8 +120,8 @@ def test_torch_steps_the_same():
 
 
 @pytest.mark.nvrtc
-def test_adamw_extremes():
-    """Gradients that are not finite reach the state; zeros and what is flushed divide by eps."""
+def test_non_finite_gradients_reach_the_state():
+    """Zero and flushed gradients divide by eps."""
     grad = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-30, 3e38, 1], np.float32)
     param, m, v = (np.ones(8, np.float32), *np.zeros((2, 8), np.float32))
     arrays = [param.copy(), grad, m.copy(), v.copy()]
@@ -121,7 +135,7 @@ def test_adamw_extremes():
 
 
 @pytest.mark.nvrtc
-def test_another_step_is_another_call_of_the_same_plan():
+def test_another_step_reuses_the_plan():
     from cupyattn.ops import elements
 
     arrays = state(0, "float32", 8)
@@ -134,8 +148,8 @@ def test_another_step_is_another_call_of_the_same_plan():
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_whole_sectors(dtype):
+@pytest.mark.parametrize("dtype", ["float32", *deep("float16")])
+def test_adamw_and_norm_use_whole_sectors(dtype):
     report = Report()
     arrays = state(0, dtype, 2, 512)
     with cupyattn.backend("emulator", report=report):
@@ -153,14 +167,14 @@ SHAPES = ((1,), (5, 7), (256,), (3, 1000), (40_000,))
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(7)
+@examples(3)
 @given(
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=20),
     dtypes=st.sampled_from((("float16",), ("float32",), ("float16", "float32"))),
     view=st.sampled_from(("contiguous", "sliced", "transposed", "repeated")),
     seed=st.integers(0, 9),
 )
-def test_norm_within_its_bound(shapes, dtypes, view, seed):
+def test_global_norm_is_within_its_bound(shapes, dtypes, view, seed):
     rng = np.random.default_rng(seed)
     arrays = []
     for i, shape in enumerate(shapes):
@@ -182,7 +196,7 @@ def test_norm_within_its_bound(shapes, dtypes, view, seed):
 
 
 @pytest.mark.nvrtc
-def test_more_units_than_ctas_and_rows_apart(monkeypatch):
+def test_norm_of_more_units_than_ctas_is_within_its_bound(monkeypatch):
     from cupyattn.kernels.configs.layers import global_norm as configs
     from cupyattn.ops.layers import global_norm as ops
 
@@ -197,8 +211,8 @@ def test_more_units_than_ctas_and_rows_apart(monkeypatch):
     ops._plan.cache_clear()
 
 
-def test_launches_of_many_arrays(recorder):
-    """Eight arrays of a dtype and alignment share a launch; all of it is one number."""
+def test_norm_of_many_arrays_shares_launches(recorder):
+    """Up to eight arrays of one dtype and alignment share a launch."""
     arrays = [device_array((64, 64), np.float16) for _ in range(11)]
     arrays += [device_array((9,), np.float32), device_array((0, 5), np.float16)]
     result = cupyattn.global_norm(*arrays)
@@ -213,7 +227,7 @@ def test_launches_of_many_arrays(recorder):
 
 
 @everywhere
-def test_norm_of_what_is_not_finite_and_of_nothing(side):
+def test_norm_of_non_finite_and_empty_arrays(side):
     for values, expected in (([np.inf, 1], np.inf), ([np.nan, 1], np.nan), ([0, 0], 0)):
         found = cupyattn.global_norm(side.put(np.array(values, np.float32)))
         assert_array_equal(side.get(found), np.float32(expected))
@@ -223,7 +237,7 @@ def test_norm_of_what_is_not_finite_and_of_nothing(side):
 
 
 @everywhere
-def test_clipping_by_a_norm_that_stays_where_it_is(side):
+def test_grad_scale_may_be_an_array_on_the_device(side):
     param, grad, m, v = (side.put(array) for array in state(2, "float32", 3, 8))
     norm = cupyattn.global_norm(grad)
     scale = side.put(np.array(0.5 / float(side.get(norm)), np.float32))
@@ -238,7 +252,7 @@ def test_clipping_by_a_norm_that_stays_where_it_is(side):
 P = np.ones((2, 8), np.float32)
 
 
-def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
+def call_adamw(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
     given_arrays = {name: np.zeros((2, 8), np.float32) for name in ("param", "grad", "m", "v")}
     given_arrays |= arrays
     placed = [side.put(x) if isinstance(x, np.ndarray) else x for x in given_arrays.values()]
@@ -275,7 +289,7 @@ def step(arrays: dict[str, Any], side: Any, **changes: Any) -> None:
 )
 def test_bad_steps(side, arrays, changes, kind, message):
     with pytest.raises(kind, match=message):
-        step(arrays, side, **changes)
+        call_adamw(arrays, side, **changes)
 
 
 @everywhere
@@ -285,7 +299,7 @@ def test_bad_scales_and_overlaps(side):
         (np.array(1.0), TypeError, "grad_scale has dtype float64"),
     ):
         with pytest.raises(kind, match=message):
-            step({}, side, grad_scale=side.put(scale))
+            call_adamw({}, side, grad_scale=side.put(scale))
     x = side.put(P.copy())
     with pytest.raises(ValueError, match="m overlaps v in memory; both are written"):
         cupyattn.adamw_step(side.put(P.copy()), side.put(P.copy()), x, x, **NUMBERS)
@@ -307,10 +321,183 @@ def test_bad_norms(side, call, kind, message):
         call(side.put(P.copy()))
 
 
-def test_axes_that_lie_unevenly_are_refused():
+def test_norm_of_unevenly_strided_axes_is_refused():
     x = np.zeros((3, 4, 5, 8), np.float16)[::2, :, ::2]
     with (
         cupyattn.backend("emulator"),
         pytest.raises(ValueError, match="rows of neighbouring items"),
     ):
         cupyattn.global_norm(x)
+
+
+NUMBERS_8BIT: dict[str, Any] = {
+    "step": 3, "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
+}  # fmt: skip
+NAMES = ("param", "grad", "m", "v", "m_scales", "v_scales")
+
+
+def state_8bit(seed: int, *shape: int) -> list[np.ndarray]:
+    """Return all codes, scales and gradients of many sizes, and a block whose scales are 0."""
+    rng = np.random.default_rng(seed)
+    count = int(np.prod(shape))
+    param, grad = rng.standard_normal((2, *shape), dtype=np.float32)
+    grad *= 10 ** rng.uniform(-7, 1, shape).astype(np.float32)
+    grad[rng.random(shape) < 0.1] = 0
+    m = rng.integers(-127, 128, shape).astype(np.int8)
+    v = rng.integers(0, 256, shape).astype(np.uint8)
+    scales = rng.random((2, -(-count // BLOCK)), dtype=np.float32) ** 3
+    scales[:, 1:2] = 0
+    return [param, grad, m, v, *scales]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@examples(4)
+@given(
+    shape=st.sampled_from(((1,), (255,), (256,), (257,), (3, 7), (5, 1024), (1030,))),
+    step=st.sampled_from((1, 2, 1000)),
+    scale=st.sampled_from((1.0, 2.0**-16, 3.0)),
+    on_device=st.booleans(),
+    shift=st.sampled_from((0, 1)),
+    seed=st.integers(0, 9),
+)
+def test_8bit_kernel_gives_the_bits_of_the_reference(shape, step, scale, on_device, shift, seed):
+    arrays = state_8bit(seed, *shape)
+    numbers = {**NUMBERS_8BIT, "step": step}
+    placed = [KERNELS.put(shifted(array, shift)) for array in arrays]
+    given_scale = KERNELS.put(np.array(scale, np.float32)) if on_device else scale
+    cupyattn.adamw_step_8bit(*placed, **numbers, grad_scale=given_scale)
+    exact = reference.adamw_step_8bit(*arrays, **numbers, grad_scale=scale)
+    assert_array_equal(KERNELS.get(placed[1]), arrays[1])
+    for found, right in zip((placed[0], *placed[2:]), exact, strict=True):
+        assert KERNELS.get(found).tobytes() == right.tobytes()
+
+
+def shifted(array: np.ndarray, items: int) -> np.ndarray:
+    """Copy the array to an address `items` items after the start of a vector."""
+    memory = np.zeros(array.size + 257, array.dtype)
+    start = -memory.ctypes.data % 256 // array.itemsize + items
+    view = memory[start : start + array.size].reshape(array.shape)
+    view[...] = array
+    return view
+
+
+@pytest.mark.nvrtc
+def test_subnormal_and_non_finite_8bit_state():
+    """Inputs are subnormal, non-finite, and blocks of zeros."""
+    arrays = state_8bit(0, 3 * BLOCK)
+    param, grad, m, v, m_scales, v_scales = arrays
+    grad[:8] = 1e-40, -1e-40, 1e-20, 3e38, np.inf, np.nan, -0.0, 1e-38
+    param[:2] = 1e-40, -1e-39
+    grad[BLOCK : 2 * BLOCK] = m[BLOCK : 2 * BLOCK] = v[BLOCK : 2 * BLOCK] = 0
+    m_scales[2] = 1e-38
+    exact = reference.adamw_step_8bit(*arrays, **NUMBERS_8BIT)
+    with cupyattn.backend("emulator"):
+        cupyattn.adamw_step_8bit(*arrays, **NUMBERS_8BIT)
+    for found, right in zip((param, m, v, m_scales, v_scales), exact, strict=True):
+        assert_array_equal(found, right)
+    assert np.isnan(m_scales[0]) and np.isnan(v_scales[0]) and np.isnan(param[5])
+    assert m_scales[1] == v_scales[1] == 0 and not m[BLOCK : 2 * BLOCK].any()
+
+
+@pytest.mark.parametrize("name", ["m", "v"])
+def test_8bit_codes_rise_from_0_to_1(name):
+    """Decoded codes are distinct, and encode to themselves."""
+    decades = DECADES[name]
+    codes = np.arange(2**decades)
+    values = decode(codes, decades)
+    assert values[0] == 0 and values[-1] == 1 and (np.diff(values) > 0).all()
+    assert_array_equal(encode(values, np.float32(1), decades), codes)
+    assert values[1] == pytest.approx(10.0 ** (1 - decades))
+    if name == "m":
+        assert_array_equal(decode(-codes.astype(np.int8), decades), -values)
+
+
+@given(x=st.floats(2.0**-26, 1.0, width=32), name=st.sampled_from(("m", "v")))
+def test_8bit_codes_are_the_nearest(x, name):
+    values = decode(np.arange(2 ** DECADES[name]), DECADES[name])
+    found = values[encode(np.float32([x]), np.float32(1), DECADES[name])[0]]
+    assert abs(found - x) <= np.abs(values - np.float32(x)).min() + 1e-6 * x
+    decade = np.floor(np.log10(x))
+    half = 0.45 / 2 ** (DECADES[name] - 1) * 2 ** -(decade + 1) * 10 ** (decade + 1)
+    if decade + 1 > 1 - DECADES[name]:
+        assert abs(found - x) <= 1.001 * half  # what the documentation says of each decade
+
+
+@everywhere
+def test_8bit_state_converges_as_float32_state(side):
+    """After 60 steps of least squares both are near the solution and near each other."""
+    rng = np.random.default_rng(0)
+    wanted = rng.standard_normal((4, 80), dtype=np.float32)
+    param, whole = (side.put(np.zeros((4, 80), np.float32)) for _ in range(2))
+    m, v = side.put(np.zeros((4, 80), np.int8)), side.put(np.zeros((4, 80), np.uint8))
+    m_scales, v_scales = (side.put(np.zeros(2, np.float32)) for _ in range(2))
+    means = [side.put(np.zeros((4, 80), np.float32)) for _ in range(2)]
+    numbers = {**NUMBERS_8BIT, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    for step in range(1, 61):
+        numbers |= {"step": step, "lr": 0.3 * (1 - step / 61)}
+        small = side.put(side.get(param) - wanted)
+        cupyattn.adamw_step_8bit(param, small, m, v, m_scales, v_scales, **numbers)
+        cupyattn.adamw_step(whole, side.put(side.get(whole) - wanted), *means, **numbers)
+    found, right = side.get(param), side.get(whole)
+    assert np.abs(right - wanted).max() < 0.1 < 2 < np.abs(wanted).max()
+    assert np.abs(found - right).max() < 0.01
+
+
+@pytest.mark.nvrtc
+def test_whole_sectors_of_8bit_state():
+    report = Report()
+    arrays = state_8bit(0, 2048)
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.adamw_step_8bit(*arrays, **NUMBERS_8BIT)
+    wide = [
+        access for access in report.accesses if access.space == "global" and access.sectors > 20
+    ]
+    assert len(wide) >= 7 * 2
+    assert {access.efficiency for access in wide} == {1.0}
+
+
+def call_adamw_8bit(changes: dict[str, Any], side: Any, **options: Any) -> None:
+    arrays = dict(zip(NAMES, state_8bit(0, 2, 200), strict=True)) | changes
+    placed = [side.put(x) if isinstance(x, np.ndarray) else x for x in arrays.values()]
+    cupyattn.adamw_step_8bit(*placed, **{**NUMBERS_8BIT, **options})
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("changes", "options", "kind", "message"),
+    [
+        ({"m": np.zeros((2, 200), np.uint8)}, {}, TypeError, "m has dtype uint8; .*make m once"),
+        ({"v": np.zeros((2, 200), np.float32)}, {}, TypeError, "v has dtype float32; allowed are"),
+        ({"param": np.zeros((2, 200))}, {}, TypeError, "float64.* pass it as param"),
+        ({"grad": np.zeros((2, 200), np.float16)}, {}, TypeError, "grad has dtype float16"),
+        ({"m_scales": np.zeros(3, np.float32)}, {}, ValueError, "one for each 256 items of param"),
+        ({"v": np.zeros((200, 2), np.uint8)}, {}, ValueError, "v has shape .* shaped like param"),
+        ({"grad": np.zeros((2, 400), np.float32)[:, ::2]}, {}, ValueError, "grad has strides"),
+        ({"m": None}, {}, TypeError, "m is None"),
+        ({}, {"step": 0}, ValueError, "step = 0; steps count from 1"),
+        ({}, {"grad_scale": float("nan")}, ValueError, "grad_scale = nan"),
+    ],
+)
+def test_bad_steps_of_8bit_state(side, changes, options, kind, message):
+    with pytest.raises(kind, match=message):
+        call_adamw_8bit(changes, side, **options)
+
+
+@everywhere
+def test_overlaps_and_scales_of_8bit_state(side):
+    *arrays, scales, _ = map(side.put, state_8bit(0, 2, 200))
+    with pytest.raises(ValueError, match="m_scales overlaps v_scales"):
+        cupyattn.adamw_step_8bit(*arrays, scales, scales, **NUMBERS_8BIT)
+    with pytest.raises(ValueError, match="grad_scale has shape"):
+        call_adamw_8bit({}, side, grad_scale=side.put(np.ones(2, np.float32)))
+
+
+@everywhere
+def test_empty_8bit_state_is_accepted(side):
+    empty = [np.zeros(0, dtype) for dtype in ("f4", "f4", "i1", "u1", "f4", "f4")]
+    cupyattn.adamw_step_8bit(*map(side.put, empty), **NUMBERS_8BIT)
+
+
+def test_kernel_and_reference_use_the_same_block_size():
+    assert config.BLOCK == BLOCK

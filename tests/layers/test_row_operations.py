@@ -1,12 +1,11 @@
-"""The mechanism of row operations, by one that has all of it: columns, statistics, sums over rows.
-
-A new operation is a kernel, its declaration, its reference and a call.
-"""
+"""Row operations: their declaration, column sums, and accesses to global memory."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from support.strategies import dtype_of
 import cupyattn
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
+from cupyattn.emulator.report import Access
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.kernels.configs.rows import ROWS, Result, RowKernel
 from cupyattn.ops.rows import row_problem, run_rows
@@ -57,7 +57,7 @@ def problem(rows, length, dtype):
 
 
 def require_right(found, dout, x, weight, dtype):
-    """Within the roundings of float32 sums of that many terms, and one store."""
+    """Check errors against the rounding of float32 sums and of one store."""
     rows, length = x.shape
     exact = dict(zip(found, reference(dout, x, weight, scale=0.5), strict=True))
     absolute = [np.abs(array.astype(np.float64)) for array in (dout, x, weight)]
@@ -77,7 +77,7 @@ EACH_LENGTH = [*zip(itertools.cycle((1, 3, 37, 3)), LENGTHS, itertools.cycle(UNI
 
 
 @pytest.mark.parametrize(("rows", "length", "dtype"), mostly_deep(ALL, EACH_LENGTH[::2]))
-def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
+def test_row_operation_of_each_length_is_right(rows, length, dtype):
     dout, x, weight = problem(rows, length, dtype)
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)
     assert list(found) == ["dx", "mean", "dweight"]
@@ -85,8 +85,8 @@ def test_a_row_operation_is_its_declaration_and_a_kernel(rows, length, dtype):
     require_right(found, dout, x, weight, dtype)
 
 
-def test_each_call_of_the_same_arrays_has_its_own_numbers():
-    """What is remembered of a call goes by its numbers, whatever their types."""
+def test_scalars_of_each_call_reach_the_kernel():
+    """Plans do not keep the scalars of an earlier call, whatever their types."""
     dout, x, weight = map(KERNELS.put, problem(3, 24, "float32"))
     once = KERNELS.get(centre_backward(dout, x, weight, scale=1.0)["dx"])
     for scale in (0.5, 2, 2.0, np.float32(4), np.float64(0.25), 0.5):
@@ -94,7 +94,7 @@ def test_each_call_of_the_same_arrays_has_its_own_numbers():
         np.testing.assert_array_equal(KERNELS.get(found), once * np.float32(scale))
 
 
-def test_sums_over_more_rows_than_ctas_and_their_order_is_fixed():
+def test_sums_of_more_rows_than_ctas_repeat_their_bits():
     row = ROWS[75][128]
     rows_at_once = KERNELS.device.multiprocessors * row.summing_ctas * row.rows_per_cta
     dout, x, weight = problem(rows_at_once + 5, 24, "float32")
@@ -105,7 +105,7 @@ def test_sums_over_more_rows_than_ctas_and_their_order_is_fixed():
         assert KERNELS.get(first[name]).tobytes() == KERNELS.get(second[name]).tobytes()
 
 
-def test_sums_may_be_added_to_what_is_there():
+def test_column_sums_accumulate():
     dout, x, weight = problem(7, 129, "float32")
     dweight = KERNELS.put(np.arange(129, dtype=np.float32))
     named = dict(zip(("dout", "x", "weight"), map(KERNELS.put, (dout, x, weight)), strict=True))
@@ -118,7 +118,7 @@ def test_sums_may_be_added_to_what_is_there():
 
 
 def test_a_sum_is_written_by_one_warp():
-    """Others would add to it again, where it is added to what is there."""
+    """A second writer would add the sum twice with accumulate=True."""
     report = Report()
     with cupyattn.backend("emulator", report=report):
         centre_backward(*problem(7, 129, "float32"), scale=0.5)
@@ -165,3 +165,80 @@ def test_arrays_that_do_not_fit_are_refused(name, wrong, message):
     arrays |= {"weight": np.zeros(24, np.float32), name: wrong}
     with pytest.raises((TypeError, ValueError), match=message):
         centre_backward(**{key: KERNELS.put(array) for key, array in arrays.items()}, scale=0.5)
+
+
+RNG = np.random.default_rng(0)
+ROW_COUNT, WIDTH = 3, 4096
+X = RNG.standard_normal((ROW_COUNT, WIDTH)).astype(np.float16)
+MASK = RNG.random((ROW_COUNT, WIDTH)) < 0.7
+BIAS = RNG.standard_normal((1, WIDTH)).astype(np.float16)
+LABELS = np.array([5, 4095, -100], np.int32)
+LSE = cupyattn.logsumexp(X)
+OUT = cupyattn.softmax(X)
+ONES = np.ones(ROW_COUNT, np.float32)
+
+
+def accesses(call: Callable[[], Any]) -> list[Access]:
+    """Return the accesses to global memory of a call."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        call()
+    assert report.bank_conflict_ways == 1.0
+    return [access for access in report.accesses if access.space == "global"]
+
+
+# the call; what it reads and writes in vectors of 16 bytes, in arrays of the size of X
+CALLS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "softmax": (lambda: cupyattn.softmax(X), 1, 1),
+    "log_softmax": (lambda: cupyattn.log_softmax(X, mask=MASK, bias=BIAS), 2, 1),
+    "softmax_backward": (lambda: cupyattn.softmax_backward(X, OUT), 2, 1),
+    "logsumexp": (lambda: cupyattn.logsumexp(X, mask=MASK), 1, 0),
+    "logsumexp_backward": (lambda: cupyattn.logsumexp_backward(ONES, X, LSE), 1, 1),
+    "cross_entropy": (
+        lambda: cupyattn.cross_entropy(X, LABELS, return_lse=True, label_smoothing=0.1), 1, 0,
+    ),
+    "cross_entropy_backward": (
+        lambda: cupyattn.cross_entropy_backward(ONES[0, ...], X, LABELS, LSE), 1, 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_are_moved_once_in_whole_vectors(name):
+    """A thread moves 16 bytes, sectors are used in full, and rows are read once."""
+    call, reads, writes = CALLS[name]
+    found = accesses(call)
+    for write, count in ((False, reads), (True, writes)):
+        whole = [a for a in found if a.write == write and a.instruction.opcode.endswith("v4.u32")]
+        ignored = WIDTH * 2 * (name == "cross_entropy_backward" and not write)
+        assert sum(access.bytes for access in whole) == count * X.nbytes - ignored
+        assert all(access.efficiency == 1.0 for access in found if access.write == write)
+
+
+def test_broadcast_arrays_are_read_in_vectors():
+    found = accesses(lambda: cupyattn.softmax(X, mask=MASK, bias=BIAS))
+    reads = [access for access in found if not access.write]
+    assert sum(access.bytes for access in reads) == X.nbytes + MASK.nbytes + ROW_COUNT * BIAS.nbytes
+    assert {access.instruction.opcode.rsplit(".", 2)[-2] for access in reads} == {"v4"}
+
+
+def test_causal_rows_are_read_up_to_the_diagonal():
+    x = RNG.standard_normal((64, 64)).astype(np.float32)
+    found = accesses(lambda: cupyattn.softmax(x, causal=True))
+    vectors = sum(-(-(row + 1) // 4) for row in range(64))
+    assert sum(access.bytes for access in found if not access.write) == 16 * vectors
+    assert sum(access.bytes for access in found if access.write) == x.nbytes
+
+
+def test_logits_of_ignored_rows_are_not_read_without_lse():
+    found = accesses(lambda: cupyattn.cross_entropy(X, LABELS, reduction="none"))
+    large = sum(access.bytes for access in found if access.instruction.opcode.endswith("v4.u32"))
+    assert large == 2 * WIDTH * 2
+
+
+def test_scalar_loads_are_whole_sectors():
+    """Rows of an odd number of items cannot come in vectors; neighbours read neighbours."""
+    odd = RNG.standard_normal((2, 3001)).astype(np.float32)
+    found = accesses(lambda: cupyattn.logsumexp(odd))
+    # 128 bytes a warp, which lie in five sectors where they do not begin with one.
+    assert max(access.sectors_per_request for access in found) <= 5

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, everywhere, placed
 from support.dtypes import dtype_of
-from support.search import examples, mostly_deep, wider
+from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
@@ -51,7 +51,7 @@ def logits_of(rows: int, tokens: int, dtype: str, spread: str = "normal", seed: 
 
 
 def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
-    """The ids of the kernels, which are those of the reference."""
+    """Return the ids of the kernels, after comparing them with the reference."""
     moved = {name: placed(KERNELS, value) for name, value in options.items()}
     ids = KERNELS.get(cupyattn.sample(KERNELS.put(logits), **moved))
     given = {name: value for name, value in options.items() if name not in ("out", "workspace")}
@@ -61,7 +61,7 @@ def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(10, deep=40)
+@examples(4, deep=40)
 @given(
     dtype=st.sampled_from(wider(("float16",), ("float32", "bfloat16"))),
     rows=st.integers(1, 4),
@@ -72,7 +72,7 @@ def drawn(logits: np.ndarray, **options: Any) -> np.ndarray:
     seed=st.integers(0, 2**64 - 1),
     step=st.sampled_from((0, 1, 2**32 - 1, 2**33 + 5)),
 )
-def test_the_kernels_draw_what_numpy_replays(
+def test_kernels_draw_the_ids_of_the_reference(
     dtype, rows, tokens, spread, filters, penalised, seed, step
 ):
     options: dict[str, Any] = {**FILTERS[filters], "seed": seed, "step": step}
@@ -84,7 +84,7 @@ def test_the_kernels_draw_what_numpy_replays(
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@examples(7)
+@examples(2)
 @given(
     tokens=st.sampled_from((300, PART + 77)),
     integers=st.sampled_from(("int32", "int64")),
@@ -114,17 +114,17 @@ def test_each_row_has_its_own_options(tokens, integers, seeds, stride, seed):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("filters", ["none", "top_k", "all"])
-def test_rows_of_any_level(filters):
-    """A row's own largest logit counts: not 0, nor that of a row beside it."""
+def test_rows_of_different_levels_use_their_own_maximum(filters):
+    """Scores are relative to the row's own largest logit."""
     logits = logits_of(5, PART + 77, "float16") + np.float16([[-300], [0], [200], [-40], [300]])
     drawn(logits, **FILTERS[filters], seed=5)
 
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("filters", ["none", "top_p", "two", "min_p"])
+@pytest.mark.parametrize("filters", ["none", "two", *deep("top_p", "min_p")])
 def test_equal_logits_of_any_size_are_all_drawn(filters):
-    """Noise is added to the difference with the row's largest logit, not to the logit."""
+    """Noise is added to the difference from the row's largest logit."""
     levels = np.array([3e6, 1e7, 1e8, 3e38, -1e8, -3e38], np.float32)
     x = np.repeat(levels, 24)[:, None].repeat(4, axis=1)
     ids = drawn(x, seed=5, **FILTERS[filters])
@@ -135,8 +135,8 @@ def test_equal_logits_of_any_size_are_all_drawn(filters):
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("filters", ["none", "all"])
 def test_large_logits_of_several_parts(filters):
-    """The difference with the row's largest logit, also where another part of the row has that."""
-    x = logits_of(4, PART + 77, "float32", "steps") * np.float32(64) + np.float32(1e8)
+    """The row's largest logit may be in another part of the row."""
+    x = logits_of(4, PART + 80, "float32", "steps") * np.float32(64) + np.float32(1e8)
     x[1:3] *= -3e30
     x[2, PART + 5] = 3e38
     drawn(x, seed=5, **{"temperature": 60.0, **FILTERS[filters]})
@@ -146,7 +146,7 @@ def test_large_logits_of_several_parts(filters):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 def test_filters_at_their_boundary_do_not_depend_on_rounding():
-    x = np.log(np.tile(np.array([0.5, 0.3, 0.1, 0.1], np.float32), (100, 1)))
+    x = np.log(np.tile(np.array([0.5, 0.3, 0.1, 0.1], np.float32), (40, 1)))
     assert set(drawn(x, seed=5, min_p=0.6)) == {0, 1}
     assert set(drawn(x, seed=5, top_p=0.8)) == {0, 1}
     assert set(drawn(x, seed=5, top_p=0.81)) == {0, 1, 2, 3}
@@ -159,18 +159,18 @@ def test_filters_at_their_boundary_do_not_depend_on_rounding():
     ("filters", "penalised"),
     mostly_deep(
         itertools.product(("top_k", "top_p", "two"), (False, True)),
-        [("top_k", False), ("top_k", True), ("top_p", True), ("two", False)],
+        [("top_k", True), ("top_p", True), ("two", False)],
     ),
 )
 def test_more_candidates_than_the_list_holds(filters, penalised):
-    """Scores so near each other that all tokens are in one bin: the row itself is read instead."""
-    rows, tokens = 2, CANDIDATES + 700
+    """All tokens are in one bin, so the row itself is read again."""
+    rows, tokens = 2, CANDIDATES + 701
     options: dict[str, Any] = {**FILTERS[filters], "seed": 3}
     if penalised:
         previous = np.random.default_rng(1).integers(-1, PART, (rows, 3000)).astype(np.int32)
         options |= {"previous": previous, "repetition_penalty": 1.2}
     for spread in ("equal", "flat"):
-        drawn(logits_of(rows, tokens, "float32", spread), **options)
+        drawn(logits_of(rows, tokens, "float16", spread), **options)
 
 
 @pytest.mark.nvrtc
@@ -179,7 +179,7 @@ def test_more_candidates_than_the_list_holds(filters, penalised):
     "filters", [{"top_k": 40}, {"top_p": 0.3}, {"top_k": 200, "top_p": 0.5}], ids=str
 )
 def test_cuts_among_candidates_of_one_bin(filters):
-    """Behind a few better ones, in a bin with more tokens than are kept."""
+    """A few better tokens precede a bin with more tokens than are kept."""
     x = logits_of(8, 400, "float32", "flat")
     x[:, ::100] += 1
     drawn(x, seed=3, **filters)
@@ -188,8 +188,8 @@ def test_cuts_among_candidates_of_one_bin(filters):
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("filters", [{"top_k": 60}, {"top_p": 0.9}], ids=str)
-def test_a_bin_counts_whichever_of_its_neighbours_are_empty(filters):
-    """All tokens but the best are in one bin; each is a sixteenth of a factor of two wide."""
+def test_bin_between_empty_bins_is_counted(filters):
+    """All tokens but the best are in one bin, which is 1/16 of a factor of two wide."""
     bins = 8 + np.arange(4)
     x = np.zeros((16, 100), np.float32)
     x[:, 1:] = np.repeat(-(bins + 0.5) / 16 * np.log(2), 4)[:, None]
@@ -198,8 +198,8 @@ def test_a_bin_counts_whichever_of_its_neighbours_are_empty(filters):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-def test_the_low_digits_of_weights_count():
-    """The best weighs a little less than the share that counts as top_p of the sum of all."""
+def test_low_digits_of_weights_decide():
+    """The best token weighs slightly less than top_p of the sum of all."""
     x = np.zeros((8, 1001), np.float32)
     x[:, 1:] = -6.907753944396973
     assert drawn(x, seed=3, top_p=0.5000024).any()
@@ -207,7 +207,9 @@ def test_the_low_digits_of_weights_count():
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize(("tokens", "dtype"), [(128_256, "float16"), (2**18, "float32")])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(2**18, "float16"), *deep((128_256, "float16"), (2**18, "float32"))]
+)
 def test_large_vocabularies(tokens, dtype):
     x = logits_of(1, tokens, dtype)
     for filters in ("greedy", "none", "two"):
@@ -219,10 +221,11 @@ def test_large_vocabularies(tokens, dtype):
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("margin", [1, 8])
-@pytest.mark.parametrize("filters", ["none", "top_p"])
-def test_views(margin, filters):
-    """Rows that lie apart, backwards, and not at a vector's start; results where they belong."""
+@pytest.mark.parametrize(
+    ("margin", "filters"), [(1, "top_p"), (8, "none"), *deep((1, "none"), (8, "top_p"))]
+)
+def test_strided_rows_give_the_ids_of_the_reference(margin, filters):
+    """Rows are apart, reversed, and unaligned; only the given out is written."""
     whole = logits_of(7, 515 + margin, "float16")
     for x in (whole[::-2, margin:], whole[:, margin : margin + 100], whole[3:4, margin:]):
         drawn(x, seed=4, **FILTERS[filters])
@@ -245,8 +248,8 @@ def test_logits_are_read_in_whole_sectors():
 
 
 @everywhere
-def test_rows_without_a_choice(side):
-    """NaN and -inf are never drawn, +inf always; a row of nothing gives -1."""
+def test_nan_and_minus_infinity_are_never_drawn(side):
+    """+inf is always drawn, and a row without a candidate gives -1."""
     nothing, x = -np.inf, np.zeros((5, 9), np.float32)
     x[0] = nothing
     x[1] = np.nan
@@ -261,8 +264,8 @@ def test_rows_without_a_choice(side):
 
 @everywhere
 @pytest.mark.parametrize("filters", ["none", "two"])
-def test_a_row_draws_the_same_alone(side, filters):
-    """Not its place in the batch, but its seed says what it draws: s + i of a number s."""
+def test_row_draws_the_same_id_alone(side, filters):
+    """Row i of a call with the seed s draws with seed s + i, wherever it is in the batch."""
     x, options = logits_of(5, 200, "float32"), FILTERS[filters]
     together = side.get(cupyattn.sample(side.put(x), seed=40, step=2, **options))
     seeds = np.arange(44, 39, -1)
@@ -290,7 +293,7 @@ def test_filters_that_keep_all_change_nothing(side):
 
 
 @everywhere
-def test_the_seed_wraps_and_the_largest_is_one(side):
+def test_largest_seed_wraps_to_zero_in_the_next_row(side):
     x = side.put(logits_of(3, 100, "float32"))
     seeds = side.put(np.array([2**64 - 1, 0, 1], np.uint64))
     expected = side.get(cupyattn.sample(x, seed=seeds))
@@ -298,7 +301,7 @@ def test_the_seed_wraps_and_the_largest_is_one(side):
 
 
 @everywhere
-def test_no_rows(side):
+def test_no_rows_give_no_ids(side):
     ids = cupyattn.sample(side.put(np.zeros((0, 9), np.float16)), seed=0, top_k=3)
     assert ids.shape == (0,)
     assert ids.dtype == np.int32

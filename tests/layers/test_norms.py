@@ -1,4 +1,4 @@
-"""The norms' kernels against the float64 reference, within its derived bounds."""
+"""The norms' kernels: results within the bounds of the reference, and their memory accesses."""
 
 from __future__ import annotations
 
@@ -17,36 +17,40 @@ from support.norm_problems import (
     norm_problems,
     ratios,
 )
-from support.search import deep, examples
+from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import LayerNormGrads, RMSNormGrads, reference
+from cupyattn.emulator import Report
 from cupyattn.kernels.configs.layers.norms import BACKWARD_ROWS, FORWARD_ROWS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 LAYER, RMS = True, False
 ALL = ("weight", "bias", "residual")
-KINDS = (
-    ("float16", LAYER, ALL),
-    ("float32", LAYER, ("weight",)),
-    ("float32", RMS, ("weight", "residual")),
-    ("bfloat16", RMS, ()),
+KINDS = wider(
+    (("float16", LAYER, ALL), ("float32", RMS, ("weight", "residual"))),
+    (("float32", LAYER, ("weight",)), ("bfloat16", RMS, ())),
 )
 
-# Every row of both tables, with vector and scalar loads: rows enough for CTAs to walk over them.
+# Rows that a warp, a CTA and a CTA with several strips hold, and rows that are read twice; with
+# vector and scalar loads. There are enough rows for each CTA to process several.
 CASES = [
+    (70, 129, "bfloat16", LAYER, ALL),
+    (37, 1000, "float32", RMS, ()),
+    (11, 2048, "float16", LAYER, ALL),
+    (3, 16_385, "float16", LAYER, ("weight",)),  # one item in the last strip
+]
+# The other configurations of both tables.
+OTHERS = [
+    (11, 2056, "float16", LAYER, ("weight", "bias")),
     (150, 1, "float32", LAYER, ("weight", "bias")),
     (150, 24, "float16", RMS, ("weight", "residual")),
-    (70, 129, "bfloat16", LAYER, ALL),
     (37, 768, "float16", LAYER, ("weight", "bias")),
-    (37, 1000, "float32", RMS, ()),
     (19, 1032, "bfloat16", RMS, ("weight", "residual")),
-    (11, 2056, "float16", LAYER, ("weight", "bias")),
     (11, 4100, "float32", LAYER, ALL),
     (5, 8200, "float16", RMS, ("weight", "bias")),
     (5, 16_400, "float32", LAYER, ALL),
-    (3, 16_385, "float16", LAYER, ("weight",)),  # read twice, with one item in its last strip
 ]
 LIMITS = sorted({limit for rows in (FORWARD_ROWS, BACKWARD_ROWS) for limit in rows[75] if limit})
 STEPS = (-8, -1, 0, 8)
@@ -59,29 +63,31 @@ AROUND = [
 ] + [(3, 65_536, "float16", LAYER, ALL), (2, 200_000, "float32", RMS, ALL)]
 
 
-@pytest.mark.parametrize(("rows", "length", "dtype", "centred", "arrays"), [*CASES, *deep(*AROUND)])
-def test_every_row_of_the_tables(rows, length, dtype, centred, arrays):
+@pytest.mark.parametrize(
+    ("rows", "length", "dtype", "centred", "arrays"), [*CASES, *deep(*OTHERS, *AROUND)]
+)
+def test_each_configuration_is_within_bounds(rows, length, dtype, centred, arrays):
     arrays = arrays if centred else tuple(name for name in arrays if name != "bias")
     problem = NormProblem((rows, 1, length), dtype, centred, arrays, weight_offset=1.0 - centred)
     found = ratios(problem)
     assert max(found.values()) <= 1, found
 
 
-@examples(11)
-@given(norm_problems(kinds=KINDS, lengths=st.sampled_from((0, 1, 7, 24, 40, 128))))
+@examples(4)
+@given(norm_problems(kinds=KINDS, lengths=st.sampled_from((0, 1, 7, 24, 40))))
 def test_within_bounds_of_the_reference(problem: NormProblem):
     found = ratios(problem)
     assert max(found.values()) <= 1, found
 
 
-@examples(8)
+@examples(3)
 @given(
     norm_problems(
-        kinds=KINDS[:2], lengths=st.sampled_from((24, 40)), views=("transposed", "reversed")
+        kinds=KINDS[:1], lengths=st.sampled_from((24, 40)), views=("transposed", "reversed")
     )
 )
 def test_views_give_what_copies_give(problem: NormProblem):
-    """Bit for bit, but for rows that cannot be read in vectors: those add in another order."""
+    """Bits are equal where rows are read in vectors."""
     copy = replace(problem, view="contiguous")
     for view_result, copy_result in zip(problem.forward(), copy.forward(), strict=True):
         assert_array_equal(view_result, copy_result)
@@ -93,8 +99,8 @@ def test_views_give_what_copies_give(problem: NormProblem):
             assert_array_equal(KERNELS.get(view_result), KERNELS.get(copy_result))
 
 
-@pytest.mark.parametrize("length", [100, 2056, 16_400])
-def test_a_large_mean_beside_a_small_variance(length):
+@pytest.mark.parametrize("length", [100, *deep(2056, 16_400)])
+def test_large_mean_with_small_variance_keeps_its_digits(length):
     """Mean 1e4, variance 1e-4: seven digits of x hold four of the deviations, and all count."""
     problem = NormProblem((5, 1, length), mean=1e4, spread=1e-2, eps=0.0)
     found = problem.forward()
@@ -109,7 +115,7 @@ def test_a_large_mean_beside_a_small_variance(length):
     assert np.abs(KERNELS.get(gradients.dx) - right).max() < 1e-5 * np.abs(right).max()
 
 
-def test_an_outlier_beside_a_small_variance():
+def test_outlier_with_small_variance_is_within_bounds():
     problem = NormProblem((3, 1, 768), spread=1e-3, eps=0.0)
     x = KERNELS.put(np.where(np.arange(768) == 0, 1e3, problem.array("x")).astype(np.float32))
     out, mean, rstd = map(KERNELS.get, cupyattn.layer_norm(x, eps=0.0, return_stats=True))
@@ -117,8 +123,8 @@ def test_an_outlier_beside_a_small_variance():
     assert max(found.values()) <= 1, found
 
 
-@pytest.mark.parametrize("length", [24, 1000, 20_000])
-def test_rows_that_are_constant_zero_or_not_finite(length):
+@pytest.mark.parametrize("length", [24, *deep(1000, 20_000)])
+def test_constant_zero_and_non_finite_rows(length):
     x = np.random.default_rng(0).standard_normal((6, length)).astype(np.float32)
     x[0], x[1] = 0, 1234.567
     x[2, length // 2], x[3, 0], x[4, -1] = np.nan, np.inf, -np.inf
@@ -140,8 +146,8 @@ def test_rows_that_are_constant_zero_or_not_finite(length):
 
 
 @pytest.mark.parametrize("norm", [cupyattn.layer_norm, cupyattn.rms_norm])
-def test_squares_that_leave_float32(norm):
-    """As the documentation says: zeros for what is too large, eps alone for what is too small."""
+def test_squares_beyond_float32_give_the_documented_results(norm):
+    """Too large squares give zeros; too small ones leave eps alone."""
     x = np.tile(np.array([[-1, 1]], np.float32), 32)
     with cupyattn.backend("emulator"):
         found = {size: norm(x * np.float32(size), eps=0.0) for size in (1e18, 1e-18, 3e19)}
@@ -153,13 +159,13 @@ def test_squares_that_leave_float32(norm):
     np.testing.assert_allclose(tiny, expected, rtol=1e-2)
 
 
-def test_a_sum_that_leaves_float32_gives_nan():
-    """As the documentation of layer_norm says."""
+def test_sum_beyond_float32_gives_nan():
+    """The documentation of layer_norm names this result."""
     x = KERNELS.put(np.full((1, 64), 1e38, np.float32))
     assert np.isnan(KERNELS.get(cupyattn.layer_norm(x))).all()
 
 
-def test_no_items_in_a_row_and_no_rows():
+def test_empty_rows_and_no_rows():
     out, mean, rstd = cupyattn.layer_norm(
         KERNELS.put(np.zeros((3, 0), np.float32)), eps=0.25, return_stats=True
     )
@@ -174,7 +180,7 @@ def test_no_items_in_a_row_and_no_rows():
     assert not KERNELS.get(grads.dbias).any()
 
 
-def test_gradients_are_the_same_from_run_to_run_and_may_be_added_to():
+def test_gradients_repeat_their_bits_and_accumulate():
     problem = NormProblem((37, 1, 40), "float16", LAYER, ALL)
     _, *saved = problem.forward()
     first, second = (problem.backward(*saved) for _ in range(2))
@@ -191,7 +197,7 @@ def test_gradients_are_the_same_from_run_to_run_and_may_be_added_to():
     assert_array_equal(KERNELS.get(anew.dx), KERNELS.get(first.dx))
 
 
-def test_workspace_and_grads_given():
+def test_given_workspace_and_grads_are_used():
     problem = NormProblem((37, 1, 40), "float32", RMS, ("weight",))
     _, *saved = problem.forward()
     expected = problem.backward(*saved)
@@ -206,8 +212,8 @@ def test_workspace_and_grads_given():
 
 
 @pytest.mark.parametrize("length", [40, 16_400])
-def test_in_place(length):
-    """out may be x and the sum the residual: the backward takes it from there."""
+def test_out_that_is_x_and_residual_gives_the_same_bits(length):
+    """out may be x, and the sum may be the residual."""
     problem = NormProblem((5, 1, length), "float16", LAYER, ALL)
     expected = problem.forward()
     x, residual, weight, bias = (
@@ -218,3 +224,60 @@ def test_in_place(length):
     assert total is residual
     assert_array_equal(KERNELS.get(x), expected[0])
     assert_array_equal(KERNELS.get(residual), expected[1])
+
+
+def reported(problem: NormProblem) -> Report:
+    """Run forward and backward, and return the emulator's report."""
+    names = ("x", "weight", "bias", "residual", "dout")
+    x, weight, bias, residual, dout = map(problem.array, names)
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        _, total, mean, rstd = cupyattn.layer_norm(
+            x, weight, bias, residual=residual, return_stats=True
+        )
+        cupyattn.layer_norm_backward(
+            dout, total, weight, mean, rstd, bias=bias, dtotal=problem.array("dtotal")
+        )
+    return report
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "dtype"),
+    [(11, 2048, "float16"), *deep((37, 768, "float16"), (37, 64, "float32"), (5, 8192, "float32"))],
+)
+def test_rows_in_registers_use_whole_sectors_without_bank_conflicts(rows, length, dtype):
+    report = reported(NormProblem((rows, 1, length), dtype, arrays=ALL))
+    assert report.sector_efficiency == 1.0
+    assert report.bank_conflict_ways == 1.0
+    wide = [
+        a for a in report.accesses if a.space == "global" and a.instruction.opcode[-6:] == "v4.u32"
+    ]
+    assert len(wide) >= 8  # x, residual, weight, bias, out and total; dout, x, dtotal, weight, dx
+    assert {access.worst for access in report.accesses if access.space == "shared"} == {1.0}
+
+
+def test_rows_read_twice_use_half_sectors_for_column_sums_alone():
+    """Column sums in global memory are read and written as eight neighbouring floats."""
+    report = reported(NormProblem((5, 1, 20_480), "float16", arrays=ALL))
+    assert report.bank_conflict_ways == 1.0
+    wasteful = {a.efficiency for a in report.accesses if a.space == "global" and a.efficiency < 1}
+    assert wasteful == {0.5}
+
+
+def test_every_item_is_read_and_written_once():
+    """x and residual are read, out and the sum are written, and nothing else."""
+    problem = NormProblem((8, 1, 1024), "float16", arrays=("residual",))
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.layer_norm(problem.array("x"), residual=problem.array("residual"))
+    sectors = sum(a.sectors for a in report.accesses if a.space == "global")
+    assert sectors == 4 * 8 * 1024 * 2 / 32
+
+
+def test_scalar_loads_where_rows_do_not_start_at_vectors():
+    problem = NormProblem((5, 1, 40), "float16", arrays=("weight",), view="sliced")
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        cupyattn.rms_norm(problem.array("x"), np.ones(40, np.float16))
+    opcodes = {a.instruction.opcode for a in report.accesses if a.space == "global"}
+    assert not any("v4" in opcode for opcode in opcodes)

@@ -1,0 +1,189 @@
+"""Arguments and grids that norms, sampling and softmax pass to their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.recording_device import device_array
+
+import cupyattn
+from cupyattn import (
+    RMSNormGrads,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+    softmax,
+    softmax_backward,
+)
+from cupyattn.kernels.configs.layers.sampling import PART
+
+F16, F32 = np.float16, np.float32
+
+
+def test_norm_forward_arguments(recorder):
+    x = device_array((3, 4, 2048))
+    residual = device_array((3, 8, 2048))[:, :4]
+    weight = device_array((2048,))
+    out, total, rstd = rms_norm(x, weight, residual=residual, weight_offset=1.0, return_stats=True)
+    ((kernel, grid, arguments),) = recorder.started
+    macros = dict(kernel.macros)
+    assert kernel.spec.entry == "norm_forward"
+    assert macros["CENTRED"] == macros["WITH_BIAS"] == macros["WITH_MEAN"] == "false"
+    assert macros["WITH_RESIDUAL"] == macros["WITH_WEIGHT"] == macros["WITH_RSTD"] == "true"
+    assert (macros["VEC"], macros["STRIPS"], macros["LANES"]) == (8, 2, 128)
+    assert grid == (-(-12 // (kernel.threads // 128)), 1, 1)
+    *arrays, eps, offset, params = arguments
+    for passed, expected in zip(
+        arrays, (x, residual, weight, None, out, total, None, rstd), strict=True
+    ):
+        assert passed is expected
+    assert (rstd.shape, rstd.dtype) == ((3, 4), F32)
+    assert (eps, offset) == (np.float32(1e-6), 1.0)
+    assert params["strides"][1].tolist()[:2] == [8 * 2048, 2048]
+
+
+@pytest.mark.parametrize(
+    ("length", "items", "strips"), [(768, 24, 3), (1024, 32, 4), (1000, 32, 4), (260, 16, 2)]
+)
+def test_strips_follow_from_the_row_length(recorder, length, items, strips):
+    layer_norm(device_array((5, length)))
+    macros = dict(recorder.started[0].specialisation.macros)
+    expected = strips if length % 8 == 0 else items
+    assert macros["STRIPS"] == expected
+
+
+def test_norm_backward_arguments(recorder):
+    """A few CTAs per multiprocessor process the rows, and one launch adds both sums."""
+    x, dout = device_array((10_000, 2048)), device_array((10_000, 2048))
+    weight, stats = device_array((2048,)), device_array((10_000,), F32)
+    grads = layer_norm_backward(dout, x, weight, stats, stats, bias=weight)
+    (kernel, grid, arguments), (sums, sums_grid, sums_arguments) = recorder.started
+    assert kernel.spec.entry == "norm_backward"
+    assert grid == (recorder.multiprocessors, 1, 1)
+    assert dict(kernel.macros)["WITH_MEAN"] == "true"
+    assert arguments[7] is grads.dx
+    assert sums.spec.entry == "column_sums"
+    assert sums_grid == (2 * 2048 // 32, 1, 1)
+    assert sums_arguments[2] is grads.dweight
+    assert sums_arguments[3] is grads.dbias
+    assert sums_arguments[4:] == (recorder.multiprocessors, 2048, 0)
+    assert arguments[8].shape == arguments[9].shape == (recorder.multiprocessors * 2048,)
+
+
+def test_column_sums_are_launched_only_for_a_weight(recorder):
+    x, stats = device_array((7, 64)), device_array((7,), F32)
+    rms_norm_backward(x, x, device_array((64,)), stats)
+    rms_norm_backward(x, x, None, stats)
+    entries = [started.specialisation.spec.entry for started in recorder.started]
+    assert entries == ["norm_backward", "column_sums", "norm_backward"]
+    assert recorder.started[1].arguments[1] is None
+    assert recorder.started[1].arguments[3] is None
+    assert recorder.started[1].grid == (2, 1, 1)
+
+
+def test_norm_with_grads_and_workspace_allocates_nothing(recorder):
+    x, stats, weight = device_array((7, 64)), device_array((7,), F32), device_array((64,))
+    grads = RMSNormGrads(device_array((7, 64)), device_array((64,)))
+    rms_norm_backward(x, x, weight, stats, grads=grads, workspace=device_array((4096,), np.uint8))
+    assert recorder.allocated == []
+
+
+ROWS = 3
+MAXIMA, COUNTS, DRAW = "sample_maxima", "sample_bins", "sample"
+
+
+def per_row(dtype: Any) -> Any:
+    return device_array((ROWS,), dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "entries"),
+    [
+        ({"temperature": 0, "seed": None, "top_p": 0.5}, [DRAW]),
+        ({}, [MAXIMA, DRAW]),
+        ({"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1.0}, [MAXIMA, DRAW]),
+        ({"min_p": 0.1}, [MAXIMA, DRAW]),
+        ({"top_k": 5}, [MAXIMA, COUNTS, DRAW]),
+        ({"top_p": 0.5, "min_p": 0.1}, [MAXIMA, COUNTS, DRAW]),
+        ({"temperature": np.float32, "seed": np.uint64, "step": np.int32}, [MAXIMA, DRAW]),
+        ({"top_k": np.int32, "temperature": np.float32}, [MAXIMA, COUNTS, DRAW]),
+        ({"min_p": np.float32}, [MAXIMA, DRAW]),
+    ],
+)
+@pytest.mark.parametrize("tokens", [100, 2 * PART + 1])
+def test_sampling_launches_only_what_its_filters_need(recorder, options, entries, tokens):
+    """Arrays of options are not read. With out= and workspace= nothing is allocated."""
+    logits, ids = device_array((ROWS, tokens)), device_array((ROWS,), np.int32)
+    room = device_array((2**20,), np.uint8)
+    given = {n: per_row(v) if isinstance(v, type) else v for n, v in options.items()}
+    found = cupyattn.sample(logits, **{"seed": 1, **given}, out=ids, workspace=room)
+    assert found is ids
+    assert recorder.allocated == []
+    assert [each.specialisation.spec.entry for each in recorder.started] == entries
+    parts = -(-tokens // PART)
+    assert {each.grid for each in recorder.started} == {(ROWS * parts, 1, 1)}
+    # Greedy, no launch is there to zero the counters of a row of several parts.
+    assert len(recorder.zeroed) == (entries == [DRAW] and parts > 1)
+
+
+def test_options_of_each_call_reach_the_kernel(recorder):
+    """Plans are not cached by seed, step or the value of a filter."""
+    logits = device_array((ROWS, 100))
+    for seed, step, top_p in ((1, 0, 0.5), (2**64 - 1, 7, 0.5), (1, 2**40, 0.25)):
+        cupyattn.sample(logits, seed=seed, step=step, top_p=top_p, top_k=9, min_p=0.125)
+        draw = recorder.started[-1]
+        told = dict(
+            zip([p.name for p in draw.specialisation.spec.parameters], draw.arguments, strict=True)
+        )
+        assert (told["seed_value"], told["step_value"], told["top_k_value"]) == (seed, step, 9)
+        assert (told["top_p_value"], told["min_p_value"]) == (top_p, 0.125)
+        assert (told["temperature_value"], told["repetition_penalty_value"]) == (1, 1)
+        assert type(told["seed_value"]) is np.uint64
+        assert all(told[name] is None for name in ("seed", "step", "temperature", "top_k"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stride", "rows", "aligned"),
+    [(104, 104, 3, "true"), (104, 105, 3, "false"), (101, 101, 1, "true"), (101, 101, 3, "false")],
+)
+def test_vector_loads_where_each_row_starts_at_one(recorder, tokens, stride, rows, aligned):
+    cupyattn.sample(device_array((rows, tokens), np.float16, (2 * stride, 2)), seed=0)
+    assert dict(recorder.started[-1].specialisation.macros)["ALIGNED"] == aligned
+
+
+@pytest.mark.parametrize("tokens", [4096, 128_256, 2**18])
+def test_documented_workspace_suffices(recorder, tokens):
+    """It is about 83,000 bytes per row, and 12 for each 4,096 tokens of a row."""
+    rows = 64
+    needed = rows * (83_000 + 12 * -(-tokens // 4096))
+    cupyattn.sample(device_array((rows, tokens)), seed=0, top_p=0.5)
+    (ids, workspace) = recorder.allocated
+    assert ids.shape == (rows,)
+    assert 0.97 * needed < workspace.nbytes <= needed
+
+
+def test_softmax_arguments(recorder):
+    """Neighbouring axes with even strides merge; the last axis is the row."""
+    x = device_array((3, 4, 5, 24), np.float32)
+    softmax(x)
+    strided = device_array((3, 4, 10, 24), np.float32)[:, ::-1, ::2]
+    softmax_backward(strided, x)
+    (forward, grid, (_, _, _, result, *_, params)), (backward, _, arguments) = recorder.started
+    assert result.shape == x.shape
+    assert dict(forward.macros)["VEC"] == 4
+    assert grid == (-(-3 * 4 * 5 // (forward.threads // dict(forward.macros)["LANES"])), 1, 1)
+    assert (params["rows"], params["length"]) == (60, 24)
+    assert params["shape"].tolist() == [60, 1, 1, 1]
+    assert params["strides"].tolist() == [[24, 0, 0, 0], [0] * 4, [0] * 4, [24, 0, 0, 0]]
+    assert backward.spec.entry == "softmax_backward"
+    assert arguments[0] is strided
+    assert arguments[-1]["shape"].tolist() == [3, 4, 5, 1]
+    assert arguments[-1]["strides"].tolist() == [
+        [960, -240, 48, 0],
+        [480, 120, 24, 0],
+        [480, 120, 24, 0],
+        [0, 0, 0, 0],
+    ]
