@@ -7,97 +7,18 @@
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
 themselves on an emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
-`cupyattn.emulator` runs any kernel; both are imported when they are first asked for.
+`cupyattn.emulator` runs any kernel. Every name is imported when it is first used: `import cupyattn`
+alone loads neither NumPy nor the functions.
 """
 
+# The star import below is for type checkers alone, which read the __all__ of what it names.
+# ruff: noqa: F403, F405
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cupyattn.fork import no_fork
-from cupyattn.functional import (
-    AttentionGrads,
-    BlockMask,
-    DropoutGrads,
-    DropoutSeed,
-    GatedGrads,
-    Kernel,
-    LayerNormGrads,
-    LinearCrossEntropyGrads,
-    LinearGrads,
-    LinearScaling,
-    Llama3Scaling,
-    MaskMod,
-    NTKScaling,
-    QuantizedWeight,
-    RMSNormGrads,
-    Rotary,
-    ScoreMod,
-    SoftmaxGrads,
-    YarnScaling,
-    adamw_step,
-    adamw_step_8bit,
-    add_to,
-    append_kv,
-    attention,
-    attention_backward,
-    attention_varlen,
-    attention_varlen_backward,
-    backend,
-    block_mask,
-    copy_blocks,
-    cross_entropy,
-    cross_entropy_backward,
-    dequantize,
-    device_info,
-    dropout,
-    dropout_backward,
-    embedding,
-    embedding_backward,
-    gather,
-    geglu,
-    geglu_backward,
-    gelu,
-    gelu_backward,
-    global_norm,
-    layer_norm,
-    layer_norm_backward,
-    linear,
-    linear_backward,
-    linear_cross_entropy,
-    linear_cross_entropy_backward,
-    linear_gelu,
-    linear_gelu_backward,
-    log_softmax,
-    log_softmax_backward,
-    logsumexp,
-    logsumexp_backward,
-    merge_attention,
-    paged_attention,
-    quantize,
-    rms_norm,
-    rms_norm_backward,
-    rope,
-    rope_backward,
-    rope_tables,
-    sample,
-    silu,
-    silu_backward,
-    softmax,
-    softmax_backward,
-    swiglu,
-    swiglu_backward,
-    vjp,
-)
-from cupyattn.kv_cache import (
-    BlockAllocator,
-    Copy,
-    OutOfBlocksError,
-    PagedKVCache,
-    Scheduler,
-    Sequence,
-)
 
 __version__ = "0.1.0"
 
@@ -183,18 +104,40 @@ __all__ = [
     "vjp",
 ]
 
-_LATER = ("distributed", "emulator", "models")
+_MODULES = ("distributed", "emulator", "kv_cache", "models")
+_CACHE_NAMES = {
+    "BlockAllocator",
+    "Copy",
+    "OutOfBlocksError",
+    "PagedKVCache",
+    "Scheduler",
+    "Sequence",
+}
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator
-else:  # a type checker would take it for any name
+    from cupyattn.functional import *
+    from cupyattn.kv_cache import (
+        BlockAllocator,
+        Copy,
+        OutOfBlocksError,
+        PagedKVCache,
+        Scheduler,
+        Sequence,
+    )
+else:  # a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
-        if name in _LATER:
-            with no_fork():
+        if name not in _MODULES and name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with no_fork():
+            if name in _MODULES:
                 return import_module(f"cupyattn.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            home = "kv_cache" if name in _CACHE_NAMES else "functional"
+            value = getattr(import_module(f"cupyattn.{home}"), name)
+        globals()[name] = value  # the next look-up does not come here
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LATER})
+    return sorted({*__all__, *_MODULES})

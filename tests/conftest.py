@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import search
+from support import bytecode, search  # bytecode first  # noqa: F401
 from support.devices import KERNELS
 from support.readme import ROOT
 from support.recording_device import Recorder
@@ -54,7 +54,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are collected: it would take a quarter of that time
+    config.pluginmanager.register(FilesWithDoctests())
     search.begin(config, reproducible="CI" in os.environ)
+
+
+class FilesWithDoctests:
+    """Collect doctests only from files that have some.
+
+    pytest would import every file to look for them, helpers that need optional packages included.
+    A hook of this file itself would not be called for the files of the package.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list, list]:
+        collectors = yield
+        if file_path.suffix == ".py" and b">>>" not in file_path.read_bytes():
+            return [each for each in collectors if type(each) is pytest.Module]
+        return collectors
 
 
 def _missing_compiler() -> str | None:
@@ -141,18 +157,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if device_count():
         listed = ", ".join(f"{entry} ({count} specialisations)" for entry, count in LOADED.items())
         terminalreporter.write_line(f"cupyattn: kernels loaded on the GPU: {listed or 'none'}")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def bytecode(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where no bytecode may be written beside sources, let what the workers start share a folder.
-
-    They start a hundred Pythons: each would compile all that it imports, for half of its time.
-    """
-    if sys.dont_write_bytecode and "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        shared = tmp_path_factory.getbasetemp().parent / "bytecode"
-        os.environ["PYTHONPYCACHEPREFIX"] = str(shared)
 
 
 @pytest.fixture(scope="module")

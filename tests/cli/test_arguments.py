@@ -1,4 +1,4 @@
-"""The command line itself: help, wrong arguments, what an interrupted command returns."""
+"""The command line itself: help, wrong arguments, interrupts; and ``python -m cupyattn info``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,24 @@ import json
 
 import pytest
 from support.processes import run
+from support.search import Search, deep
 
+import cupyattn
 from cupyattn.__main__ import main
 from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
+from cupyattn.cli.compiled_kernel import compiled_kernel
+from cupyattn.folders import cache_directory
+from cupyattn.functional.device_info import device_count
+from cupyattn.kernels.arch import TURING
+from cupyattn.kernels.configs.layers import softmax
+from cupyattn.kernels.device.cuda import cuda_device
 
 COMMANDS = (
     "demo", "generate", "chat", "finetune", "merge", "info", "compile", "profile", "turing",
     "memory", "tune", "report",
 )  # fmt: skip
 CALLS = ("attention", "attention_backward", "softmax")
+
 
 # No module of CuPy is found: what a user without a GPU's libraries has.
 WITHOUT_CUPY = (
@@ -97,7 +106,7 @@ def test_options_stand_anywhere(command, found, monkeypatch):
     assert given[0].items() >= found.items()
 
 
-@pytest.mark.parametrize("command", ["compile", "turing", "profile attention"])
+@pytest.mark.parametrize("command", ["compile", *deep("turing", "profile attention")])
 def test_without_cupy_a_command_says_what_to_install(command):
     result = run(*command.split(), "--json", launcher=("-c", WITHOUT_CUPY))
     assert result.returncode == 1
@@ -105,11 +114,28 @@ def test_without_cupy_a_command_says_what_to_install(command):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["demo --seqlen 40", "info"])
+@pytest.mark.parametrize("command", ["demo --seqlen 8", *deep("info")])
 def test_without_cupy_there_is_numpy(command):
     result = run(*command.split(), launcher=("-c", WITHOUT_CUPY))
     assert result.returncode == 0, result.stderr
     assert "no GPU" in result.stdout
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("CUPYATTN_ARCH", "abc"), ("CUPYATTN_TENSOR_CORES", "yes"), ("CUPYATTN_TUNED", "abc")],
+)
+def test_commands_refuse_a_wrong_variable(variable, value, monkeypatch, capsys):
+    monkeypatch.setenv(variable, value)
+    for command in ("info", "demo", "profile attention", "compile"):
+        if (variable, command) == ("CUPYATTN_TENSOR_CORES", "compile"):
+            continue  # which compiles the kernels of both
+        if (variable, command) == ("CUPYATTN_ARCH", "demo") and not Search.deep:
+            continue  # which compiles kernels before it looks
+        assert main([*command.split(), "--json"]) == 1
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error.startswith(f"{variable}={value!r}; ")
 
 
 @pytest.mark.parametrize("module", [demo, compile])
@@ -120,3 +146,66 @@ def test_interrupted(module, monkeypatch, capsys):
     monkeypatch.setattr(module, "run", interrupt)
     assert main([module.__name__.rpartition(".")[-1]]) == INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_info_json_is_device_info():
+    result = run("info", "--json")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    info = json.loads(result.stdout)
+    expected = cupyattn.device_info()
+    assert set(info) == {"command", *expected} | {"version"}
+    assert set(info["kernels"]) == set(expected["kernels"])
+    same = set(expected) - {"kernels", "cache"}  # the cache may grow beside this test
+    assert {name: info[name] for name in same} == {name: expected[name] for name in same}
+
+
+@pytest.mark.nvrtc
+def test_info_counts_compiled_kernels(empty_cache, capsys):
+    assert main(["info", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["kernels"].values()) == {0}
+    compiled_kernel(softmax.FORWARD.specialise(75, "float32", 100, 1), TURING)
+    assert main(["info", "--json"]) == 0
+    kernels = json.loads(capsys.readouterr().out)["kernels"]
+    assert kernels["softmax_forward"] == 1
+    assert sum(kernels.values()) == 1
+
+
+def test_info_text(capsys):
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert f"cupyattn {cupyattn.__version__}" in printed
+    assert "attention_tiled" in printed
+    assert str(cache_directory()) in printed
+    if not device_count():
+        assert "no GPU" in printed
+
+
+def test_info_says_where_nothing_is_kept(empty_cache, monkeypatch, capsys):
+    monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(empty_cache / "file" / "below"))
+    empty_cache.mkdir()
+    (empty_cache / "file").touch()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert main(["info"]) == 0
+    assert "cache: none, compiled kernels stay in memory" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "launcher", [("-m", "cupyattn", "demo"), ("-m", "cupyattn.benchmark", "host")]
+)
+def test_an_architecture_that_the_device_cannot_run(launcher):
+    result = run(launcher=launcher, env={"CUPYATTN_ARCH": "121"})
+    assert result.returncode == 1
+    assert "CUPYATTN_ARCH" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.gpu
+def test_info_says_why_a_device_cannot_be_used():
+    if cuda_device(0).capability >= 121:
+        pytest.skip("no known architecture is above this device's")
+    result = run("--json", launcher=("-m", "cupyattn", "info"), env={"CUPYATTN_ARCH": "121"})
+    (device, *_) = json.loads(result.stdout)["devices"]
+    assert "CUPYATTN_ARCH=121 on a device" in device["unusable_because"]
+    assert device["arch"] is None

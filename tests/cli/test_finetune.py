@@ -1,4 +1,4 @@
-"""``python -m cupyattn finetune``: what it trains, writes and says, and how it goes on."""
+"""``python -m cupyattn finetune`` and ``merge``: what is trained and written, full disks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.finetuning import finetune, losses_of, model_and_data
+from support.finetuning import CONFIG, DRAW, finetune, losses_of, model_and_data
+from support.search import deep
 
 from cupyattn import models
 from cupyattn.cli import main
-from cupyattn.cli.finetune import training_run
-from cupyattn.models.training import FullWeights, Trainer
+from cupyattn.cli.finetune import preparation, training_run
+from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.training import FullWeights, LoraAdapters, Trainer, curve, peft
 
 pytest.importorskip("safetensors")
+
+
 pytest.importorskip("matplotlib")
+
 
 folder = pytest.fixture(autouse=True)(model_and_data)
 
 
-def test_adapters_learn_and_are_generated_with(capsys):
+def test_adapters_learn_and_are_generated_with(capsys, monkeypatch):
+    monkeypatch.setattr(curve, "draw", DRAW)
     finetune("--eval-fraction", "0.2", "--save-every", "5")
     printed = capsys.readouterr().out
     assert "model fine-tuned on the CPU" in printed
@@ -84,7 +93,8 @@ def test_the_printed_lines_are_narrow(capsys, monkeypatch):
 
 def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
     """The same losses, bit for bit, and one line for each step."""
-    finetune("--out", "whole", "--lora-dropout", "0.1", "--accumulate", "2")
+    options = ["--steps", "6", "--lora-dropout", "0.1", "--accumulate", "2"]
+    finetune("--out", "whole", *options)
     capfd.readouterr()
     step = Trainer.step
 
@@ -93,30 +103,30 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return step(trainer)
 
-    given = ["--out", "parts", "--lora-dropout", "0.1", "--accumulate", "2"]
+    given = ["--out", "parts", *options]
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "step", interrupted)
         before = signal.getsignal(signal.SIGINT)
         finetune(*given, code=130)
         assert signal.getsignal(signal.SIGINT) is before
     captured = capfd.readouterr()
-    assert "5 of 12" in captured.out and "--resume" in captured.out
+    assert "5 of 6" in captured.out and "--resume" in captured.out
     assert "Ctrl-C again ends it at once" in captured.err
     assert not Path("parts", "adapter_model.safetensors").exists()
     finetune(*given, code=1)
     assert "--resume to go on with that one" in capfd.readouterr().err
     finetune(*given, "--resume")
     assert losses_of("parts") == losses_of("whole")
-    for name in ("adapter_model.safetensors",):
-        assert Path("parts", name).read_bytes() == Path("whole", name).read_bytes()
-    assert "12 of 12" in capfd.readouterr().out
+    written, expected = (Path(out, "adapter_model.safetensors") for out in ("parts", "whole"))
+    assert written.read_bytes() == expected.read_bytes()
+    assert "6 of 6" in capfd.readouterr().out
     finetune(*given, "--resume")  # nothing is left to do
     assert losses_of("parts") == losses_of("whole")
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):
     """A process that is killed behind a checkpoint has not looked at what is held back."""
-    given = ["--eval-fraction", "0.2", "--save-every", "5"]
+    given = ["--eval-fraction", "0.2", "--save-every", "5", "--steps", "7"]
     finetune(*given, "--out", "whole")
     look = training_run._held_loss
 
@@ -137,7 +147,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):
         ]
         for out in ("whole", "parts")
     ]
-    assert rows[0] == rows[1] and len(rows[0]) == 12 + 4
+    assert rows[0] == rows[1] and len(rows[0]) == 7 + 3
 
 
 def test_a_second_ctrl_c_ends_it_at_once(monkeypatch, capsys):
@@ -233,9 +243,211 @@ def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, mon
 
 
 def test_without_matplotlib_there_is_no_picture(capsys, monkeypatch):
+    monkeypatch.setattr(curve, "draw", DRAW)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     finetune("--steps", "2")
     captured = capsys.readouterr()
     assert "pip install 'cupyattn[training]'" in " ".join(captured.err.split())
     assert not Path("finetuned", "losses.png").exists()
     assert Path("finetuned", "adapter_model.safetensors").exists()
+
+
+pytest.importorskip("safetensors")
+
+
+pytest.importorskip("matplotlib")
+
+
+def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(safetensors_writer, "store", no_room)
+    finetune(code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in error
+    assert "make room, and begin anew: there is no checkpoint yet" in error
+
+
+def no_room(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_for_the_lock_is_left_as_it_was(capsys, monkeypatch):
+    monkeypatch.setattr(os, "getpid", no_room)
+    finetune(code=1)
+    message = " ".join(capsys.readouterr().err.split())
+    assert "--out finetuned ([Errno 28] No space left on device); a training writes" in message
+    assert not Path("finetuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(b"\xff\xfe\n\n"), "line 1 of finetuned/losses.jsonl is b'"),
+        (lambda path: (path.unlink(), path.mkdir()),
+         "finetuned/losses.jsonl: it is a directory, not a regular file; a line is an object"),
+    ],
+)  # fmt: skip
+def test_losses_that_cannot_be_gone_on_with(spoil, message, capsys):
+    finetune("--steps", "2")
+    spoil(Path("finetuned/losses.jsonl"))
+    finetune("--steps", "2", "--resume", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert message in told and "losses then begin with the next step" in told
+
+
+def test_losses_without_room_are_told(capsys, monkeypatch):
+    finetune("--steps", "2")
+    monkeypatch.setattr(curve, "write_whole", no_room)
+    finetune("--steps", "2", "--resume", code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "no losses in finetuned/losses.jsonl ([Errno 28] No space left on device); " in told
+
+
+def test_losses_that_were_edited_are_shown(capsys):
+    finetune("--steps", "2")
+    Path("finetuned/losses.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    finetune("--steps", "2", "--resume")
+    assert "loss 2.000 at first, 2.000 at last" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_a_full_disk_for_the_losses_says_so(capsys, monkeypatch):
+    add = curve.StepLog.add
+
+    def full(log, row):
+        if row["step"] == 3:
+            log.path = Path("/dev/full")
+        add(log, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curve.StepLog, "add", full)
+        finetune("--save-every", "2", code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "/dev/full of step 3 ([Errno 28] No space left on device)" in error
+    assert "with --resume" in error
+    finetune("--save-every", "2", "--resume")
+    assert [step for step, *_ in losses_of("finetuned")] == [*range(1, 13)]
+
+
+def test_a_disk_that_is_full_for_the_picture_loses_only_that(capsys, monkeypatch):
+    monkeypatch.setattr(curve, "draw", no_room)
+    finetune("--steps", "2")
+    printed = capsys.readouterr()
+    assert "No space left on device" in printed.err and "losses.png" not in printed.out
+    assert Path("finetuned", "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("full", [[], *deep(["--full"])])
+def test_a_disk_that_is_full_at_the_end_loses_nothing(full, capsys, monkeypatch):
+    """The last checkpoint has what was learnt: with room again it is written from there."""
+    full = ["--steps", "4", *full]
+    finetune("--out", "whole", *full)
+    writer = "write_folder" if "--full" in full else "write_whole"
+    module = training_run if "--full" in full else peft
+    with monkeypatch.context() as patch:
+        patch.setattr(module, writer, no_room)
+        finetune(*full, code=1)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in told and "call it again with --resume" in told
+    finetune(*full, "--resume")
+    name = "model.safetensors" if "--full" in full else "adapter_model.safetensors"
+    assert Path("finetuned", name).read_bytes() == Path("whole", name).read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(preparation, "opened", None)
+    (tmp_path / "a file").write_text("")
+    finetune("--out", "a file/in it", code=1)
+    error = " ".join(capsys.readouterr().err.split())
+    assert "a file/in it" in error and "pass an --out that can be written" in error
+
+
+pytest.importorskip("safetensors")
+
+
+pytest.importorskip("matplotlib")
+
+
+def told(capsys):
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_merged_model_is_the_adapted_one(quantize, capsys):
+    beside = ["--quantize", quantize] if quantize else []
+    finetune(*beside)
+    capsys.readouterr()
+    assert main(["merge", "model", "finetuned", "--out", "merged", *beside, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["generate"] == "python -m cupyattn generate merged ..."
+    assert result["dtype"] == "float32"
+    merged, base = models.load("merged"), models.load("model", quantize=quantize)
+    ids = [[256, *b"Zorblax is a fish.", 257]]
+    adapted = LoraAdapters.load(base, "finetuned").model.logits(ids)
+    np.testing.assert_allclose(merged.logits(ids), adapted, rtol=0, atol=1e-4)
+    assert np.abs(base.logits(ids) - adapted).max() > 0.1
+    assert main(["generate", "merged", "Zorblax", "--max-new-tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("kind", [[], ["--dtype", "float16"]])
+def test_adapters_of_another_model_are_told(kind, folder, capsys):
+    """Of the same shapes: by the weights, or in another dtype by the name."""
+    finetune("--steps", "1")
+    shutil.copytree("model", "other")
+    weights = models.random(CONFIG, dtype="float32", xp=np, seed=4).weights
+    write_folder(weights, CONFIG, folder, Path("other"))
+    with pytest.warns(UserWarning, match="adapters of 'model' beside 'other'"):
+        assert main(["merge", "other", "finetuned", "--out", "merged", *kind]) == 0
+    generate = ["generate", "other", "x", "--adapters", "finetuned", "--max-new-tokens", "1"]
+    with pytest.warns(UserWarning, match="adapters of 'model' beside 'other'"):
+        assert main([*generate, *kind]) == 0
+
+
+def test_another_dtype(capsys):
+    finetune("--steps", "1")
+    assert main(["merge", "model", "finetuned", "--out", "half", "--dtype", "float16"]) == 0
+    assert "python -m cupyattn generate half ..." in capsys.readouterr().out
+    assert json.loads(Path("half/config.json").read_text())["torch_dtype"] == "float16"
+    assert models.load("half", dtype="float16").weights.embedding.dtype == np.float16
+
+
+def test_weights_that_float16_does_not_hold_are_not_written(capsys):
+    adapters = LoraAdapters(models.load("model"), rank=2)
+    for name, array in adapters.arrays.items():
+        array[...] = 3e5 if "1.mlp.up_proj.lora_B" in name else array
+    adapters.save("large")
+    capsys.readouterr()
+    assert main(["merge", "model", "large", "--out", "merged", "--dtype", "float16"]) == 1
+    message = told(capsys)
+    assert "model.layers.1.mlp.up_proj.weight has numbers that float16 does not hold" in message
+    assert "merge with --dtype float32 or bfloat16" in message
+    assert not Path("merged").exists()
+    assert main(["merge", "model", "large", "--out", "merged", "--dtype", "bfloat16"]) == 0
+
+
+def test_a_folder_that_cannot_be_written(capsys, monkeypatch, tmp_path):
+    def no_room(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    finetune("--steps", "1")
+    (tmp_path / "a file").write_text("")
+    assert main(["merge", "model", "finetuned", "--out", "a file"]) == 1
+    assert re.search(r"--out a file could not be written .*exists.*; .*pass another", told(capsys))
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer, "store", no_room)
+        assert main(["merge", "model", "finetuned", "--out", "merged"]) == 1
+    message = told(capsys)
+    assert "--out merged could not be written ([Errno 28] No space left on device); " in message
+    assert main(["merge", "model", "finetuned", "--out", "merged"]) == 0
+
+
+def test_what_is_refused(capsys):
+    finetune("--steps", "1")
+    before = Path("model/model.safetensors").read_bytes()
+    assert main(["merge", "model", "finetuned", "--out", "model"]) == 1
+    assert "--out model has a config.json: it is a model already; " in told(capsys)
+    assert Path("model/model.safetensors").read_bytes() == before
+    assert main(["merge", "model", "nowhere", "--out", "merged"]) == 1
+    assert "nowhere has no adapter_config.json" in told(capsys)
+    assert main(["merge", "model.gguf", "finetuned", "--out", "merged"]) == 1
+    assert "model.gguf is no folder with config.json" in told(capsys)
+    assert not Path("merged").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.finetuning import AS_JSON, CONFIG, finetune, losses_of, model_and_data
-from support.search import Search
+from support.search import deep
 
 import cupyattn
 from cupyattn import models
@@ -19,7 +19,7 @@ from cupyattn.cli import main
 from cupyattn.cli.finetune import preparation
 from cupyattn.cli.finetune.out_folder import claimed
 from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.training import LoraAdapters, curve, split
+from cupyattn.models.training import LoraAdapters, split
 
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
@@ -231,34 +231,32 @@ def test_what_was_told_is_what_is_compared_first(capsys):
     assert "--lora-rank is 2, and was 4 in the checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (["--schedule", "linear"], "--schedule is 'linear', and was 'cosine'"),
-        (["--lr", "0.02"], "--lr is 0.02, and was 0.01"),
-        (
-            ["--steps", "5"],
-            "--steps, or by --epochs, is 5, and was 4 in the checkpoint; a training "
-            "is resumed with the model, the data, the options and the number of steps that it",
-        ),
-        (["--warmup", "1"], "--warmup is 1, and was 0"),
-        (["--weight-decay", "0.1"], "--weight-decay is 0.1, and was 0.0"),
-        (["--clip", "2"], "--clip is 2.0, and was 1.0"),
-        (["--optimizer-state", "8bit"], "--optimizer-state is '8bit', and was 'float32'"),
-        (["--accumulate", "2"], "--accumulate is 2, and was 1"),
-        (["--batch-tokens", "70"], "--batch-tokens is 70, and was 64"),
-        (["--seed", "1"], "--seed is 1, and was 0"),
-        (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, and was 0.0"),
-        (["--lora-targets", "q_proj"], "--lora-targets is ['q_proj'], and was ['all-linear']"),
-        (["--dtype", "bfloat16"], "--dtype is 'bfloat16', and was 'float32'"),
-        (["--quantize", "int8"], "--quantize is 'int8', and was None"),
-        (["--eval-fraction", "0.2"], "--eval-fraction is 0.2, and was 0.0"),
-        (["--full"], "--full is True, and was False"),
-    ],
-)
-def test_what_differs_is_called_as_it_was_told(given, name, capsys, monkeypatch):
-    if not Search.deep:
-        monkeypatch.setattr(curve, "draw", lambda *_: None)
+CHANGES = [
+    (["--schedule", "linear"], "--schedule is 'linear', and was 'cosine'"),
+    (["--lr", "0.02"], "--lr is 0.02, and was 0.01"),
+    (
+        ["--steps", "5"],
+        "--steps, or by --epochs, is 5, and was 4 in the checkpoint; a training "
+        "is resumed with the model, the data, the options and the number of steps that it",
+    ),
+    (["--warmup", "1"], "--warmup is 1, and was 0"),
+    (["--weight-decay", "0.1"], "--weight-decay is 0.1, and was 0.0"),
+    (["--clip", "2"], "--clip is 2.0, and was 1.0"),
+    (["--optimizer-state", "8bit"], "--optimizer-state is '8bit', and was 'float32'"),
+    (["--accumulate", "2"], "--accumulate is 2, and was 1"),
+    (["--batch-tokens", "70"], "--batch-tokens is 70, and was 64"),
+    (["--seed", "1"], "--seed is 1, and was 0"),
+    (["--lora-dropout", "0.1"], "--lora-dropout is 0.1, and was 0.0"),
+    (["--lora-targets", "q_proj"], "--lora-targets is ['q_proj'], and was ['all-linear']"),
+    (["--dtype", "bfloat16"], "--dtype is 'bfloat16', and was 'float32'"),
+    (["--quantize", "int8"], "--quantize is 'int8', and was None"),
+    (["--eval-fraction", "0.2"], "--eval-fraction is 0.2, and was 0.0"),
+    (["--full"], "--full is True, and was False"),
+]
+
+
+@pytest.mark.parametrize(("given", "name"), [*CHANGES[:3], *deep(*CHANGES[3:])])
+def test_what_differs_is_called_as_it_was_told(given, name, capsys):
     finetune("--steps", "4")
     capsys.readouterr()
     finetune("--steps", "4", *given, "--resume", code=1)

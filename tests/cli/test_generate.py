@@ -8,7 +8,6 @@ import json
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
-from support.processes import run
 from support.tiny_models import TINY
 
 from cupyattn import models
@@ -93,13 +92,12 @@ def test_a_model_and_a_prompt_are_needed(given, capsys):
     assert "pass MODEL and PROMPT, or --random alone" in capsys.readouterr().err
 
 
-def test_it_says_why_it_could_not():
-    result = run("generate", "no-such-folder", "Once")
-    assert result.returncode == 1
-    assert "generate: there is no 'no-such-folder'" in result.stderr
-    result = run("chat", "no-such-folder")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert "chat: there is no 'no-such-folder'" in result.stderr
+def test_a_missing_folder_is_named(capsys):
+    for command, *text in (("generate", "Once"), ("chat",)):
+        assert main([command, "no-such-folder", *text]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert f"{command}: there is no 'no-such-folder'" in printed.err
 
 
 def test_options_that_are_refused_are_said(model, capsys):

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from support.ptx import kernel_text
+from support.search import mostly_deep
 
 from cupyattn import emulator
 
@@ -88,7 +89,7 @@ def test_a_temporary_of_one_side_does_not_touch_the_other_side() -> None:
     assert x.tolist() == [8] * 16 + [10] * 16
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", mostly_deep(range(40), range(13)))
 def test_random_control_flow(seed: int) -> None:
     rng = random.Random(seed)
     program = make_program(rng, rng.randrange(2, 12))
@@ -114,7 +115,7 @@ def straight_line(rng: random.Random, length: int) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_deep(range(20), range(6)))
 def test_fused_fma_is_the_same_as_one_by_one(seed: int) -> None:
     rng = random.Random(seed)
     lines = straight_line(rng, 120)

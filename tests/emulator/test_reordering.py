@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from support.ptx import kernel_text
+from support.search import Search
 
 from cupyattn import emulator
 from cupyattn.emulator.codegen import reordering
@@ -131,7 +132,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 64), (12, 256), (32, 256)])
 def test_stacked_is_as_one_by_one(blocks, threads, monkeypatch):
     count = 30 if blocks * threads < 1000 else 5
-    for seed in range(count):
+    for seed in range(count if Search.deep else count // 3):
         text = Program(seed).text()
         found = execute(text, blocks, threads, seed)
         with monkeypatch.context() as patch:
@@ -200,7 +201,7 @@ def execute_products(text: str, seed: int) -> np.ndarray:
 
 
 def test_joined_products_are_as_one_by_one(monkeypatch):
-    for seed in range(60):
+    for seed in range(60 if Search.deep else 20):
         text = Products(seed).text()
         found = execute_products(text, seed)
         with monkeypatch.context() as patch:

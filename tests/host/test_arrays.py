@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from support.processes import environment
+from support.recording_device import Recorder, device_array, launched
 
 from cupyattn import arrays
 from cupyattn.arrays import (
@@ -18,13 +20,15 @@ from cupyattn.arrays import (
     Operands,
     address,
     adopt,
+    contiguous,
     exports_memory,
     layouts_of,
     starts_of,
 )
+from cupyattn.functional.attention import forward
 
 
-def device_array(device_id: int = 0, dtype: Any = np.float32) -> Any:
+def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:
     """A CuPy array at an address where nothing is; its items are never touched."""
     cupy = pytest.importorskip("cupy")
     memory = cupy.cuda.memory.UnownedMemory(2**40, 4096, None, device_id=device_id)
@@ -95,7 +99,7 @@ def test_adopt_takes_subclasses_without_a_copy():
 
 
 def test_adopt_takes_device_arrays_and_their_device():
-    array = device_array(device_id=3)
+    array = array_on_device(device_id=3)
     for _ in range(2):  # the first one brings CuPy's kind of array to light
         operands = adopt({"q": array, "k": array})
         assert operands.device_id == 3
@@ -104,7 +108,7 @@ def test_adopt_takes_device_arrays_and_their_device():
 
 
 def test_an_array_within_another_begins_where_it_is_told():
-    x = device_array()
+    x = array_on_device()
     part = arrays.array_within(x, 8, (2, 2), np.dtype(np.int16))
     assert (part.shape, part.dtype, part.strides) == ((2, 2), np.int16, (4, 2))
     assert address(part) == address(x) + 8
@@ -116,7 +120,7 @@ def test_adopt_takes_a_call_without_arrays_for_one_of_numpy():
 
 @pytest.mark.parametrize("device_type", [2, 13])
 def test_adopt_imports_dlpack_of_cuda_devices(monkeypatch, device_type: int):
-    array = device_array()
+    array = array_on_device()
     monkeypatch.setattr(
         arrays, "load_cupy", lambda: SimpleNamespace(from_dlpack=lambda given: array)
     )
@@ -124,14 +128,14 @@ def test_adopt_imports_dlpack_of_cuda_devices(monkeypatch, device_type: int):
 
 
 def test_adopt_imports_the_cuda_array_interface(monkeypatch):
-    array = device_array()
+    array = array_on_device()
     monkeypatch.setattr(arrays, "load_cupy", lambda: SimpleNamespace(asarray=lambda given: array))
     assert adopt({"q": Foreign(cuda_array_interface=INTERFACE)}).arrays["q"] is array
 
 
 def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
     """DLPack has a name for it, the CUDA array interface has not."""
-    array = device_array(dtype=pytest.importorskip("ml_dtypes").bfloat16)
+    array = array_on_device(dtype=pytest.importorskip("ml_dtypes").bfloat16)
     library = SimpleNamespace(
         from_dlpack=lambda given: array, asarray=lambda given: array.view(np.dtype("V2"))
     )
@@ -300,12 +304,12 @@ def test_a_cuda_array_without_cupy(monkeypatch):
 
 def test_adopt_refuses_a_mixture_of_libraries():
     with pytest.raises(TypeError, match=r"q is cupy, bias is numpy; .*all are CuPy; .*asnumpy"):
-        adopt({"q": device_array(), "bias": np.zeros(3)})
+        adopt({"q": array_on_device(), "bias": np.zeros(3)})
 
 
 def test_adopt_refuses_two_devices():
     with pytest.raises(ValueError, match=r"q on device 0, k on device 1; .*one device; .*Device"):
-        adopt({"q": device_array(0), "k": device_array(1)})
+        adopt({"q": array_on_device(0), "k": array_on_device(1)})
 
 
 def test_numpy_users_need_no_cupy():
@@ -329,3 +333,62 @@ assert {loaded}
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
         )
         assert done.returncode == 0, done.stderr
+
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda x: x,
+    "rows": lambda x: x[1:],
+    "columns": lambda x: x[..., :2],
+    "every other row": lambda x: x[::2],
+    "backwards": lambda x: x[:, ::-1],
+    "transposed": lambda x: x.T,
+    "one row": lambda x: x[:1],
+    "one column": lambda x: x[..., :1],
+    "a new axis": lambda x: x[:, None],
+    "a broadcast row": lambda x: device_array(x.shape, x.dtype, strides=(0, 12, 4)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_description_says_how_an_array_lies(name):
+    x = VIEWS[name](device_array((4, 5, 3), np.float32))
+    (layout,) = layouts_of(adopt({"x": x}).description).values()
+    if x.flags.c_contiguous:  # axes of one item may have any strides then
+        assert layout == contiguous(x.shape, x.dtype)
+    else:
+        assert layout == Layout(x.shape, x.strides, x.dtype)
+
+
+def test_an_empty_array_is_described_too():
+    x = device_array((4, 0, 3), np.float32)
+    assert layouts_of(adopt({"x": x}).description) == {"x": contiguous(x.shape, x.dtype)}
+
+
+def test_arrays_that_lie_differently_are_described_differently():
+    x = device_array((4, 4, 4), np.float32)
+    described = [adopt({"x": view(x)}).description for view in VIEWS.values()]
+    described += [adopt({"x": x.view(np.int32)}).description, adopt({"y": x}).description]
+    shifted = device_array((4, 4, 4), np.float32, address=x.data.ptr + 4)
+    described.append(adopt({"x": shifted}).description)
+    assert len({*described}) == len(described)
+
+
+def test_a_shape_that_was_set_in_place_is_seen():
+    x = device_array((4, 6), np.float32)
+    before = adopt({"x": x}).description
+    x.shape = (6, 4)
+    after = adopt({"x": x}).description
+    assert layouts_of(after) == {"x": contiguous((6, 4), x.dtype)}
+    assert after != before
+
+
+def test_kernels_are_told_of_the_strides_of_each_call(monkeypatch):
+    """Calls of one shape whose arrays lie differently, in turns."""
+    recorder = Recorder()
+    monkeypatch.setattr(forward, "device_of", lambda operands: recorder)
+    k, v = device_array((2, 5, 4, 8)), device_array((2, 5, 4, 8))
+    dense, packed = device_array((2, 3, 4, 8)), device_array((2, 3, 3, 4, 8))[:, :, 1]
+    for _ in range(2):
+        for q in (dense, packed):
+            _, params, _ = launched(recorder, q, k, v)
+            assert params["q"].tolist() == tuple(stride // 2 for stride in q.strides[:-1])

@@ -15,7 +15,7 @@ from support.search import deep
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Wheels of cupy and mpi4py exist for some platforms, and no extra installs torch.
 OPTIONAL = ("mpi4py", "cupy", "torch")
-IMPORTED_BY_SOME = ("tests/support", "tests/distributed", "tests/layers/test_reference_softmax.py")
+IMPORTED_BY_SOME = ("tests/support", "tests/distributed", "tests/layers/test_reference.py")
 WITHOUT = """
 import sys
 from importlib.machinery import PathFinder

@@ -97,7 +97,7 @@ def test_sources_have_no_defaults(empty_cache, entry):
     """Whichever macro is missing, the compiler names it or the source says where it comes from."""
     whole = next(s for s in catalogue() if s.spec.entry == entry)
     names = sorted(required_macros(whole.spec))
-    for name in names if Search.deep else names[:: len(names) // 3 or 1]:
+    for name in names if Search.deep else names[len(entry) % len(names) :][:1]:
         with pytest.raises(CompilationError) as failure:
             compile_cubin(with_macros(whole, **{name: None}), TURING)
         log = str(failure.value)

@@ -14,8 +14,10 @@ from support.strategies import dtype_of
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.attention import decode, float32, tensor_core
+from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
+from cupyattn.kernels.configs.attention.tensor_core import forward_rows
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.configs.rows import ROWS
@@ -336,3 +338,25 @@ def test_every_decode_launch_fits_an_sm_as_often_as_its_row_says(dtype):
                 found = decode.forward(launch, FlashOptions())
                 assert found.defines["SHARED_BYTES"] * launch.config.ctas_per_sm <= 65_536
                 assert launch.lanes == 0 or launch.lanes * vec * 8 >= head_dim
+
+
+def test_the_kind_of_options_decides_the_row_of_the_forward():
+    expression = Modifier("score", None, ())
+    options_of = {
+        "dropout": FlashOptions(dropout=True, slopes="float32"),
+        "block mask": FlashOptions(modified=Modifiers(None, expression, BLOCK_LISTS), softcap=True),
+        "float32 bias by 4": FlashOptions(bias="float32", bias_vec=4),
+        "bias or mask one by one": FlashOptions(bias="float16", bias_vec=4, mask=True, mask_vec=1),
+        "score_mod": FlashOptions(modified=Modifiers(expression, expression)),
+        "mask_mod": FlashOptions(modified=Modifiers(None, expression)),
+        "softcap": FlashOptions(softcap=True, bias="float16", bias_vec=2),
+        "slopes": FlashOptions(slopes="float16"),
+    }
+    assert set(options_of) == set(forward_rows.FLASH_WITH)
+    for kind, options in options_of.items():
+        for head_dim in forward_rows.FLASH[75]:
+            usual = forward_rows.FLASH[75][head_dim]
+            expected = forward_rows.FLASH_WITH[kind][75].get(head_dim, usual)
+            assert forward_rows.flash_row(75, head_dim, 1, options) is expected, kind
+    for options in (PLAIN, FlashOptions(sinks="float32"), FlashOptions(mask=True, mask_vec=2)):
+        assert forward_rows.flash_row(75, 64, 64, options) is forward_rows.FLASH[75][64]

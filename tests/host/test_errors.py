@@ -1,20 +1,34 @@
-"""Bad input: the right exception, what was passed, what is allowed, how to fix it; out untouched.
+"""Wrong calls raise the right exception: what was passed, what is allowed, how to fix it.
 
-The tables of bad_input have a row for each fault. On a GPU the same rows run on CuPy arrays, but
-for those that only NumPy has.
+The tables of bad_input have a row for each fault. On a GPU the same rows run on CuPy arrays, except
+those that only NumPy has. No wrong call changes `out`, and no message is long.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from support.bad_input.arrays import NO_FLOATS, ONLY_IN_NUMPY, array_rows, shape_rows
-from support.bad_input.call import Call, backward, forward, full, normal, softmax, softmax_backward
+from support.bad_input.call import (
+    Call,
+    assert_three_parts,
+    backward,
+    forward,
+    full,
+    normal,
+    softmax,
+    softmax_backward,
+)
 from support.bad_input.options import MASK, TABLE, numpy_option_rows, option_rows
 from support.bad_input.outputs import (
     backward_rows,
@@ -25,10 +39,12 @@ from support.bad_input.outputs import (
     softmax_backward_rows,
     softmax_rows,
 )
-from support.bad_input.row import PLACED, Row
+from support.bad_input.row import HUGE, INF, NAN, PLACED, Row
+from support.devices import SENTINEL
+from support.strategies import attention_problems
 
 import cupyattn
-from cupyattn import AttentionGrads
+from cupyattn import AttentionGrads, emulator
 
 
 class Unexportable:
@@ -137,11 +153,7 @@ def masked(function: Callable[..., Any]) -> Callable[[], Call]:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        forward,
-        backward,
-        *map(masked, (cupyattn.softmax, cupyattn.log_softmax, cupyattn.logsumexp)),
-    ],
+    [forward, backward, *map(masked, (cupyattn.softmax, cupyattn.log_softmax, cupyattn.logsumexp))],
 )
 def test_a_mask_that_is_added_is_sent_to_bias(make):
     """astype('bool') would turn the 0 of the keys to attend into False, and -inf into True."""
@@ -347,3 +359,182 @@ def test_arrays_on_two_devices(make):
     failure = call.refused()
     assert type(failure) is ValueError
     assert f"{first} on device 1" in str(failure)
+
+
+NOTHING = emulator.load(
+    ".version 7.5\n.target sm_75\n.address_size 64\n.visible .entry nothing() { ret; }\n"
+)
+LONG = {
+    "list": [0.5] * 100_000,
+    "text": "x" * 1_000_000,
+    "bytes": bytes(1_000_000),
+    "tuple": tuple(range(10_000)),
+    "nested": [[[0.5] * 1000] * 100] * 10,
+    "texts": ["x" * 1_000_000] * 100,
+    "integer": 10**5000,  # Python refuses to write it
+    "pair": (10**5000, -1),
+    "type": type("x" * 1_000_000, (), {})(),
+}
+
+
+@pytest.mark.parametrize("make", [forward, backward, softmax])
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG)
+def test_a_message_is_short_however_long_the_value(make, value):
+    parameters = inspect.signature(make().function).parameters.values()
+    for name in (p.name for p in parameters if p.kind is p.KEYWORD_ONLY):
+        call = make()
+        call.change({name: value})
+        assert len(str(call.refused())) < 1000, name
+    call = make()
+    first = next(iter(call.arrays))
+    call.arrays[first] = value
+    assert len(str(call.refused())) < 1000
+
+
+@pytest.mark.parametrize("value", [v for v in LONG.values() if isinstance(v, str | bytes | list)])
+def test_names_of_backends_are_short_in_messages(value):
+    with pytest.raises(ValueError, match="; ") as failure, cupyattn.backend(value):
+        pass
+    assert len(str(failure.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [LONG["list"], LONG["text"], LONG["bytes"]])
+def test_messages_of_the_emulator_are_short_too(value):
+    for use in (
+        lambda: emulator.Checks(max_steps=value),
+        lambda: emulator.Checks(races=value),
+        lambda: emulator.launch(NOTHING, "nothing", value, 32, []),
+        lambda: emulator.launch(NOTHING, str(value), 1, 32, []),
+        lambda: NOTHING.symbol(str(value)),
+    ):
+        with pytest.raises(emulator.LaunchError) as failure:
+            use()
+        assert len(str(failure.value)) < 300
+
+
+# Values that are wrong whatever the rest of a call is.
+WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "causal": (1, None, "yes", 1.0, np.array([1, 2])),
+    "softmax_scale": ("1", True, 1j, NAN, INF, HUGE, [1.0], np.bool_(True), ml_dtypes.bfloat16(1)),
+    "window_size": (3, [1, 0], (1,), (1.0, 0), (True, None), (-1, 0), (None, np.int8(-1)), {1: 2}),
+    "q_offset": (True, 1.5, "3", [0], np.array(0), 2**60 + 1, np.zeros((7, 2), int), np.bool_(1)),
+    "seqused_k": (3, [3], np.ones(1), np.ones((2, 2), int), np.full(1, -1)),
+    "mask": (True, np.ones((1,) * 5, bool), np.ones(1, int), np.ones(1000, bool)),
+    "bias": (1.0, np.ones((1,) * 5, np.float32), np.ones(1), np.ones(1000, np.float32)),
+    "alibi_slopes": (0.5, np.ones((1, 1, 1), np.float32), np.ones(1000, np.float32)),
+    "softcap": ("50", True, 0, -1.0, NAN, INF, HUGE, 1j, np.timedelta64(1, "s")),
+    "sinks": (0.0, [0.0], np.ones((1, 1), np.float32), np.ones(1000, np.float32)),
+    "dropout_p": (1.0, -0.1, NAN, "0.1", None, True, HUGE, np.float32(1)),
+    "seed": (1.5, "1", True, -1, 2**64, [1], np.bool_(True), np.int8(-1), np.timedelta64(1, "s")),
+    "rotary": ((), TABLE, (TABLE,), (None, None), (TABLE, None), (1, 2), (full(9, 999),) * 2),
+    "score_mod": (1, "score", lambda score, b, h, i, j: True),
+    "mask_mod": (3, "causal", lambda b, h, i, j: 1.0, lambda b, h, i, j: np.ones((1, 1, 1), bool)),
+    "workspace": (1024, "w"),
+}
+OTHER_TYPES: dict[str, Callable[[np.ndarray], Any]] = {
+    "None": lambda a: None,
+    "list": lambda a: a.tolist(),
+    "tuple": tuple,
+    "number": lambda a: 1.0,
+    "scalar": lambda a: np.float32(1),
+    "dict": lambda a: {"a": a},
+    "function": lambda a: lambda: a,
+    "masked": np.ma.array,
+    "memoryview": lambda a: memoryview(b"1234"),
+    "int": lambda a: np.zeros(a.shape, int),
+    "float64": lambda a: a.astype(np.float64),
+    "complex": lambda a: a.astype(np.complex64),
+    "object": lambda a: a.astype(object),
+    "swapped": lambda a: a.astype(a.dtype.newbyteorder(">")),
+    "fewer axes": lambda a: np.zeros(a.shape[1:], a.dtype),
+    "more axes": lambda a: a[None],
+    "no axes": lambda a: np.zeros((), a.dtype),
+    "no dim": lambda a: a[..., :0],
+    "much dim": lambda a: np.zeros((*a.shape[:-1], 257), a.dtype),
+    "matrix": lambda a: np.zeros((2, 2), a.dtype).view(np.matrix),
+}
+
+
+@st.composite
+def wrong_calls(draw: st.DrawFn) -> tuple[Call, str]:
+    """A random valid call, wrong in one way."""
+    problem = draw(attention_problems(head_dims=((8, 8), (6, 4)), largest=7))
+    q, k, v = problem.arrays()
+    options = problem.options()
+    out = np.full((problem.B, problem.Sq, problem.H, problem.Dv), SENTINEL, q.dtype)
+    lse = full(problem.B, problem.H, problem.Sq)
+    call = Call(cupyattn.attention, {"q": q, "k": k, "v": v}, **options)
+    if draw(st.booleans()):
+        dout, dlse = problem.gradients()
+        arrays = {"dout": dout, **call.arrays, "out": out, "lse": lse}
+        call = Call(cupyattn.attention_backward, arrays, **options, dlse=dlse)
+    else:
+        call.options |= {"out": (out, lse), "return_lse": True}
+
+    kind = draw(st.sampled_from(("option", "type", "extent", "order")))
+    name = draw(st.sampled_from(tuple(call.arrays)))
+    array = call.arrays[name]
+    if kind == "option":
+        name = draw(st.sampled_from(tuple(WRONG_OPTIONS)))
+        value = draw(st.sampled_from(WRONG_OPTIONS[name]))
+        call.options[name] = value
+        if name == "dropout_p":
+            call.options["seed"] = 1
+        # What functions return is seen only where there are scores.
+        assume(not callable(value) or problem.Sq * problem.Sk)
+        assume(not callable(value) or options.keys().isdisjoint({"seqused_k", "window_size"}))
+    elif kind == "type":
+        assume(array.size)  # an array that is empty already may lose its last axis
+        call.arrays[name] = OTHER_TYPES[draw(st.sampled_from(tuple(OTHER_TYPES)))](array)
+    elif kind == "extent":
+        # One more in an axis that another array has too.
+        name = draw(st.sampled_from([name for name in call.arrays if name != "q"]))
+        axis = draw(st.integers(0, {"v": 2}.get(name, call.arrays[name].ndim - 1)))
+        shape = list(call.arrays[name].shape)
+        shape[axis] += 1
+        call.arrays[name] = np.zeros(shape, call.arrays[name].dtype)
+    else:
+        assume(array.size and array.shape[-1] > 1)
+        call.arrays[name] = array[..., ::-1]
+    return call, f"{kind} {name}"
+
+
+@given(wrong_calls())
+def test_no_wrong_call_passes_or_fails_in_another_way(drawn: tuple[Call, str]):
+    call, _ = drawn
+    call.refused()
+
+
+ODDITIES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=3),
+    st.fractions(),
+    st.decimals(),
+    st.lists(st.integers(-2, 9), max_size=3),
+    st.tuples(st.one_of(st.none(), st.integers(), st.floats()), st.none()),
+    st.tuples(hnp.from_dtype(np.dtype(np.int8)), hnp.from_dtype(np.dtype(np.uint16))),
+    hnp.scalar_dtypes().flatmap(hnp.from_dtype),
+    hnp.arrays(hnp.scalar_dtypes(), hnp.array_shapes(min_dims=0, max_dims=2, max_side=5)),
+    st.sampled_from((Fraction(1, 2), object(), Ellipsis, NotImplemented)),
+)
+OPTIONS = (*WRONG_OPTIONS, "implementation", "return_lse", "out")
+BACKWARD_OPTIONS = (*WRONG_OPTIONS, "dlse", "deterministic", "grads", "accumulate")
+
+
+@given(st.data())
+def test_anything_at_all_as_an_option(data: st.DataObject):
+    """Whatever it is, the call runs or says in three parts what is wrong with it."""
+    call, names = data.draw(st.sampled_from(((forward, OPTIONS), (backward, BACKWARD_OPTIONS))))
+    call = call()
+    call.options[data.draw(st.sampled_from(names))] = data.draw(ODDITIES)
+    call.options.setdefault("seed", 1)
+    before = [array.tobytes() for array in call.arrays.values()]
+    try:
+        call.run()
+    except Exception as failure:
+        assert_three_parts(failure)
+    assert [array.tobytes() for array in call.arrays.values()] == before

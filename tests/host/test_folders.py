@@ -213,10 +213,7 @@ def test_notebooks_run_without_a_home(tmp_path, home):
     for name in VARIABLES:
         variables.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_CUPY],
-        capture_output=True,
-        text=True,
-        env=variables,
+        [sys.executable, "-c", IMPORT_CUPY], capture_output=True, text=True, env=variables
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Warning: ") == 1, done.stderr
@@ -227,7 +224,9 @@ def test_notebooks_run_without_a_home(tmp_path, home):
 @nvrtc
 @pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
 @pytest.mark.parametrize("home", ["a file", *deep("missing")])
-@pytest.mark.parametrize("command", [("info",), ("demo", "--seqlen", "8", "--head-dim", "8")])
+@pytest.mark.parametrize(
+    "command", [("info",), *deep((("demo", "--seqlen", "8", "--head-dim", "8"),))]
+)
 def test_commands_run_without_a_home(tmp_path, home, command):
     variables = {
         "HOME": homes(tmp_path)[home],

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from support.lazy_imports import CUPY, LAZY
+import pytest
 
 import cupyattn
+from cupyattn import models
 
+CUPY = {"cupy", "cupy_backends", "cupyx"}
+LAZY = {*CUPY, "cuda", "rich", "ml_dtypes", "torch", "matplotlib"}
 PACKAGE = Path(cupyattn.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
+
 
 # Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
 # is the package's own __init__.
@@ -83,6 +90,8 @@ ROOMS = {
     },
     "__main__": {"cli", "benchmark", "kernels"},
 }
+
+
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
 MAY_IMPORT_CUPY = {
     "cupyattn.cupy_library": "cupy",
@@ -110,11 +119,17 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path, within: ast.AST | None = None) -> Iterator[str]:
-    """The modules that a file imports, anywhere in it or in a part of it."""
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """Return the modules that a file imports, anywhere in it."""
+    return tuple(imports_within(path, tree_of(path)))
+
+
+def imports_within(path: Path, within: ast.AST) -> Iterator[str]:
+    """Yield the modules that a part of a file imports."""
     here = name_of(path)
     package = here if path.name == "__init__.py" else here.rpartition(".")[0]
-    for node in ast.walk(within or tree_of(path)):
+    for node in ast.walk(within):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +146,7 @@ def imports_at_import(path: Path) -> Iterator[str]:
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from imports(path, node)
+            yield from imports_within(path, node)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             pending += node.orelse
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -324,10 +339,13 @@ def attributes(path: Path) -> set[str]:
 
 
 def test_only_kernels_loads_modules():
+    module = "cuda.function.Module"
+    texts = {name: path.read_text("utf-8") for name, path in NAMES.items()}
     knowing = {
         room_of(name)
-        for name, path in NAMES.items()
-        if "RawModule" in attributes(path) or "cuda.function.Module" in ast.unparse(tree_of(path))
+        for name, text in texts.items()
+        if ("RawModule" in text and "RawModule" in attributes(NAMES[name]))
+        or (module in text and module in ast.unparse(tree_of(NAMES[name])))
     }
     assert knowing == {"kernels"}
 
@@ -345,3 +363,63 @@ def test_only_launch_starts_kernels():
 
     outside = {name: path for name, path in NAMES.items() if room_of(name) != "emulator"}
     assert {name for name, path in outside.items() if starts(path)} == {"cupyattn.kernels.launch"}
+
+
+ROOT = Path(cupyattn.__file__).parent.parent
+
+
+def printed_by(script: str, **variables: str) -> str:
+    """Run a script in a Python of its own, and return what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+def test_import_loads_no_functions_and_a_first_function_no_heavy_library(tmp_path):
+    cache_folder = tmp_path / "kernels"
+    script = (
+        "import sys, json, cupyattn; before = sorted(sys.modules); cupyattn.attention; "
+        "print(json.dumps([before, sorted(sys.modules)]))"
+    )
+    imported, used = json.loads(printed_by(script, CUPYATTN_CACHE_DIR=str(cache_folder)))
+    assert {name for name in imported if "cupyattn" in name} == {"cupyattn", "cupyattn.fork"}
+    assert "numpy" not in imported
+    assert "cupyattn.functional" in used
+    assert not [name for name in used if name.startswith(("cupyattn.emulator", "cupyattn.models"))]
+    assert not {name.partition(".")[0] for name in used} & LAZY
+    assert not cache_folder.exists()
+
+
+def test_modules_are_imported_when_they_are_first_used():
+    """Whoever generates text imports no training."""
+    script = (
+        "import sys, cupyattn; assert {'emulator', 'kv_cache'} < set(dir(cupyattn)); "
+        "print(cupyattn.emulator.Checks.fast().races, cupyattn.emulator.__name__); "
+        "import cupyattn.emulator as module; assert module is cupyattn.emulator; "
+        "print(cupyattn.kv_cache.StepTables.__name__); "
+        "from cupyattn import models; name = 'cupyattn.models.training'; "
+        "assert 'training' in dir(models) and name in models.__doc__; "
+        "assert not [each for each in sys.modules if each.startswith(name)]; "
+        "print(models.training.Trainer.__name__, models.training.__name__); "
+        "import cupyattn.models.training as module; assert module is models.training"
+    )
+    lines = printed_by(script).splitlines()
+    assert lines == ["False cupyattn.emulator", "StepTables", "Trainer cupyattn.models.training"]
+
+
+def test_every_public_name_is_found_where_it_is_defined():
+    for name in set(cupyattn.__all__) - {"__version__"}:
+        home = cupyattn.functional if name in cupyattn.functional.__all__ else cupyattn.kv_cache
+        assert getattr(cupyattn, name) is getattr(home, name)
+        assert name in dir(cupyattn)
+
+
+@pytest.mark.parametrize("module", [cupyattn, models])
+def test_an_unknown_name_raises_attribute_error(module):
+    told = f"module '{module.__name__}' has no attribute 'emulators'"
+    with pytest.raises(AttributeError, match=told):
+        module.emulators  # noqa: B018
+
+
+LAZY |= {"safetensors", "tokenizers", "gguf", "jinja2", "regex", "mpi4py", "nccl"}

@@ -242,6 +242,7 @@ CHECKS = ("tests/emulator/test_checks.py", "tests/emulator/kernels")
 
 
 @nvrtc
+@pytest.mark.deep
 def test_the_emulators_checks_pass_from_two_folders_with_one_cache(empty_cache, tmp_path):
     """Clone, test, delete, clone elsewhere, test."""
     without, compiled = shutil.ignore_patterns("__pycache__"), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,19 @@ from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.kernels.structs.attention import (
     ATTENTION_PARAMS,
     ATTENTION_STRUCT,
+    BACKWARD_PARAMS,
+    BACKWARD_STRUCT,
     UNBOUNDED,
 )
+from cupyattn.kernels.structs.walks import (
+    elements_params,
+    elements_struct,
+    rows_params,
+    rows_struct,
+)
+from cupyattn.reference import attention_keep, philox4x32_10
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
-
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
@@ -144,11 +153,9 @@ def test_online_softmax(unit, base):
         assert_allclose(lse, np.log(np.exp(natural).sum(axis=1)), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("left", [0, 3, 10**12, UNBOUNDED])
-@pytest.mark.parametrize("right", [0, 5, 10**12, UNBOUNDED])
 @pytest.mark.parametrize("keys", [0, 1, 20])
 @pytest.mark.parametrize("q_offset", [-(10**12), -25, 0, 3, 10**12])
-def test_key_window(left, right, keys, q_offset):
+def test_key_window(keys, q_offset):
     rows = np.array([0, 1, 5, 7, 19, 20, 23, 24, 2**30 - 1], np.int32)
     begin = np.full(rows.size, -7, np.int32)
     probe = Probe(
@@ -160,14 +167,15 @@ def test_key_window(left, right, keys, q_offset):
         *(Scalar(name, INT64) for name in ("q_offset", "left", "right")),
         Scalar("keys", INT32),
     )
-    begin, end = probe.run(1, rows, begin, begin.copy(), rows.size, q_offset, left, right, keys)
-
-    for row, first, last in zip(rows.tolist(), begin, end, strict=True):
-        position = row + q_offset
-        seen = [j for j in range(keys) if position - left <= j <= position + right]
-        assert list(range(first, last)) == seen
-        assert 0 <= first <= keys
-        assert 0 <= last <= keys
+    for left, right in product((0, 3, 10**12, UNBOUNDED), (0, 5, 10**12, UNBOUNDED)):
+        window = rows.size, q_offset, left, right, keys
+        first, last = probe.run(1, rows, begin, begin.copy(), *window)
+        for row, start, stop in zip(rows.tolist(), first, last, strict=True):
+            position = row + q_offset
+            seen = [j for j in range(keys) if position - left <= j <= position + right]
+            assert list(range(start, stop)) == seen, window
+            assert 0 <= start <= keys
+            assert 0 <= stop <= keys
 
 
 def test_distances_of_far_positions_are_integers_rounded_once():
@@ -267,3 +275,169 @@ def test_activations_and_their_derivatives(kind):
     assert reference.error_ratio(value, reference.activation(x, kind), error) <= 1
     error = reference.derivative_error(x, kind)
     assert reference.error_ratio(derivative, reference.activation_derivative(x, kind), error) <= 1
+
+
+def test_attention_params_are_read_by_the_names_they_were_written_by():
+    params = np.zeros((), ATTENTION_PARAMS)
+    expected = []
+    for name in ("q", "k", "v", "out", "lse"):
+        params[name] = tuple(len(expected) + i + 1 for i in range(3))
+        expected += params[name].tolist()
+    for name in ("q_offsets", "seqused_k"):
+        params[name] = tuple(len(expected) + i + 1 for i in range(2))
+        expected += params[name].tolist()
+    names = ATTENTION_PARAMS.names
+    for name in (
+        *names[names.index("q_offset") : names.index("scale_log2")],
+        *names[names.index("together") :],
+    ):
+        params[name] = len(expected) + 1
+        expected.append(len(expected) + 1)
+    params["scale_log2"], params["softmax_scale"] = 0.625, 0.375
+    probe = Probe("params", Pointer("fields"), Pointer("scales"), ATTENTION_STRUCT, threads=1)
+    fields = np.zeros(len(expected), np.int64)
+    fields, scales = probe.run(1, fields, np.zeros(2, np.float32), params)
+
+    assert fields.tolist() == expected
+    assert scales.tolist() == [0.625, 0.375]
+
+
+def test_backward_params_are_read_by_the_names_they_were_written_by():
+    params = np.zeros((), BACKWARD_PARAMS)
+    params["attention"]["heads"] = 1
+    expected = [1]
+    for name in ("dout", "dlse", "dq", "dk", "dv", "dbias"):
+        width = len(BACKWARD_PARAMS[name].names)
+        params[name] = tuple(len(expected) + i + 1 for i in range(width))
+        expected += params[name].tolist()
+    for name in BACKWARD_PARAMS.names[BACKWARD_PARAMS.names.index("dsinks_stride") : -1]:
+        params[name] = len(expected) + 1
+        expected.append(len(expected) + 1)
+    params["scale"] = 0.625
+    probe = Probe(
+        "backward_params", Pointer("fields"), Pointer("scale"), BACKWARD_STRUCT, threads=1
+    )
+    fields = np.zeros(len(expected), np.int64)
+    fields, scale = probe.run(1, fields, np.zeros(1, np.float32), params)
+
+    assert fields.tolist() == expected
+    assert scale == 0.625
+
+
+def test_rows_params_give_each_row_its_offset():
+    arrays, shape = 2, (2, 3, 1, 4)
+    dtype = rows_params(arrays)
+    params = np.zeros((), dtype)
+    params["shape"] = shape
+    params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
+    params["rows"], params["length"] = 24, 9
+    probe = Probe(
+        "rows_params",
+        Pointer("fields"),
+        Pointer("offsets"),
+        rows_struct(arrays),
+        threads=1,
+        ARRAYS=arrays,
+    )
+    fields = np.zeros(4 + 4 * arrays + 2, np.int64)
+    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
+
+    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 24, 9]
+    index = np.indices(shape).reshape(4, -1).T
+    assert_array_equal(offsets, (index @ params["strides"].T).T)
+
+
+def test_elements_params_give_each_row_its_offset():
+    arrays, shape = 2, (2, 3, 1, 4)
+    params = np.zeros((), elements_params(arrays))
+    params["shape"] = shape
+    params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
+    params["offsets"] = [3, 500]
+    params["length"], params["rows"], params["units"] = 9, 24, 2
+    probe = Probe(
+        "elements_params",
+        Pointer("fields"),
+        Pointer("offsets"),
+        elements_struct(arrays),
+        threads=1,
+        ARRAYS=arrays,
+    )
+    fields = np.zeros(4 + 5 * arrays + 3, np.int64)
+    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
+
+    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 3, 500, 9, 24, 2]
+    index = np.indices(shape).reshape(4, -1).T
+    assert_array_equal(offsets, (index @ params["strides"].T + params["offsets"]).T)
+
+
+# Random123's published known answers for philox4x32-10: counter, key, words.
+KNOWN_ANSWERS = (
+    (
+        (0x00000000, 0x00000000, 0x00000000, 0x00000000),
+        (0x00000000, 0x00000000),
+        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ),
+    (
+        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+        (0xFFFFFFFF, 0xFFFFFFFF),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_known_answers(counter, key, words):
+    assert tuple(int(word) for word in philox4x32_10(counter, key)) == words
+
+
+def test_counters_broadcast():
+    i, j = np.arange(3)[:, None], np.arange(5)
+    words = philox4x32_10((j, i, 7, 9), (1, 2))
+    assert all(word.shape == (3, 5) and word.dtype == np.uint32 for word in words)
+    alone = philox4x32_10((4, 2, 7, 9), (1, 2))
+    assert [int(word[2, 4]) for word in words] == [int(word) for word in alone]
+
+
+def test_eight_scores_share_a_counter():
+    """Keys 2c, 2c+1 of each eight of 32 keys hold the eight fields of counter c, low half first."""
+    seed, b, h, i = 0x123456789ABCDEF0, 1, 2, 3
+    c = 2
+    words = philox4x32_10((4 * 1 + c, i, h, b), (0x9ABCDEF0, 0x12345678))
+    fields = [int(half) for word in words for half in (word & 0xFFFF, word >> 16)]
+    keys = [32 + 8 * eight + 2 * c + low for eight in range(4) for low in range(2)]
+    for p in (0.25, 0.5, 0.9):
+        keep = attention_keep(seed, p, b, h, [i], keys)
+        assert keep.tolist() == [[field >= round(65536 * p) for field in fields]]
+
+
+def test_keep_does_not_depend_on_which_scores_are_asked_for():
+    whole = attention_keep(5, 0.3, 0, 1, np.arange(20), np.arange(100))
+    part = attention_keep(5, 0.3, 0, 1, np.arange(7, 20), np.arange(33, 90))
+    np.testing.assert_array_equal(part, whole[7:, 33:90])
+    assert attention_keep(5, 0.3, 0, 1, np.arange(0), np.arange(9)).shape == (0, 9)
+    assert attention_keep(5, 0.3, 0, 1, np.arange(9), np.arange(0)).shape == (9, 0)
+
+
+def test_keep_is_random():
+    """The kept share is 1 - p within six standard deviations, and seed, b, h, i, j all matter."""
+    n, p = 256, 0.2
+    index = np.arange(n)
+    keep = attention_keep(2**64 - 1, p, 0, 0, index, index)
+    assert abs(keep.mean() - (1 - p)) < 6 * np.sqrt(p * (1 - p)) / n
+    others = [
+        attention_keep(2**64 - 2, p, 0, 0, index, index),
+        attention_keep(2**32 - 1, p, 0, 0, index, index),
+        attention_keep(2**64 - 1, p, 1, 0, index, index),
+        attention_keep(2**64 - 1, p, 0, 1, index, index),
+        attention_keep(2**64 - 1, p, 0, 0, index + 1, index),
+        attention_keep(2**64 - 1, p, 0, 0, index, index + 1),
+    ]
+    same_by_chance = p**2 + (1 - p) ** 2
+    for other in others:
+        assert abs((keep == other).mean() - same_by_chance) < 0.02
+    assert attention_keep(0, 0.0, 0, 0, index, index).all()

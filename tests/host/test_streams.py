@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.dtypes import dtype_of
 
 import cupyattn
@@ -239,8 +239,7 @@ def test_a_captured_call_is_replayed_with_new_contents(work, stream, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("naive", "float16"), ("flash", "float16"), ("flash", "float32")],
+    ("implementation", "dtype"), [("naive", "float16"), ("flash", "float16"), ("flash", "float32")]
 )
 def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation, dtype):
     """With grads and a workspace; bias and sinks, which naive has not, bring every kernel."""
@@ -332,3 +331,47 @@ def test_a_loss_and_its_gradient_can_be_captured_and_allocate_nothing(stream, fu
     stream.synchronize()
     for result, wanted in zip((loss, lse, *results), expected, strict=True):
         assert_array_equal(cupy.asnumpy(result), wanted)
+
+
+@pytest.mark.gpu
+def test_a_first_call_within_a_capture_says_what_to_do(stream):
+    """And the same call outside, and then in a capture again, works."""
+    import cupy
+
+    q = cupy.ones((1, 3, 1, 239), np.float32)  # head dims that nothing else here has
+    v, out = cupy.ones((1, 3, 1, 197), np.float32), cupy.empty((1, 3, 1, 197), np.float32)
+    cupy.cuda.Device().synchronize()
+
+    def run() -> None:
+        attention(q, q, v, out=out, implementation="naive")
+
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match=r"attention_naive.*; .*; call once first"):
+                run()
+        finally:
+            stream.end_capture()
+        run()
+        stream.synchronize()
+        expected = cupy.asnumpy(out)
+        stream.begin_capture()
+        try:
+            run()
+        finally:
+            graph = stream.end_capture()
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    assert_array_equal(cupy.asnumpy(out), expected)
+    assert_allclose(expected, 1, rtol=1e-6)
+
+
+@pytest.fixture
+def stream() -> Iterator[Any]:
+    """A stream that does not wait for the default one, nor the other way round."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    yield stream
+    stream.synchronize()

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from support.attention_options import EITHER_HALF, OPTION_SETS, OPTIONS, SCORE_OPTIONS
-from support.search import NOT_QUICK, QUICK, deep
+from support.search import NOT_QUICK, QUICK
 from support.strategies import AttentionProblem
+
+import cupyattn
+from cupyattn.kernels.source import source_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -24,10 +27,10 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("pair", [*itertools.combinations(SCORE_OPTIONS, 2)], ids="-".join)
-def test_every_two_score_options_meet_and_part(pair: tuple[str, str]):
-    found = {tuple(name in options for name in pair) for options in OPTION_SETS}
-    assert found == set(itertools.product((False, True), repeat=2))
+def test_every_two_score_options_meet_and_part():
+    for pair in itertools.combinations(SCORE_OPTIONS, 2):
+        found = {tuple(name in options for name in pair) for options in OPTION_SETS}
+        assert found == set(itertools.product((False, True), repeat=2)), pair
 
 
 @pytest.mark.parametrize(("plain", "others"), EITHER_HALF, ids=["first", "second"])
@@ -40,13 +43,13 @@ def test_option_sets_hold_score_options_only():
     assert set().union(*OPTION_SETS) == set(SCORE_OPTIONS) < set(OPTIONS)
 
 
-@pytest.mark.parametrize("beginning", [*QUICK, *NOT_QUICK])
-def test_quick_tests_are_there(beginning: str):
-    file, _, test = beginning.partition("::")
-    found = list((ROOT / "tests").glob(f"{file}*"))
-    assert found
-    name = test.partition("[")[0]
-    assert not test or any(f"def {name}" in path.read_text(encoding="utf-8") for path in found)
+def test_quick_tests_exist():
+    for beginning in (*QUICK, *NOT_QUICK):
+        file, _, test = beginning.partition("::")
+        found = list((ROOT / "tests").glob(f"{file}*"))
+        assert found, beginning
+        name = test.partition("[")[0]
+        assert not test or any(f"def {name}" in path.read_text("utf-8") for path in found)
 
 
 def test_every_test_stands_where_pytest_looks():
@@ -77,22 +80,38 @@ def test_views_of_options_hold_what_is_drawn(view: str):
     assert other["bias"].strides[0] < 0 or view != "strided"
 
 
-@pytest.mark.parametrize("arguments", [("-p", "no:xdist"), *deep((("-n", "0"),))], ids=" ".join)
-def test_a_run_in_one_process(arguments: tuple[str, ...]):
-    if "-n" in arguments:
-        pytest.importorskip("xdist")
-    said = run(*arguments, "-q", "tests/host/test_names.py")
-    assert "passed" in said
-
-
-def test_the_header_says_where_kernels_run_and_how_long_it_takes():
+def test_a_run_without_xdist_says_where_kernels_run_and_how_long_it_takes():
     one_file = ("-o", "testpaths=tests/host/test_names.py")  # to import all takes seconds
-    said = run("--collect-only", *one_file, "-m", "quick", "-p", "no:xdist")
+    said = run("-p", "no:xdist", *one_file, "-m", "quick")
     assert "kernels run on" in said or "kernels for" in said or "no NVRTC" in said
     assert "expect" in said or "compute capability" in said
+    assert " passed" in said
+
+
+@pytest.mark.deep
+def test_a_run_in_one_process():
+    pytest.importorskip("xdist")
+    assert " passed" in run("-n", "0", "-q", "tests/host/test_names.py")
 
 
 def test_names_of_tests_are_the_same_in_every_process(request: pytest.FixtureRequest):
     """Workers of pytest-xdist compare them: no name of this run may hold an address."""
     names = [item.nodeid for item in request.session.items]
     assert not [name for name in names if re.search(r" at 0x[0-9a-f]+", name)]
+
+
+PACKAGE = Path(cupyattn.__file__).parent
+TESTS = Path(__file__).resolve().parent.parent
+MOST_LINES = 600
+
+
+def test_files_fit_on_a_few_screens():
+    """What is longer has a seam somewhere: cut it there."""
+    folders = (PACKAGE, source_root(), TESTS)
+    sources = [
+        path for folder in folders for kind in ("*.py", "*.cu*") for path in folder.rglob(kind)
+    ]
+    assert len(sources) > 900
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources}
+    too_long = {str(path): count for path, count in lines.items() if count > MOST_LINES}
+    assert not too_long

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.faults import FILE
 from support.ptx import compile_module, line_of
 from support.read_only import read_only
 
@@ -17,6 +16,7 @@ from cupyattn.emulator import OutOfBoundsError, Report, module, translation
 from cupyattn.kernels.device import emulated
 
 pytestmark = pytest.mark.nvrtc
+FILE = "faults.cu"
 
 PTX = """
 .version 8.0

@@ -12,10 +12,7 @@ from support.strategies import AttentionProblem
 from cupyattn import attention, attention_backward, vjp
 from cupyattn.functional.device_info import device_count
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")]
 PROBLEM = AttentionProblem(B=2, Sq=130, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16")
 
 

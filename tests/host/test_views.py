@@ -1,4 +1,4 @@
-"""Where the arrays of a call may lie: views, out= and grads=, one buffer for several."""
+"""Arrays of a call: views, outputs, shared buffers, empty arrays, arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.attention_options import OPTIONS, RUN_TIME_OPTIONS
 from support.devices import CUPY, NUMPY, SENTINEL, everywhere, placed, unchanged
+from support.dtypes import DTYPES, dtype_of
 from support.strategies import AttentionProblem, attention_problems
 
 from cupyattn import attention, attention_backward, softmax_backward
@@ -156,3 +157,141 @@ def test_numpy_subclasses_are_taken_and_written_through(tmp_path):
     out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(2, 3))
     softmax_forward(x.view(np.matrix), out=out)
     assert_array_equal(out, expected)
+
+
+class Interface:
+    """Another library's array: the CUDA array interface and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.array.__cuda_array_interface__
+
+
+class Capsule:
+    """Another library's array: DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("foreign", [Interface, Capsule])
+def test_arrays_of_other_libraries_come_in_without_a_copy(foreign):
+    import cupy
+
+    problem = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=8, view="transposed")
+    arrays = [CUPY.put(array) for array in problem.arrays()]
+    used = cupy.array([6, 3], np.int32)
+    expected = attention(*arrays, seqused_k=used)
+    memory = cupy.empty_like(expected)
+    result = attention(*map(foreign, arrays), seqused_k=foreign(used), out=foreign(memory))
+    assert isinstance(result, cupy.ndarray)
+    assert result.data.ptr == memory.data.ptr
+    assert_array_equal(CUPY.get(memory), CUPY.get(expected))
+    assert_array_equal(
+        CUPY.get(softmax_forward(foreign(memory))), CUPY.get(softmax_forward(memory))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_tensors_come_in_without_a_copy(dtype):
+    torch = pytest.importorskip("torch")
+    import cupy
+
+    rng = np.random.default_rng(0)
+    packed = rng.standard_normal((2, 5, 3, 4, 8)).astype(dtype_of(dtype))
+    on_torch = torch.from_numpy(packed.astype(np.float32)).cuda().to(getattr(torch, dtype))
+    on_cupy = CUPY.put(packed)
+    expected = attention(*(on_cupy[:, :, i] for i in range(3)), causal=True, implementation="tiled")
+    out = torch.zeros((2, 5, 4, 8), dtype=on_torch.dtype, device="cuda")
+    tensors = [on_torch[:, :, i] for i in range(3)]
+    result = attention(*tensors, causal=True, implementation="tiled", out=out)
+    assert isinstance(result, cupy.ndarray)
+    assert result.dtype == dtype_of(dtype)
+    cupy.cuda.Device().synchronize()
+    assert_array_equal(out.float().cpu().numpy(), CUPY.get(expected).astype(np.float32))
+
+
+@pytest.mark.gpu
+def test_torch_tensors_on_the_cpu_are_refused():
+    torch = pytest.importorskip("torch")
+    q = torch.zeros((1, 2, 1, 8))
+    with pytest.raises(TypeError, match=r"q is a torch\.Tensor; .*numpy\.asarray\(q\)"):
+        attention(q, q, q)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"B": 0},
+        {"Sq": 0},
+        {"Sk": 0},
+        {"Sq": 0, "Sk": 0},
+        {"H": 0, "G": 0},
+        {"H": 0},
+        {"B": 0, "Sq": 0, "Sk": 0, "H": 0, "G": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_empty_attention(side, empty, dtype):
+    """No keys give zeros and -inf; nothing else is there to be computed."""
+    extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 8, "Dv": 6, **empty}
+    problem = AttentionProblem(**extents, dtype=dtype)
+    arrays = [side.put(array) for array in problem.arrays()]
+    out_shape = tuple(extents[letter] for letter in ("B", "Sq", "H", "Dv"))
+    lse_shape = tuple(extents[letter] for letter in ("B", "H", "Sq"))
+    into = (np.full(out_shape, SENTINEL, dtype), np.full(lse_shape, SENTINEL, np.float32))
+    options = {"causal": True, "return_lse": True, "implementation": "tiled"}
+    for given_out in (None, tuple(side.put(array) for array in into)):
+        out, lse = attention(*arrays, **options, out=given_out)
+        assert (out.shape, lse.shape) == (out_shape, lse_shape)
+        assert (side.get(out) == 0).all()
+        assert (side.get(lse) == -np.inf).all()
+    if side is NUMPY:
+        grads = attention_backward(out, *arrays, out, lse, causal=True)
+        for gradient, array in zip(grads[:3], arrays, strict=True):
+            assert_array_equal(gradient, np.zeros_like(array))
+
+
+@pytest.mark.gpu
+def test_empty_arrays_as_cupy_makes_them():
+    """CuPy's own strides of empty arrays are zeros."""
+    import cupy
+
+    q, k = cupy.empty((3, 0, 2, 8), np.float32), cupy.ones((3, 4, 2, 8), np.float32)
+    out, lse = cupy.empty((3, 0, 2, 8), np.float32), cupy.empty((3, 2, 0), np.float32)
+    options = {"return_lse": True, "implementation": "tiled"}
+    assert attention(q, k, k, out=(out, lse), **options)[0] is out
+    out, lse = attention(k, q, q, **options)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    assert softmax_forward(q, out=cupy.empty_like(q)).shape == (3, 0, 2, 8)
+
+
+def test_a_row_without_keys_has_its_sink_as_lse():
+    q, k = np.ones((1, 2, 2, 4), np.float32), np.ones((1, 0, 2, 4), np.float32)
+    sinks = np.array([0.5, -3.0], np.float32)
+    out, lse = attention(q, k, k, sinks=sinks, return_lse=True)
+    assert not out.any()
+    assert_allclose(lse, np.broadcast_to(sinks[None, :, None], (1, 2, 2)), rtol=1e-6)
+
+
+@everywhere
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 0, 5), (0, 0)], ids=str)
+def test_empty_softmax(side, shape):
+    x, out = side.put(np.empty(shape, np.float32)), side.put(np.empty(shape, np.float32))
+    assert softmax_forward(x).shape == shape
+    assert softmax_forward(x, out=out) is out
+    assert softmax_backward(x, out).shape == shape

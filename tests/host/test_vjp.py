@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import EmulatedArrays, everywhere, placed
-from support.search import deep
+from support.devices import CUPY, EMULATED, NUMPY, EmulatedArrays, placed
 from support.strategies import AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward, vjp
 
+EMULATED_DEEP = (pytest.mark.deep, pytest.mark.nvrtc)
 PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, drawn=(("causal", True),))
 
 
@@ -222,8 +222,15 @@ def options_with_gradients() -> dict[str, Any]:
     return {"bias": PROBLEM.normal("bias", (4, 1, 7)), "sinks": PROBLEM.normal("sinks", (4,))}
 
 
-@pytest.mark.parametrize(("dim", "dim_v"), [(24, 40), *deep((8, 6))])  # first what others compile
-@everywhere
+@pytest.mark.parametrize(
+    ("side", "dim", "dim_v"),
+    [
+        (NUMPY, 24, 40),
+        pytest.param(CUPY, 24, 40, marks=pytest.mark.gpu),
+        *(pytest.param(EMULATED, *dims, marks=EMULATED_DEEP) for dims in ((24, 40), (8, 6))),
+    ],
+    indirect=["side"],
+)
 def test_options_get_their_gradients_by_name(side, dim, dim_v):
     options = {name: a.astype(np.float32) for name, a in options_with_gradients().items()}
     problem = replace(PROBLEM, D=dim, Dv=dim_v)

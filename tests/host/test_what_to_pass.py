@@ -62,15 +62,15 @@ def given(call: Call) -> dict[str, Any]:
     return {**call.arrays, **call.options}
 
 
-def cases(*, written: bool) -> Iterator[Any]:
+def cases(*, written: bool) -> Iterator[tuple[Call, tuple[Any, ...]]]:
+    """Every array of every call, by the way to it."""
     for call in CALLS:
         for trail in places(given(call)):
             name = trail[0]
             if name in ("workspace", *OF_ONE_OR_ALL):
                 continue
             if is_written(call, name) == written:
-                id = f"{call.function.__name__} {' '.join(map(str, trail))}"
-                yield pytest.param(call, trail, id=id)
+                yield call, trail
 
 
 def run(call: Call, trail: tuple[Any, ...], change: Any) -> None:
@@ -89,7 +89,17 @@ def error_of(call: Call, trail: tuple[Any, ...], change: Any) -> list[str]:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
 def test_the_calls_themselves_are_right(call):
+    """And where they take `grads` or a workspace, its kind is told."""
     call.run()
+    if hasattr(grads := call.options.get("grads"), "_fields"):
+        passed, allowed, _ = error_of(call, ("grads",), tuple)
+        kind, fields = type(grads).__name__, ", ".join(grads._fields)
+        assert passed == "grads is a tuple"
+        assert re.fullmatch(f"it is an? {kind} of {fields}: arrays or None", allowed)
+        assert ("an " in allowed) == (kind in ("AttentionGrads", "RMSNormGrads"))
+    if "workspace" in call.options:
+        *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
+        assert fix == "pass an array of 'uint8', or none"
 
 
 def test_every_function_is_here():
@@ -99,25 +109,25 @@ def test_every_function_is_here():
     assert called == functions - without_arrays
 
 
-@pytest.mark.parametrize(("call", "trail"), [*cases(written=True)])
-def test_a_copy_of_a_result_would_be_lost(call, trail):
-    for change in (np.ndarray.tolist, lambda array: 1.0):
-        passed, *_, fix = error_of(call, trail, change)
-        name = passed.split(" is a ")[0]
-        assert fix.startswith("make a writable, C-contiguous array before the call"), fix
-        assert f"pass it as {name} and read that" in fix
+def test_a_copy_of_a_result_would_be_lost():
+    for call, trail in cases(written=True):
+        for change in (np.ndarray.tolist, lambda array: 1.0):
+            passed, *_, fix = error_of(call, trail, change)
+            name = passed.split(" is a ")[0]
+            assert fix.startswith("make a writable, C-contiguous array before the call"), fix
+            assert f"pass it as {name} and read that" in fix
 
 
-@pytest.mark.parametrize(("call", "trail"), [*cases(written=False)])
-def test_a_number_is_told_the_shape(call, trail):
+def test_a_number_is_told_the_shape():
     """numpy.asarray of it would have no axes, and be refused too."""
-    for number in (1, 1.0):
-        passed, *_, fix = error_of(call, trail, lambda array, number=number: number)
-        assert "shape" in fix
-        assert "asarray" not in fix
-        if example := EXAMPLE.search(fix):
-            text = example[0].replace(f", {passed.split(' is a ')[0]},", f", {number},")
-            run(call, trail, lambda array, text=text: made(text, array))
+    for call, trail in cases(written=False):
+        for number in (1, 1.0):
+            passed, *_, fix = error_of(call, trail, lambda array, number=number: number)
+            assert "shape" in fix, (call.function, trail)
+            assert "asarray" not in fix
+            if example := EXAMPLE.search(fix):
+                text = example[0].replace(f", {passed.split(' is a ')[0]},", f", {number},")
+                run(call, trail, lambda array, text=text: made(text, array))
 
 
 def made(example: str, array: np.ndarray) -> np.ndarray:
@@ -126,38 +136,20 @@ def made(example: str, array: np.ndarray) -> np.ndarray:
     return eval(example, {"numpy": np, **extents})
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
-def test_a_plain_tuple_of_gradients_is_told_the_fields(call):
-    grads = call.options.get("grads")
-    if hasattr(grads, "_fields"):
-        passed, allowed, _ = error_of(call, ("grads",), tuple)
-        kind, fields = type(grads).__name__, ", ".join(grads._fields)
-        assert passed == "grads is a tuple"
-        assert re.fullmatch(f"it is an? {kind} of {fields}: arrays or None", allowed)
-        assert ("an " in allowed) == (kind in ("AttentionGrads", "RMSNormGrads"))
-
-
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
-def test_a_list_is_no_workspace(call):
-    if "workspace" in call.options:
-        *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
-        assert fix == "pass an array of 'uint8', or none"
-
-
-@pytest.mark.parametrize(("call", "trail"), [*cases(written=True)])
-def test_a_masked_array_to_be_written_is_told_where_its_items_are(call, trail):
+def test_a_masked_array_to_be_written_is_told_where_its_items_are():
     """.filled would be a copy, and lost."""
-    *_, fix = error_of(call, trail, np.ma.array)
-    assert fix.startswith("pass its .data, ")
-    assert "filled" not in fix
-    run(call, trail, lambda array: np.ma.array(array).data)
+    for call, trail in cases(written=True):
+        *_, fix = error_of(call, trail, np.ma.array)
+        assert fix.startswith("pass its .data, "), (call.function, trail)
+        assert "filled" not in fix
+        run(call, trail, lambda array: np.ma.array(array).data)
 
 
-@pytest.mark.parametrize(("call", "trail"), [*cases(written=False)])
-def test_a_masked_array_to_be_read_is_told_to_fill_it(call, trail):
-    *_, fix, more = error_of(call, trail, np.ma.array)
-    assert re.fullmatch(r"pass \S+\.filled\(\.\.\.\) of a value that you choose", fix)
-    assert "mask=" in more
+def test_a_masked_array_to_be_read_is_told_to_fill_it():
+    for call, trail in cases(written=False):
+        *_, fix, more = error_of(call, trail, np.ma.array)
+        assert re.fullmatch(r"pass \S+\.filled\(\.\.\.\) of a value that you choose", fix)
+        assert "mask=" in more, (call.function, trail)
 
 
 @pytest.mark.parametrize("sequence", [list, tuple])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from support.byte_tokenizer import ByteTokenizer
+from support.search import Search
 from support.tiny_models import TINY
 
 from cupyattn import models
@@ -14,6 +15,9 @@ from cupyattn.cli import main
 from cupyattn.cli.finetune import preparation
 from cupyattn.models import loading
 from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.training import curve
+
+DRAW = curve.draw
 
 CONFIG = TINY["llama"]._replace(
     vocab_size=260, intermediate_size=64, max_positions=100, eos_ids=(257,)
@@ -27,7 +31,9 @@ FACTS = [
 
 
 def model_and_data(tmp_path, monkeypatch):
-    """A model in a folder, and data beside it; the tokenizer is of bytes."""
+    """Write a model and data to a folder; the tokenizer is of bytes, and no picture is drawn."""
+    if not Search.deep:
+        monkeypatch.setattr(curve, "draw", lambda *_: None)
     source = tmp_path / "model"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(AS_JSON))
