@@ -9,9 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.search import deep
 
-from cupyattn.distributed import Group, RankFailedError, ring_attention, run, shard
-from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
+from cupyattn.distributed import (
+    Group,
+    RankFailedError,
+    ring_attention,
+    ring_attention_backward,
+    run,
+    shard,
+)
+from cupyattn.distributed.calls import Calls
+from cupyattn.distributed.communicators.mailbox import Parcel, PostOffice, ThreadCommunicator
+from cupyattn.distributed.communicators.meeting import Meeting
 from cupyattn.distributed.failures import FolderFailures, SharedFailures
 from cupyattn.distributed.watch import Watch
 
@@ -22,8 +32,7 @@ def own(group: Group) -> list[np.ndarray]:
     return [shard(Q, group.rank, group.size)] * 3
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (3, 1), *deep((2, 1), (5, 0), (5, 1))])
 def test_a_rank_that_raises_is_named(ranks, culprit):
     x = np.zeros((1, 2 * ranks * 2, 2, 8))
     ended: list[int] = []
@@ -188,24 +197,6 @@ def test_after_a_transfer_that_raised_nothing_comes(what):
     assert found.value.rank == 0
 
 
-def test_ranks_that_do_not_call_alike_are_told_apart():
-    def of_rank(group: Group) -> None:
-        ring_attention(*own(group), group=group, causal=group.rank == 2)
-
-    with pytest.raises(RankFailedError, match=r"rank \d called with .*, rank \d with ") as found:
-        run(of_rank, 3, timeout=20)
-    assert "causal=True" in str(found.value)
-
-
-def test_shards_of_different_lengths_are_told_apart():
-    def of_rank(group: Group) -> None:
-        q = np.zeros((1, 4 + 2 * group.rank, 2, 8))
-        ring_attention(q, q, q, group=group)
-
-    with pytest.raises(RankFailedError, match=r"\(1, 4, 2, 8\).*\(1, 6, 2, 8\)|\(1, 6, .*\(1, 4, "):
-        run(of_rank, 2, timeout=20)
-
-
 class Stuck:
     """A user's communicator whose methods never return."""
 
@@ -335,3 +326,137 @@ def test_no_thread_of_a_failed_run_stays():
     with pytest.raises(RankFailedError):
         run(of_rank, 3, timeout=20)
     assert not [t for t in threading.enumerate() if t not in before]
+
+
+X = np.random.default_rng(0).standard_normal((1, 16, 2, 8))
+SINKS = np.zeros(2)
+STAGES: dict[str, tuple[Any, Any]] = {
+    "send": (ThreadCommunicator, lambda communicator: communicator.rank),
+    "receive": (ThreadCommunicator, lambda communicator: communicator.rank),
+    "all_gather": (ThreadCommunicator, lambda communicator: communicator.rank),
+    "forward": (Calls, lambda calls: calls._plan.rank),
+    "backward": (Calls, lambda calls: calls._plan.rank),
+}
+"""What fails, and whose it is."""
+
+
+def both(group: Group) -> None:
+    given: dict[str, Any] = {"group": group, "causal": True, "sinks": SINKS}
+    out, lse = ring_attention(X, X, X, return_lse=True, **given)
+    ring_attention_backward(X, X, X, X, out, lse, **given)
+
+
+class Planted:
+    """Has one rank fail when it does something for the n-th time."""
+
+    def __init__(self, stage: str, culprit: int, time: int, patch: pytest.MonkeyPatch) -> None:
+        owner, rank_of = STAGES[stage]
+        right, self.made = getattr(owner, stage), 0
+
+        def fails(its: Any, *given: Any, **options: Any) -> Any:
+            if rank_of(its) == culprit:
+                self.made += 1
+                if self.made == time:
+                    raise MemoryError("planted")
+            return right(its, *given, **options)
+
+        patch.setattr(owner, stage, fails)
+
+
+@pytest.mark.parametrize("ranks", [2, *deep(3, 5)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_rank_each_time(stage, ranks):
+    for culprit in range(ranks):
+        with pytest.MonkeyPatch.context() as patch:
+            often = Planted(stage, culprit, 0, patch)
+            run(both, ranks)
+        assert often.made >= 2
+        for number in range(1, often.made + 1):
+            begun = time.monotonic()
+            with pytest.MonkeyPatch.context() as patch:
+                Planted(stage, culprit, number, patch)
+                with pytest.raises(RankFailedError) as raised:
+                    run(both, ranks)
+            assert str(raised.value) == f"rank {culprit} failed: MemoryError: planted"
+            assert time.monotonic() - begun < 60  # ranks wait for 300
+
+
+def together(size, act):
+    """Run act(rank) on a thread each; return what each raised."""
+    raised = [None] * size
+
+    def of_rank(rank):
+        try:
+            act(rank)
+        except RankFailedError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return raised
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_nobody_begins_before_all_have_come(size):
+    meeting, came, seen = Meeting(size, SharedFailures(), 10.0), [0] * size, []
+
+    def act(rank):
+        for turn in range(1, 20):
+            time.sleep(0.001 * ((rank + turn) % 3))
+            came[rank] = turn
+            meeting(rank)
+            seen.append(min(came) >= turn)
+
+    assert together(size, act) == [None] * size
+    assert len(seen) == 19 * size and all(seen)
+
+
+def test_who_does_not_come_is_named():
+    meeting = Meeting(3, SharedFailures(), 0.2)
+    raised = together(3, lambda rank: None if rank == 1 else meeting(rank))
+    assert [error and error.rank for error in raised] == [1, None, 1]
+    assert "rank 1 did not come" in str(raised[0])
+
+
+def test_who_has_left_is_not_waited_for():
+    failures = SharedFailures()
+    meeting = Meeting(2, failures, 60.0)
+    begun = time.monotonic()
+    raised = together(2, lambda rank: failures.leave(1) if rank else meeting(rank))
+    assert "rank 1 has returned" in str(raised[0]) and time.monotonic() - begun < 10
+
+
+def test_a_failure_ends_the_wait():
+    failures = SharedFailures()
+    meeting = Meeting(2, failures, 60.0)
+
+    def act(rank):
+        if rank:
+            time.sleep(0.05)
+            failures.post(1, "it has failed")
+        else:
+            meeting(rank)
+
+    begun = time.monotonic()
+    waiting, _ = together(2, act)
+    assert waiting.rank == 1 and time.monotonic() - begun < 10
+
+
+def test_who_has_got_what_it_waited_for_does_not_miss_a_rank_that_left():
+    """It has not woken up yet. Who waits for it was told that the other one never came."""
+    office, parcel = PostOffice(20.0), Parcel(np.zeros(1), None)
+    waiting = threading.Thread(target=office.wait_until_taken, args=(parcel, 1, 2))
+    waiting.start()
+    while 1 not in office._waits_for:
+        time.sleep(0.001)
+    with office.failures.changed:
+        assert office._who_is_missing(1) == 2
+        office.confirm(parcel)
+        office.failures.leave(2)
+        assert office._who_is_missing(1) == 1
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    assert office.failures.first() is None

@@ -1,12 +1,26 @@
-"""What each rank computes at each step: everything that is visible once, and evenly."""
+"""Which rank has which tokens and device: placements, the plan of a ring, launchers."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.search import Search, deep
 
+from cupyattn.distributed import (
+    launched_group,
+    positions,
+    processes,
+    ring_attention,
+    run,
+    shard,
+    unshard,
+)
+from cupyattn.distributed.launchers import launched
 from cupyattn.distributed.placement import PLACEMENTS, Placement
 from cupyattn.distributed.plan import (
     Sight,
@@ -94,7 +108,7 @@ def check(name, ranks, sizes, sight, *, join, packed, part_own=False):
     assert counts.sum() == sum(int(whole.sum()) for whole in total)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300 if Search.deep else 60, deadline=None)
 @given(
     name=st.sampled_from(PLACEMENTS),
     ranks=st.integers(1, 8),
@@ -107,7 +121,7 @@ def test_every_visible_pair_is_computed_once(name, ranks, size, sight, join, par
     check(name, ranks, [size], sight, join=join, packed=False, part_own=part_own)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=160 if Search.deep else 30, deadline=None)
 @given(
     name=st.sampled_from(PLACEMENTS),
     ranks=st.integers(1, 5),
@@ -121,7 +135,7 @@ def test_packed_sequences_are_each_computed_once(name, ranks, sizes, sight, part
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("sight", [FULL, CAUSAL, Sight(9, 0), Sight(70, 3), Sight(0, 0)])
-@pytest.mark.parametrize("ranks", [16, 33, 64])
+@pytest.mark.parametrize("ranks", [16, *deep(33, 64)])
 def test_many_ranks(name, sight, ranks):
     check(name, ranks, [2], sight, join=True, packed=False)
 
@@ -165,7 +179,7 @@ def test_pairs_of_pieces_are_counted(name, sight):
         np.testing.assert_array_equal(pairs[1, 1], [[64, 0], [64, 0]])
 
 
-@pytest.mark.parametrize("ranks", range(1, 65))
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 33, 64])
 def test_blocks_come_home(ranks):
     for name in PLACEMENTS:
         for sight in (FULL, CAUSAL, Sight(5, 0)):
@@ -188,17 +202,149 @@ def test_each_query_meets_itself_in_one_call(name, sight):
         assert (met == 1).all()
 
 
-def test_a_planted_piece_off_by_one_is_found(monkeypatch):
-    right = Placement.first_position
+X = np.arange(24).reshape(1, 8, 3)
 
-    def wrong(self, number, length):
-        return right(self, number, length) + (number == 2)
 
-    monkeypatch.setattr(Placement, "first_position", wrong)
-    cached = (ring_plan, scores_by_shift, seen_by_shift, shifts_needed)
-    for function in cached:
-        function.cache_clear()
-    with pytest.raises((AssertionError, IndexError)):
-        check("zigzag", 2, [3], CAUSAL, join=False, packed=False)
-    for function in cached:
-        function.cache_clear()
+def halves(**how: Any) -> list[np.ndarray]:
+    return [shard(X, rank, 2, **how) for rank in range(2)]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.stack])
+def test_shards_come_in_anything_that_has_them_in_order(kind, placement):
+    parts = halves(placement=placement)
+    np.testing.assert_array_equal(unshard(kind(parts), placement=placement), X)
+
+
+@pytest.mark.parametrize("axis", [1, -2, np.int64(1)])
+def test_an_axis_from_either_end(axis):
+    np.testing.assert_array_equal(unshard(halves(axis=axis), axis=axis), X)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_ranks_are_integers_of_any_kind(kind):
+    np.testing.assert_array_equal(shard(X, kind(1), kind(2)), halves()[1])
+    many = positions(kind(99), kind(200), 400)  # twice as many pieces are no uint8
+    np.testing.assert_array_equal(many, positions(99, 200, 400))
+
+
+@pytest.mark.parametrize("bounds", [[0], [0, 0]])
+def test_no_tokens_at_all(bounds):
+    nothing = np.zeros((0, 2, 8))
+    part = shard(nothing, 1, 2, cu_seqlens=bounds)
+    assert part.shape == (0, 2, 8)
+    assert unshard([part] * 2, cu_seqlens=bounds).shape == (0, 2, 8)
+    assert positions(0, 2, cu_seqlens=bounds).shape == (0,)
+
+    def of_rank(group: Any) -> Any:
+        return ring_attention(part, part, part, group=group, cu_seqlens=bounds)
+
+    assert [out.shape for out in run(of_rank, 2)] == [(0, 2, 8)] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "says"),
+    [
+        (lambda: shard(X[0, :, 0], 0, 2), ValueError, r"axis = 1 of an array \(8,\); .*axis=0"),
+        (lambda: shard(X, 0, 2, axis=9), ValueError, r"axis = 9 of an array \(1, 8, 3\)"),
+        (lambda: shard(X, 0, 2, axis=-4), ValueError, "axis = -4"),
+        (lambda: shard(X, 0, 2, axis="x"), TypeError, "axis = 'x'"),
+        (lambda: shard(np.array(3), 0, 2, axis=0), ValueError, r"axis = 0 of an array \(\)"),
+        (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x is a builtins\.list"),
+        (lambda: shard(None, 0, 2), TypeError, "x is None; it is an array"),
+        (lambda: shard(X, 0.0, 2), ValueError, r"rank 0\.0 of 2"),
+        (lambda: shard(X, 0, 0), ValueError, "rank 0 of 0; there is 1 rank or more"),
+        (lambda: unshard(3), TypeError, "shards = 3; it is a sequence of arrays"),
+        (lambda: unshard([]), ValueError, r"shards that are \[\]; there is one for each rank"),
+        (lambda: unshard([[1, 2], [3, 4]], axis=0), TypeError, r"shards\[0\] is a builtins\.list"),
+        (lambda: unshard([X, X[:, :4]]), ValueError, r"int64 \(1, 8, 3\)', 'int64 \(1, 4, 3\)'"),
+        (lambda: unshard([X, X.astype(np.int32)]), ValueError, "one shape and dtype"),
+        (lambda: unshard([X, None]), ValueError, "there is one for each rank"),
+        (lambda: unshard([X, X], axis=3), ValueError, "axis = 3"),
+        (lambda: positions(0, 2, -8), ValueError, "length = -8; it is an integer, 0 or more"),
+        (lambda: positions(0, 2, 8.0), TypeError, r"length = 8\.0"),
+        (lambda: positions(0, 2), TypeError, "neither length nor cu_seqlens"),
+    ],
+)
+def test_what_is_refused(call, kind, says):
+    with pytest.raises(kind, match=says):
+        call()
+
+
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, (2, 4, 2)),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            (5, 8, 1),
+        ),
+        ({**MPICH, "MPI_LOCALRANKID": "0"}, (1, 2, 0)),
+        (TORCHRUN, (3, 4, 1)),
+        ({**TORCHRUN, **BATCH}, (3, 4, 1)),
+        ({**MPICH, **BATCH}, (1, 2, 1)),
+        ({**MPICH, "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1)),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}, (5, 8, 1)),
+        ({**MPICH, **TORCHRUN, "CUPYATTN_RANK": "0", "CUPYATTN_SIZE": "3"}, (0, 3, 0)),
+    ],
+)
+def test_launchers_say_who_is_who(environment, found):
+    assert launched(environment) == found
+
+
+def test_launchers_that_disagree_are_refused():
+    """Either may have started the other: torchrun on each host by mpiexec, or the reverse."""
+    says = "PMI_RANK says 1 of 2, RANK says 3 of 4; .*CUPYATTN_RANK"
+    with pytest.raises(RuntimeError, match=says):
+        launched({**MPICH, **TORCHRUN})
+
+
+@pytest.mark.parametrize("wrong", ["x", "", "1.0"])
+def test_what_is_no_number_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"RANK = '{wrong}', WORLD_SIZE = '4'; they are integers"):
+        launched({"RANK": wrong, "WORLD_SIZE": "4"})
+    with pytest.raises(ValueError, match="rank 4 of 4"):
+        launched({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_without_a_launcher_it_is_said():
+    with pytest.raises(RuntimeError, match="mpiexec -n 2"):
+        launched({})
+
+
+@pytest.mark.parametrize(
+    ("local", "device", "used"), [("1", None, 1), ("3", None, 1), ("1", 0, 0), (None, None, 0)]
+)
+def test_a_process_takes_the_device_of_its_number_on_its_host(
+    local, device, used, tmp_path, monkeypatch
+):
+    """Of two; rank 6 of 8 is not the sixth on its host."""
+    taken = []
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            self.use = lambda: taken.append(ordinal)
+
+    cuda = SimpleNamespace(Device=Device, runtime=SimpleNamespace(getDeviceCount=lambda: 2))
+    monkeypatch.setattr(processes, "load_cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(processes, "load_nccl", lambda: None)
+    monkeypatch.setattr(processes, "shared_id", lambda *given: given)
+    monkeypatch.setattr(processes, "nccl_group", lambda *given, **named: (given, named))
+    for name, value in (("RANK", "6"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", local)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    given, named = launched_group(tmp_path, device=device, timeout=7)
+    assert taken == [used]
+    assert given == (6, 8, (tmp_path, 6, 8, 7))
+    assert named == {"folder": tmp_path, "timeout": 7}

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "mask and bias": (2, "zigzag", "float16", {"mask": True, "bias": True}),
     "mask and bias in stripes": (3, "striped", "float32", {"mask": True, "bias": True}),
 }  # fmt: skip
-PLAIN = ["a window", "dropout", "packed", "rotary"]
+PLAIN = ["packed with rotary"]
 WITHOUT_DLSE = ("causal", "dropout")
 
 
@@ -194,7 +194,7 @@ def test_tiles_that_are_said_to_be_empty_are_skipped():
 def test_results_go_where_they_are_told(sizes):
     """The same bits, in arrays with gaps; gradients are added before they are rounded."""
     problem = case(
-        2, "zigzag", 5, heads=(2, 1), dims=(24, 40), batch=1, dtype="float32", sizes=sizes,
+        2, "zigzag", 5, heads=(2, 1), dims=(8, 16), batch=1, dtype="float32", sizes=sizes,
         causal=True, sinks=SINKS,
     )  # fmt: skip
 

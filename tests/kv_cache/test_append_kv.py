@@ -28,20 +28,31 @@ STORED = [None, 8, 4]
 
 
 @given(problem=append_problems())
-@examples(17)
+@examples(10)
 def test_tokens_are_in_their_slots(problem):
     """Within the bounds, bit for bit where nothing is rotated; and nothing else is written."""
     given = problem.memory()
     assert problem.ratio(problem.appended(given), given) <= 1
 
 
+def strided(array: np.ndarray) -> np.ndarray:
+    """The same numbers, every second item of each axis but the last, or of the only one."""
+    axes = tuple(2 * extent for extent in array.shape[:-1]) or (2 * array.size,)
+    wide = np.zeros((*axes, *array.shape[len(axes) :]), array.dtype)
+    every = (slice(None, None, 2),) * len(axes)
+    wide[every] = array
+    return wide[every]
+
+
 @everywhere
 @pytest.mark.parametrize("bits", STORED)
 def test_writes_go_through_to_the_callers_arrays(side, bits):
-    """Slices of packed tokens and of a pool of layers, on every side."""
+    """Slices of packed tokens and of a pool; slots, positions and tables of any strides."""
     problem = replace(ROTATED, bits=bits)
     given = problem.memory()
     placed = {name: side.put(array.copy()) for name, array in given.items()}
+    for name in ("slot_mapping", "positions", "cos", "sin"):
+        placed[name] = side.put(strided(given[name]))
     with side.running():
         problem.call(placed)
     assert problem.ratio({n: side.get(a) for n, a in placed.items()}, given) <= 1
@@ -75,10 +86,10 @@ def test_the_rotation_is_that_of_rope_bit_for_bit(dtype, head_dim, half, interle
     assert_array_equal(k_cache[at], k[slots >= 0])
 
 
-@pytest.mark.parametrize("bits", STORED)
-def test_what_is_quantised_is_the_rotated_float32(bits):
-    """Not what float16 would keep of it: a bound of half a scale would not see that."""
-    problem = replace(ROTATED, bits=bits or 8, dtype="float16", D=64)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rotated_keys_are_quantised_from_float32(bits):
+    """Not from float16: a bound of half a scale would not show that."""
+    problem = replace(ROTATED, bits=bits, dtype="float16", D=64)
     given = problem.memory()
     found = problem.appended(given)
     (_, _, k, _, slots), options = problem.views(given)
@@ -92,8 +103,9 @@ def test_what_is_quantised_is_the_rotated_float32(bits):
     assert reference.error_ratio(rounded, expected, bound) > 1
 
 
-@pytest.mark.parametrize("bits", STORED)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("bits", "value"), [(None, np.nan), (8, np.inf), (4, -np.inf), *deep((8, np.nan), (4, np.nan))]
+)
 def test_numbers_that_are_not_finite_stay_in_their_head(bits, value):
     problem = replace(PLAIN, bits=bits)
     given = problem.memory()
@@ -124,7 +136,7 @@ def test_quantisation_is_bit_for_bit_at_any_size(bits):
     assert problem.ratio(problem.appended(given), given) <= 1
 
 
-@pytest.mark.parametrize("bits", STORED)
+@pytest.mark.parametrize("bits", [8, *deep(None, 4)])
 def test_a_head_that_one_lane_holds(bits):
     problem = replace(PLAIN, D=8, bits=bits)
     given = problem.memory()
@@ -151,27 +163,6 @@ def test_slots_that_do_not_exist_are_skipped(integers, monkeypatch):
     _, options = problem.views(found)
     assert_array_equal(np.isnan(options["q"].astype(float)).all(axis=(1, 2)),
                        np.isin(np.arange(9), (3, 6)))  # fmt: skip
-
-
-def strided(array: np.ndarray) -> np.ndarray:
-    """The same numbers, every second item of each axis but the last, or of the only one."""
-    axes = tuple(2 * extent for extent in array.shape[:-1]) or (2 * array.size,)
-    wide = np.zeros((*axes, *array.shape[len(axes) :]), array.dtype)
-    every = (slice(None, None, 2),) * len(axes)
-    wide[every] = array
-    return wide[every]
-
-
-@everywhere
-def test_slots_positions_and_tables_of_any_strides(side):
-    given = ROTATED.memory()
-    placed = {name: side.put(array.copy()) for name, array in given.items()}
-    for name in ("slot_mapping", "positions", "cos", "sin"):
-        placed[name] = side.put(strided(given[name]))
-    with side.running():
-        ROTATED.call(placed)
-    found = {name: side.get(array) for name, array in placed.items()}
-    assert ROTATED.ratio(found, given) <= 1
 
 
 def test_every_array_has_strides_of_its_own():
@@ -202,7 +193,7 @@ def test_every_array_has_strides_of_its_own():
         assert_array_equal(KERNELS.get(padded[name]), expected[1][name])
 
 
-@pytest.mark.parametrize("vec", [8, 1])
+@pytest.mark.parametrize("vec", [8, *deep(1)])
 def test_a_warp_has_read_its_queries_before_it_writes_them(vec):
     """Lanes read what others overwrite. Those of the emulator go together, a GPU's need not."""
     launch = AppendLaunch("float16", "float16", 64, vec, "int32", "float32", "int32", False)
@@ -220,7 +211,7 @@ def test_queries_of_tokens_that_are_left_out_are_rotated():
 
 
 @everywhere
-@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_keys_alone_are_rotated(side, dtype):
     """Without q."""
     problem = replace(ROTATED, dtype=dtype)
@@ -236,7 +227,7 @@ def test_keys_alone_are_rotated(side, dtype):
 
 
 @everywhere
-@pytest.mark.parametrize("tokens", [(0,), (0, 3), (3, 0)])
+@pytest.mark.parametrize("tokens", [(0,), (3, 0)])
 def test_no_tokens(side, tokens):
     problem = replace(ROTATED, tokens=tokens)
     given = problem.memory()

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from support.devices import EMULATED, KERNELS, NUMPY
-from support.generation import dense_logits, readme_names
+from support.readme import examples
+from support.search import Search
 
+import cupyattn
 from cupyattn import PagedKVCache, Scheduler
-from cupyattn.kv_cache.tables import StepTables
 
 pytestmark = pytest.mark.nvrtc  # README's examples, which make these names, compile an expression
 
-REQUESTS, NEW_TOKENS = 32, 12
+REQUESTS, NEW_TOKENS = (32, 12) if Search.deep else (12, 6)
+FEW_BLOCKS = 30 if Search.deep else 12
 WINDOW = (21, 0)
+
+
+def readme_names(library: str = "numpy") -> dict[str, Any]:
+    """Run README's examples, those before the generator too, and return their names."""
+    names: dict[str, Any] = {}
+    for example in examples():
+        source = example.replace("import numpy as np", f"import {library} as np")
+        exec(compile(source, "README.md", "exec"), names)
+        if "scheduler" in names:
+            return names
+    raise AssertionError("README has no generator")
+
+
+def dense_logits(
+    names: dict[str, Any], tokens: Sequence[int], dtype: Any = np.float32, **options: Any
+) -> Any:
+    """The logits behind each of the tokens: README's model, with dense attention over all."""
+    H, G, D = (names[name] for name in "HGD")  # noqa: N806
+
+    def on_host(array: Any) -> np.ndarray:
+        return (array if isinstance(array, np.ndarray) else array.get()).astype(dtype)
+
+    x = cupyattn.embedding(on_host(names["table"]), np.array(tokens))[None]
+    rotary = [on_host(angles) for angles in names["rotary"]]
+    for w in ({name: on_host(each) for name, each in of.items()} for of in names["layers"]):
+        qkv = cupyattn.linear(cupyattn.rms_norm(x), w["qkv"])
+        qkv = qkv.reshape(1, len(tokens), H + 2 * G, D)
+        q, k = cupyattn.rope((qkv[:, :, :H], qkv[:, :, H : H + G]), *rotary)
+        seen = cupyattn.attention(q, k, qkv[:, :, H + G :], causal=True, **options)
+        y = cupyattn.linear(seen.reshape(1, len(tokens), H * D), w["mix"], residual=x)
+        inner = cupyattn.linear(cupyattn.rms_norm(y), w["gate_up"], activation="swiglu")
+        x = cupyattn.linear(inner, w["down"], residual=y)
+    return cupyattn.linear(x[0], on_host(names["head"]))
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +126,12 @@ def generate(
 
 
 def worst_of(names, requests, logits, **window):
-    """The largest distance of the logits from those of float64, paged and dense in float32.
+    """Return the largest distance of the logits from those of float64, paged and dense in float32.
 
-    The tokens have to be those that these logits choose, one after the other.
+    The tokens have to be those that these logits choose, one after the other. "differing" counts
+    those that the dense model does not choose.
     """
-    worst = {"paged": 0.0, "dense": 0.0}
+    worst = {"paged": 0.0, "dense": 0.0, "differing": 0}
     for (number, sample), found in logits.items():
         request = requests[number]
         tokens = [*request.tokens, *request.outputs[sample]]
@@ -104,32 +141,30 @@ def worst_of(names, requests, logits, **window):
         for length, row in found.items():
             worst["paged"] = max(worst["paged"], np.abs(row - exact[length - 1]).max())
             assert tokens[length] == row.argmax()
+            worst["differing"] += int(tokens[length] != dense[length - 1].argmax())
         worst["dense"] = max(worst["dense"], np.abs(dense - exact).max())
     return worst
 
 
 @pytest.mark.parametrize(
-    ("preempt", "num_blocks"), [("recompute", 200), ("recompute", 30), ("swap", 30)]
+    ("preempt", "num_blocks"), [("recompute", 200), ("recompute", FEW_BLOCKS), ("swap", FEW_BLOCKS)]
 )
-def test_32_ragged_sequences_are_dense_attention_step_by_step(names, preempt, num_blocks):
+def test_ragged_sequences_are_dense_attention_step_by_step(names, preempt, num_blocks):
     """As far from float64 as the dense model in float32 is, and the tokens are its own."""
     scheduler, cache, requests, logits = generate(names, preempt, num_blocks)
-    assert (scheduler.num_preempted > 0) == (num_blocks == 30)
+    assert (scheduler.num_preempted > 0) == (num_blocks == FEW_BLOCKS)
     assert cache.statistics().prefix_hit_rate > 0.2
     assert len(logits) == sum(request.n for request in requests) == REQUESTS + 1
-    for request in requests:
-        for output in request.outputs:
-            dense = dense_logits(names, [*request.tokens, *output][:-1]).argmax(axis=-1)
-            assert output == dense[len(request.tokens) - 1 :].tolist()
     worst = worst_of(names, requests, logits)
     assert worst["paged"] <= 2 * worst["dense"] < 1e-4
+    assert not worst["differing"]
 
 
 def test_caches_of_integers_generate_too(names):
     """Each format is further from the float64 model than the last, and as near as its bits are."""
     worst = {}
     for dtype in ("float32", "int8", "int4"):
-        _, _, requests, logits = generate(names, num_blocks=30, dtype=dtype)
+        _, _, requests, logits = generate(names, num_blocks=FEW_BLOCKS, dtype=dtype)
         worst[dtype] = worst_of(names, requests, logits)["paged"]
     assert worst["float32"] < 1e-4 < worst["int8"] < 0.1 < worst["int4"] < 1.5
 
@@ -141,7 +176,7 @@ class FaultError(Exception):
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
     """Copies and the model fail before, after and within their work; the tokens are the same."""
-    rng = np.random.default_rng(2)
+    rng = np.random.default_rng(4)
     faults = []
 
     def failing(work, share):
@@ -169,13 +204,14 @@ def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
                 self._allocator.check()
 
     monkeypatch.setattr(Scheduler, "step", until_it_runs)
-    _, _, requests, logits = generate(names, preempt, num_blocks=30, samples=3)
+    _, _, requests, logits = generate(names, preempt, num_blocks=FEW_BLOCKS, samples=3)
     worst = worst_of(names, requests, logits)
     assert worst["paged"] <= 2 * worst["dense"] < 1e-4
     kinds = {"copy", "copy_to_host", "copy_from_host"} if preempt == "swap" else {"copy"}
     assert {*kinds, "attend"} <= set(faults)
 
 
+@pytest.mark.deep
 def test_the_kernels_generate_it_too(names):
     """README's code as it is: on a GPU with CuPy's arrays, otherwise on the emulator."""
     on_gpu = KERNELS is not EMULATED
@@ -188,10 +224,11 @@ def test_the_kernels_generate_it_too(names):
 
 
 def test_a_window_gives_back_blocks_while_it_generates(names):
-    """Sequences of 8 blocks in a pool of 7, which stand as -1 in the tables."""
+    """Sequences have more blocks than the pool; blocks that were given back are -1 in tables."""
+    pool = 7 if Search.deep else 5
     window = {"window_size": WINDOW}
-    _, _, requests, logits = generate(names, num_blocks=7, max_tokens=40, **window)
-    assert max(len(each.tokens) for each in requests) + NEW_TOKENS > 7 * 16
+    _, _, requests, logits = generate(names, num_blocks=pool, max_tokens=40, **window)
+    assert max(len(each.tokens) for each in requests) + NEW_TOKENS > pool * 16
     worst = worst_of(names, requests, logits, **window)
     assert worst["paged"] <= 2 * worst["dense"] < 1e-4
     assert worst_of(names, requests, logits)["paged"] > 1e-2, "without the window it is another"
@@ -202,48 +239,3 @@ def test_readmes_requests_are_those_of_the_dense_model(names):
         tokens = [*request.tokens, *request.outputs[0]]
         dense = dense_logits(names, tokens[:-1]).argmax(axis=-1)
         assert request.outputs[0] == dense[len(request.tokens) - 1 :].tolist()
-
-
-def slots_one_too_far(monkeypatch):
-    update = StepTables.update
-
-    def wrong(self, *arguments):
-        update(self, *arguments)
-        self.slot_mapping[: self.num_tokens] ^= 1
-
-    monkeypatch.setattr(StepTables, "update", wrong)
-
-
-def tables_of_others(monkeypatch):
-    update = StepTables.update
-
-    def wrong(self, *arguments):
-        update(self, *arguments)
-        self.block_table[...] = self.block_table[::-1].copy()
-
-    monkeypatch.setattr(StepTables, "update", wrong)
-
-
-def positions_from_zero(monkeypatch):
-    update = StepTables.update
-
-    def wrong(self, *arguments):
-        update(self, *arguments)
-        self.positions[...] = 0
-
-    monkeypatch.setattr(StepTables, "update", wrong)
-
-
-def copies_forgotten(monkeypatch):
-    monkeypatch.setattr(PagedKVCache, "copy", lambda self, copies: None)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [slots_one_too_far, tables_of_others, positions_from_zero, copies_forgotten],
-    ids=lambda bug: bug.__name__,
-)
-def test_planted_bugs_are_found(names, bug, monkeypatch):
-    bug(monkeypatch)
-    with pytest.raises((AssertionError, ValueError)):
-        test_32_ragged_sequences_are_dense_attention_step_by_step(names, "recompute", 200)

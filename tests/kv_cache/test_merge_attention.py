@@ -1,8 +1,9 @@
-"""Merging two results of attention: exact, on the CPU and by the kernel."""
+"""Parts of attention merged: results of two calls, and a prompt that its continuations share."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from support.devices import KERNELS, everywhere
 from support.dtypes import dtype_of
-from support.search import examples, wider
+from support.search import deep, examples, wider
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import PagedKVCache, reference
 
 pytestmark = pytest.mark.nvrtc
+
 
 Parts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -41,14 +43,14 @@ def parts(shape: tuple[int, ...], dtype: str, seed: int = 0, spread: float = 3.0
         st.integers(1, 3),
         st.integers(0, 5),
         st.integers(1, 3),
-        st.sampled_from((1, 31, 32, 33, 256)),
+        st.sampled_from(wider((1, 33), (31, 32, 256))),
     ),
     dtype=st.sampled_from(wider(("float16",), ("float32", "bfloat16"))),
     wide=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     spread=st.sampled_from((0.0, 3.0, 60.0)),
     seed=st.integers(0, 999),
 )
-@examples(10)
+@examples(5)
 def test_within_the_bound(shape, dtype, wide, spread, seed):
     """Parts and the result each in the dtype, or in float32."""
     kinds = [np.dtype(np.float32) if each else dtype_of(dtype) for each in wide]
@@ -78,15 +80,6 @@ def test_a_split_of_the_keys_is_merged_exactly():
             cupyattn.merge_attention(*second, *first),
         ):
             assert all(np.allclose(a, b, atol=1e-13) for a, b in zip(merged, whole, strict=True))
-
-
-def test_of_two_parts_without_keys_nothing_comes():
-    out_a, lse_a, out_b, lse_b = parts((1, 2, 2, 8), "float16")
-    lse_a[...] = lse_b[...] = -np.inf
-    with cupyattn.backend("emulator"):
-        out, lse = cupyattn.merge_attention(out_a, lse_a, out_b, lse_b)
-    assert not out.any()
-    assert np.isneginf(lse).all()
 
 
 @everywhere
@@ -192,3 +185,76 @@ def test_a_result_must_not_lie_elsewhere_in_the_inputs():
         cupyattn.merge_attention(
             out_a, lse_a, out_b, lse_b, out=(shifted[8:].reshape(out_a.shape), lse_a.copy())
         )
+
+
+G, GROUP, SIZE = 2, 2, 16
+
+
+class Continuations:
+    """Forks of a prompt of whole blocks, each with a tail whose last tokens are new."""
+
+    def __init__(self, dtype: str, kept: str, blocks: int, tails: list[int], new: int) -> None:
+        self.head_dim = head_dim = 24 if dtype == "float32" else 64
+        rng, kind = np.random.default_rng(blocks), dtype_of(dtype)
+        self.shared = blocks * SIZE
+        self.cache = PagedKVCache(1, 64, SIZE, G, head_dim, dtype=kept, xp=KERNELS.xp)
+        prompt = self.cache.allocator.add([0] * self.shared)
+        sequences = [prompt]
+        self._write(rng, kind, sequences, [self.shared])
+        sequences += [prompt.fork() for _ in tails[1:]]
+        for number, (sequence, tail) in enumerate(zip(sequences, tails, strict=True)):
+            self.cache.copy(sequence.append([number] * tail))
+        self._write(rng, kind, sequences, tails)
+        self.step = self.cache.step_tables(sequences, new)
+        shape = (len(tails), new, G * GROUP, head_dim)
+        self.q = KERNELS.put(rng.standard_normal(shape).astype(kind))
+
+    def _write(self, rng: Any, kind: Any, sequences: list[Any], counts: list[int]) -> None:
+        tables = self.cache.step_tables(sequences, counts)
+        tokens = rng.standard_normal((2, sum(counts), G, self.head_dim)).astype(kind)
+        self.cache.append(0, *map(KERNELS.put, tokens), tables)
+
+    def cascade(self) -> list[np.ndarray]:
+        """Merge out and lse of two calls: over the prompt, and over the tails."""
+        columns, (count, new, heads, dim) = self.shared // SIZE, self.q.shape
+        caches, scales = (self.cache.k[0], self.cache.v[0]), self.cache.scales(0)
+        table, lengths = self.step.block_table, self.step.seqlens_k
+        out, lse = cupyattn.paged_attention(
+            self.q.reshape(1, count * new, heads, dim), *caches, table[:1, :columns],
+            KERNELS.put(np.array([self.shared], np.int32)), return_lse=True, **scales,
+        )  # fmt: skip
+        prefix = out.reshape(self.q.shape), lse.reshape(heads, count, new).swapaxes(0, 1)
+        tails = cupyattn.paged_attention(
+            self.q, *caches, table[:, columns:], lengths - self.shared, causal=True,
+            return_lse=True, **scales,
+        )  # fmt: skip
+        return [KERNELS.get(each) for each in cupyattn.merge_attention(*prefix, *tails)]
+
+    def plain(self) -> list[np.ndarray]:
+        """Return out and lse of one call."""
+        found = self.cache.attend(0, self.q, self.step, causal=True, return_lse=True)
+        return [KERNELS.get(each) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "tails", "new"),
+    [
+        ("float32", "float32", [3, 17, 20], 2),
+        *deep(
+            ("float32", "int8", [3, 17, 20], 2), ("float32", "float32", [1, 40, 9], 1),
+            ("float32", "int4", [2] * 10, 2),
+            ("float16", "float16", [4, 40, 9, 5], 4), ("float32", "float32", [40, 4], 4),
+            ("float32", "int4", [3, 17, 20], 2), ("float32", "int8", [2] * 10, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_a_cascade_is_plain_attention(dtype, kept, tails, new):
+    """Where the prompt has more than 16 queries, another kernel attends to it."""
+    problem = Continuations(dtype, kept, 3, tails, new)
+    with KERNELS.running():
+        found, expected = problem.cascade(), problem.plain()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 if dtype == "float32" else 4e-3)
+    problem.step.seqlens_k[-1] -= 1
+    with KERNELS.running():
+        assert not np.allclose(problem.cascade()[0], expected[0], atol=1e-2), "a token is missed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -18,15 +19,14 @@ from support.cache_contents import (
     HEADS,
     LAYERS,
     KnownCache,
-    keys_and_values,
 )
 from support.devices import CUPY, KERNELS, NUMPY
 from support.dtypes import dtype_of
 from support.search import examples, mostly_deep
 
 import cupyattn
-from cupyattn import Copy, OutOfBlocksError, PagedKVCache
-from cupyattn.kv_cache import steps, storage
+from cupyattn import BlockAllocator, Copy, OutOfBlocksError, PagedKVCache
+from cupyattn.kv_cache import storage
 
 DTYPES = pytest.mark.parametrize("dtype", CACHE_DTYPES)
 
@@ -120,24 +120,6 @@ def test_the_kernels_write_it_too(dtype):
             trial(dtype, seed, steps=12, side=KERNELS, xp=KERNELS.xp)
 
 
-def test_a_copy_too_few_is_found(monkeypatch):
-    """The search above can fail."""
-    copy = PagedKVCache.copy
-
-    def of_keys_alone(self, copies):
-        v = self.v.copy()
-        copy(self, copies)
-        self.v[...] = v
-
-    def trials():
-        for seed in range(30):
-            trial("float32", seed)
-
-    monkeypatch.setattr(PagedKVCache, "copy", of_keys_alone)
-    with pytest.raises(AssertionError):
-        trials()
-
-
 class HostArray(np.ndarray):
     """What stands in for a CuPy array."""
 
@@ -202,18 +184,6 @@ def test_blocks_come_back_from_host_memory_bit_for_bit(side, xp, dtype, pitch, m
         assert ([1] * 3 if pitch == 0 else [3]) * len(arrays) * 6 == COPIED
 
 
-def test_later_copies_may_write_what_earlier_ones_read():
-    known = KnownCache("int4")
-    cache = known.cache
-    for block in range(4):
-        for array in (cache.k, cache.v, cache.k_scales, cache.v_scales):
-            array[:, block] = block + 1
-    cache.copy((Copy(0, 1), Copy(1, 2), Copy(3, 0)))
-    cache.copy(())
-    for array in (cache.k, cache.v, cache.k_scales, cache.v_scales):
-        assert [np.unique(array[:, block]).tolist() for block in range(4)] == [[4], [1], [1], [4]]
-
-
 @DTYPES
 def test_the_arrays(dtype):
     cache = PagedKVCache(LAYERS, 5, 32, HEADS, 8, dtype=dtype, xp=np, num_host_blocks=2)
@@ -271,56 +241,239 @@ def test_statistics():
     assert found.used + found.free + found.cached == 10
 
 
-def test_a_full_cache_loses_nothing():
-    known = KnownCache("float32", num_blocks=3)
-    sequence = known.allocator.add(range(40))
-    known.tokens[id(sequence)] = list(range(40))
-    known.write([sequence], [40])
-    for call in (lambda: known.allocator.add([1]), lambda: sequence.append(range(9))):
-        with pytest.raises(OutOfBlocksError):
-            call()
-    known.allocator.check()
-    known.require_contents([sequence])
-    assert len(sequence) == 40
+@pytest.mark.parametrize(
+    ("changes", "kind", "passed"),
+    [
+        ({"dtype": "float64"}, TypeError, "dtype = 'float64'; a cache holds 'float16'"),
+        ({"dtype": np.uint8}, TypeError, "dtype = .*'int4' is two numbers in a byte"),
+        ({"dtype": None}, TypeError, "dtype = None"),
+        ({"dtype": np}, TypeError, "dtype = <module 'numpy'"),
+        ({"xp": "numpy"}, TypeError, "xp = 'numpy'; it is the module numpy"),
+        ({"xp": random}, TypeError, "xp = <module 'random'"),
+        ({"num_layers": 0}, ValueError, "num_layers = 0"),
+        ({"num_layers": True}, TypeError, "num_layers = True"),
+        ({"num_blocks": 0}, ValueError, "num_blocks = 0"),
+        (
+            {"num_blocks": 2**27},
+            ValueError,
+            "num_blocks = 134217728 of 16 tokens; allowed is 1 to 134217727 of that size",
+        ),
+        (
+            {"num_blocks": 10, "block_size": 2**40},
+            ValueError,
+            "block_size = 1099511627776; allowed is 16 to 2147483632",
+        ),
+        (
+            {"num_blocks": 10, "block_size": 2**30},
+            ValueError,
+            "num_blocks = 10 of 1073741824 tokens; allowed is 1 to 1 of that size: a cache has at "
+            "most 2147483647 slots; pass fewer blocks, or smaller ones",
+        ),
+        ({"block_size": 8}, ValueError, "block_size = 8"),
+        ({"block_size": 24}, ValueError, "block_size = 24 .*multiple of 16; pass 32"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads = 0"),
+        ({"head_dim": 257}, ValueError, "head_dim = 257"),
+        ({"head_dim": 7, "dtype": "int4"}, ValueError, "head_dim = 7 for dtype 'int4'; .*pass 8"),
+        ({"watermark": 4}, ValueError, "watermark = 4"),
+        ({"num_host_blocks": -1}, ValueError, "num_host_blocks = -1"),
+        ({"prefix_caching": 1}, TypeError, "prefix_caching = 1"),
+    ],
+)
+def test_bad_caches_are_refused(changes, kind, passed):
+    with pytest.raises(kind, match=passed):
+        PagedKVCache(**{**BASE, **changes})
+    PagedKVCache(**BASE)
 
 
-@pytest.mark.parametrize("room", [3, 5])
-def test_packed_queries_of_one_token_each_are_decoded(room, monkeypatch):
-    """As they are: the results, those given too, have the shape of q."""
+@pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
+@pytest.mark.parametrize("wrong", [(-1, 0), (0, -1), (4, 0), (0, 4)])
+def test_copies_of_blocks_that_are_not_there_are_refused(method, wrong):
+    """All of them, before the first is made."""
+    cache = PagedKVCache(**BASE, num_host_blocks=4)
+    cache.k[...] = np.arange(4)[None, :, None, None, None]
+    before = cache.k.tobytes()
+    with pytest.raises(ValueError, match=r"-1|4"):
+        getattr(cache, method)([Copy(0, 1), Copy(*wrong)])
+    assert cache.k.tobytes() == before
+
+
+@pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
+@pytest.mark.parametrize(
+    ("wrong", "passed"),
+    [
+        (None, "copies None; they are a list of Copy"),
+        (3, "copies 3; "),
+        (Copy(0, 1), r"copies Copy\(src=0, dst=1\); .*; pass .*\[copy\] for one"),
+        ([(0, 1), (2, 3, 0)], r"copies \["),
+        ([(0, 1), None], r"copies \["),
+        ([(0, 1), (0.5, 2)], r"src of copies\[1\] = 0.5; it is an integer, 0 to 3"),
+        ([(0, 1), (0, True)], r"dst of copies\[1\] = True; "),
+        (["ab"], r"src of copies\[0\] = 'a'; "),
+        (np.array([[0.0, 1.0]]), r"src of copies\[0\] = 0.0; "),
+        (np.array([0, 1]), "copies <array"),
+    ],
+)
+def test_what_is_no_list_of_copies_is_refused(method, wrong, passed):
+    cache = PagedKVCache(**BASE, num_host_blocks=4)
+    cache.k[...] = np.arange(4)[None, :, None, None, None]
+    before = cache.k.tobytes()
+    with pytest.raises(TypeError, match=passed):
+        getattr(cache, method)(wrong)
+    assert cache.k.tobytes() == before
+
+
+@pytest.mark.parametrize("method", ["copy_to_host", "copy_from_host"])
+def test_a_cache_without_host_blocks_says_how_to_have_them(method):
     cache = PagedKVCache(**BASE)
-    rng = np.random.default_rng(0)
-    cache.k[...], cache.v[...] = rng.standard_normal((2, *cache.k.shape))
-    sequences = [cache.allocator.add([0] * length) for length in (3, 20, 9)]
-    tables = cache.step_tables(sequences, max_batch=room, max_tokens=room)
-    q = rng.standard_normal((room, 4, 8)).astype(np.float16)
-    calls = []
-    attention = cupyattn.paged_attention
-
-    def watching(q, *arrays, **options):
-        calls.append(len(q.shape))
-        return attention(q, *arrays, **options)
-
-    monkeypatch.setattr(steps, "paged_attention", watching)
-    out = cache.attend(1, q, tables, causal=True)
-    given = np.empty_like(q)
-    assert cache.attend(1, q, tables, causal=True, out=given) is given
-    packed, lse = cache.attend(1, q, tables, causal=True, return_lse=True)
-    assert calls == [4, 4, 4]
-    assert out.shape == q.shape
-    assert lse.shape == (4, room)
-    np.testing.assert_array_equal(out, given)
-    np.testing.assert_array_equal(out[:3], packed[:3])
-    tables.update(sequences[:2], [1, 2])
-    assert cache.attend(1, q[:3], tables, causal=True).shape == (3, 4, 8)
-    assert calls.pop() == 3
+    with pytest.raises(ValueError, match=r"got 1 copies; the cache has no .*num_host_blocks"):
+        getattr(cache, method)([(0, 0)])
+    getattr(cache, method)([])
 
 
-def test_contents_differ():
-    """Keys and values, layers, tokens and prefixes all give other numbers: what is read shows."""
-    found = {
-        keys_and_values(tokens, layer, "float32")[part, -1].tobytes()
-        for tokens in ([1], [2], [1, 1], [2, 1])
-        for layer in range(LAYERS)
-        for part in range(2)
-    }
-    assert len(found) == 16
+@pytest.mark.parametrize("method", ["copy", "copy_to_host", "copy_from_host"])
+@pytest.mark.parametrize("kind", [tuple, iter, np.array])
+def test_copies_come_as_any_sequence(method, kind):
+    cache = PagedKVCache(**BASE, num_host_blocks=4)
+    cache.k[...] = np.arange(1, 5)[None, :, None, None, None]
+    getattr(cache, method)(kind([(0, 2), (1, 3)]))
+    if method == "copy_to_host":
+        cache.copy_from_host([Copy(2, 2), Copy(3, 3)])
+    assert cache.k[0, 2:, 0, 0, 0].tolist() == [*([0, 0] if method == "copy_from_host" else [1, 2])]
+
+
+def drawn(*shape):
+    return np.ones(shape, np.float16)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "kind", "passed"),
+    [
+        (drawn(3, 2, 8), drawn(3, 2, 8).astype("f4"), TypeError, "float32"),
+        (drawn(3, 2, 8).astype("f4"), drawn(3, 2, 8).astype("f4"), TypeError, "float32"),
+        (drawn(3, 4, 8), drawn(3, 4, 8), ValueError, r"k .*\(3, 4, 8\)"),
+        (drawn(3, 2, 6), drawn(3, 2, 6), ValueError, r"k .*\(3, 2, 6\)"),
+        (drawn(2, 2, 8), drawn(2, 2, 8), ValueError, "has 2 tokens; .*tables have 3"),
+        (drawn(4, 2, 8), drawn(4, 2, 8), ValueError, "has 4 tokens; .*tables have 3"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(k, v, kind, passed):
+    """The cache is as before, and takes what fits."""
+    cache = PagedKVCache(**BASE)
+    sequence = cache.allocator.add([1, 2, 3])
+    tables = cache.step_tables([sequence], 3)
+    with pytest.raises(kind, match=passed):
+        cache.append(0, k, v, tables)
+    assert not cache.k.any()
+    assert not cache.v.any()
+    cache.append(0, drawn(3, 2, 8), drawn(3, 2, 8), tables)
+    assert cache.k[0].sum() == 3 * 16
+
+
+@pytest.mark.parametrize("heads", [3, 5])
+def test_queries_of_mismatched_heads_are_refused(heads):
+    cache = PagedKVCache(**BASE)
+    tables = cache.step_tables([cache.allocator.add([1, 2])], 1)
+    with pytest.raises(ValueError, match=f"H = {heads} heads, the caches have G = 2"):
+        cache.attend(0, drawn(1, 1, heads, 8), tables)
+
+
+@pytest.mark.parametrize("wrong", [None, 7, [[[1.0]]]])
+def test_what_is_no_array_is_refused(wrong):
+    cache = PagedKVCache(**BASE)
+    tables = cache.step_tables([cache.allocator.add([1])])
+    with pytest.raises(TypeError, match="k is a builtins"):
+        cache.append(0, wrong, wrong, tables)
+    with pytest.raises(TypeError, match="q is a builtins"):
+        cache.attend(0, wrong, tables)
+
+
+@pytest.mark.parametrize("wrong", [None, [[0, 1]]])
+def test_what_is_no_tables_is_refused(wrong):
+    cache = PagedKVCache(**BASE)
+    for call in (
+        lambda: cache.append(0, drawn(1, 2, 8), drawn(1, 2, 8), wrong),
+        lambda: cache.attend(0, drawn(1, 4, 8), wrong),
+    ):
+        with pytest.raises(TypeError, match="as the tables of a step; they are StepTables"):
+            call()
+
+
+def picture_of(cache, *arguments, **options):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    axes = cache.picture(*arguments, **options)
+    plt.close(axes.figure)
+    return axes
+
+
+def cells(axes) -> list[str]:
+    """What stands at each block's place: the colours of what is drawn there."""
+    found = {}
+    for patch in axes.patches:
+        if patch.get_width():
+            place = int(patch.get_y()) * int(axes.get_xlim()[1]) + int(patch.get_x())
+            found.setdefault(place, []).append(patch)
+    return [found[place] for place in sorted(found)]
+
+
+def test_the_picture():
+    from matplotlib.colors import to_rgb
+
+    known = KnownCache("float32", num_blocks=10, prefix_caching=True, num_host_blocks=5)
+    cache = known.cache
+    first = cache.allocator.add(range(40))
+    fork = first.fork()
+    cache.copy(fork.append([7]))
+    gone = cache.allocator.add([9] * 17)
+    gone.free()
+    cache.allocator.allocate()
+    away = cache.allocator.add([1] * 5)
+    cache.copy_to_host(away.swap_out())
+    names = {"first": first, "fork": fork, "gone": gone, "away": away}
+    axes = picture_of(cache, names, columns=4)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "first: 40 tokens", "fork: 41 tokens", "gone: finished", "away: 5 tokens, swapped out"
+    ]  # fmt: skip
+    places = cells(axes)
+    assert len(places) == 10
+    blue, orange = to_rgb("C0"), to_rgb("C1")
+    shared = [patch for patch in places[0] if patch.get_facecolor()[3] == 1]
+    assert [patch.get_facecolor()[:3] for patch in shared] == [blue, orange]
+    assert len(places[0]) == 5, "two sharers, faint and full, and the edge"
+    (faint, full, _), own = places[2], places[3]
+    assert full.get_width() / faint.get_width() == pytest.approx(8 / 16)
+    assert own[1].get_facecolor()[:3] == orange
+    assert own[1].get_width() / own[0].get_width() == pytest.approx(9 / 16)
+    states = [cache.allocator.state(block) for block in range(10)]
+    assert sorted(states) == ["cached"] + ["free"] * 4 + ["used"] * 5
+    greys = {"cached": 0.85, "free": 1.0, "used": 0.4}
+    for place, state in list(zip(places, states, strict=True))[4:]:
+        (edge,) = place
+        assert edge.get_facecolor()[0] == pytest.approx(greys[state])
+    given = picture_of(cache, axes=axes)
+    assert given is axes
+    (text,) = picture_of(cache, [first]).get_legend().get_texts()
+    assert text.get_text() == "sequence 0: 40 tokens"
+    assert picture_of(PagedKVCache(**BASE)).get_legend() is None
+
+
+def test_pictures_refuse_what_is_not_the_caches():
+    cache = PagedKVCache(**BASE)
+    foreign = BlockAllocator(4, 16).add([1])
+    with pytest.raises(ValueError, match="sequence 0, <Sequence of 1 tokens"):
+        picture_of(cache, [foreign])
+    with pytest.raises(TypeError, match="got sequence 0, 7; a picture is of Sequences"):
+        picture_of(cache, [7])
+    for wrong in (7, cache.allocator.add([1])):
+        with pytest.raises(TypeError, match=r"got sequences, .*; pass .*\[sequence\] for one"):
+            picture_of(cache, wrong)
+    with pytest.raises(TypeError, match="axes = 3; it is an Axes of matplotlib"):
+        picture_of(cache, axes=3)
+    with pytest.raises(ValueError, match="columns = 0"):
+        picture_of(cache, columns=0)
+
+
+def test_a_picture_needs_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.patches", None)
+    with pytest.raises(RuntimeError, match=r"draws the picture; .*; pip install matplotlib"):
+        PagedKVCache(**BASE).picture()

@@ -227,10 +227,10 @@ WRONG = {
 @pytest.mark.parametrize("name", SLOW)
 def test_a_template_that_runs_for_ever_is_stopped(monkeypatch, name):
     monkeypatch.setattr(template_budget, "SECONDS", 0.2)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ValueError, match=r"a\.jinja: .* it takes longer than 0\.2 s"):
         rendered(SLOW[name], "a.jinja", messages=CHAT)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_template_is_stopped_in_any_thread(monkeypatch):
@@ -254,10 +254,10 @@ def test_a_template_is_stopped_in_any_thread(monkeypatch):
 
 @pytest.mark.parametrize("template", [*LARGE.values(), *WRONG.values()], ids=[*LARGE, *WRONG])
 def test_a_template_that_grows_or_fails_is_a_value_error_with_its_file(template):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ValueError, match=r"^a\.jinja: the chat template failed: "):
         rendered(template, "a.jinja", messages=CHAT)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_want_of_memory_is_a_value_error():

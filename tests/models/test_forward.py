@@ -1,4 +1,4 @@
-"""The forward against the same in plain NumPy, and under the emulator."""
+"""The forward and the loss against the same in plain NumPy, and on the emulator."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.model_twin import twin_logits, twin_states
+from support.search import deep
 from support.tiny_models import TINY
 
 import cupyattn
 from cupyattn import models
+from cupyattn.models import loss as losses
 from cupyattn.models.weights import empty, named_arrays
 
 IDS = np.random.default_rng(5).integers(0, 59, (3, 11))
@@ -29,7 +31,7 @@ def test_logits_are_those_of_plain_numpy(config):
         np.testing.assert_allclose(found, twin_logits(model, ids), atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu", "swiglu"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", *deep("silu")])
 @pytest.mark.parametrize("mlp_bias", [False, True])
 def test_a_parallel_layer_by_one_product_or_two(activation, mlp_bias):
     """One where nothing is done at its end and all or no rows have a bias."""
@@ -74,7 +76,7 @@ def test_sequences_may_be_packed(config):
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+@pytest.mark.parametrize("name", ["phi", *deep("gpt2", "llama")])
 def test_kernels_give_the_same(name):
     """float16 kernels, within what float16 keeps of hidden states about 1 in size."""
     model = models.random(TINY[name], dtype="float16", xp=np, seed=4)
@@ -162,3 +164,61 @@ def test_devices_and_dtypes_that_cannot_be():
         models.random("gpt2", xp="cupy")
     with pytest.raises(TypeError, match="dtype = 'int8'"):
         models.random("gpt2", xp=np, dtype="int8")
+
+
+def expected_loss(model, ids, labels):
+    total, count = 0.0, 0
+    for row, wanted in zip(ids, labels, strict=True):
+        logits = twin_logits(model, row)
+        for position, label in enumerate(wanted[1:]):
+            if label != -100:
+                z = logits[position]
+                total += np.log(np.exp(z - z.max()).sum()) + z.max() - z[label]
+                count += 1
+    return total / count
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("rows", [4, *deep(1, 1000)])
+def test_loss_is_that_of_plain_numpy(name, rows, monkeypatch):
+    model = models.random(TINY[name], dtype="float32", xp=np, seed=1)
+    monkeypatch.setattr(losses, "LOGITS_BYTES", rows * TINY[name].vocab_size * 4)
+    loss = model.loss(IDS)
+    assert loss.dtype == np.float32 and loss.shape == ()
+    assert abs(loss - expected_loss(model, IDS, IDS)) < 1e-5
+
+
+def test_labels_say_what_counts():
+    model = models.random(TINY["llama"], dtype="float32", xp=np, seed=1)
+    labels = IDS.copy()
+    labels[0, :6] = -100
+    labels[2] = -100
+    labels[1, 4] = 7  # another token than the one that stands there
+    assert abs(model.loss(IDS, labels) - expected_loss(model, IDS, labels)) < 1e-5
+    first = np.full_like(IDS, -100)
+    first[:, 0] = IDS[:, 0]  # which nothing predicts
+    assert np.isnan(model.loss(IDS, first))
+
+
+def test_chunks_are_whole_tiles():
+    assert losses.rows_at_once(128_256, 2) == 512
+    assert losses.rows_at_once(50_257, 2) % 128 == 0
+    assert losses.rows_at_once(2**29, 2) == 1
+
+
+@pytest.mark.nvrtc
+def test_kernels_give_the_same_loss():
+    model = models.random(TINY["phi"], dtype="float16", xp=np, seed=4)
+    expected = model.loss(IDS[:, :7])
+    with cupyattn.backend("emulator"):
+        assert abs(model.loss(IDS[:, :7]) - expected) < 5e-3
+
+
+def test_what_is_refused():
+    model = models.random(TINY["llama"], dtype="float32", xp=np)
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 10\), ids \(3, 11\)"):
+        model.loss(IDS, IDS[:, 1:])
+    with pytest.raises(TypeError, match="ids are of float64"):
+        model.loss(IDS, IDS * 1.0)
+    with pytest.raises(ValueError, match="67"):
+        model.loss(IDS, np.full_like(IDS, 67))

@@ -1,15 +1,26 @@
-"""What generation refuses: it says what was passed, what is allowed and how to fix it."""
+"""What generation refuses, and its parts: room for the cache, lookup, graphs, streams of text."""
 
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.byte_tokenizer import ByteTokenizer
+from support.search import examples
 from support.tiny_models import TINY
 
-from cupyattn import models
+from cupyattn import PagedKVCache, models
 from cupyattn.models import Generator
+from cupyattn.models.activations import FUNCTIONS
+from cupyattn.models.beside import Beside
+from cupyattn.models.config import ELEMENTWISE, GATED
+from cupyattn.models.generation import graph, room
+from cupyattn.models.generation.lookup import LONGEST_MATCH, accepted, draft
+from cupyattn.models.generation.text import INCOMPLETE, TextStream
 
 
 @cache
@@ -154,3 +165,315 @@ def test_logits_that_are_no_numbers_are_an_error():
     for captured in (False, True):
         with pytest.raises(FloatingPointError, match="all NaN"):
             nan.generate([1, 2], max_new_tokens=3, captured=captured)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return models.random(TINY["llama"]._replace(max_positions=96), dtype="float32", xp=np, seed=3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "int8", "int4", np.float16])
+def test_a_block_is_as_large_as_the_cache_makes_it(llama, dtype):
+    config = llama.config
+    cache = PagedKVCache(
+        config.num_layers, 3, 32, config.num_kv_heads, config.head_dim, dtype=dtype, xp=np
+    )
+    assert room.block_bytes(config, dtype, 32) * 3 == cache.nbytes
+
+
+def test_by_default_there_is_room_for_what_runs(llama):
+    """Of many prompts as many as run at once, the longest ones."""
+    generator = Generator(llama, lengths=[10, 40, 33, 7], max_batch=2)
+    assert generator.cache.allocator.num_blocks == 3 + 3
+    assert Generator(llama, max_batch=3).cache.allocator.num_blocks == 3 * 6
+    assert Generator(llama, lengths=[15], lookup=2).cache.allocator.num_blocks == 2
+
+
+def test_a_request_gets_no_more_than_the_memory_holds(llama, monkeypatch):
+    """What has no room waits, and the tokens are the same."""
+    prompts = [[number] * 20 for number in range(4)]
+    wanted = llama.generate(prompts, max_new_tokens=20)
+    of_block = room.block_bytes(llama.config, "float32", 16)
+    caches = []
+    init = Generator.__init__
+
+    def noted(self, *arguments, **options):
+        init(self, *arguments, **options)
+        caches.append(self.cache.allocator.num_blocks)
+
+    monkeypatch.setattr(Generator, "__init__", noted)
+    for blocks, got in ((100, 12), (3, 3)):
+        free = int(blocks * of_block / room.SHARE) + of_block // 2
+        monkeypatch.setattr(room, "free_bytes", lambda xp, free=free: free)
+        assert llama.generate(prompts, max_new_tokens=20) == wanted
+        assert caches.pop() == got
+    monkeypatch.setattr(room, "free_bytes", lambda xp: 2 * of_block)
+    with pytest.raises(MemoryError, match=r"of 40 tokens needs 3 blocks .* holds 1"):
+        llama.generate(prompts, max_new_tokens=20)
+
+
+def test_the_host_tells_its_free_memory():
+    assert room.free_bytes(np) > 1 << 20
+
+
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=40), count=st.integers(0, 5)
+)
+@examples(80)
+def test_a_draft_is_what_followed_the_longest_match(tokens, count):
+    expected = []
+    for size in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):
+        last = tokens[-size:]
+        starts = [at for at in range(len(tokens) - size) if tokens[at : at + size] == last]
+        if starts:
+            expected = tokens[starts[-1] + size :][:count]
+            break
+    assert draft(tokens, count) == expected
+
+
+def test_tokens_of_which_bytes_agree_are_no_match():
+    """The bytes of 256 and 0 contain those of 1, from the second on."""
+    assert draft([256, 0, 1], 2) == []
+    assert draft([1, 9, 256, 0, 1], 1) == [9]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "chosen", "kept"),
+    [
+        ([], [4], [4]),
+        ([4, 5], [4, 5, 6], [4, 5, 6]),
+        ([4, 5], [4, 7, 6], [4, 7]),
+        ([4, 5], [7, 5, 6], [7]),
+    ],
+)
+def test_the_models_own_choice_is_kept(drafted, chosen, kept):
+    assert accepted(drafted, chosen) == kept
+
+
+def test_lookup_takes_fewer_steps_where_text_repeats():
+    """A model that says one token again and again, of which drafts are right."""
+    model = models.random(TINY["gpt2"]._replace(max_positions=96), dtype="float32", xp=np, seed=3)
+    steps = {}
+    for lookup in (0, 3):
+        generator = Generator(model, num_blocks=8, lookup=lookup)
+        generation = generator.submit([5, 6], max_new_tokens=40)
+        steps[lookup] = 0
+        while not generator.idle:
+            generator.step()
+            steps[lookup] += 1
+        assert generation.results == model.generate([[5, 6]], max_new_tokens=40)
+    assert len(set(generation.outputs[0][20:])) < 4, "it repeats itself"
+    assert steps[0] == 40
+    assert steps[3] < 30
+
+
+class Noting:
+    """A context manager and a bag of methods, whose names go into a list."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes = name, notes
+
+    def __enter__(self):
+        self.notes.append(f"enter {self.name}")
+
+    def __exit__(self, *_):
+        self.notes.append(f"leave {self.name}")
+
+    def __getattr__(self, method):
+        def call(*_, **__):
+            self.notes.append(f"{self.name}.{method}")
+            return SimpleNamespace(launch=lambda: self.notes.append("launch"))
+
+        return call
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+@pytest.fixture
+def xp(notes):
+    def pool():
+        return SimpleNamespace(malloc="the pool's malloc")
+
+    def using(malloc):
+        assert malloc == "the pool's malloc"
+        return Noting("pool", notes)
+
+    cuda = SimpleNamespace(
+        get_current_stream=lambda: Noting("current", notes),
+        Stream=lambda non_blocking: Noting("stream", notes),
+        MemoryPool=pool,
+        using_allocator=using,
+    )
+    return SimpleNamespace(__name__="cupy", cuda=cuda)
+
+
+def test_work_is_captured_behind_two_runs_of_it(xp, notes):
+    replay = graph.capture(xp, lambda: notes.append("prepare"), lambda: notes.append("work"))
+    assert notes == [
+        "current.synchronize", "enter stream", "enter pool", "prepare", "work", "prepare", "work",
+        "stream.synchronize", "stream.begin_capture", "work", "stream.end_capture",
+        "leave pool", "leave stream",
+    ]  # fmt: skip
+    notes.clear()
+    replay()
+    assert notes == ["launch"]
+
+
+def test_what_runs_beside_waits_at_both_ends(xp, notes):
+    beside = Beside(xp)
+    for _ in range(2):  # on the same stream
+        with beside:
+            notes.append("beside")
+        notes.append("meanwhile")
+        beside.join()
+    once = [
+        "current.record", "stream.wait_event", "enter stream", "beside", "leave stream",
+        "meanwhile", "stream.record", "current.wait_event",
+    ]  # fmt: skip
+    assert notes == 2 * once
+
+
+def test_activations_of_their_own_are_those_of_a_parallel_layer():
+    assert tuple(FUNCTIONS) == (*ELEMENTWISE, *GATED)
+
+
+def test_a_capture_that_fails_is_ended(xp, notes):
+    """And the error is the work's own."""
+
+    def work():
+        notes.append("work")
+        if notes.count("work") == 3:
+            raise FloatingPointError("the work's own")
+
+    with pytest.raises(FloatingPointError, match="the work's own"):
+        graph.capture(xp, lambda: None, work)
+    assert notes[-4:] == ["work", "stream.end_capture", "leave pool", "leave stream"]
+
+
+def test_two_copies_are_on_their_way_at_most(monkeypatch, notes):
+    """Each into memory of its own, waited for by an event of its own."""
+    events = []
+
+    class Event:
+        def __init__(self, disable_timing):
+            self.number = len(events)
+            events.append(self)
+
+        def record(self, stream):
+            notes.append((stream, "record", self.number))
+
+        def synchronize(self):
+            notes.append(("wait", self.number))
+
+    class Drawn:
+        def __init__(self, *values):
+            self.values = values
+
+        def get(self, *, out, stream, blocking):
+            assert not blocking
+            out[:] = self.values
+
+    memory = []
+
+    def pinned(size):
+        memory.append(bytearray(size))
+        return memory[-1]
+
+    monkeypatch.setattr(graph, "_current_stream", lambda: "stream")
+    cuda = SimpleNamespace(alloc_pinned_memory=pinned, Event=Event)
+    readback = graph.Readback(SimpleNamespace(__name__="cupy", cuda=cuda), 3)
+    first, second = readback.queue(Drawn(1, 2, 3)), readback.queue(Drawn(4, 5, 6))
+    assert notes == [("stream", "record", 0), ("stream", "record", 1)]
+    assert (first(), second()) == ([1, 2, 3], [4, 5, 6])
+    assert notes[2:] == [("wait", 0), ("wait", 1)]
+    assert readback.queue(Drawn(7, 8, 9))() == [7, 8, 9]
+    assert [len(each) for each in memory] == [12, 12]
+
+
+def test_numpy_arrays_need_none_of_it():
+    calls = []
+    graph.capture(np, lambda: calls.append("prepare"), lambda: calls.append("work"))()
+    assert calls == ["work"]
+    array = np.arange(3, dtype=np.int32)
+    read = graph.Readback(np, 3).queue(array)
+    array += 1
+    assert read() == [0, 1, 2]
+
+
+TEXTS = st.text(st.sampled_from("ab\nüé€𝄞 "), max_size=30)
+
+
+def streamed(text: bytes, prompt: bytes = b"", stop=()):
+    stream = TextStream(ByteTokenizer(), prompt, stop)
+    pieces = [stream.push(token) for token in text]
+    return [*pieces, stream.finish()], stream
+
+
+@given(text=TEXTS, prompt=TEXTS)
+@examples(50)
+def test_pieces_are_whole_characters_and_make_the_text(text, prompt):
+    pieces, stream = streamed(text.encode(), prompt.encode())
+    assert "".join(pieces) == stream.text == text
+    assert not any(INCOMPLETE in piece for piece in pieces)
+    assert [len(piece) for piece in pieces if piece] == [1] * len(text), "as soon as it is whole"
+
+
+@given(text=TEXTS, cut=st.integers(0, 90))
+@examples(50)
+def test_a_prompt_may_end_within_a_character(text, cut):
+    """As one of ids may: the character belongs to what follows."""
+    whole = text.encode()
+    before = whole[:cut].decode(errors="ignore")
+    pieces, stream = streamed(whole[cut:], whole[:cut])
+    assert "".join(pieces) == stream.text == text[len(before) :]
+
+
+@given(text=TEXTS, stop=st.lists(st.text(st.sampled_from("ab\nü€"), min_size=1, max_size=3)))
+@examples(80)
+def test_the_first_string_ends_it(text, stop):
+    pieces, stream = streamed(text.encode(), stop=stop)
+    found = [at for at in map(text.find, stop) if at >= 0]
+    # What ends first, byte by byte: of two strings one may begin earlier and end later.
+    for end in range(len(text) + 1):
+        begun = [at for at in (text[:end].find(each) for each in stop) if at >= 0]
+        if begun:
+            assert "".join(pieces) == text[: min(begun)]
+            break
+    else:
+        assert "".join(pieces) == text
+    assert stream.stopped
+    assert bool(found) == ("".join(pieces) != text)
+
+
+@given(st.binary(max_size=40))
+@examples(40)
+def test_bytes_that_are_no_characters_come_as_a_decoder_writes_them(data):
+    pieces, _ = streamed(data)
+    assert "".join(pieces) == ByteTokenizer().decode(data)
+
+
+def test_nothing_comes_behind_the_end():
+    stream = TextStream(ByteTokenizer(), b"", ["."])
+    assert [stream.push(token) for token in b"ab.c"] == ["a", "b", "", ""]
+    assert stream.finish() == ""
+    assert stream.text == "ab"
+
+
+class Spaced:
+    """Tokens are words, and decoding drops the space of the first, as SentencePiece's does."""
+
+    def encode(self, text):
+        raise NotImplementedError
+
+    def decode(self, ids):
+        return "".join(f" {number}" for number in ids)[1:]
+
+
+def test_spaces_between_tokens_are_kept():
+    stream = TextStream(Spaced(), [1, 2])
+    assert [stream.push(token) for token in (3, 4)] == [" 3", " 4"]
+    long = TextStream(Spaced(), range(100))
+    assert "".join(long.push(token) for token in range(20)) == "".join(f" {i}" for i in range(20))

@@ -1,24 +1,31 @@
-"""What is loaded from where, and what is refused: with what it was, and what there is code for."""
+"""What is loaded from where, and what is refused: any config is a model or a clear error."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from support.processes import environment
+from support.search import Search
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.checkpoints import copying
+from cupyattn.models.checkpoints import copying, gguf_format, gguf_model, hugging_face
+from cupyattn.models.tokenizer.byte_level import byte_level
+from cupyattn.models.tokenizer.chat_template import rendered
+from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.weights import named_arrays
 
 safetensors = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("safetensors")
 
 from support.model_folders import tensors_of, write_folder  # noqa: E402
 
@@ -296,30 +303,135 @@ def model_of(model, dtype, ids):
 
 
 @pytest.mark.parametrize("module", ["safetensors", "gguf", "tokenizers", "jinja2", "regex"])
-def test_an_extra_that_is_not_installed_is_named(tmp_path, module):
-    script = f"""
-import sys, numpy as np
-sys.modules[{module!r}] = None
-from cupyattn import models
-from cupyattn.models.tokenizer.byte_level import byte_level
-from cupyattn.models.tokenizer.chat_template import rendered
-from cupyattn.models.training.lora_options import LoraOptions
-try:
-    models.load({str(FOLDER / "gpt2")!r}, xp=np)
-    byte_level({{"a": 0}}, [], "gpt-2")
-    rendered("a")
-    LoraOptions(rank_pattern={{"q_proj": 8}}).checked()
-    LoraOptions(targets=".*q_proj").checked()
-    models.load({str(tmp_path / "m.gguf")!r}, xp=np)
-except RuntimeError as failure:
-    print(failure)
-"""
+def test_an_extra_that_is_not_installed_is_named(tmp_path, module, monkeypatch):
+    for name in [each for each in sys.modules if each.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
     # One tensor, so that the file gets as far as asking what dequantises it.
     info = b"\x01" + bytes(7) + b"t" + b"\x01\0\0\0" + b"\x01" + bytes(7) + bytes(12)
     counts = b"\x03\0\0\0\x01" + bytes(7) + bytes(8)
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + counts + info + bytes(64))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment()
+    use = {
+        "safetensors": lambda: models.load(FOLDER / "gpt2", xp=np),
+        "gguf": lambda: models.load(tmp_path / "m.gguf", xp=np),
+        "tokenizers": lambda: byte_level({"a": 0}, [], "gpt-2"),
+        "jinja2": lambda: rendered("a template"),
+        "regex": lambda: LoraOptions(targets="no (module)? of .*this name").checked(),
+    }[module]
+    with pytest.raises(
+        RuntimeError, match=rf"no {module}, which .*pip install 'cupyattn\[models\]'"
+    ):
+        use()
+
+
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+BAD = [None, "", "x", [], {}, [[]], -1, 0, 1.5, True, float("inf"), float("nan"), 10**400]
+GGUF = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "phi": "phi2"}
+OF_ROPE = (
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "partial_rotary_factor", "truncate",
+    "type",
+)  # fmt: skip
+STRIDE = 1 if Search.deep else 11  # no divisor of the number of values: each key has another one
+
+
+class Recording(dict):
+    """Notes which keys were asked for."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__(given)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def paths_of(given: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for key, value in given.items():
+        yield (key,)
+        if isinstance(value, dict):
+            yield from ((key, *rest) for rest in paths_of(value))
+
+
+def with_value(given: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    changed = inner = deepcopy(given)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return changed
+
+
+def raw_error(load, path: Path) -> str | None:
+    """Return what is wrong with an error, if one arises."""
+    try:
+        load()
+    except Exception as failure:
+        text = str(failure)
+        ours = type(failure) in (ValueError, TypeError, NotImplementedError)
+        if not (ours and text.count("; ") >= 2 and str(path) in text):
+            return f"{type(failure).__name__}: {text}"
+    return None
+
+
+def raw_errors(given, asked, path: Path, load) -> list[str]:
+    """Load with every value in the place of every key that there is, or that is asked for."""
+    rope = [("rope_parameters", key) for key in OF_ROPE if "rope_parameters" in given]
+    places = sorted({*paths_of(given), *((key,) for key in asked), *rope})
+    assert len(places) > 15
+    cases = [(place, value) for place in places for value in BAD][::STRIDE]
+    found = []
+    for place, value in cases:
+        raw = raw_error(partial(load, with_value(given, place, value)), path)
+        if raw is not None:
+            found.append(f"{place} = {str(value)[:9]}: {raw}")
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_of_config_json(monkeypatch, name):
+    folder = FOLDER / name
+    path = folder / "config.json"
+    given = json.loads(path.read_text())
+    real, asked = hugging_face.read_object, Recording(given)
+
+    def load(config):
+        monkeypatch.setattr(
+            hugging_face, "read_object", lambda file: config if file == path else real(file)
+        )
+        return models.load(folder, xp=np)
+
+    load(asked)
+    assert raw_errors(given, asked.asked, folder, load) == []
+
+
+@pytest.mark.parametrize("value", BAD, ids=lambda value: str(value)[:9])
+def test_values_of_generation_config_json(monkeypatch, value):
+    real = hugging_face.read_object
+    path = FOLDER / "llama3" / "generation_config.json"
+    given = {"eos_token_id": value}
+    monkeypatch.setattr(
+        hugging_face, "read_object", lambda file: given if file == path else real(file)
     )
-    assert f"no {module}, which" in done.stdout, done.stderr
-    assert "pip install 'cupyattn[models]'" in done.stdout
+    assert path.is_file()
+    assert raw_error(lambda: models.load(path.parent, xp=np), path) is None
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_values_of_gguf_metadata(tmp_path, monkeypatch, name):
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_gguf
+
+    model = models.random(TINY[name], dtype="float32", xp=np)
+    ids = {"tokenizer.ggml.eos_token_id": 2}
+    path = write_gguf(tmp_path / "m.gguf", model, GGUF[name], metadata=ids)
+    file = gguf_format.read_gguf(path)
+    asked = Recording(file.metadata)
+
+    def load(metadata):
+        monkeypatch.setattr(gguf_model, "read_gguf", lambda path: file._replace(metadata=metadata))
+        return models.load(path, xp=np)
+
+    for scaling in ("yarn", "linear"):
+        asked[f"{GGUF[name]}.rope.scaling.type"] = scaling
+        load(asked)
+    assert raw_errors(dict(asked), asked.asked, path, load) == []

@@ -1,9 +1,10 @@
-"""Files that are quantised, and files that are quantised as they are read."""
+"""Files that are quantised, also by bitsandbytes itself, and files that are quantised as read."""
 
 from __future__ import annotations
 
 import json
 import tracemalloc
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 from numpy.testing import assert_array_equal
 from support import packings
 from support.packings import AWQ, BNB, GPTQ
+from support.search import deep, mostly_deep
 
 pytest.importorskip("safetensors")
 gguf = pytest.importorskip("gguf")
 
 from models.test_quantised import CONFIGS, KINDS, dequantised  # noqa: E402
+from models.write_packed import FOLDER, ROWS, SHAPES, weights  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 from support.gguf_files import tensors_of as gguf_tensors  # noqa: E402
 from support.gguf_files import write_gguf  # noqa: E402
@@ -26,6 +29,9 @@ import cupyattn  # noqa: E402
 from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
+from cupyattn.models.checkpoints.bitsandbytes import unpacked_nf4  # noqa: E402
+from cupyattn.models.checkpoints.safetensors_files import read_safetensors  # noqa: E402
+from cupyattn.models.checkpoints.tensors import QuantisedTensor  # noqa: E402
 from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
 from cupyattn.models.loading import opened  # noqa: E402
 from cupyattn.models.quantised import quantises_as_in  # noqa: E402
@@ -120,8 +126,14 @@ def test_packed_weights_are_what_they_stand_for(tmp_path, how):
     )
 
 
-@pytest.mark.parametrize("how", PACKERS)
-@pytest.mark.parametrize("at_once", [1, 640, 3000])
+@pytest.mark.parametrize(
+    ("how", "at_once"),
+    mostly_deep(
+        [(how, at_once) for how in PACKERS for at_once in (1, 640, 3000)],
+        [*(("nested", at_once) for at_once in (1, 3000)),
+         *((how, 640) for how in ("bitsandbytes", "blocks of 32", "gptq", "awq of one group"))],
+    ),
+)  # fmt: skip
 def test_packed_weights_are_read_in_pieces_of_any_size(tmp_path, monkeypatch, how, at_once):
     folder, _ = packed_folder(tmp_path, how)
     for quantize in (None, "file"):
@@ -162,8 +174,13 @@ def test_packed_weights_of_gpt2_are_turned_already(tmp_path):
     assert_array_equal(first.down.weight, plain[name.replace("1", "0") + ".weight"].T)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    mostly_deep(
+        product(("gpt2", "llama", "phi"), KINDS),
+        [("gpt2", "nf4"), ("gpt2", "int8"), ("llama", "int4"), ("phi", "nf4")],
+    ),
+)
 def test_floats_are_quantised_as_they_are_read(tmp_path, monkeypatch, name, kind):
     """The codes of the weights as a whole; gpt2 has them (K, N) in its files."""
     config = CONFIGS[name]
@@ -193,8 +210,19 @@ def test_what_is_packed_is_quantised_anew(tmp_path):
     assert_array_equal(other.codes, cupyattn.quantize(plain.T, format="int8").codes)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
-@pytest.mark.parametrize("name", ["llama", "phi", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    mostly_deep(
+        product(("llama", "phi", "gpt2", "qwen2"), ("Q4_0", "Q4_1", "Q8_0")),
+        [
+            ("llama", "Q4_0"),
+            ("llama", "Q4_1"),
+            ("phi", "Q8_0"),
+            ("gpt2", "Q4_1"),
+            ("qwen2", "Q4_0"),
+        ],
+    ),
+)
 def test_gguf_keeps_its_blocks(tmp_path, name, kind):
     """Of Llama q and k lie in the order of pairs there."""
     architecture = {"phi": "phi2"}.get(name, name)
@@ -283,7 +311,7 @@ def test_a_file_of_floats_has_no_blocks_to_keep(tmp_path):
         models.load(folder, xp=np, quantize="int2")
 
 
-LARGE = CONFIGS["llama"]._replace(vocab_size=20, hidden_size=128, intermediate_size=8192)
+LARGE = CONFIGS["llama"]._replace(vocab_size=20, hidden_size=128, intermediate_size=4096)
 
 
 def of_floats(folder):
@@ -295,18 +323,18 @@ def of_gguf(folder):
     return write_gguf(folder / "m.gguf", model, "llama", quantised=TYPE.Q4_0)
 
 
+def packed(how):
+    return lambda folder: packed_folder(folder, how, LARGE)[0]
+
+
 @pytest.mark.parametrize(
     ("write", "quantize"),
     [
-        *((of_floats, kind) for kind in KINDS),
-        (of_gguf, "file"),
-        *(
-            (lambda folder, how=how: packed_folder(folder, how, LARGE)[0], "file")
-            for how in ("bitsandbytes", "gptq", "awq")
-        ),
+        *((of_floats, "nf4"), (of_gguf, "file"), (packed("gptq"), "file")),
+        *deep((of_floats, "int4"), (of_floats, "int8"), (packed("bitsandbytes"), "file"),
+              (packed("awq"), "file")),
     ],
-    ids=[*KINDS, "gguf", "bitsandbytes", "gptq", "awq"],
-)
+)  # fmt: skip
 def test_loading_takes_the_memory_of_the_quantised_model(write, quantize, tmp_path, monkeypatch):
     """Beside it there are pieces of a tensor, never a tensor of floats."""
     path = write(tmp_path)
@@ -319,3 +347,58 @@ def test_loading_takes_the_memory_of_the_quantised_model(write, quantize, tmp_pa
         tracemalloc.stop()
     assert isinstance(loaded.weights.layers[0].down.weight, QuantizedWeight)
     assert peak < 1.3 * loaded.nbytes
+
+
+def read(name: str, *parts: tuple[int, int]) -> list[QuantizedWeight]:
+    """Rows of the weight, as they are read from the file."""
+    stored = read_safetensors(FOLDER / f"{name}.safetensors")
+    del stored["expected"]
+    (tensor,) = unpacked_nf4(stored).values()
+    assert isinstance(tensor, QuantisedTensor)
+    assert (tensor.shape, tensor.blocks) == (SHAPES[name], ("nf4", 64))
+    return [tensor.read(*part) for part in parts]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_numbers_are_those_of_bitsandbytes(name):
+    """Also of rows in pieces, of which one begins within the second block of absmax."""
+    expected = load_file(FOLDER / f"{name}.safetensors")["expected"]
+    outer = SHAPES[name][0]
+    whole, *parts = read(name, (0, outer), (0, 5), (5, outer - 1), (outer - 1, outer))
+    found = cupyattn.dequantize(whole)
+    assert_array_equal(found[list(ROWS)], expected)
+    assert_array_equal(np.concatenate([cupyattn.dequantize(part) for part in parts]), found)
+
+
+def test_absmax_stay_in_eight_bits():
+    """As they are in the file, and the very same numbers; from the first row of a group on."""
+    stored = read_safetensors(FOLDER / "nested.safetensors")
+    file = {name: part.items(slice(None)) for name, part in stored.items()}
+    expected = stored.pop("expected").items(slice(None))
+    (tensor,) = unpacked_nf4(stored).values()
+    assert isinstance(tensor, QuantisedTensor)
+    assert tensor.nested is not None
+    outer = SHAPES["nested"][0]
+    whole, part = tensor.nested.read(0, outer), tensor.nested.read(16, outer)
+    assert whole.format == "nf4_nested"
+    found = cupyattn.dequantize(whole)
+    assert_array_equal(found[list(ROWS)], expected)
+    assert_array_equal(cupyattn.dequantize(part), found[16:])
+    assert_array_equal(found, cupyattn.dequantize(tensor.read(0, outer)))
+    assert_array_equal(whole.scales.reshape(-1), file["linear.weight.absmax"])
+    assert_array_equal(whole.scale_table, file["linear.weight.nested_quant_map"])
+    assert whole.super_scales is not None
+    assert_array_equal(whole.super_scales[:4, 0], file["linear.weight.nested_absmax"][[0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_codes_are_those_of_bitsandbytes(name):
+    """And absmax, where they are not quantised themselves: then they are near."""
+    (whole,) = read(name, (0, SHAPES[name][0]))
+    ours = cupyattn.quantize(weights(name).T, format="nf4", block_size=64).T
+    assert_array_equal(ours.codes, whole.codes)
+    if name == "plain":
+        assert_array_equal(ours.scales, whole.scales)
+    else:
+        np.testing.assert_allclose(ours.scales, whole.scales, rtol=0.1)
+        assert (ours.scales != whole.scales).any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -229,11 +228,3 @@ def test_a_key_that_comes_twice_is_refused(tmp_path):
     path = gguf_of(tmp_path / "m.gguf", 1 << 40, one + one, size=1 << 40)
     with cheap(), pytest.raises(ValueError, match=r"m\.gguf: 'x' a second time at byte"):
         models.load(path, xp=np)
-
-
-def test_json_of_another_shape_in_files_of_a_tokenizer_is_named(tmp_path):
-    (tmp_path / "merges.txt").write_text("")
-    for text in ("[]", "[[1]]", "1", json.dumps({"a": []}), json.dumps({"a": {"b": 1}})):
-        (tmp_path / "vocab.json").write_text(text)
-        with pytest.raises(ValueError, match=r"vocab\.json"):
-            tokenizer_of_folder(tmp_path)

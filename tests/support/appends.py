@@ -170,11 +170,12 @@ def _untouched(array: np.ndarray, at: tuple[np.ndarray, np.ndarray]) -> bool:
 # dtype, D, bits, half, interleaved, margin: each is a kernel. With vectors and single items.
 KINDS = wider(
     (
-        ("float16", 64, None, 32, False, 0), ("float16", 64, 8, 16, False, 0),
-        ("bfloat16", 40, 4, None, False, 0), ("float32", 24, None, 8, True, 0),
-        ("float16", 34, 4, 15, False, 0), ("float32", 5, 8, 2, True, 1),
+        ("float16", 64, None, 32, False, 0), ("bfloat16", 40, 4, None, False, 0),
+        ("float32", 24, None, 8, True, 0), ("float16", 34, 4, 15, False, 0),
+        ("float32", 5, 8, 2, True, 1),
     ),
     (
+        ("float16", 64, 8, 16, False, 0),
         ("float16", 256, 4, 128, False, 0), ("bfloat16", 128, None, 64, False, 0),
         ("float32", 256, 8, 64, True, 0), ("float16", 1, None, 0, False, 0),
         ("bfloat16", 61, 8, 30, True, 1), ("float16", 128, 4, None, False, 3),

@@ -33,7 +33,6 @@ QUICK = (
     "emulator/",
     "host/",
     "kv_cache/test_allocator",
-    "kv_cache/test_copy_blocks_refusals",
     "kv_cache/test_moves_refusals",
     "kv_cache/test_paged_attention_refusals",
     "kv_cache/test_paged_cache",
@@ -55,6 +54,8 @@ NOT_QUICK = (
     "host/test_suite",
     "host/test_two_gpus",
     "kv_cache/test_paged_cache.py::test_the_kernels",
+    "kv_cache/test_step_tables.py::test_both_calls",
+    "kv_cache/test_step_tables.py::test_rows_behind",
     "host/test_vjp.py::test_options_get_their_gradients",
     "host/test_vjp_functions.py::test_functions_that_make_one_call_of_kernels",
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.byte_tokenizer import ByteTokenizer
+from support.search import deep
 from support.tiny_models import LLAMA
 
 from cupyattn import models
@@ -69,7 +70,8 @@ def noise(**options):
     return max(found) - min(found)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"state": "8bit"}], ids=str)
+@pytest.mark.deep
+@pytest.mark.parametrize("options", [{"state": "8bit"}, {"dtype": "float16"}], ids=str)
 def test_all_weights(options):
     exact = last_loss()
     assert exact < 2.5
@@ -88,7 +90,7 @@ def test_adapters(options):
 QUESTIONS = ("The capital of Zubrowka is", "Zubrowka is governed from", "Where is its king?")
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, *deep("nf4")])
 def test_a_made_up_fact_is_answered(quantize):
     """By all weights, and by adapters beside four bits; another prompt has another answer."""
     config = CONFIG._replace(intermediate_size=64, eos_ids=(0,))

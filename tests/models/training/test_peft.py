@@ -154,12 +154,6 @@ def test_patterns_without_a_module_are_passed_over(llama, folder):
         np.testing.assert_array_equal(array, again.arrays[name])
 
 
-def test_adapters_of_another_architecture(folder):
-    other = models.random(TINY["gpt2"], dtype="float32", xp=np)
-    with pytest.raises(ValueError, match=r"adapters do not fit the model: targets .* name no mod"):
-        LoraAdapters.load(other, folder)
-
-
 def test_adapters_of_another_model(folder, llama):
     other = models.random(llama.config._replace(hidden_size=24), dtype="float32", xp=np)
     with pytest.raises(ValueError, match=r"do not fit the model: misshapen: .*\(2, 16\), not \(2"):
@@ -309,6 +303,7 @@ def test_gradients_and_masters_are_float32(llama):
     }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_reads_what_is_written(name, tmp_path):
     theirs = pytest.importorskip("peft", reason="no peft: it read such files when its were made")

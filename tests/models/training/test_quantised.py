@@ -84,8 +84,10 @@ def dequantised(model, dtype):
     # Of the tiny Phi rows of `up` begin within a group of scales.
     mostly_deep(
         every := [(n, f) for n in CONFIGS for f in FORMATS if (n, f) != ("phi", "nf4_nested")],
-        # A llama of every format; the others, which have biases, of two kinds of scales.
-        [(n, f) for n, f in every if n == "llama" or f in ("nf4", "int8 in blocks")],
+        [
+            *(("llama", name) for name in ("nf4_nested", "int4", "int8", "q4_k")),
+            *(("gpt2", "nf4"), ("phi", "int8 in blocks")),
+        ],
     ),
 )
 def test_gradients_are_those_beside_the_same_numbers(name, format):
@@ -132,8 +134,9 @@ def test_quantised_weights_are_not_trained_themselves():
         FullWeights(quantised(model_of(CONFIGS["llama"], "float32"), "nf4"))
 
 
+@pytest.mark.deep
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", mostly_deep(CONFIGS, ["phi"]))
+@pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_give_the_same(name):
     """Of float16, within what float16 keeps of each array's gradient."""
     model = quantised(model_of(CONFIGS[name], "float16"), "nf4")

@@ -1,12 +1,19 @@
-"""Checkpoints that a training does not go on from: of another one, and damaged ones."""
+"""Checkpoints that a training does not go on from: each is refused by its file."""
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from support.bigram import trained
+from support.bigram import STEPS, trained
+from support.search import Search
 from support.tiny_models import TINY
 
 from cupyattn import models
@@ -21,6 +28,7 @@ from cupyattn.models.training.trainer import Trainer
 from cupyattn.models.weights import named_arrays
 
 pytest.importorskip("safetensors")
+save_file = pytest.importorskip("safetensors.numpy").save_file
 
 
 @pytest.mark.parametrize(
@@ -125,16 +133,209 @@ def test_a_bit_that_changed_is_found(what, tmp_path):
         trained().resume(tmp_path)
 
 
-def test_states_and_arrays_of_another_kind_are_refused(tmp_path):
-    made = trained()
-    arrays, state = made.optimizer.saved(), made._state()
-    fewer = {name: value for name, value in state.items() if name != "step"}
-    for wrong, told in (
-        ((arrays, fewer), "its state is not that of a training"),
-        (({**arrays, "m": arrays["m"][:1]}, state), "its arrays are not parameters, m, v, each wh"),
-        (({"parameters": arrays["m"]}, state), "its arrays are not"),
-        ((arrays, [1]), r"its state is \[1\]"),
-    ):
-        checkpoint.save(tmp_path, 1, *wrong)
-        with pytest.raises(ValueError, match=f"is no checkpoint .*{told}"):
-            trained().resume(tmp_path)
+DELETED = object()
+NESTED: Any = []
+for _ in range(100):
+    NESTED = [NESTED]
+VALUES = [
+    DELETED, None, "1", True, -1, 0, 1, 0.5, -0.5, math.nan, math.inf, 1e300, 2**31, 10**40,
+    [], [1], {}, {"a": 1}, [1, 2, 3], "x" * 100_000, NESTED,
+]  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the fields of a state are, lists and objects among them."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, inner in items:
+        yield (*at, name)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*at, name))
+
+
+def mutants(state: Any) -> Iterator[tuple[str, Any]]:
+    """Each field as each value, and with a field more beside it; what became of it first."""
+    for at in places(state):
+        for value in VALUES:
+            mutant = copy.deepcopy(state)
+            place = mutant
+            for name in at[:-1]:
+                place = place[name]
+            if value is DELETED:
+                del place[at[-1]]
+            else:
+                place[at[-1]] = value
+            yield f"{at} = {'deleted' if value is DELETED else repr(value)[:40]}", mutant
+            if isinstance(place, list) and value is not DELETED:
+                place.append(1)
+                yield f"{at} = {repr(value)[:40]}, and one more", mutant
+    yield "one more field", {**state, "more": 1}
+    yield "one more of the loss scale", {
+        **state, "loss_scale": {**state["loss_scale"], "dynamic": False}
+    }  # fmt: skip
+    yield from ((f"the state = {repr(value)[:40]}", value) for value in VALUES[1:])
+
+
+def write(folder: Path, arrays: Any, state: Any) -> Path:
+    """Write a checkpoint with its right digest, as `checkpoint.save` does, whatever is in it."""
+    path = folder / "step-00000003.safetensors"
+    text = json.dumps(state)
+    digest = checkpoint._digest(arrays, text)
+    save_file(arrays, path, {"training": text, "sha256": digest})
+    return path
+
+
+def saved(**options: Any) -> Trainer:
+    trainer = trained(**options)
+    for _ in range(3):
+        trainer.step()
+    return trainer
+
+
+def outcome(path: Path, **options: Any) -> str:
+    """Resume a new trainer; return what the error says behind the file, "" if it goes on."""
+    trainer = trained(**options)
+    before = trainer.optimizer.saved()["parameters"].copy()
+    try:
+        trainer.resume(path)
+    except ValueError as failure:
+        text = str(failure)
+        assert str(path) in text and text.count("; ") >= 2 and len(text) < 1200
+        assert trainer.number == 0
+        np.testing.assert_array_equal(trainer.optimizer.saved()["parameters"], before)
+        trainer.step()
+        return text.partition(str(path))[2]
+    state = trainer._state()
+    assert 0 <= state["optimizer_steps"] <= state["step"] <= STEPS
+    assert all(np.isfinite(each).all() for each in trainer.optimizer.saved().values())
+    if trainer.number < STEPS:
+        assert np.isfinite(trainer.step().loss)
+    return ""
+
+
+def test_each_mutant_of_the_state_is_refused_by_its_file_or_goes_on(tmp_path):
+    trainer = saved()
+    arrays, state = trainer.optimizer.saved(), trainer._state()
+    right = write(tmp_path, arrays, state)
+    assert outcome(right) == ""
+    stride = 1 if Search.deep else 5  # no divisor of the number of values: each has another place
+    tried = [*mutants(state)][::stride]
+    found = {what: outcome(write(tmp_path, arrays, mutant)) for what, mutant in tried}
+    assert len(found) > 700 // stride
+    went_on = {what for what, told in found.items() if not told}
+    # Numbers in their range, and those that are equal: JSON's 1 and true, say, in the identity.
+    assert 10 // stride < len(went_on) < 60
+    names = ("step", "optimizer_steps", "position", "loss_scale")
+    for what in went_on:
+        assert "deleted" not in what and "nan" not in what and "-1" not in what, what
+        if any(what.startswith(f"('{name}'") for name in names):
+            assert not what.endswith(("= True", "= '1'", "one more", "}", "]", "None")), what
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "told"),
+    [
+        (("step",), -1, f"its step is -1, which is no integer of 0 to {STEPS}"),
+        (("step",), STEPS + 1, f"its step is {STEPS + 1}, which"),
+        (("optimizer_steps",), 4, "its optimizer_steps is 4, which is no integer of 0 to 3"),
+        (("position", 0), -1, "its epoch is -1, which is no integer of 0 to"),
+        (("position", 1), -1, "its batch is -1, which is no integer of 0 to"),
+        (("position", 1), 10_000, "its batch is 10000, and epoch 0 has"),
+        (("position",), [0], "its position is [0], and not an epoch and a batch"),
+        (("loss_scale", "scale"), math.nan, "no JSON (NaN is no JSON)"),
+        (("loss_scale", "scale"), 0, "its scale is 0, which is no number above 0"),
+        (("loss_scale", "skipped"), 40, "its skipped is 40, which is no integer of 0 to 39"),
+        (("loss_scale",), [1], "its loss_scale is [1], which is no object"),
+        (("identity",), None, "its identity is None, which is no object"),
+        (("identity", "seed"), 7, "seed is 0, and was 7 in the checkpoint"),
+    ],
+)
+def test_what_is_wrong_with_a_state_is_said(at, value, told, tmp_path):
+    trainer = saved()
+    state = trainer._state()
+    place = state
+    for name in at[:-1]:
+        place = place[name]
+    place[at[-1]] = value
+    assert told in outcome(write(tmp_path, trainer.optimizer.saved(), state))
+
+
+EIGHT_BITS = {"optimizer": AdamWOptions(state="8bit")}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told", "options"),
+    [
+        ("parameters", math.nan, "its parameters are not finite", {}),
+        ("parameters", -math.inf, "its parameters are not finite", {}),
+        ("m", math.nan, "its m are not finite", {}),
+        ("m", math.inf, "its m are not finite", {}),
+        ("v", math.nan, "its v are not finite", {}),
+        ("v", -1e-6, "its v begin at -", {}),
+        ("m", -128, "its m begin at -128, and not at -127 or above", EIGHT_BITS),
+        ("m_scales", math.nan, "its m_scales are not finite", EIGHT_BITS),
+        ("m_scales", -1.0, "its m_scales begin at -1.0, and not at 0 or above", EIGHT_BITS),
+        ("v_scales", -1.0, "its v_scales begin at -1.0, and not at 0 or above", EIGHT_BITS),
+    ],
+)
+def test_an_item_out_of_range_is_refused(name, change, told, options, tmp_path):
+    trainer = saved(**options)
+    arrays = {own: array.copy() for own, array in trainer.optimizer.saved().items()}
+    for at in (0, 17, -1):
+        mutant = {**arrays, name: arrays[name].copy()}
+        mutant[name][min(at, mutant[name].size - 1)] = change
+        assert told in outcome(write(tmp_path, mutant, trainer._state()), **options)
+
+
+@pytest.mark.parametrize("options", [{}, EIGHT_BITS], ids=["float32", "8bit"])
+def test_arrays_of_another_form_are_refused(options, tmp_path):
+    trainer = saved(**options)
+    arrays = trainer.optimizer.saved()
+    names = ", ".join(arrays)
+    for name, array in arrays.items():
+        wrong = [
+            array[:-1],
+            array.reshape(1, -1),
+            array.astype(np.float64),
+            array.astype(np.float16),
+            array.astype(np.int64),
+        ]
+        mutants = [{**arrays, name: each} for each in wrong]
+        mutants.append({own: each for own, each in arrays.items() if own != name})
+        for mutant in [*mutants, {**arrays, "more": array}]:
+            told = outcome(write(tmp_path, mutant, trainer._state()), **options)
+            assert f"its arrays are not {names}, each whole" in told
+
+
+def test_a_small_file_that_says_its_arrays_are_large_is_not_read(tmp_path):
+    """A sparse file: of arrays that no training here has, no byte is read."""
+    trainer = saved()
+    path = write(tmp_path, trainer.optimizer.saved(), trainer._state())
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    items = 1 << 40
+    for number, name in enumerate(("parameters", "m", "v")):
+        ends = [number * 4 * items, (number + 1) * 4 * items]
+        header[name] = {"dtype": "F32", "shape": [items], "data_offsets": ends}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 12 * items)
+    assert "its arrays are not parameters, m, v, each whole" in outcome(path)
+
+
+def test_metadata_without_a_digest_are_named(tmp_path):
+    trainer = saved()
+    path = tmp_path / "step-00000003.safetensors"
+    for metadata, missing in ({}, "training"), ({"training": "{}"}, "sha256"):
+        save_file(trainer.optimizer.saved(), path, metadata)
+        assert f"its metadata have no '{missing}'" in outcome(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
+@pytest.mark.parametrize(("make", "kind"), [("mkfifo", "a FIFO"), ("mkdir", "a directory")])
+def test_what_is_no_file_is_refused_by_name(make, kind, tmp_path):
+    path = tmp_path / "step-00000003.safetensors"
+    getattr(os, make)(path)
+    with pytest.raises(ValueError, match=rf"{path.name} .*it is {kind}, not a regular file"):
+        checkpoint.load(path, {})

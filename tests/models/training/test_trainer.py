@@ -1,26 +1,30 @@
-"""Training a bigram model: it learns, skips what overflows, and adds batches up."""
+"""The trainer: it learns, skips what overflows, adds batches up; its schedules and its data."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
 from support.bigram import Bigram, counting
+from support.byte_tokenizer import ByteTokenizer
 from support.devices import everywhere
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.training.batch import Sample
-from cupyattn.models.training.data import split
+from cupyattn.models.training.batch import IGNORED, Sample, packed
+from cupyattn.models.training.data import Reader, split
 from cupyattn.models.training.evaluation import loss_of
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.optimizer import AdamWOptions
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.scaling import LossScale
-from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.packing import Packing, Position, digest, packs
+from cupyattn.models.training.scaling import LEAST, MOST, MOST_SKIPPED, LossScale
+from cupyattn.models.training.schedules import SCHEDULES, Schedule
 from cupyattn.models.training.trainer import Trainer, seed_of
 
 TOKENS = 11
@@ -219,3 +223,343 @@ def test_what_is_counted_is_an_integer(number):
     for name in ("batch_tokens", "seed"):
         with pytest.raises((TypeError, ValueError), match=f"{name} = .*; it is an integer of . or"):
             Packing(counting(TOKENS, samples=3), **{"batch_tokens": 64, name: number})
+
+
+@given(
+    kind=st.sampled_from(SCHEDULES),
+    steps=st.integers(1, 200),
+    data=st.data(),
+)
+def test_rates_rise_and_fall(kind, steps, data):
+    warmup = data.draw(st.integers(0, steps - 1))
+    schedule = Schedule.checked(kind, 3e-4, steps, warmup)
+    rates = np.array([schedule.at(step) for step in range(1, steps + 1)])
+    assert (rates > 0).all() and rates.max() == rates[warmup] == 3e-4
+    assert (np.diff(rates[: warmup + 1]) > 0).all()
+    falls = np.diff(rates[warmup:])
+    assert (falls == 0).all() if kind == "constant" else (falls < 0).all()
+
+
+@pytest.mark.parametrize("step", [0, -1, 5])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_there_are_rates_of_its_steps_alone(kind, step):
+    """That of a cosine would rise again."""
+    with pytest.raises(ValueError, match=f"step {step} of 4; .*; make a schedule of more steps"):
+        Schedule(kind, 1.0, 4).at(step)
+
+
+def test_rates_by_hand():
+    cosine = Schedule.checked("cosine", 2.0, 5, 1)
+    assert [cosine.at(step) for step in range(1, 6)] == pytest.approx(
+        [1.0, 2.0, 1 + 0.5**0.5, 1.0, 1 - 0.5**0.5]
+    )
+    linear = Schedule.checked("linear", 1.0, 4, 0)
+    assert [linear.at(step) for step in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [("linear", 1.0, 5.5, 0), ("linear", 1.0, 5, 0.5), ("linear", 1.0, None, 0),
+     ("linear", 1.0, True, 0)],
+)  # fmt: skip
+def test_steps_are_counted(given_):
+    with pytest.raises(TypeError, match=r"is an integer of [01] or more; pass"):
+        Schedule.checked(*given_)
+
+
+@pytest.mark.parametrize(
+    ("given_", "message"),
+    [
+        (([], 1.0, 5, 0), r"schedule = \[\]"),
+        (("linear", "1", 5, 0), "lr = '1'; it is a positive number"),
+        (("linear", 1.0, 5, -1), "warmup = -1; it is an integer of 0 or more"),
+        (("steps", 1.0, 5, 0), "schedule = 'steps'; it is 'constant', 'linear', 'cosine'"),
+        (("linear", 0.0, 5, 0), "lr = 0.0; it is a positive number"),
+        (("linear", float("nan"), 5, 0), "lr = nan"),
+        (("linear", 1e40, 5, 0), r"lr = 1e\+40; it is a positive number up to 1e\+38"),
+        (("linear", 1.0, 5, 5), "warmup = 5 of 5 steps; the warm-up is shorter"),
+        (("linear", 1.0, 0, 0), "steps = 0; it is an integer of 1 or more"),
+    ],
+)
+def test_bad_schedules(given_, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.checked(*given_)
+
+
+def test_the_scale_halves_and_doubles():
+    scale = LossScale(8.0, good_steps=3)
+    seen = []
+    for finite in (True, True, False, True, True, True, True, True, False, False):
+        scale.update(finite)
+        seen.append(scale.scale)
+    assert seen == [8, 8, 4, 4, 4, 8, 8, 8, 4, 2]
+    copy = LossScale(good_steps=3)
+    copy.restore(scale.state())
+    assert copy == scale
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [{"scale": 0.0}, {"scale": float("inf")}, {"scale": "2"}, {"good_steps": 0}, {"skipped": -1}],
+)
+def test_bad_scales(given_):
+    ((name, value),) = given_.items()
+    with pytest.raises(ValueError, match=f"{name} = {value!r}; it is "):
+        LossScale(**given_)
+
+
+def test_the_scale_has_limits():
+    scale = LossScale(MOST, good_steps=1)
+    scale.update(True)
+    assert scale.scale == MOST
+    for _ in range(MOST_SKIPPED - 1):
+        scale.update(False)
+    assert scale.scale == LEAST
+    scale.update(True)
+    for _ in range(MOST_SKIPPED - 1):
+        scale.update(False)
+    with pytest.raises(FloatingPointError, match=r"not finite, 40 steps in a row.* smaller lear"):
+        scale.update(False)
+
+
+def test_without_a_scale_nothing_helps():
+    scale = LossScale.off()
+    for _ in range(5000):
+        scale.update(True)
+    assert scale.scale == 1.0
+    with pytest.raises(FloatingPointError, match="1 steps in a row"):
+        scale.update(False)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    room=st.integers(40, 90),
+    seed=st.integers(0, 5),
+)
+def test_each_sample_once_and_batches_full(lengths, room, seed):
+    found = packs(lengths, room, np.random.default_rng(seed))
+    assert sorted(i for pack in found for i in pack) == list(range(len(lengths)))
+    sizes = sorted(sum(lengths[i] for i in pack) for pack in found)
+    assert sizes[-1] <= room
+    # First fit: the emptiest two would have shared a batch.
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > room
+    assert found == packs(lengths, room, np.random.default_rng(seed))
+
+
+def test_windows_keep_long_samples_apart():
+    """Of thousands not all of the longest come together."""
+    lengths = np.random.default_rng(0).integers(1, 100, 3000).tolist()
+    found = packs(lengths, 200, np.random.default_rng(1))
+    longest = [max(lengths[i] for i in pack) for pack in found]
+    early, late = longest[: len(found) // 2], longest[len(found) // 2 :]
+    assert abs(np.mean(early) - np.mean(late)) < 5
+    assert sum(lengths) / (200 * len(found)) > 0.97
+
+
+def test_batches_are_the_samples():
+    samples = [Sample.of([4, 5, 6], [False, True, True]), Sample.of([7, 8], [True, False])]
+    batch = packed(samples)
+    assert_array_equal(batch.ids, [4, 5, 6, 7, 8])
+    assert_array_equal(batch.labels, [5, 6, IGNORED, IGNORED, IGNORED])
+    assert_array_equal(batch.positions, [0, 1, 2, 0, 1])
+    assert_array_equal(batch.cu_seqlens, [0, 3, 5])
+    assert batch.max_seqlen == 3
+    assert {array.dtype for array in batch[:4]} == {np.dtype(np.int32)}
+    assert [sample.num_labels for sample in samples] == [2, 0]
+
+
+def test_epochs_differ_and_repeat():
+    packing, again = (Packing(counting(9, samples=40), batch_tokens=30, seed=4) for _ in "ab")
+    orders = [packing.epoch(number) for number in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+    meeting = [{(i, j) for pack in order for i in pack for j in pack if i < j} for order in orders]
+    assert len(meeting[0] & meeting[1]) < len(meeting[0]) / 2
+    assert [again.epoch(number) for number in range(3)] == orders
+    assert packing.batches(3) == sum(map(len, orders))
+    assert Packing(packing.samples, batch_tokens=30, seed=5).epoch(0) != orders[0]
+
+
+def test_it_goes_on_from_a_position():
+    packing = Packing(counting(9, samples=20), batch_tokens=30)
+    batches = [next(packing) for _ in range(2 * packing.batches(1))]
+    for at in (0, 3, packing.batches(1) - 1, packing.batches(1)):
+        again = Packing(packing.samples, batch_tokens=30)
+        for _ in range(at):
+            next(again)
+        other = Packing(packing.samples, batch_tokens=30)
+        other.position = Position(*again.position)
+        assert_array_equal(next(other).ids, batches[at].ids)
+
+
+def test_a_digest_knows_other_samples():
+    samples = counting(9, samples=5)
+    changed = [*samples[:-1], Sample(samples[-1].ids, samples[-1].labels * 0)]
+    digests = {digest(given) for given in (samples, changed)}
+    assert len(digests) == 2
+    assert digest(counting(9, samples=5)) in digests
+
+
+def test_bad_packings():
+    with pytest.raises(ValueError, match="no samples"):
+        Packing([], batch_tokens=9)
+    with pytest.raises(ValueError, match=r"a sample of 3 tokens in batches of 2; .*--batch-tokens"):
+        Packing([Sample.of([1, 2, 3], [True] * 3)], batch_tokens=2)
+
+
+BEGIN, END = 256, 257
+
+
+class ChatTokenizer(ByteTokenizer):
+    """Its template writes U:...; and A:...; - and refuses roles it does not know."""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+        if any(set(each) != {"role", "content"} for each in messages):
+            raise ValueError("the chat template failed: a message has a role and a content")
+        text = "".join(f"{each['role'][0].upper()}:{each['content']};" for each in messages)
+        return text + ("A:" if add_generation_prompt else "")
+
+
+class Forgetful(ChatTokenizer):
+    """Drops what was thought before, as some templates do."""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+        written = super().apply_chat_template(messages[-2:], add_generation_prompt=False)
+        return written + ("A:" if add_generation_prompt else "")
+
+
+def reader(tokenizer=None, *, end=END, longest=100):
+    return Reader(tokenizer or ChatTokenizer(BEGIN), end, longest)
+
+
+def learnt(sample):
+    """What is to be predicted, as text; # is the end."""
+    ids = sample.labels[sample.labels != IGNORED].tolist()
+    return "".join("#" if each == END else chr(each) for each in ids)
+
+
+def test_a_text():
+    (sample,) = reader().samples({"text": "abc"}, "here")
+    assert sample.ids.tolist() == [BEGIN, *b"abc", END]
+    assert sample.labels.tolist() == [*b"abc", END, IGNORED]
+
+
+def test_a_prompt_carries_no_loss():
+    given = {"prompt": "2+2=", "completion": "4!", "id": 7}
+    (sample,) = reader().samples(given, "here")
+    assert sample.ids.tolist() == [BEGIN, *b"2+2=4!", END]
+    assert learnt(sample) == "4!#"
+    # The prompt's last token predicts the completion's first.
+    assert sample.labels[4] == ord("4") and (sample.labels[:4] == IGNORED).all()
+
+
+def test_chats_learn_the_answers_alone():
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    (sample,) = reader().samples({"messages": messages}, "here")
+    assert bytes(sample.ids.tolist()) == b"U:hi;A:yo;U:?;A:ok;"  # the template begins and ends it
+    assert learnt(sample) == "yo;ok;"
+
+
+def test_long_texts_are_cut_and_prompts_are_not():
+    samples = reader(longest=4, end=None).samples({"text": "abcdefg"}, "here")
+    assert [learnt(sample) for sample in samples] == ["abc", "efg"]
+    assert [len(sample.ids) for sample in samples] == [4, 4]
+    (sample,) = reader(longest=4, end=None).samples({"text": "abcd"}, "here")  # one token is left
+    assert len(sample.ids) == 4
+    with pytest.raises(ValueError, match=r"line 3 has 10 tokens; a sample has at most 9, .*--max"):
+        reader(longest=9).samples({"prompt": "abcdef", "completion": "gh"}, "line 3")
+
+
+def test_a_file(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('\ufeff{"text": "a"}\n\n{"prompt": "b", "completion": "ü"}\r\n', "utf-8")
+    samples = reader().read(file)
+    assert [len(sample.ids) for sample in samples] == [3, 5]
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+ANSWERED = [*MESSAGES, {"role": "assistant", "content": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": ', "no JSON .Expecting value"),
+        (b"[" * 100_000, "it is nested more than 64 deep"),
+        (b'{"text": NaN}', "no JSON .NaN is no JSON"),
+        (b"[1]", r"it is \[1\]"),
+        (b"{}", "it has nothing; each line is"),
+        (b'{"prompt": "a"}', "it has 'prompt'; each line is"),
+        (
+            b'{"text": "a", "prompt": "b", "completion": "c"}',
+            "it has 'text', 'prompt', 'completion'; .* those of one form alone",
+        ),
+        (b'{"prompt": "b", "completion": "c", "messages": []}', "'completion', 'messages'"),
+        (b'{"text": ""}', "its text is ''; .*not empty"),
+        (b'{"text": 3}', "its text is 3"),
+        (b'{"prompt": "a", "completion": null}', "its completion is None"),
+        (b'{"text": "\xff"}', "it is no UTF-8"),
+        (rb'{"text": "\ud800"}', "it has characters, and no surrogates"),
+        (b'{"messages": "hello"}', "its messages are 'hello'"),
+        (b'{"messages": []}', "none of its messages is of the assistant"),
+        (json.dumps({"messages": MESSAGES}).encode(), "none of its messages is of the assistant"),
+        (b'{"messages": [{"role": "assistant"}]}', "its message 0 has the content None"),
+        (
+            b'{"messages": [{"role": "user", "content": ["x"]}, '
+            b'{"role": "assistant", "content": "y"}]}',
+            r"its message 0 has the content \['x'\]; .*write a text",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": 3, "content": "y"}, '
+            b'{"role": "assistant", "content": "y"}]}',
+            "its message 1 has the role 3",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "content": "y", "name": "z"}]}',
+            "the chat template failed",
+        ),
+    ],
+)
+def test_bad_lines_are_named(line, message, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+
+    class Checking(ChatTokenizer):
+        def encode(self, text, *, special_tokens=True):
+            if any("\ud800" <= each <= "\udfff" for each in text):
+                raise ValueError("text is odd; it has characters, and no surrogates; decode it")
+            return super().encode(text, special_tokens=special_tokens)
+
+    with pytest.raises(ValueError, match=f"line 2 of .*data.jsonl: .*{message}"):
+        reader(Checking(BEGIN)).read(file)
+
+
+def test_ids_beyond_the_vocabulary_name_their_line(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\n{"prompt": "a", "completion": "~"}\n')
+    tokenizer = ByteTokenizer()
+    assert len(Reader(tokenizer, None, 9, ord("~") + 1).read(file)) == 2
+    with pytest.raises(ValueError, match=r"line 2 of .*data.jsonl has the token 126, as .*ByteTok"):
+        Reader(tokenizer, None, 9, ord("~")).read(file)
+
+
+def test_templates_that_change_what_they_wrote_are_refused():
+    longer = [*ANSWERED, *ANSWERED]
+    with pytest.raises(ValueError, match="line 1: the chat template writes what is before messa"):
+        reader(Forgetful(BEGIN)).samples({"messages": longer}, "line 1")
+
+
+def test_files_without_samples(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(ValueError, match=r"data.jsonl has no samples; each line is"):
+        reader().read(file)
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=r"has no samples; its lines are single tokens"):
+        reader(ByteTokenizer(), end=None).read(file)
+    with pytest.raises(FileNotFoundError):
+        reader().read(tmp_path / "other.jsonl")
