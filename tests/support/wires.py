@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,7 @@ class MPI:
     def __init__(self, wires: Wires, rank: int, size: int) -> None:
         self._own = Own(wires, rank, size)
         self._wires = wires
+        self._posted: defaultdict[int, deque[tuple[Any, list[bool]]]] = defaultdict(deque)
 
     def Get_rank(self) -> int:  # noqa: N802
         return self._own.rank
@@ -94,11 +95,17 @@ class MPI:
         return Request(lambda: True)  # the message is buffered
 
     def Irecv(self, buffer: Any, source: int, tag: int) -> Request:  # noqa: N802
+        posted, done = self._posted[source], [False]
+        posted.append((buffer, done))
+
         def act() -> bool:
-            if not self._wires.has(self._own.rank, source):
-                return False
-            buffer[...] = self._wires.receive(self._own.rank, source)
-            return True
+            # Messages of a source go to receives in the order in which these were posted, whichever
+            # of them is tested first.
+            while posted and self._wires.has(self._own.rank, source):
+                first, first_done = posted.popleft()
+                first[...] = self._wires.receive(self._own.rank, source)
+                first_done[0] = True
+            return done[0]
 
         return Request(act)
 
