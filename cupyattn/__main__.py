@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 try:  # they take most of a second
     from cupyattn import cli
-    from cupyattn.benchmark import memory, report, tune
+    from cupyattn.benchmark import report, tune
     from cupyattn.kernels.cache import end_process
 except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
@@ -14,7 +14,7 @@ except KeyboardInterrupt:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    return cli.main(argv, (memory, tune, report))
+    return cli.main(argv, (tune, report))
 
 
 if __name__ == "__main__":

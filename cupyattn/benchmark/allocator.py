@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.benchmark.command import Option
-from cupyattn.benchmark.machine import this_host
+from cupyattn.benchmark.results import this_host
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.terminal import Result, Terminal, emit
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
@@ -71,8 +71,8 @@ def add_parser(benchmarks: Any) -> None:
     parser = benchmarks.add_parser(
         "allocator",
         help="block ids of a paged KV cache: pairs a second, a step's tables, a trace of requests",
-        description="Measure the block allocator on one thread: blocks allocated and freed, tokens "
-        f"appended, tables of {MAX_BATCH} sequences, and a trace of requests with log-normal "
+        description="Measure the block allocator on one thread: blocks allocated and freed, "
+        f"tables of {MAX_BATCH} sequences, and a trace of requests with log-normal "
         "lengths behind shared system prompts. Needs no GPU.",
         epilog=f"Goals: {PAIRS_GOAL:,} pairs a second, tables in {TABLE_GOAL_MS:g} ms, "
         f"under {WASTE_GOAL:.0%} of the used pool wasted at block size 16, and no block leaked.",
@@ -95,7 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
         **this_host(),
         "pool_tokens": POOL_TOKENS,
         "pairs_per_second": pairs_per_second(),
-        "append_us": append_microseconds(),
         "table_ms": table_milliseconds(),
         "traces": traces,
     }
@@ -108,18 +107,6 @@ def pairs_per_second(pairs: int = 100_000) -> float:
     allocator = BlockAllocator(1024, 16)
     allocate, free = allocator.allocate, allocator.free
     return pairs / fastest(lambda: [free(allocate()) for _ in range(pairs)])
-
-
-def append_microseconds(tokens: int = 20_000) -> float:
-    """Time `Sequence.append` of one token, prefix caching on."""
-    sequence = BlockAllocator(tokens // 16 + 1, 16, prefix_caching=True).add([])
-
-    def call() -> None:
-        for token in range(tokens):
-            sequence.append((token,))
-        sequence.truncate(0)
-
-    return fastest(call) / tokens * 1e6
 
 
 def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
@@ -191,7 +178,6 @@ def show(result: Result, terminal: Terminal) -> None:
         ("what", "measured", "goal"),
         [
             ("allocate and free a block", f"{pairs:.2f} million/s", f"{PAIRS_GOAL:,}/s"),
-            ("append a token", f"{result['append_us']:.2f} us", ""),
             (f"tables of {MAX_BATCH} sequences", f"{table:.2f} ms", f"{TABLE_GOAL_MS:g} ms"),
         ],
     )

@@ -39,8 +39,6 @@ OPTIONS = (
     *("causal", "window", "softcap", "bias", "mask", "alibi", "score_mod", "sinks", "dropout"),
     *("rotary", "mask_mod", "block_mask"),
 )
-MODELLED = ("causal", "softcap", "alibi", "score_mod", "sinks", "dropout", *BLOCK_MASKED)
-"""Options with a row without a GPU: no array of all scores, and no other kernels."""
 TAKES = ("plain", "causal", "bias", "mask", "dropout")
 """Options of PyTorch's scaled_dot_product_attention."""
 TEACHING_FLOPS = 1e12
@@ -48,8 +46,6 @@ TEACHING_FLOPS = 1e12
 TILE = (128, 64)
 """Queries and keys of the tiles that are counted: those of the forward at head dim 64."""
 DETERMINISTIC = {"both": (False, True), "only": (True,), "never": (False,)}
-GOAL_BYTES = 400_000_000
-"""The goal for the memory of the default training step, beyond inputs and results."""
 _TOLERANCE = {"forward": 0.02, "backward": 0.05, "step": 0.05}
 _DROPOUT_P = 0.1
 _SOFTCAP = 50.0
@@ -406,23 +402,6 @@ def cases(direction: str, arguments: argparse.Namespace, harness: Harness) -> It
             )
 
 
-def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the largest batch and length: modelled rates hardly depend on them.
-
-    Raises
-    ------
-    ValueError
-        With --queries.
-    """
-    if getattr(arguments, "queries", None):
-        raise ValueError("--queries: few queries have no model; leave it out, or use a GPU")
-    return {
-        "batch": [max(arguments.batch)],
-        "seqlen": [max(arguments.seqlen)],
-        "options": [option for option in arguments.options if option in MODELLED],
-    }
-
-
 def _options(own: tuple[str, ...], default: list[str]) -> tuple[Option, ...]:
     head_dim = integer(1, MAX_HEAD_DIM)
     return (
@@ -451,7 +430,7 @@ _QUERIES = Option("queries", [], "queries of a sequence, its last tokens; memory
                   "(default: all tokens)", metavar="Q")  # fmt: skip
 _DETERMINISTIC = Option(
     "deterministic", "both", "of flash: time the deterministic kernels and the one-pass kernel, "
-    "only them, or never (without a value: only)", choices=tuple(DETERMINISTIC), alone="only",
+    "only them, or never", choices=tuple(DETERMINISTIC),
 )  # fmt: skip
 _NOTE = (
     "half of that for causal calls, the kept scores for a window, and the kept tiles, of "
@@ -466,7 +445,6 @@ FORWARD = Benchmark(
     note=f"TFLOP/s count 4 * B * H * S * S * D (2 * (D + Dv) where they differ): {_NOTE}",
     options=(*_options(IMPLEMENTATIONS, ["flash", "tiled", "naive"]), _QUERIES),
     cases=partial(cases, "forward"),
-    modelled=modelled,
     baselines=("eager", *BACKENDS, "compile", "triton", "cupy"),
     beside="option",
     quick={
@@ -499,7 +477,7 @@ TRAINING_STEP = replace(
     title="Attention's training step",
     help="time forward and backward together, by default of a layer with Phi-2's heads",
     note="TFLOP/s count 3.5 forwards. Memory is what the step takes beyond q, k, v, dout, and out, "
-    f"lse, dq, dk, dv; the goal for the default shape is under {GOAL_BYTES / 1e6:.0f} MB.",
+    "lse, dq, dk, dv.",
     options=with_defaults(
         BACKWARD.options, **_PHI_2, dtype=["float16"], causal=True, options=[], window=0
     ),

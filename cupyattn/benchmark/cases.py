@@ -27,7 +27,7 @@ Row = dict[str, Any]
 FIGURES = frozenset(
     (
         *("times", "flops", "bytes", "tflops", "gb_per_s", "of_ceiling", "ceiling", "peak_bytes"),
-        *("unavailable", "left_out", "also", "modelled", "counts"),
+        *("unavailable", "left_out", "also", "modelled"),
     )
 )
 """The measured keys of a row; the others are labels."""
@@ -50,8 +50,6 @@ class Implementation:
     """Its key in `BASELINES`, if it is another library; its errors then become rows."""
     comparable: Callable[[Any], Any] = lambda result: result
     """Make of its result what is compared with the first implementation's; or None."""
-    modelled: bool = True
-    """Whether it gets a row without a GPU."""
 
     @classmethod
     def of(
@@ -61,7 +59,7 @@ class Implementation:
         comparable: Callable[[Any], Any] = lambda result: result,
     ) -> Implementation:
         """Make one of `BASELINES`."""
-        return cls(BASELINES[baseline], prepare, baseline, comparable, False)
+        return cls(BASELINES[baseline], prepare, baseline, comparable)
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,6 @@ class Case:
     ceiling: str | None = None
     tolerance: float = np.inf
     """How far results may differ from the first implementation's, relative to the largest."""
-    reset: Callable[[], None] = lambda: None
-    """Restore what calls change in place, before each call whose result is compared."""
     own: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     """``flops`` and ``bytes`` of implementations that do other work, by name."""
 
@@ -197,7 +193,6 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
             torch = harness.library_of(implementation)
             calls = implementation.prepare()
             if np.isfinite(case.tolerance):
-                case.reset()
                 found = _floats(implementation.comparable(calls[0]()), harness.xp)
                 if expected is None:
                     expected = found or None

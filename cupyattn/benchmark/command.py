@@ -30,9 +30,7 @@ from cupyattn.benchmark.libraries import (
     free_memory,
     load_torch,
 )
-from cupyattn.benchmark.machine import measured_on, modelled_with, this_host
-from cupyattn.benchmark.model import ceilings_of, modelled_rows
-from cupyattn.benchmark.results import require_writable, write_json
+from cupyattn.benchmark.results import measured_on, require_writable, this_host, write_json
 from cupyattn.benchmark.table import show_result
 from cupyattn.benchmark.timer import Timer, measured_ceilings, peak_bytes
 from cupyattn.cli.arguments import integer, positive
@@ -41,12 +39,10 @@ from cupyattn.cupy_library import load_cupy
 from cupyattn.errors import error
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.turing import MACHINES
 
 NO_GPU = (
     "there is no CUDA device, and this times kernels on one; run it on a machine with a GPU "
-    "(without one, python -m cupyattn turing models the products of a Turing GPU, and python -m "
-    "cupyattn memory what moves bytes)"
+    "(without one, python -m cupyattn turing models the kernels of a Turing GPU)"
 )
 FAILURES = (RuntimeError, ValueError, MemoryError, OSError)
 """A GPU that is too old, a wrong CUPYATTN_ARCH, arrays without room, files without leave."""
@@ -67,8 +63,6 @@ class Option:
     metavar: str | tuple[str, ...] | None = "N"
     repeated: int | None = None
     """It takes so many values, and may be given several times."""
-    alone: Any = None
-    """Its value if it is given without one."""
 
     @property
     def dest(self) -> str:
@@ -95,8 +89,6 @@ class Option:
             given |= {"type": self.kind, "metavar": self.metavar}
         if self.repeated:
             given |= {"nargs": self.repeated, "action": "append"}
-        elif self.alone is not None:
-            given |= {"nargs": "?", "const": self.alone}
         elif several and "commas" not in self.help:
             given["nargs"] = "+"
         parser.add_argument(f"--{self.name}", **given)
@@ -124,8 +116,6 @@ TIMED = (
            "those that compile or load for long after half of it", positive),
     Option("compile-mode", COMPILE_MODES[-1], "how torch.compile chooses; the default takes long, "
            "and the benchmark makes the CUDA graphs itself", choices=COMPILE_MODES),
-    Option("modelled", False, "the emulator's counts and the model of Turing instead of times, as "
-           "without a GPU"),
     Option("quick", False, "fewer cases and calls, in about a minute"),
 )  # fmt: skip
 
@@ -144,20 +134,14 @@ class Benchmark:
     cases: Callable[[argparse.Namespace, Harness], Iterable[Case]] | None = None
     rows: Callable[[argparse.Namespace, Harness], Iterable[Row]] | None = None
     """Measure otherwise, instead of `cases`."""
-    modelled: Callable[[argparse.Namespace], Mapping[str, Any]] | None = None
-    """Options of the cases that are modelled without a GPU."""
-    modelled_rows: Callable[[argparse.Namespace], Iterator[Row]] | None = None
-    """Model otherwise, instead of `modelled`."""
+    modelled: Callable[[argparse.Namespace], Iterator[Row]] | None = None
+    """Yield the rows of a T4 that are shown without a GPU, and with its option ``--modelled``."""
     baselines: tuple[str, ...] = ()
     """The keys of `BASELINES` that compute the same."""
     beside: str | None = None
     """A label: the table compares each value's time with that of its first value."""
     quick: Mapping[str, Any] = field(default_factory=dict)
     """Values of options with --quick."""
-    facts: tuple[str, ...] = ()
-    """Options that the result records."""
-    machine: str = "T4"
-    """What is modelled."""
     gpus: int = 1
     """How many it takes."""
     variants: Mapping[str, Benchmark] = field(default_factory=dict)
@@ -165,7 +149,7 @@ class Benchmark:
 
     def add_parser(self, benchmarks: Any) -> None:
         """Add the benchmark to the command line."""
-        lacking = "its rows are modelled" if self.can_model else "exit code 1"
+        lacking = "its rows are modelled" if self.modelled else "exit code 1"
         epilog = (
             f"{self.note} Without a GPU {lacking}. CUPYATTN_ARCH=75 times Turing's code on newer "
             "ones."
@@ -177,9 +161,7 @@ class Benchmark:
         for option in {option.name: option for option in reversed(every)}.values():
             option.add(parser)
         for flag, variant in self.variants.items():
-            changed = [f"--{each.name} {_shown(each.default)}" for each in variant.changed(self)]
-            defaults = f"; its defaults: {' '.join(changed)}"
-            Option(flag, False, variant.help + (defaults if changed else "")).add(parser)
+            Option(flag, False, variant.help).add(parser)
         shared = parser.add_argument_group("of every benchmark")
         for option in (*TIMED, JSON):
             option.add(shared)
@@ -191,18 +173,6 @@ class Benchmark:
             f"has {has}. {MEANING} (default: none)", baseline_names, metavar="NAMES",
         ).add(shared)  # fmt: skip
         parser.set_defaults(run=self.run)
-
-    def changed(self, parent: Benchmark) -> list[Option]:
-        """Return the options of a variant whose default is not its parent's."""
-        before = {option.name: option.default for option in parent.options}
-        return [
-            each for each in self.options if before.get(each.name, each.default) != each.default
-        ]
-
-    @property
-    def can_model(self) -> bool:
-        """Whether it has rows without a GPU."""
-        return self.modelled is not None or self.modelled_rows is not None
 
     def parse(self, *words: str) -> tuple[Benchmark, argparse.Namespace]:
         """Return what a command line runs, and the values of all its options."""
@@ -252,18 +222,17 @@ class Benchmark:
         """Return the content of the JSON."""
         head = {"command": self.name, "invocation": invocation(sys.argv)}
         began = time.monotonic()
-        facts = {name: getattr(arguments, name) for name in self.facts}
-        if arguments.modelled or (self.can_model and not device_count()):
-            if not self.can_model:
-                raise RuntimeError("--modelled: there is no model of this; leave it out")
-            about, found = self._modelled(arguments)
+        if self.modelled is not None and (arguments.modelled or not device_count()):
+            about = {"modelled": True, "machine": "T4", **this_host()}
+            rows = ({**row, "modelled": True} for row in self.modelled(arguments))
+            found = rows_until_failure(rows)
         else:
             if device_count() < self.gpus:
                 few = f"there are {device_count()} CUDA devices, and this takes {self.gpus} or more"
                 raise RuntimeError(NO_GPU if self.gpus == 1 else few)
             about, found = self._measured(arguments)
             about |= {"calls": arguments.calls, "warm_up": arguments.warm_up}
-        return {**head, **about, **facts, **found, "took_s": time.monotonic() - began}
+        return {**head, **about, **found, "took_s": time.monotonic() - began}
 
     def harness_rows(self, arguments: argparse.Namespace, harness: Harness) -> Iterable[Row]:
         """Return the rows that a harness measures."""
@@ -271,27 +240,6 @@ class Benchmark:
             return self.rows(arguments, harness)
         assert self.cases is not None
         return measured(self.cases(arguments, harness), harness)
-
-    def _modelled(self, arguments: argparse.Namespace) -> tuple[Result, Result]:
-        rows: Iterable[Row]
-        if self.modelled_rows is not None:
-            rows = self.modelled_rows(arguments)
-        else:
-            rows = modelled_rows(self.modelled_cases(arguments))
-        card = MACHINES.get(self.machine)
-        about = {
-            **{"modelled": True, "machine": self.machine, **this_host(), **modelled_with()},
-            "ceilings": None if card is None else ceilings_of(card),
-        }
-        return about, rows_until_failure({**row, "modelled": True} for row in rows)
-
-    def modelled_cases(self, arguments: argparse.Namespace) -> Callable[[Harness], list[Case]]:
-        """Return what makes the cases that are modelled."""
-        modelled, cases = self.modelled, self.cases
-        assert modelled is not None
-        assert cases is not None
-        small = argparse.Namespace(**{**vars(arguments), **modelled(arguments)})
-        return lambda harness: list(cases(small, harness))
 
     def _measured(self, arguments: argparse.Namespace) -> tuple[Result, Result]:
         cupy = load_cupy()
@@ -318,10 +266,6 @@ def every(arguments: argparse.Namespace, *names: str) -> Iterator[dict[str, Any]
     lists = [value if isinstance(value, list) else [value] for value in values]
     for combination in product(*lists):
         yield dict(zip(names, combination, strict=True))
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _require_taken(flag: str, variant: Benchmark, values: Mapping[str, Any]) -> None:

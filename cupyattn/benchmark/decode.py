@@ -1,17 +1,15 @@
 """``python -m cupyattn.benchmark decode``: a step of decoding over a paged cache, and around it.
 
 The measure is the memory's speed: GB/s of the K and V in use. For caches of integers it is tokens
-a second compared with caches of floats. Variants time the steps of serving one by one
-(``--sweep``), a chunk of a prompt (``--prefill``), and what writes, copies and gathers the blocks
-of a cache (``--cache-operations``).
+a second compared with caches of floats. Variants time a chunk of a prompt (``--prefill``), and what
+writes, copies and gathers the blocks of a cache (``--cache-operations``).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,17 +39,6 @@ CACHES = {"float": None, "int8": 8, "int4": 4}
 """What paged caches store, and the bits of an integer."""
 SHORTEST = 256
 """The fewest tokens of a ragged sequence."""
-SWEEP = (
-    "--batch 64 --context 4096 16384 32768",
-    "--batch 64 --context 4096 16384 32768 --cache int8 int4 --layout paged --block-size 16",
-    "--batch 64 --context 4096 --kv-heads 32 --head-dim 64 --block-size 16",
-    "--batch 1 --context 32768 --block-size 16",
-    "--batch 8 --context 32768 --ragged --block-size 16",
-    "--batch 64 --context 4096 --head-dim 1 16 32 64 96 128 192 256 --block-size 16",
-    "--batch 64 --context 4096 --head-dim 1 64 128 256 --dtype float32 bfloat16 --layout paged "
-    "--block-size 16",
-)
-"""Steps of serving, a line of options each; the caches have the layout of `PagedKVCache`."""
 OPERATIONS = {"append": "append_kv", "copy": "copy_blocks", "gather": "gather"}
 _TOLERANCE = 0.02
 _SCALE_BYTES = 4
@@ -75,8 +62,6 @@ class Step(NamedTuple):
     block_size: int | None
     dtype: str
     cache: str = "float"
-    heads_first: bool = False
-    """A block stores all slots of one head next to each other, instead of all heads of a slot."""
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each sequence."""
@@ -93,6 +78,12 @@ class Step(NamedTuple):
         row = self.head_dim * (STORAGE[self.dtype] if bits is None else bits / 8)
         row += 0 if bits is None else _SCALE_BYTES
         return int(self.lengths().sum() * 2 * self.kv_heads * row)
+
+    @property
+    def flops(self) -> int:
+        """The operations of both products in causal order, for lengths that are the context."""
+        seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
+        return 4 * self.batch * self.heads * self.head_dim * seen
 
     def arrays(self, xp: Any) -> tuple[Any, ...]:
         """Return q, the caches, the table and lengths; blocks are anywhere in the pool.
@@ -113,8 +104,10 @@ class Step(NamedTuple):
         bits = CACHES[self.cache]
         stored, *scales = (some,) if bits is None else quantise(some, bits)
         q = drawn(self.batch, self.queries, self.heads, self.head_dim)
-        caches = [_pool(xp, stored, num_blocks, self.heads_first) for _ in range(2)]
-        all_scales = [_pool(xp, each, num_blocks, True) for each in (*scales, *scales)]
+        # PagedKVCache stores the slots of a head next to each other.
+        paged = self.block_size is not None
+        caches = [_pool(xp, stored, num_blocks, heads_first=paged) for _ in range(2)]
+        all_scales = [_pool(xp, each, num_blocks, heads_first=True) for each in (*scales, *scales)]
         table = [] if self.block_size is None else [xp.asarray(ids.reshape(self.batch, -1))]
         return xp.asarray(q), *caches, *table, xp.asarray(lengths), *all_scales
 
@@ -129,13 +122,23 @@ class Step(NamedTuple):
         used = lengths if self.ragged else None
         return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
 
+    def packed_call(self, xp: Any) -> Call:
+        """Return the call over a paged cache with packed queries."""
+        q, *cache = self.arrays(xp)
+        flat = q.reshape(-1, self.heads, self.head_dim)
+        bounds = xp.arange(self.batch + 1, dtype=xp.int32) * self.queries
+        return partial(
+            cupyattn.paged_attention, flat, *cache, causal=True, cu_seqlens_q=bounds,
+            max_seqlen_q=self.queries, out=xp.empty_like(flat),
+        )  # fmt: skip
+
     def round(self, harness: Harness, layers: int, make: Callable[[], Call]) -> Round:
         """Return a call for each layer; layers alternate between caches that exceed any L2."""
         calls = [make() for _ in range(harness.sets(self.bytes, layers))]
         return [calls[layer % len(calls)] for layer in range(layers)]
 
 
-def _pool(xp: Any, block: np.ndarray, num_blocks: int, heads_first: bool) -> Any:
+def _pool(xp: Any, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> Any:
     """Return that many copies of a block (1, block_size, G, ...)."""
     shape = (num_blocks, *block.shape[1:])
     if heads_first:
@@ -162,7 +165,7 @@ def steps(arguments: argparse.Namespace) -> list[Step]:
             "ask for fewer, or time a chunk of a prompt with --prefill",
         )
     names = ("dtype", "head_dim", "context", "batch", "ragged", "heads", "kv_heads", "queries")
-    paged = ("block_size", "cache", "heads_first")
+    paged = ("block_size", "cache")
     return [
         Step(**each, **of_layout)
         for each in every(arguments, *names)
@@ -171,18 +174,9 @@ def steps(arguments: argparse.Namespace) -> list[Step]:
     ]
 
 
-def sweep() -> list[Step]:
-    """Return the steps of serving, which vary one thing at a time."""
-    lines = (BENCHMARK.parse(*line.split(), "--heads-first")[1] for line in SWEEP)
-    return list(dict.fromkeys(step for line in lines for step in steps(line)))
-
-
 def _cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield a case for each step."""
-    chosen = steps(arguments) if hasattr(arguments, "context") else sweep()
-    if getattr(arguments, "small", False):  # what a step reaches hardly depends on its length
-        chosen = list(dict.fromkeys(step._replace(batch=2, context=512) for step in chosen))
-    for step in chosen:
+    for step in steps(arguments):
         call = partial(step.round, harness, arguments.layers, partial(step.call, harness.xp))
         other = harness.baselines if step.block_size is None and not step.ragged else ()
         yield Case(
@@ -198,18 +192,12 @@ def _cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
 
 
 def _baseline(name: str, step: Step, layers: int, harness: Harness) -> Implementation:
-    make = _composed if name == "cupy" else partial(_by_torch, name)
-
     def prepare() -> Round:
         if step.queries > 1:  # PyTorch aligns the first query, not the last
             raise NotImplementedError("other libraries are timed with one query token")
-        return step.round(harness, layers, partial(make, step, harness))
+        return step.round(harness, layers, partial(_by_torch, name, step, harness))
 
-    return Implementation.of(name, prepare, _same if name == "cupy" else swapped)
-
-
-def _same(out: Any) -> Any:
-    return out
+    return Implementation.of(name, prepare, swapped)
 
 
 def _by_torch(name: str, step: Step, harness: Harness) -> Call:
@@ -219,113 +207,30 @@ def _by_torch(name: str, step: Step, harness: Harness) -> Call:
     return forward_calls(torch, attend, tensors, within)[0]
 
 
-def _composed(step: Step, harness: Harness) -> Call:
-    """Return two products of cuBLAS, and a softmax between them."""
-    xp = harness.xp
-    q, k, v, _ = step.arrays(xp)
-    grouped = q.reshape(step.batch, step.kv_heads, -1, step.head_dim)
-    scale = np.float32(step.head_dim**-0.5)
-
-    def call() -> Any:
-        scores = xp.matmul(grouped, k.transpose(0, 2, 3, 1)).astype(np.float32) * scale
-        scores = xp.exp(scores - scores.max(-1, keepdims=True))
-        weights = (scores / scores.sum(-1, keepdims=True)).astype(v.dtype)
-        return xp.matmul(weights, v.swapaxes(1, 2)).reshape(q.shape)
-
-    return call
-
-
-class Chunk(NamedTuple):
-    """A chunk of `queries` tokens at the end of `context` in each sequence."""
-
-    batch: int
-    context: int
-    queries: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str
-
-    @property
-    def flops(self) -> int:
-        """The operations of both products in causal order."""
-        seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
-        return 4 * self.batch * self.heads * self.head_dim * seen
-
-    def dense(self, harness: Harness) -> tuple[Any, Any, Any]:
-        """Return q, k and v."""
-        normal = partial(harness.arrays(2).normal, dtype=self.dtype)
-        keys = (self.batch, self.context, self.kv_heads, self.head_dim)
-        q = normal(self.batch, self.queries, self.heads, self.head_dim)
-        return q, normal(*keys), normal(*keys)
-
-    def paged(self, xp: Any, k: Any, v: Any) -> tuple[Any, Any, Any, Any]:
-        """Return the caches that store k and v in blocks anywhere, the table and the lengths."""
-        columns = -(-self.context // self.block_size)
-        num_blocks = self.batch * columns
-        table = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
-        ids = xp.asarray(table)
-        caches = []
-        for dense in (k, v):
-            padded = xp.zeros((self.batch, columns * self.block_size, *dense.shape[2:]), k.dtype)
-            padded[:, : self.context] = dense
-            cache = xp.empty((num_blocks, self.block_size, *dense.shape[2:]), k.dtype)
-            cache[ids] = padded.reshape(cache.shape)
-            caches.append(cache)
-        lengths = xp.full(self.batch, self.context, xp.int32)
-        return caches[0], caches[1], ids.reshape(self.batch, columns), lengths
-
-
-class _ChunkInputs:
-    def __init__(self, chunk: Chunk, harness: Harness) -> None:
-        self.chunk, self.harness = chunk, harness
-
-    @cached_property
-    def calls(self) -> dict[str, Call]:
-        """The dense forward, and the paged one, packed too."""
-        chunk, xp = self.chunk, self.harness.xp
-        q, k, v = chunk.dense(self.harness)
-        flat, out = q.reshape(-1, chunk.heads, chunk.head_dim), xp.empty_like(q)
-        paged = partial(cupyattn.paged_attention, causal=True)
-        cache, packed = chunk.paged(xp, k, v), {"max_seqlen_q": chunk.queries}
-        packed["cu_seqlens_q"] = xp.arange(chunk.batch + 1, dtype=xp.int32) * chunk.queries
-        return {
-            "dense": partial(cupyattn.attention, q, k, v, causal=True, out=out),
-            "paged": partial(paged, q, *cache, out=out),
-            "packed": partial(paged, flat, *cache, **packed, out=xp.empty_like(flat)),
-        }
-
-    def round(self, layout: str) -> Round:
-        """Return one of the calls."""
-        return [self.calls[layout]]
-
-
 def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield every combination of the options; a chunk is at most the context."""
     names = ("context", "batch", "block_size", "queries", "heads", "kv_heads", "head_dim", "dtype")
     for each in every(arguments, *names):
-        chunk = Chunk(**{**each, "queries": min(arguments.queries, each["context"])})
-        inputs = _ChunkInputs(chunk, harness)
-        shape = (chunk.batch, chunk.queries, chunk.heads, chunk.head_dim)
+        labels = {**each, "queries": min(arguments.queries, each["context"])}
+        chunk = Step(**labels, ragged=False)
+        calls: dict[str, Callable[[Any], Call]] = {
+            "dense": chunk._replace(block_size=None).call,
+            "paged": chunk.call,
+            "packed": chunk.packed_call,
+        }
         yield Case(
-            chunk._asdict(),
+            labels,
             [
-                Implementation(
-                    f"cupyattn {layout}",
-                    partial(inputs.round, layout),
-                    comparable=partial(_reshaped, shape),
-                )
-                for layout in ("dense", "paged", "packed")
+                Implementation(f"cupyattn {layout}", partial(_alone, call, harness.xp))
+                for layout, call in calls.items()
             ],
             flops=chunk.flops,
             ceiling=products_of(chunk.dtype),
-            tolerance=_TOLERANCE,
         )
 
 
-def _reshaped(shape: tuple[int, ...], out: Any) -> Any:
-    return out.reshape(shape)
+def _alone(call: Callable[[Any], Call], xp: Any) -> Round:
+    return [call(xp)]
 
 
 class Blocks(NamedTuple):
@@ -441,7 +346,6 @@ _TOKENS = (
 )  # fmt: skip
 _CACHE = Option("cache", ["float"], "storage of paged caches: q's dtype, or integers with scales",
                 choices=tuple(CACHES))  # fmt: skip
-_LAYER_COUNT = Option("layers", 16, "calls of a step")
 PREFILL = Benchmark(
     name="prefill",
     title="Prefill",
@@ -465,7 +369,6 @@ CACHE_OPERATIONS = Benchmark(
         block_size=[16],
     ),
     cases=cache_cases,
-    modelled=lambda arguments: {"tokens": [64]},
 )
 BENCHMARK = Benchmark(
     name="decode",
@@ -475,32 +378,17 @@ BENCHMARK = Benchmark(
     "with a call for each layer.",
     note="Times are of a layer; K and V of a case count once.",
     options=(
-        *(*_SHARED, *_TOKENS, _CACHE, _LAYER_COUNT),
+        *(*_SHARED, *_TOKENS, _CACHE, Option("layers", 16, "calls of a step")),
         Option("layout", list(LAYOUTS), "layouts of keys and values", choices=LAYOUTS),
         Option("ragged", False, f"lengths from {SHORTEST} to the context, drawn evenly"),
-        Option("heads-first", False, "lay out a block of paged caches in memory as (heads, slots), "
-               "not as (slots, heads)"),
     ),
     cases=_cases,
-    modelled=lambda arguments: {"small": True},
-    baselines=("eager", *BACKENDS, "cupy"),
+    baselines=("eager", *BACKENDS),
     beside="cache",
     quick={
         "batch": [1, 64],
         "block_size": [16],
         "cache": ["float", "int8", "int4"],
-        "heads_first": True,
     },
-    facts=("layers",),
+    variants={"prefill": PREFILL, "cache-operations": CACHE_OPERATIONS},
 )  # fmt: skip
-_SWEEP = replace(
-    BENCHMARK,
-    help="time the steps of serving instead of combinations of these options, one thing varied at "
-    "a time: contexts, block sizes, integers, heads, one sequence, ragged ones, head dims, dtypes",
-    options=(_LAYER_COUNT,),
-    quick={},
-)
-BENCHMARK = replace(
-    BENCHMARK,
-    variants={"sweep": _SWEEP, "prefill": PREFILL, "cache-operations": CACHE_OPERATIONS},
-)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from cupyattn.benchmark.command import FAILURES, JSON, Benchmark
-from cupyattn.benchmark.libraries import BASELINES, GROUPS, baseline_names
+from cupyattn.benchmark.libraries import baseline_names
 from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.cli.arguments import positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
@@ -30,7 +30,6 @@ _QUICK_PART_S = 130.0
 _QUICK_LEAST_S = 20.0  # what the parts before one leave it: its first rows, with compilation
 _TO_BEGIN_S = 1.0  # a part with less would be interrupted while it imports
 _TO_FINISH_S = 15.0  # for a part that was interrupted, and writes its rows
-_LEFT_OUT = ("sweep",)  # the same calls again
 
 
 class Part(NamedTuple):
@@ -41,7 +40,7 @@ class Part(NamedTuple):
 
     def runs_with(self, gpus: int) -> bool:
         """Tell whether it has rows on a machine with so many GPUs."""
-        return gpus >= self.benchmark.gpus or (gpus == 0 and self.benchmark.can_model)
+        return gpus >= self.benchmark.gpus or (gpus == 0 and self.benchmark.modelled is not None)
 
 
 def parts_of(benchmarks: Sequence[Benchmark]) -> dict[str, Part]:
@@ -50,8 +49,7 @@ def parts_of(benchmarks: Sequence[Benchmark]) -> dict[str, Part]:
     for benchmark in benchmarks:
         found[benchmark.name] = Part(benchmark, (benchmark.name,))
         for flag, variant in benchmark.variants.items():
-            if flag not in _LEFT_OUT:
-                found[variant.name] = Part(variant, (benchmark.name, f"--{flag}"))
+            found[variant.name] = Part(variant, (benchmark.name, f"--{flag}"))
     return found
 
 
@@ -73,15 +71,15 @@ class Everything:
             epilog="Exit code 1 if one of them fails; the others run all the same, and the file is "
             "written after each.",
         )
-        parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
-                            help="some of them (default: all)")  # fmt: skip
-        parser.add_argument("--peers", type=baseline_names, default=tuple(BASELINES),
-                            metavar="NAMES", help="other libraries, as for each benchmark "
-                            "(default: all)")  # fmt: skip
+        parser.add_argument(
+            "--only", nargs="+", choices=names, default=names, help="some of them (default: all)"
+        )
+        parser.add_argument(
+            "--peers", default="all", help="other libraries, as for each benchmark (default: all)"
+        )
         parser.add_argument(
             "--quick", action="store_true", help="fewer cases and calls, in less than 8 minutes"
         )
-        parser.add_argument("--modelled", action="store_true", help="as without a GPU")
         parser.add_argument("--minutes", type=positive, metavar="N", help="of all together; what "
                             "does not fit is cut, which the table reports (default: "
                             f"{MINUTES:g}, with --quick {QUICK_MINUTES:g})")  # fmt: skip
@@ -91,30 +89,31 @@ class Everything:
     def run(self, arguments: argparse.Namespace) -> int:
         """Run them, and return the exit code."""
         try:
+            baseline_names(arguments.peers)
             if arguments.json is not None:
                 require_writable(arguments.json)
-        except FAILURES as failure:
+        except (argparse.ArgumentTypeError, *FAILURES) as failure:
             fail("all", failure, as_json=False)
             return 1
-        gpus = 0 if arguments.modelled else device_count()
+        gpus = device_count()
         minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
         ends = time.monotonic() + 60 * minutes
         results: list[Result] = []
         told: list[tuple[str, str, str]] = []
         every = parts_of(self.benchmarks)
         wanted = {name: part for name, part in every.items() if name in arguments.only}
+        shared = [*["--quick"] * arguments.quick, "--peers", arguments.peers]
         to_run = sum(part.runs_with(gpus) for part in wanted.values())
         for name, part in wanted.items():
             if not part.runs_with(gpus):
-                takes = part.benchmark.gpus
-                told.append((name, "", f"left out: it takes {_gpus(takes)}"))
+                told.append((name, "", f"left out: it takes {part.benchmark.gpus} or more GPUs"))
                 continue
             began = time.monotonic()
             to_run -= 1
             seconds = ends - began
             if arguments.quick:
                 seconds = min(seconds - to_run * _QUICK_LEAST_S, _QUICK_PART_S)
-            result, verdict = run_part([*part.words, *words_of(arguments)], seconds)
+            result, verdict = run_part([*part.words, *shared], seconds)
             told.append((name, f"{time.monotonic() - began:.1f} s", verdict))
             if result is not None:
                 results.append(result)
@@ -127,17 +126,6 @@ class Everything:
 
         emit({}, show, as_json=False)
         return int(any(verdict.startswith("FAILED") for _, _, verdict in told))
-
-
-def _gpus(count: int) -> str:
-    return "a GPU" if count == 1 else f"{count} GPUs"
-
-
-def words_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the words that every part gets."""
-    flags = [f"--{name}" for name in ("quick", "modelled") if getattr(arguments, name)]
-    groups = [name for name, members in GROUPS.items() if members == arguments.peers]
-    return [*flags, "--peers", *(groups or [",".join(arguments.peers)])]
 
 
 def run_part(words: Sequence[str], seconds: float) -> tuple[Result | None, str]:

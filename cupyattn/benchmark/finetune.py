@@ -1,7 +1,6 @@
 """``python -m cupyattn.benchmark finetune``: a step of LoRA, with its budget, and PEFT's.
 
-A step computes three passes over each frozen weight: forward, forward again in the backward, and
-dx. `flops_of` counts them.
+A row's memory and its budget count the weights.
 """
 
 from __future__ import annotations
@@ -22,22 +21,13 @@ from cupyattn.benchmark.cases import Harness, Row, row_of, without
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import BASELINES, missing_library
 from cupyattn.benchmark.other_models import transformers_config
-from cupyattn.benchmark.timer import PRODUCTS, Timer
+from cupyattn.benchmark.timer import Timer
 from cupyattn.cli.arguments import integer
 from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error
-from cupyattn.models import Model, training
-from cupyattn.models.training.adapted_product import AdaptedProduct
+from cupyattn.models import training
 from cupyattn.models.training.budget import Training, budget_of
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.progress import progress
-
-_PASSES = 3
-"""Over a frozen weight: forward, the same again in the backward, and dx."""
-_OF_A, _OF_B = 5, 4
-"""Products with an adapter's matrices: those, dw, and u = x A^T once more for the dw of B."""
-_ATTENTION = 2 + 2.5
-"""Forwards' work: forward, the same again, and a backward of two and a half."""
 
 
 class Size(NamedTuple):
@@ -50,27 +40,6 @@ class Size(NamedTuple):
     def tokens(self) -> int:
         """All of them."""
         return self.samples * self.length
-
-
-def flops_of(model: Model, size: Size) -> float:
-    """Return the floating-point operations of a step's products, and of its attention.
-
-    `model` has adapters. Causal attention has half of all scores; what leaves a layer is not
-    computed again.
-    """
-    config = model.config
-    per_token = 2 * 2 * config.vocab_size * config.hidden_size  # the head: forward and dx
-    for layer in model.weights.layers:
-        fields = ("qkv", "up") if layer.qkv_up is None else ("qkv_up",)
-        for field in (*fields, "output", "down"):
-            product, again = getattr(layer, field), int(field != "down")
-            rows, columns = product.weight.shape
-            per_token += 2 * (_PASSES - 1 + again) * rows * columns
-            if isinstance(product, AdaptedProduct):
-                per_token += 2 * (_OF_A - 1 + again) * product.a.size
-                per_token += 2 * (_OF_B - 1 + again) * product.b.size
-    scores = config.num_layers * config.num_heads * config.head_dim * size.length
-    return size.tokens * (per_token + _ATTENTION * 4 * scores / 2)
 
 
 _LR = 1e-4
@@ -123,23 +92,19 @@ def own(plan: Plan, size: Size, xp: Any, held: Callable[[], int]) -> dict[str, A
     budget = budget_of(
         Training(made.config, made.dtype, plan.quantize, lora, "float32", size.tokens, size.samples)
     )
-    flops = flops_of(adapters.model, size)
     return {
-        "dtype": made.dtype,
         "seconds": seconds,
-        "flops": flops,
         "held_bytes": held(),
         "budget_bytes": budget.total,
         "budget": {line.what: line.size for line in budget.lines},
     }
 
 
-BASELINES_OF_TRAINING = ("peft", "peft-nf4")
-"""In float16; and with bitsandbytes' weights of four bits, for models in folders."""
+PEFT = "peft"
 _LOSS_SCALE = 2.0**10
 
 
-def baseline(name: str, plan: Plan, size: Size) -> dict[str, Any]:
+def baseline(plan: Plan, size: Size) -> dict[str, Any]:
     """Time PEFT's steps: gradient checkpointing, LoRA on all linear layers, fused AdamW.
 
     Raises RuntimeError if it is not installed, or cannot train this model.
@@ -148,10 +113,10 @@ def baseline(name: str, plan: Plan, size: Size) -> dict[str, Any]:
         torch = import_module("torch")
         transformers, peft = import_module("transformers"), import_module("peft")
     except ImportError as failure:
-        raise missing_library(name, failure) from failure
+        raise missing_library(PEFT, failure) from failure
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    model = _adapted(name, plan, torch, transformers, peft)
+    model = _adapted(plan, torch, transformers, peft)
     step = _baseline_step(model, samples_of(model.config.vocab_size, size), torch)
     seconds = timed(step, plan)
     held = torch.cuda.max_memory_reserved() - before
@@ -160,22 +125,8 @@ def baseline(name: str, plan: Plan, size: Size) -> dict[str, Any]:
     return {"seconds": seconds, "held_bytes": held}
 
 
-def _adapted(name: str, plan: Plan, torch: Any, transformers: Any, peft: Any) -> Any:
-    random = plan.model in models.PRESETS
-    if name == "peft-nf4":
-        if random:
-            raise error(
-                RuntimeError, "weights of four bits and random weights",
-                "bitsandbytes quantises models as they are read from files",
-                "pass --model with a folder",
-            )  # fmt: skip
-        bits = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
-        )
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            plan.model, quantization_config=bits, dtype=torch.float16
-        )
-    elif random:
+def _adapted(plan: Plan, torch: Any, transformers: Any, peft: Any) -> Any:
+    if plan.model in models.PRESETS:
         config = transformers_config(transformers, models.PRESETS[plan.model])
         with torch.device("cuda"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
@@ -233,10 +184,10 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
                 found = _held_alone(partial(own, plan, size, harness.xp))
                 yield _row({**given, "quantize": quantize}, OWN, found, harness)
             for who in harness.baselines:
-                labels = {**given, "quantize": "nf4" if who == "peft-nf4" else None}
+                labels = {**given, "quantize": None}
                 try:
                     harness.require_time_for(who)
-                    found = baseline(who, Plan(name, None, arguments.lora_rank, timer), size)
+                    found = baseline(Plan(name, None, arguments.lora_rank, timer), size)
                 except Exception as failure:  # another library may raise anything
                     yield without(labels, BASELINES[who], failure)
                 else:
@@ -252,10 +203,7 @@ def _row(
     also = {"held_mb": found["held_bytes"] / 1e6}
     if "budget" in found:
         also |= {"budget_mb": found["budget_bytes"] / 1e6, "budget": found["budget"]}
-    row = row_of(
-        labels, implementation, found["seconds"], flops=found.get("flops"), ceiling=PRODUCTS,
-        ceilings=harness.ceilings, also=also,
-    )  # fmt: skip
+    row = row_of(labels, implementation, found["seconds"], also=also)
     row["also"]["tokens_per_s"] = tokens / row["times"]["p50_s"]
     return row
 
@@ -272,7 +220,7 @@ def _held_alone(work: Callable[[Held], dict[str, Any]]) -> dict[str, Any]:
 BENCHMARK = Benchmark(
     name="finetune",
     title="Fine-tuning",
-    help="a step of LoRA: time, share of the products' rate, memory and its budget",
+    help="a step of LoRA: time, memory and its budget",
     description="Time steps of LoRA on all linear layers as finetune takes them, AdamW and the "
     "reading of the loss among them, and what they hold of the GPU; then the same by transformers "
     "and PEFT, where they are installed.",
@@ -288,6 +236,6 @@ BENCHMARK = Benchmark(
         Option("lora-rank", 16, "rank of the adapters"),
     ),
     rows=rows,
-    baselines=BASELINES_OF_TRAINING,
+    baselines=(PEFT,),
     quick={"budget": 2.0, "limit": 30.0},
 )  # fmt: skip

@@ -61,27 +61,20 @@ def _timed(device: CudaDevice) -> list[Timed]:
     q, k, v = (cupy.asarray(rng.standard_normal(_SHAPE).astype(np.float16)) for _ in range(3))
     batch, length, heads, _ = _SHAPE
     out, lse = cupy.empty_like(q), cupy.empty((batch, heads, length), np.float32)
-    logits = cupy.asarray(rng.standard_normal((batch, 1000)).astype(np.float16))
     options: dict[str, Any] = {"causal": True, "implementation": "tiled"}
     attend = partial(cupyattn.attention, q, k, v, **options)
-    into = {"out": cupy.empty(batch, np.int32), "workspace": cupy.empty(2**20, np.uint8)}
-    sample = partial(cupyattn.sample, logits, seed=1, **into)
     # The start of the same kernel with arguments that are ready, as a plan has them.
     recorded = attention_launch(device.arch, q, k, v, AttentionOptions(**options))
     *others, params = recorded.arguments[5:]
     arrays = (*recorded.arguments[:3], out, lse, *others)
     passed = [device.null if x is None else device.argument(x) for x in arrays]
     launch = partial(start, device, recorded.specialisation, recorded.grid[0], passed, (params,))
-    with_lse = "attention, return_lse"
     return [
         Timed("attention, out=", partial(attend, out=out), GOAL_WITH_OUT_US),
         Timed("attention", attend, GOAL_US),
-        Timed(f"{with_lse}, out=(out, lse)", partial(attend, return_lse=True, out=(out, lse)),
-              GOAL_WITH_OUT_US),
-        Timed(with_lse, partial(attend, return_lse=True), GOAL_US),
+        Timed("attention, return_lse, out=(out, lse)",
+              partial(attend, return_lse=True, out=(out, lse)), GOAL_WITH_OUT_US),
         *_layers(q, out, k[0, :, 0], out[0, :, 0]),
-        Timed("sample, out=, workspace=: two launches", sample, None),
-        Timed("sample, top_p=, out=, workspace=: three launches", partial(sample, top_p=0.9), None),
         Timed("the attention kernel's launch alone", launch, None),
         Timed("an empty array of CuPy", partial(cupy.empty, _SHAPE, np.float16), None),
     ]  # fmt: skip

@@ -18,8 +18,7 @@ from cupyattn.errors import error
 BASELINES = {
     **{name: f"torch {name}" for name in ("eager", "cudnn", "flash", "efficient", "math")},
     **{"compile": "torch compile", "triton": "triton", "cublas": "cublas", "cupy": "cupy"},
-    **{"transformers": "transformers", "static": "transformers static", "vllm": "vllm"},
-    **{"peft": "peft", "peft-nf4": "peft nf4"},
+    **{"transformers": "transformers", "static": "transformers static", "peft": "peft"},
 }
 """What a row calls a baseline, by its name on the command line."""
 MEANING = (
@@ -31,7 +30,7 @@ MEANING = (
 BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION",
             "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}  # fmt: skip
 """Members of ``torch.nn.attention.SDPBackend``."""
-SLOW = ("compile", "triton", "transformers", "static", "vllm", "peft", "peft-nf4")
+SLOW = ("compile", "triton", "transformers", "static", "peft")
 """Baselines that compile or load for seconds: they are left out first when time runs short."""
 GROUPS = {
     "all": tuple(BASELINES),

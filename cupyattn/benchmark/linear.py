@@ -57,7 +57,6 @@ LAYOUTS = ("nk", "kn")
 KINDS = ("large", "thin", "backward")
 OWN, READING = "cupyattn", "read w"
 TOLERANCE = 0.02
-_EMULATED_ROWS, _EMULATED_WEIGHT = {1, 16}, ((1024, 2048),)
 _MOST_WEIGHTS = 10**6
 
 
@@ -211,31 +210,11 @@ class Inputs:
             return libraries.backward_calls(torch, function, (x, ws[0], b), dout=dout)
         return [libraries.forward_calls(torch, function, (x, w, b))[0] for w in ws]
 
-    def array_calls(self, name: str) -> Round:
-        """Return products of cuBLAS by CuPy: alone, or with bias and activation after them."""
-        xp, product = self.harness.xp, self.product
-        x, weights, _, _, out = self.arrays
-        result = xp.empty_like(out)
-
-        def call(w: Array) -> Any:
-            found = xp.matmul(x, w.T if product.layout == "nk" else w, out=result)
-            return found if name == "cublas" else self.finished(found)
-
-        return [partial(call, w) for w in weights]
-
-    def finished(self, product: Any) -> Any:
-        """Return a product with its bias and activation, by array functions."""
-        z = product.astype(np.float32) + self.arrays.b.astype(np.float32)
-        return FORMULAS[self.product.activation](self.harness.xp, z).astype(product.dtype)
-
-
-FORMULAS: dict[str | None, Callable[[Any, Any], Any]] = {
-    None: lambda xp, z: z,
-    "relu": lambda xp, z: xp.maximum(z, 0),
-    "silu": lambda xp, z: z / (1 + xp.exp(-z)),
-    "gelu_tanh": lambda xp, z: z / (1 + xp.exp(-1.5957691216 * (z + 0.044715 * z**3))),
-}
-"""Activations of float32 arrays, by array functions; 2 sqrt(2 / pi) is in the last."""
+    def product_calls(self) -> Round:
+        """Return the products alone, by cuBLAS as CuPy calls it."""
+        xp, (x, weights, _, _, out) = self.harness.xp, self.arrays
+        ws = [w.T if self.product.layout == "nk" else w for w in weights]
+        return [partial(xp.matmul, x, w, out=xp.empty_like(out)) for w in ws]
 
 
 def products(arguments: argparse.Namespace) -> Iterator[Product]:
@@ -245,9 +224,8 @@ def products(arguments: argparse.Namespace) -> Iterator[Product]:
             continue
         usual: Sequence[tuple[int, int, int]] = QUANTISED if arguments.weights else LARGE
         if kind == "thin":
-            thin = getattr(arguments, "thin", THIN)
-            usual = [(m, n, k) for n, k in thin for m in arguments.few]
-        sizes = usual if kind == "thin" and hasattr(arguments, "thin") else arguments.size or usual
+            usual = [(m, n, k) for n, k in THIN for m in arguments.few]
+        sizes = arguments.size or usual
         plain = kind == "thin" or arguments.weights
         activation = arguments.activation or ("none" if plain else "gelu_tanh")
         after = None if activation == "none" else activation
@@ -265,7 +243,7 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield a case for each product."""
     for product in products(arguments):
         inputs, thin = Inputs(product, harness), product.kind == "thin"
-        reading = Implementation(READING, inputs.reading_calls, modelled=False)
+        reading = Implementation(READING, inputs.reading_calls)
         yield Case(
             asdict(product),
             [
@@ -290,9 +268,8 @@ def _baselines(product: Product, inputs: Inputs, harness: Harness) -> Iterator[I
             yield Implementation.of(
                 name, partial(inputs.torch_calls, name), _kn if backward else _same
             )
-        elif product.kind != "backward" and product.activation in FORMULAS:
-            after = inputs.finished if name == "cublas" else _same
-            yield Implementation.of(name, partial(inputs.array_calls, name), after)
+        elif product.kind != "backward":  # without bias and activation: another result
+            yield Implementation.of(name, inputs.product_calls, lambda result: None)
 
 
 def _same(result: Any) -> Any:
@@ -328,10 +305,6 @@ BENCHMARK = Benchmark(
                choices=("none", *ACTIVATIONS)),
     ),
     cases=cases,
-    modelled=lambda arguments: {
-        "few": sorted({*arguments.few} & _EMULATED_ROWS),
-        "thin": _EMULATED_WEIGHT,
-    },
-    baselines=("eager", "compile", "cublas", "cupy"),
+    baselines=("eager", "compile", "cublas"),
     quick={"few": [1, 16]},
 )  # fmt: skip

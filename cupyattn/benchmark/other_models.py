@@ -1,4 +1,4 @@
-"""Whole models of other libraries, with the same weights: transformers and vLLM."""
+"""Whole models of transformers: those of the same files, or random weights of the same shapes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.benchmark.libraries import missing_library
-from cupyattn.errors import error
 from cupyattn.models import Config, Model
-from cupyattn.models.checkpoints.names import HUGGING_FACE, places
 
-GENERATING = ("transformers", "static", "vllm")
-"""transformers as it is, with its static cache and compiled; and vLLM, for models from files."""
+GENERATING = ("transformers", "static")
+"""transformers as it is, and with its static cache and compiled."""
 
 
 class Run(NamedTuple):
@@ -48,10 +46,8 @@ class Size(NamedTuple):
         return drawn.tolist()
 
 
-def baseline(name: str, model: Model, folder: str | None, size: Size) -> Generate:
+def baseline(name: str, model: Model, folder: str | None) -> Generate:
     """Return another library's generation; raise RuntimeError if it cannot run this model."""
-    if name == "vllm":
-        return _vllm(folder, model.dtype, size)
     try:
         torch, transformers = import_module("torch"), import_module("transformers")
     except ImportError as failure:
@@ -59,7 +55,9 @@ def baseline(name: str, model: Model, folder: str | None, size: Size) -> Generat
     theirs = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype))
         if folder is not None
-        else _same_weights(torch, transformers, model)
+        else transformers.AutoModelForCausalLM.from_config(
+            transformers_config(transformers, model.config), dtype=getattr(torch, model.dtype)
+        )
     )
     device = "cpu" if model.xp is np else "cuda"
     theirs = theirs.to(device).eval()
@@ -77,30 +75,6 @@ def baseline(name: str, model: Model, folder: str | None, size: Size) -> Generat
     return _in_two(generate)
 
 
-def _vllm(folder: str | None, dtype: str, size: Size) -> Generate:
-    if folder is None:
-        raise error(
-            RuntimeError, "vLLM and a model with random weights", "it reads models from files",
-            "pass --model with a folder",
-        )  # fmt: skip
-    try:
-        vllm = import_module("vllm")
-    except ImportError as failure:
-        raise missing_library("vllm", failure) from failure
-    engine = vllm.LLM(
-        folder, dtype=dtype, max_model_len=size.prompt + size.new, skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-    )  # fmt: skip
-
-    def generate(ids: list[list[int]], new: int) -> list[list[int]]:
-        greedy = {"temperature": 0, "max_tokens": new, "ignore_eos": True, "detokenize": False}
-        prompts = [{"prompt_token_ids": each} for each in ids]
-        found = engine.generate(prompts, vllm.SamplingParams(**greedy), use_tqdm=False)
-        return [list(each.outputs[0].token_ids) for each in found]
-
-    return _in_two(generate)
-
-
 def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Generate:
     """Time the first token by a call of its own: another library does not report when it came."""
 
@@ -114,29 +88,6 @@ def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Gene
         return Run(first - began, rest, tokens, len(prompts))
 
     return run
-
-
-def _same_weights(torch: Any, transformers: Any, model: Model) -> Any:
-    """Make transformers' model with the arrays of ours."""
-    config, dtype = model.config, getattr(torch, model.dtype)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers_config(transformers, config)
-    ).to(dtype)
-    tensors = dict(theirs.named_parameters())
-    naming = HUGGING_FACE[config.architecture]
-    with torch.no_grad():
-        for name, place in places(naming, config, model.weights, tensors).filled.items():
-            if place.blocks is not None:
-                raise error(
-                    RuntimeError,
-                    "transformers and random weights that are quantised",
-                    "it is given floats",
-                    "leave out --quantize, or pass --model with a folder",
-                )
-            array = place.targets["all"].reshape(place.shape)
-            on_host = array if isinstance(array, np.ndarray) else array.get()
-            tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(on_host)))
-    return theirs
 
 
 def transformers_config(transformers: Any, config: Config) -> Any:

@@ -1,7 +1,7 @@
 """``python -m cupyattn.benchmark plot``: pictures of what the benchmarks wrote with ``--json``.
 
 For each command and dtype: the time of a call, TFLOP/s, GB/s, the memory, the speed-up over the
-naive kernels and over other libraries, and the roofline.
+teaching kernels and other libraries, and the roofline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from cupyattn.errors import error
 
 FORMATS = ["svg", "png"]
 TEACHING = ("cupyattn naive", "cupyattn tiled")
-NAIVE = TEACHING[0]
 _STYLE = "seaborn-v0_8-colorblind"
 _MARKERS = "osD^vPX"
 _LINE = 0.17  # inches of a bar
@@ -44,7 +43,6 @@ class Measured:
     """Device, code and dates."""
     ceilings: dict[str, float | None]
     rows: tuple[Row, ...]
-    modelled: bool
 
     @property
     def implementations(self) -> list[str]:
@@ -90,10 +88,7 @@ def _of(command: str, results: list[Result]) -> Iterator[Measured]:
     dates = sorted({result["date"] for result in results if result.get("date")})
     source = ", ".join([place_of(results[-1]), *dict.fromkeys((*dates[:1], *dates[-1:]))])
     ceilings = [found for result in results if (found := result.get("ceilings"))]
-    modelled = any(result.get("modelled") for result in results)
-    one = Measured(
-        command.replace("_", "-"), source, ceilings[-1] if ceilings else {}, (), modelled
-    )
+    one = Measured(command.replace("_", "-"), source, ceilings[-1] if ceilings else {}, ())
     dtypes = list(dict.fromkeys(row.get("dtype") for row in rows.values()))
     for dtype in dtypes:
         name = f"{one.name}-{dtype or 'other'}" if len(dtypes) > 1 else one.name
@@ -155,8 +150,7 @@ def charts_of(one: Measured) -> dict[str, Chart]:
 
     def reference(ceiling: str, unit: str) -> tuple[float, str] | None:
         rate, kind = one.ceilings.get(ceiling), ceiling.partition("_")[0]
-        whose = "a T4's" if one.modelled else "measured"
-        return (rate, f"{whose} {kind}: {three(rate)} {unit}") if rate else None
+        return (rate, f"measured {kind}: {three(rate)} {unit}") if rate else None
 
     def rate(name: str, ceilings: Collection[str | None]) -> Value:
         return lambda row: row.get(name) if row.get("ceiling", PRODUCTS) in ceilings else None
@@ -174,25 +168,22 @@ def charts_of(one: Measured) -> dict[str, Chart]:
         "memory": chart_of(one, "most memory beyond inputs and results, MB (less is better)",
                            megabytes, three),
     }  # fmt: skip
-    others = [name for name in one.implementations if name in BASELINES.values()]
-    own = [name for name in one.implementations if name not in (*others, *TEACHING)]
-    if NAIVE in one.implementations:
-        rest = [name for name in one.implementations if name != NAIVE]
-        found["speed-up"] = _speed_up(one, NAIVE, rest, -1)
-    if others and own:
-        found["speed-up-peers"] = _speed_up(one, own[0], others, 1)
+    slower = [name for name in one.implementations if name in (*TEACHING, *BASELINES.values())]
+    own = [name for name in one.implementations if name not in slower]
+    if slower and own:
+        found["speed-up"] = _speed_up(one, own[0], slower)
     return {name: chart for name, chart in found.items() if chart is not None}
 
 
-def _speed_up(one: Measured, base: str, names: list[str], power: int) -> Chart | None:
-    """Return how many times as fast others are as `base` (power -1), or `base` as others (1)."""
-    alone = {case_of(row): median_of(row) for row in one.rows if row["implementation"] == base}
+def _speed_up(one: Measured, own: str, names: list[str]) -> Chart | None:
+    """Return how many times as fast `own` is as others."""
+    alone = {case_of(row): median_of(row) for row in one.rows if row["implementation"] == own}
 
     def times(row: Row) -> float | None:
         taken, basis = median_of(row), alone.get(case_of(row))
-        return (taken / basis) ** power if taken and basis else None
+        return taken / basis if taken and basis else None
 
-    title = f"times as fast as {base}" if power < 0 else f"how many times as fast {base} is"
+    title = f"how many times as fast {own} is"
     return chart_of(one, title, times, three, names, logarithmic=True, reference=(1.0, "as fast"))
 
 
@@ -286,7 +277,7 @@ def roofline(one: Measured) -> Iterator[Any]:
     memory = [rate for name in (READ, COPY) if (rate := one.ceilings.get(name))]
     roofs = {"a T4, as specified": (_T4[products_of(one.rows[0].get("dtype") or "float16")],
                                     _T4[COPY])}  # fmt: skip
-    if memory and not one.modelled:
+    if memory:
         roofs["our code in this run"] = one.ceilings.get(one.products) or math.inf, max(memory)
     figure, axes = _figure(f"{one.name}: TFLOP/s over FLOP for each byte", one.source, 3.6)
     handles = []
@@ -307,7 +298,7 @@ def roofline(one: Measured) -> Iterator[Any]:
     yield figure
 
 
-PICTURES = ["latency", "tflops", "bandwidth", "memory", "speed-up", "speed-up-peers", "roofline"]
+PICTURES = ["latency", "tflops", "bandwidth", "memory", "speed-up", "roofline"]
 """What the names of pictures end in."""
 
 
@@ -341,7 +332,7 @@ def add_parser(benchmarks: Any) -> None:
         "plot",
         help="draw what the benchmarks wrote with --json",
         description="Draw, for each benchmark in the files: the time of a call, TFLOP/s and GB/s, "
-        "the memory, the speed-up over naive kernels and over other libraries, and the roofline of "
+        "the memory, the speed-up over teaching kernels and other libraries, and the roofline of "
         "the GPU and of a T4, as SVG and as PNG. Needs matplotlib, but no GPU.",
         epilog="A file contains what a benchmark writes with --json, or a list of such objects, as "
         "all writes it. A cross is an implementation without a kernel, or without room.",

@@ -1,93 +1,42 @@
 """``python -m cupyattn.benchmark profiles``: what Nsight Compute measured of every kernel.
 
-With ``--take`` ncu runs this module, which makes the benchmarks' own calls, and profiles the first
-launch of each kernel. ``python -m cupyattn.benchmark.profiles FILE`` is that process: it writes to
-FILE what the calls ran on.
+With ``--take`` ncu runs a benchmark, and profiles the first launch of each kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cupyattn.benchmark import attention, decode, layers, linear, varlen
-from cupyattn.benchmark.cases import Harness
-from cupyattn.benchmark.command import Benchmark, run_on_gpu
-from cupyattn.benchmark.machine import measured_on
-from cupyattn.benchmark.results import require_writable, write_json
+from cupyattn.benchmark.command import invocation, run_on_gpu
+from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.benchmark.table import show_machine
-from cupyattn.benchmark.timer import Round
 from cupyattn.cli.table_rows import kernel_name
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error, shown
+from cupyattn.errors import error
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.kernels.registry import KERNELS
-from cupyattn.kernels.target import ARCH_VARIABLE, arch_override
 
 RECORD = Path(__file__).with_name("h200.json")
 """Profiles of the Turing code on an H200."""
 BUSY = 0.6
 """The share of its peak from which a unit binds, as Nsight Compute sees it too."""
-_DENSE = "--batch 4 --seqlen 2048 --heads 16 --head-dim 64"
-_PACKED = "--tokens 8192 --length 512 --heads 16 --kv-heads 16"
-_READ = "--batch 1 --seqlen 1024 --heads 8 --head-dim 64 --dtype float16 --implementation"
-CALLS: tuple[tuple[Benchmark, str], ...] = (
-    (attention.FORWARD, f"{_DENSE} --implementation flash --options rotary"),
-    (attention.FORWARD, "--batch 1 --seqlen 16384 --heads 8 --head-dim 128 --queries 256 "
-     "--implementation flash --options none"),
-    (attention.FORWARD, f"{_READ} tiled naive --options none"),
-    (attention.FORWARD, "--block-mask --seqlen 8192 --head-dim 64"),
-    (attention.BACKWARD, f"{_DENSE} --implementation flash --options bias,sinks"),
-    (attention.BACKWARD, f"{_DENSE} --implementation flash --options none --dtype bfloat16"),
-    (attention.BACKWARD, "--batch 2 --seqlen 2048 --heads 8 --head-dim 160 --options none "
-     "--implementation flash --dtype float16"),
-    (attention.BACKWARD, "--batch 16 --seqlen 256 --heads 4 --head-dim 64 --options bias "
-     "--implementation flash --dtype float16"),
-    (attention.BACKWARD, f"{_READ} naive --options none"),
-    (attention.BACKWARD, "--batch 2 --seqlen 1024 --heads 8 --head-dim 64 --dtype float32 "
-     "--implementation flash --options bias,sinks"),
-    (varlen.BENCHMARK, f"{_PACKED} --options plain rotary bias sinks"),
-    (varlen.BENCHMARK, f"{_PACKED} --head-dim 160"),
-    (varlen.BENCHMARK, f"{_PACKED} --options plain sinks --deterministic"),
-    (varlen.BENCHMARK, f"{_PACKED} --options plain sinks --dtype float32"),
-    (varlen.BENCHMARK, f"{_PACKED} --options sinks --dtype float32 --deterministic"),
-    (decode.BENCHMARK, "--batch 8 --context 8192 --block-size 16 --layers 1"),
-    (decode.BENCHMARK, "--cache-operations --tokens 8192"),
-    (decode.BENCHMARK, "--prefill --batch 4 --queries 1024 --dtype float16 float32"),
-    (layers.BENCHMARK, "--width 4096"),
-    (linear.BENCHMARK, "--kind thin --dtype float16 float32 --size 1 8192 4096 --size 16 8192 4096 "
-     "--size 16 1024 16384 --weights nf4 nf4_nested"),
-    (linear.BENCHMARK, "--kind large backward --dtype float16 float32 --size 4096 4096 4096 "
-     "--size 512 1024 16384"),
-    (linear.BENCHMARK, "--kind large --dtype float16 float32 --size 4096 4096 4096 --weights nf4"),
-)  # fmt: skip
-"""The benchmarks whose calls are profiled, with their options; sizes are those of models."""
 _COMMAND = "profiles"
-_DRIVER = (sys.executable, "-m", "cupyattn.benchmark.profiles")
+_BENCHMARK = (sys.executable, "-m", "cupyattn.benchmark")
+_ONCE = ("--calls", "1", "--warm-up", "0", "--budget", "0.001")
+CEILING_KERNELS = {"fma_rate", "mma_rate", "read_weight"}
+"""Kernels that every benchmark launches to measure the GPU."""
 _NOT_PERMITTED = "ERR_NVGPUCTRPERM"
-
-
-def profiled_calls(xp: Any) -> Iterator[Callable[[], Round]]:
-    """Yield what prepares every call."""
-    harness = Harness(xp, cold=False)
-    for benchmark, words in CALLS:
-        chosen, arguments = benchmark.parse(*words.split())
-        assert chosen.cases is not None
-        for case in chosen.cases(arguments, harness):
-            own = (each for each in case.implementations if each.name.startswith("cupyattn"))
-            yield from (each.prepare for each in own)
 
 
 # What ncu is asked for: few metrics, so that a kernel is repeated few times. Turing has them all.
@@ -118,15 +67,13 @@ _SHARES = {
     "compute": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
     "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
 }
-_CTAS, _THREADS = "launch__grid_size", "launch__block_size"
+_CTAS = "launch__grid_size"
 _TIME, _REGISTERS = "gpu__time_duration.sum", "launch__registers_per_thread"
 _SHARED = ("launch__shared_mem_per_block_static", "launch__shared_mem_per_block_dynamic")
-_DRAM_BYTES = "dram__bytes.sum"
 _CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 _WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
-_LANES = "smsp__thread_inst_executed_per_inst_executed.ratio"
 METRICS = (
-    *(_CTAS, _THREADS, _TIME, _REGISTERS, *_SHARED, _DRAM_BYTES, _CONFLICTS, _WAVEFRONTS, _LANES),
+    *(_CTAS, _TIME, _REGISTERS, *_SHARED, _CONFLICTS, _WAVEFRONTS),
     *_SHARES.values(),
     *_PIPES.values(),
     *map(_STALL.format, STALLS),
@@ -173,14 +120,11 @@ def _figures(numbers: Numbers) -> dict[str, Any]:
     longest = sorted(shares, key=shares.__getitem__, reverse=True)
     return {
         "ctas": whole(_CTAS),
-        "threads": whole(_THREADS),
         "microseconds": scaled(_TIME, 1e-3),
         "registers": whole(_REGISTERS),
         "shared_bytes": whole(*_SHARED),
-        "dram_bytes": whole(_DRAM_BYTES),
         "bank_conflicts": None if conflicts is None or wavefronts is None
         else round(conflicts / wavefronts, 3) if wavefronts else 0.0,
-        "lanes": scaled(_LANES, 1 / 32),
         **{name: scaled(metric, 0.01) for name, metric in _SHARES.items()},
         "pipes": {name: scaled(metric, 0.01) for name, metric in _PIPES.items()},
         "stalls": {name: shares[name] for name in longest if shares[name] >= _SHOWN_STALL},
@@ -212,22 +156,15 @@ def binding(row: Mapping[str, Any], multiprocessors: int) -> tuple[str, float]:
     return f"{'few CTAs, ' if few else ''}waits for {STALLS[name]}", share
 
 
-def drive(file: str) -> None:
-    """Make the calls on the first GPU, which ncu profiles."""
-    cupy, device = load_cupy(), cuda_device(0)
-    with cupy.cuda.Device(device.ordinal):
-        for prepare in profiled_calls(cupy):
-            prepare()[0]()
-            cupy.get_default_memory_pool().free_all_blocks()
-    machine = {**measured_on(device), "multiprocessors": device.multiprocessors}
-    Path(file).write_text(json.dumps(machine), encoding="utf-8")
-
-
 # The command
 
 
-def take(kernels: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Profile kernels, or all; raise RuntimeError if ncu is missing or may not read counters."""
+def take(words: Sequence[str], kernels: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Profile the first launch of each kernel, or of some, that a benchmark launches.
+
+    `words` are the benchmark's name and options. Raises RuntimeError if ncu is missing or may not
+    read counters, and if the benchmark fails.
+    """
     ncu = shutil.which("ncu")
     if ncu is None:
         raise error(
@@ -237,7 +174,7 @@ def take(kernels: Sequence[str], folder: Path) -> dict[str, Any]:
             "install Nsight Compute, which is in the CUDA toolkit, and put its folder on the PATH",
         )
     table, machine = folder / "ncu.csv", folder / "machine.json"
-    names = "|".join(kernels or KERNELS)
+    names = "|".join(kernels or KERNELS.keys() - CEILING_KERNELS)
     options = [  # the clocks of a call as users make it, with caches that are empty before
         *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(table)),
         *("--clock-control", "none", "--cache-control", "all"),
@@ -245,8 +182,8 @@ def take(kernels: Sequence[str], folder: Path) -> dict[str, Any]:
         *("--metrics", ",".join(METRICS)),
     ]
     process = subprocess.run(
-        [ncu, *options, *_DRIVER, str(machine)], capture_output=True, text=True,
-        env={**os.environ, "LC_ALL": "C"}, check=False,
+        [ncu, *options, *_BENCHMARK, *words, *_ONCE, "--json", str(machine)],
+        capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}, check=False,
     )  # fmt: skip
     printed = table.read_text(encoding="utf-8") if table.exists() else ""
     if _NOT_PERMITTED in printed + process.stdout + process.stderr:
@@ -262,19 +199,17 @@ def take(kernels: Sequence[str], folder: Path) -> dict[str, Any]:
         end = "\n".join(line for line in said if not line.startswith('"'))[-2000:]
         raise error(
             RuntimeError, f"ncu ended with {process.returncode}: {end}",
-            "it profiles every call, and writes a table", "read its message",
+            "it profiles a benchmark, and writes a table", "read its message",
         )  # fmt: skip
     version = subprocess.run([ncu, "--version"], capture_output=True, text=True, check=False)
     last = version.stdout.strip().splitlines()[-1].removeprefix("Version ").partition(" ")[0]
-    driven = json.loads(machine.read_text(encoding="utf-8"))
-    override = arch_override()
-    arch = "" if override is None else f"{ARCH_VARIABLE}={override.number} "
-    words = f"{arch}python -m cupyattn.benchmark profiles --take --out FILE"
+    (ran,) = results_of(machine)
     return {
+        **{name: value for name, value in ran.items() if name not in ("ceilings", "took_s")},
         "command": _COMMAND,
-        "invocation": words,
+        "invocation": invocation(sys.argv),
         "ncu": last,
-        **driven,
+        "multiprocessors": cuda_device(0).multiprocessors,
         "rows": parse(printed.splitlines()),
     }
 
@@ -286,8 +221,8 @@ def add_parser(benchmarks: Any) -> None:
         help="what Nsight Compute measured of every kernel, and what binds each",
         description="Show a profile of every kernel: time, registers, shared memory, occupancy, "
         "how busy memory, caches, issue slots and tensor cores are, bank conflicts, and what binds "
-        "it. The library's profiles are of an H200 that ran the Turing code. --take profiles the "
-        "GPU at hand by ncu, the command line of Nsight Compute.",
+        "it. The library's profiles are of an H200 that ran the Turing code. --take profiles a "
+        "benchmark on this GPU by ncu, the command line of Nsight Compute.",
         epilog="Exit code 1 if ncu is missing or may not read the GPU's counters.",
     )
     parser.add_argument(
@@ -298,15 +233,19 @@ def add_parser(benchmarks: Any) -> None:
         "--kernel", nargs="+", type=kernel_name, default=[], metavar="NAME",
         help="only these kernels, by the names that `info` lists",
     )  # fmt: skip
-    parser.add_argument("--take", action="store_true", help="profile the GPU at hand, by ncu")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write what was taken there")
+    parser.add_argument(
+        "--take", nargs=argparse.REMAINDER, metavar="BENCHMARK ...",
+        help="profile the kernels of a benchmark on this GPU, by ncu; its name and options come "
+        "last, as in --take linear --kind thin",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    if arguments.take:
-        arguments.json = None  # --out has another form
+    if arguments.take is not None:
+        arguments.json = None  # run_on_gpu writes another form than --out
         return run_on_gpu(_COMMAND, arguments, _taken, show)
     try:
         result = _profiles_in(arguments.file)
@@ -320,24 +259,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profiles_in(file: Path) -> Result:
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as failure:
-        result = failure
-    if not (isinstance(result, dict) and result.get("command") == _COMMAND):
+    results = results_of(file)
+    if [each["command"] for each in results] != [_COMMAND]:
         raise error(
-            ValueError, f"{file} holds {shown(result)}",
-            "profiles are what --take --out FILE writes",
+            ValueError, f"{file} holds results of a benchmark",
+            "profiles are what --out FILE --take BENCHMARK writes",
             "take some, or leave the file out: the library has its own",
         )  # fmt: skip
-    return result
+    return results[0]
 
 
 def _taken(arguments: argparse.Namespace) -> Result:
     if arguments.out is not None:
         require_writable(arguments.out)
     with tempfile.TemporaryDirectory() as folder:
-        result = take(arguments.kernel, Path(folder))
+        result = take(arguments.take, arguments.kernel, Path(folder))
     if arguments.out is not None:
         write_json(result, arguments.out)
     return result
@@ -390,7 +326,3 @@ def _cells(row: dict[str, Any], multiprocessors: int) -> tuple[Cell, ...]:
 
 def _percent(share: float | None) -> Cell:
     return "-" if share is None else round(100 * share)
-
-
-if __name__ == "__main__":
-    drive(sys.argv[1])

@@ -10,22 +10,35 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cupyattn.benchmark import attention, decode, layers, linear
-from cupyattn.benchmark.cases import Case, Row, labels_of, median_of
+from cupyattn.benchmark.cases import Case, Harness, Row, labels_of, median_of
 from cupyattn.benchmark.command import Benchmark, add_json_file, run_on_gpu
-from cupyattn.benchmark.machine import measured_on
-from cupyattn.benchmark.model import UNFILLED, Model, machine_of, rate_of
+from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
-from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, copy_rate
+from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, Call, copy_rate
 from cupyattn.cli.arguments import positive
+from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.cupy_library import load_cupy
+from cupyattn.functional.backend import running_on
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.turing import MARGIN, DisassemblerError, disassembler_version
+from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
+from cupyattn.kernels.spec import Specialisation
+from cupyattn.turing import (
+    MACHINES,
+    MARGIN,
+    T4,
+    DisassemblerError,
+    Machine,
+    analyse,
+    disassembler_version,
+)
 
 Clock = Callable[[], float]
 """Return seconds, as `time.monotonic` does."""
@@ -56,8 +69,6 @@ PARTS: tuple[tuple[Benchmark, tuple[str, ...]], ...] = (
 """The benchmarks of a report, and their options."""
 CALLS = ("--calls", "20", "--warm-up", "5")
 MINUTES = 10.0
-_MEASURING = 0.75
-"""The share of a part's time for measuring; the model of its kernels has the rest."""
 
 
 def add_parser(commands: Any) -> None:
@@ -128,32 +139,130 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
 def _measured(
     benchmark: Benchmark, words: tuple[str, ...], model: Model | None, ends: float, clock: Clock
 ) -> dict[str, Any]:
-    """Return the rows of a part, and whether time ended them or their model."""
-    begun, cut = clock(), False
-
-    def rows_within(arguments: argparse.Namespace, harness: Any) -> Iterator[Row]:
-        nonlocal cut
-        for row in benchmark.harness_rows(arguments, harness):
-            yield row
-            if clock() >= begun + _MEASURING * (ends - begun):
-                cut = True
-                return
-
+    """Return the rows of a part with the model's figures, and whether time ended them."""
     _, arguments = benchmark.parse(*words, *CALLS)
-    found = {"command": benchmark.name, "words": [*words, *CALLS]}
-    if clock() >= begun + _MEASURING * (ends - begun):
-        return {**found, "cut": True, "rows": []}
-    rows = replace(benchmark, rows=rows_within).result(arguments)["rows"]
     cases: dict[str, Case] = {}
     if model is not None and benchmark.cases is not None:
         every = benchmark.cases(arguments, UNFILLED)
         cases = {json.dumps(dict(case.labels)): case for case in every}
-    modelled = []
-    for row in rows:
-        over = clock() >= ends
-        cut = cut or (over and model is not None)
-        modelled.append({**row, "modelled": None if over else figure(row, cases, model)})
-    return {**found, "cut": cut, "rows": modelled}
+    if clock() >= ends:
+        return {"command": benchmark.name, "words": [*words, *CALLS], "cut": True, "rows": []}
+    cut = False
+
+    def rows_within(arguments: argparse.Namespace, harness: Any) -> Iterator[Row]:
+        nonlocal cut
+        for row in benchmark.harness_rows(arguments, harness):
+            yield {**row, "modelled": figure(row, cases, model)}
+            if clock() >= ends:
+                cut = True
+                return
+
+    rows = replace(benchmark, rows=rows_within).result(arguments)["rows"]
+    return {"command": benchmark.name, "words": [*words, *CALLS], "cut": cut, "rows": rows}
+
+
+# The model of Turing: the rate of a call is that of the main loops of its kernels
+
+Prepare = Callable[[], Call]
+
+UNFILLED = Harness(np, cold=False, filled=False)
+"""What prepares calls for the model, which reads no arrays."""
+_GEFORCE_HMMA_F32 = 16
+_EXECUTED = {
+    **{"attention_forward": 2, "_dq": 3},
+    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
+}
+"""Products of a kernel, by a part of its entry; "_dkdv" has the rest of the backward's five."""
+
+
+def machine_of(device: CudaDevice) -> Machine | None:
+    """Return the model's description of a Turing GPU; None for other architectures.
+
+    A GPU that `MACHINES` does not name is described by its driver. GeForce GPUs have half the rate
+    of products with float32 sums.
+    """
+    if device.capability != TURING.number:
+        return None
+    named = " ".join(device.name.upper().split())
+    for name, machine in MACHINES.items():
+        if named.endswith(name.upper()):
+            return machine
+    attributes = load_cupy().cuda.Device(device.ordinal).attributes
+    like = MACHINES["T4" if device.tensor_cores else "GTX 1650 Ti"]
+    geforce = device.tensor_cores and "GEFORCE" in named
+    bits, kilohertz = (
+        attributes.get(name, 0) for name in ("GlobalMemoryBusWidth", "MemoryClockRate")
+    )
+    return replace(
+        like,
+        name=device.name,
+        multiprocessors=device.multiprocessors,
+        clock_mhz=attributes.get("ClockRate", 0) // 1000 or like.clock_mhz,
+        memory_gb_s=round(2 * kilohertz * bits / 8 / 1e6) or like.memory_gb_s,
+        hmma_f32=_GEFORCE_HMMA_F32 if geforce else like.hmma_f32,
+    )
+
+
+class Model:
+    """The model of a GPU; a kernel that several calls launch is analysed once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._rates: dict[Specialisation, float | None] = {}
+
+    def rate(self, prepare: Prepare) -> float | None:
+        """Return the TFLOP/s of the products of a call on NumPy arrays.
+
+        No kernel runs. Each takes the time of its main loop. Products that a kernel repeats take
+        time, and are not counted.
+        """
+        launched = launches_of(prepare, self.machine)
+        asked, executed = _products([each.spec.entry for each in launched])
+        time = 0.0
+        for specialisation, products in zip(launched, executed, strict=True):
+            rate = self._rate(specialisation) if products else None
+            time += 0 if rate is None else products / rate
+        return asked / time if time else None
+
+    def _rate(self, specialisation: Specialisation) -> float | None:
+        if specialisation not in self._rates:
+            main = analyse(specialisation, machine=self.machine).main
+            per_cycle = None if main is None else main.flop_per_cycle
+            rate = None if per_cycle is None else self.machine.tflops(per_cycle)
+            self._rates[specialisation] = rate
+        return self._rates[specialisation]
+
+
+def launches_of(prepare: Prepare, machine: Machine = T4) -> list[Specialisation]:
+    """Return the kernels that a call launches on a Turing GPU; the arrays are not read."""
+    recorder = LaunchRecorder(TURING, tensor_cores=machine.tensor_cores)
+    recorder.multiprocessors = machine.multiprocessors
+    with running_on(recorder):
+        call = prepare()
+        recorder.launches.clear()
+        call()
+    return [each.specialisation for each in recorder.launches]
+
+
+def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
+    """Return how many products kernels are asked for, and how many each executes.
+
+    The backward of attention in two passes computes two of its five products a second time. Kernels
+    that only move bytes execute none.
+
+    Examples
+    --------
+    >>> _products(["attention_forward"]), _products(["attention_backward_dkdv"])
+    ((2, [2]), (5, [5]))
+    >>> _products(["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"])
+    (5, [0, 4, 3])
+    """
+    two_passes = any("_dq" in entry for entry in entries)
+    executed = {**_EXECUTED, "_dkdv": 4 if two_passes else 5}
+    of_each = [
+        next((count for part, count in executed.items() if part in entry), 0) for entry in entries
+    ]
+    return sum(of_each) - 2 * two_passes, of_each
 
 
 def figure(row: Row, cases: dict[str, Case], model: Model | None) -> float | None:
@@ -166,7 +275,7 @@ def figure(row: Row, cases: dict[str, Case], model: Model | None) -> float | Non
     name = labels.pop("implementation")
     case = cases.get(json.dumps(labels))
     found = [each for each in case.implementations if each.name == name] if case else []
-    return rate_of(model, lambda: found[0].prepare()[0]) if found else None
+    return model.rate(lambda: found[0].prepare()[0]) if found else None
 
 
 def show(result: Result, terminal: Terminal) -> None:

@@ -1,22 +1,94 @@
-"""The JSON of ``--json``: written, read and checked."""
+"""What a result was measured on, and its JSON: written and read."""
 
 from __future__ import annotations
 
+import datetime
 import json
-import math
+import platform
+import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cupyattn.benchmark.cases import FIGURES
-from cupyattn.cli.terminal import Result
-from cupyattn.errors import error, shown
+import numpy as np
 
-_STRINGS = ("device", "date", "machine", "cpu")
-_NOT_CHECKED = ("also", "modelled", "counts", "unavailable", "left_out", "times")
-_NUMBERS = FIGURES - {"ceiling"} | {
-    f"{name}_s" for name in ("mean", "std", "min", "max", "p50", "p95", "p99")
-}
+import cupyattn
+from cupyattn.cli.terminal import Result
+from cupyattn.cupy_library import load_cupy
+from cupyattn.errors import error, shown
+from cupyattn.kernels.compile import nvrtc_version
+from cupyattn.kernels.device.cuda import CudaDevice
+from cupyattn.kernels.target import arch_override
+
+
+def this_host() -> dict[str, Any]:
+    """Describe the host of every result.
+
+    Returns
+    -------
+    dict
+        ``version`` (of the library), ``date``, ``cpu``, ``os``, ``python``, ``numpy``.
+    """
+    return {
+        "version": cupyattn.__version__,
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+@cache
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    """Return what nvidia-smi prints; None if it is missing or fails."""
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def measured_on(device: CudaDevice, torch: Any = None) -> dict[str, Any]:
+    """Describe what the loaded kernels of a device ran on, and what they are compiled for.
+
+    Returns
+    -------
+    dict
+        The keys of `this_host`; ``device``, ``compute_capability``; ``code``, the targets named in
+        the loaded code itself, such as "sm_90" for machine code or "compute_75" for PTX;
+        ``arch_override``: CUPYATTN_ARCH; ``tensor_cores``: whether float16 ran on them;
+        ``driver_version`` (None without nvidia-smi) and its CUDA version ``cuda_driver``; ``cupy``,
+        ``nvrtc`` and ``torch`` (None if it was not imported).
+    """
+    cupy = load_cupy()
+    override = arch_override()
+    targets = {device.load(specialisation).target for specialisation in device.loaded}
+    driver = cupy.cuda.runtime.driverGetVersion()
+    return {
+        **this_host(),
+        "device": device.name,
+        "compute_capability": f"{device.capability / 10:.1f}",
+        "code": sorted(targets),
+        "arch_override": override and str(override.number),
+        "tensor_cores": device.tensor_cores,
+        "driver_version": _driver_version(),
+        "cuda_driver": f"{driver // 1000}.{driver % 1000 // 10}",
+        "cupy": cupy.__version__,
+        "nvrtc": ".".join(map(str, nvrtc_version())),
+        "torch": None if torch is None else torch.__version__,
+    }
 
 
 def device_of(result: Mapping[str, Any]) -> str:
@@ -61,52 +133,18 @@ def results_of(file: Path) -> list[Result]:
         raise _no_results(file, f"is no JSON file ({failure})") from None
     results = held if isinstance(held, list) else [held]
     for result in results:
-        wrong = _wrong_in(result)
-        if wrong:
-            raise _no_results(file, f"contains something else: {wrong}")
+        if not _is_result(result):
+            raise _no_results(file, f"contains something else: {shown(result)}")
     return results
 
 
-def _wrong_in(result: Any) -> str:
-    """Return what no benchmark writes; nothing if all is right."""
-    if not isinstance(result, dict):
-        return shown(result)
-    command, rows = result.get("command"), result.get("rows")
-    if not (isinstance(command, str) and command.isidentifier()):
-        return f"command is {shown(command)}"
-    for name in _STRINGS:
-        if not isinstance(result.get(name), (str, type(None))):
-            return f"{name} is {shown(result[name])}"
-    code, ceilings = result.get("code") or [], result.get("ceilings") or {}
-    if not (isinstance(code, list) and all(isinstance(each, str) for each in code)):
-        return f"code is {shown(code)}"
-    if not isinstance(rows, list):
-        return f"rows is {shown(rows)}"
-    figures: list[Any] = [ceilings]
-    for row in rows:
-        if not isinstance(row, dict) or not isinstance(row.get("times", {}), dict):
-            return f"a row {shown(row)}"
-        if "contender" in row:  # results until 2026 name the implementation so
-            row["implementation"] = row.pop("contender")
-        if "implementation" in row:  # other rows are of commands that have another form
-            if not (isinstance(row["implementation"], str) and row["implementation"].strip()):
-                return f"an implementation {shown(row['implementation'])}"
-            times = row.get("times", {"p50_s": 0})
-            if None in (times.get("p50_s"), *times.values()):
-                return f"times are {shown(times)}"
-            figures += [{k: v for k, v in row.items() if k not in _NOT_CHECKED}, times]
-    for each in figures:
-        for name, value in each.items():
-            if not _is_right(name, value):
-                return f"{name} is {shown(value)}"
-    return ""
-
-
-def _is_right(name: str, value: Any) -> bool:
-    """Tell whether a label is one value, and a figure a finite number that is not negative."""
-    if isinstance(value, (int, float)):
-        return math.isfinite(value) and (name not in _NUMBERS or value >= 0)
-    return value is None or (isinstance(value, str) and name not in _NUMBERS)
+def _is_result(held: Any) -> bool:
+    """Tell whether an object has a command and rows."""
+    if not isinstance(held, dict) or not isinstance(held.get("rows"), list):
+        return False
+    command = held.get("command")
+    rows_are_objects = all(isinstance(row, dict) for row in held["rows"])
+    return isinstance(command, str) and command.isidentifier() and rows_are_objects
 
 
 def _no_results(file: Path, what: str) -> ValueError:

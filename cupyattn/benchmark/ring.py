@@ -1,7 +1,6 @@
 """``python -m cupyattn.benchmark ring``: attention over several GPUs, compared with one.
 
-One GPU computes the whole sequence; then all of them do, each with its shard. Without GPUs, or with
-``--modelled``, the rows are those of the cost model.
+One GPU computes the whole sequence; then all of them do, each with its shard.
 """
 
 from __future__ import annotations
@@ -10,32 +9,24 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 import cupyattn
 from cupyattn import distributed
-from cupyattn.benchmark import ring_cost as cost
-from cupyattn.benchmark.cases import Harness, Row, row_of, without
+from cupyattn.benchmark.cases import Harness, Row, row_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.timer import PRODUCTS, Timer
 from cupyattn.cli.arguments import integer
 from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.placement import PLACEMENTS
 from cupyattn.distributed.threads import TRANSPORTS
+from cupyattn.errors import error
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
 GOALS = {"forward": 0.95, "forward + backward": 0.93}
-SETUPS = (
-    (cost.T4, cost.PCIE, 8),
-    (cost.T4, cost.THROUGH_HOST, 8),
-    (cost.H200, cost.NVLINK, 8),
-    (cost.H200, cost.INFINIBAND, 1024),
-)
-"""What is modelled: a GPU, a link, and how many GPUs such a link joins."""
 _FLOPS = {"forward": 4, "forward + backward": 14}
 """Operations of a score and feature."""
 _LABELS = ("tokens", "heads", "kv_heads", "head_dim", "placement")
@@ -52,11 +43,16 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
         For key-value heads that do not divide heads.
     """
     gpus = arguments.gpus or device_count()
-    _require_heads(arguments)
+    if arguments.heads % arguments.kv_heads:
+        raise error(
+            ValueError,
+            f"{arguments.heads} heads, {arguments.kv_heads} key-value heads",
+            "each key-value head serves as many heads",
+            "pass a number of key-value heads that divides that of heads",
+        )
     if not 2 <= gpus <= device_count():
         raise RuntimeError(
-            f"a ring of {gpus} GPUs, of {device_count()} that are here; it takes two or more: "
-            "run it where they are, or print the model with --modelled"
+            f"a ring of {gpus} GPUs, of {device_count()} that are here; it takes two or more"
         )
     xp, causal = harness.xp, not arguments.full
     timer = Timer(arguments.calls, arguments.warm_up, arguments.budget)
@@ -101,7 +97,6 @@ def compared(
         "efficiency": one["times"]["p50_s"] / (gpus * ring["times"]["p50_s"]),
         "goal": GOALS[name],
         "largest_difference": difference,
-        "hop_gb_per_s": ranks[0]["hop_gb_per_s"],
     }
     yield from (one, ring)
 
@@ -120,7 +115,7 @@ def drawn(arguments: argparse.Namespace, xp: Any) -> list[Any]:
 def time_rank(
     arguments: argparse.Namespace, timer: Timer, shards: list[list[Any]], group: distributed.Group
 ) -> dict[str, Any]:
-    """Time one rank's calls, all ranks at once; and a transfer of its block to the next rank."""
+    """Time one rank's calls, all ranks at once."""
     cupy = load_cupy()
     q, k, v, dout = (cupy.asarray(x) for x in shards[group.rank])
     options = {"group": group, "placement": arguments.placement, "causal": not arguments.full}
@@ -134,12 +129,6 @@ def time_rank(
     found: dict[str, Any] = {"out": forward()[0].get(), "transport": group.transport}
     for name, call in zip(GOALS, (forward, both), strict=True):
         found[name] = timed(call, timer, cupy, meet, group)
-    spare = cupy.empty_like(k), cupy.empty_like(v)
-    stream = cupy.cuda.get_current_stream()
-    to, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    hop = partial(group.exchange, (k, v), to, spare, source, stream)
-    seconds = median(timed(hop, timer, cupy, meet, group))
-    found["hop_gb_per_s"] = (k.nbytes + v.nbytes) / seconds / 1e9
     return found
 
 
@@ -175,62 +164,6 @@ def timed(
     return timer.waited(once, took)
 
 
-def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Model every GPU and link, with as many ranks as --gpus says or with 2, 4, 8 and so on.
-
-    Raises
-    ------
-    ValueError
-        For numbers that are no problem, and more GPUs than any link joins.
-    """
-    _require_heads(arguments)
-    most_of_all = max(most for _, _, most in SETUPS)
-    if arguments.gpus > most_of_all:
-        raise ValueError(
-            f"--gpus {arguments.gpus}; the model has links that join up to {most_of_all}; "
-            "ask for fewer"
-        )
-    names = ("heads", "kv_heads", "head_dim", "placement")
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in names}
-    given["causal"] = not arguments.full
-    for card, link, most in SETUPS:
-        for ranks in _ring_sizes(arguments.gpus, most):
-            labels = {
-                **given, "tokens": arguments.tokens, "card": card.name, "ranks": ranks,
-                "link": f"{link.name}, {link.gb_per_s:g} GB/s each way",
-            }  # fmt: skip
-            of = partial(cost.ring_cost, ranks, arguments.tokens, card=card, link=link, **given)
-            try:
-                both = {"forward": of(backward=False), "backward": of(backward=True)}
-            except ValueError as reason:  # more ranks do not split these tokens either
-                yield without(labels, "cupyattn ring", str(reason))
-                break
-            for what, found in both.items():
-                parts = ("compute", "memory", "transfer", "exposed", "host")
-                yield {
-                    **labels,
-                    "what": what,
-                    "implementation": "cupyattn ring",
-                    "times": {"p50_s": found.total},
-                    "also": {
-                        **{f"{part}_s": getattr(found, part) for part in parts},
-                        **{"efficiency": found.efficiency, "balance": found.balance},
-                    },
-                }
-
-
-def _ring_sizes(gpus: int, most: int) -> Iterator[int]:
-    """Yield the numbers of ranks that are modelled on a link that joins `most`."""
-    ranks = gpus or (2 if most <= 8 else 16)
-    while ranks <= most:
-        yield ranks
-        ranks = most + 1 if gpus else 2 * ranks
-
-
-def _require_heads(arguments: argparse.Namespace) -> None:
-    cost.require_counts(tokens=arguments.tokens, heads=arguments.heads, kv_heads=arguments.kv_heads)
-
-
 BENCHMARK = Benchmark(
     name="ring",
     title="Ring attention",
@@ -252,7 +185,5 @@ BENCHMARK = Benchmark(
         Option("full", False, "all keys, not causal"),
     ),
     rows=rows,
-    modelled_rows=modelled,
-    machine="card and link of each row (help('cupyattn.benchmark.ring_cost') lists assumptions)",
     gpus=2,
 )  # fmt: skip

@@ -8,13 +8,11 @@ from typing import Any
 
 from cupyattn.benchmark.cases import CEILINGS, Row, labels_of, median_of
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.turing.disassembler import WHEEL
 
 _VERSIONS = {
     "version": "cupyattn",
     "cupy": "CuPy",
     "nvrtc": "NVRTC",
-    "nvdisasm": "nvdisasm",
     "torch": "PyTorch",
     "numpy": "NumPy",
     "python": "Python",
@@ -80,11 +78,6 @@ def show_result(
     else:
         show_machine(title, result, terminal)
     show_rows(result["rows"], beside, terminal)
-    if result.get("nvdisasm", "") is None and not all("times" in row for row in result["rows"]):
-        terminal.text(
-            "  Products have no times: the model of Turing reads machine code that nvdisasm lists, "
-            f"and there is none here; pip install {WHEEL}"
-        )
     if any((row.get("of_ceiling") or 0) > _ABOVE for row in result["rows"]):
         note += (
             " A share above 1 means bytes that a cache held, or another library's tensor cores "
@@ -175,9 +168,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def _also(row: Row) -> Mapping[str, Any]:
-    """Return the single values among a row's own figures, and the counts of a modelled one."""
-    figures = {**row.get("also", {}), **row.get("counts", {})}
-    return {name: value for name, value in figures.items() if not isinstance(value, (dict, list))}
+    """Return the single values among a row's own figures."""
+    figures = row.get("also", {}).items()
+    return {name: value for name, value in figures if not isinstance(value, (dict, list))}
 
 
 def _key(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cupyattn.benchmark import attention, linear
 from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.command import Option, add_json_file, run_on_gpu
-from cupyattn.benchmark.machine import measured_on
+from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import show_machine
 from cupyattn.benchmark.timer import Round, Timer
 from cupyattn.cli.arguments import integer

@@ -9,22 +9,19 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark import attention
 from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
-from cupyattn.benchmark.command import Benchmark, Option, every
+from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.timer import Call, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 
-PLAIN = attention.PLAIN
-OPTIONS = (PLAIN, "softcap", "bias", "sinks", "alibi", "rotary")
 LAYOUTS = ("dense", "equal", "ragged")
 FACTORS = {"forward": 1.0, "backward": 2.5}
 """The work of a direction, in forwards."""
@@ -41,8 +38,6 @@ class Problem(NamedTuple):
     head_dim: int
     causal: bool
     dtype: str
-    option: str = PLAIN
-    deterministic: bool = False
 
     def lengths(self, layout: str) -> np.ndarray:
         """Return the length of each sequence: equal, or drawn from a log-normal distribution."""
@@ -71,23 +66,6 @@ class Problem(NamedTuple):
         return (1 if direction == "forward" else 2) * items * STORAGE[self.dtype]
 
 
-class Inputs:
-    """The arrays of a problem, made when the first implementation is prepared."""
-
-    def __init__(self, problem: Problem, harness: Harness) -> None:
-        self.problem, self._harness = problem, harness
-
-    @cached_property
-    def arrays(self) -> list[Any]:
-        """The packed q, k, v and dout."""
-        source = self._harness.arrays(2)
-        return [source.normal(*shape, dtype=self.problem.dtype) for shape in self.problem.shapes]
-
-    def calls(self, layout: str, direction: str) -> Round:
-        """Return the call of a direction."""
-        return [call_of(self.problem, layout, direction, self.arrays, self._harness.xp)]
-
-
 def call_of(problem: Problem, layout: str, direction: str, arrays: Any, xp: Any) -> Call:
     """Return the call of a direction, whose results and scratch are allocated."""
     lengths, total = problem.lengths(layout), len(arrays[0])
@@ -97,39 +75,31 @@ def call_of(problem: Problem, layout: str, direction: str, arrays: Any, xp: Any)
     most = int(lengths.max())
     packed: tuple[Any, ...] = () if layout == "dense" else (bounds, bounds, most, most)
     attend: Callable[..., Any] = cupyattn.attention_varlen if packed else cupyattn.attention
-    dense = attention.Problem(
-        len(lengths) if layout == "dense" else 1, problem.heads, most, problem.head_dim,
-        problem.head_dim, problem.dtype, problem.causal, 0,
-    )  # fmt: skip
-    options = attention.arguments_of(problem.option, dense, xp)
-    forward = partial(attend, q, k, v, *packed, **options, return_lse=True)
+    forward = partial(attend, q, k, v, *packed, causal=problem.causal, return_lse=True)
     results = forward()
     if direction == "forward":
         return partial(forward, out=results)
     gradients: Callable[..., Any] = (
         cupyattn.attention_varlen_backward if packed else cupyattn.attention_backward
     )
-    options["deterministic"] = problem.deterministic
-    backward = partial(gradients, dout, q, k, v, *results, *packed, **options)
+    backward = partial(gradients, dout, q, k, v, *results, *packed, causal=problem.causal)
     return partial(backward, grads=backward())
 
 
 def problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Return every length, plain and causal, with every option."""
-    names = ("tokens", "heads", "kv_heads", "head_dim", "dtype", "deterministic")
+    """Return every length, plain and causal."""
+    names = ("tokens", "heads", "kv_heads", "head_dim", "dtype")
     given = {name: getattr(arguments, name) for name in names}
     return [
-        Problem(length=min(each["length"], arguments.tokens), causal=causal,
-                option=each["options"], **given)
+        Problem(length=min(length, arguments.tokens), causal=causal, **given)
         for causal in (False, True)
-        for each in every(arguments, "length", "options")
-    ]  # fmt: skip
+        for length in arguments.length
+    ]
 
 
 def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield each direction of each problem, in every layout; ragged lengths are not compared."""
     for problem in problems(arguments):
-        inputs = Inputs(problem, harness)
         for direction, factor in FACTORS.items():
             packed = partial(_packed, problem, direction)
             yield Case(
@@ -137,9 +107,8 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
                 [
                     Implementation(
                         f"cupyattn {layout}",
-                        partial(inputs.calls, layout, direction),
+                        partial(_calls, problem, layout, direction, harness),
                         comparable=(lambda result: None) if layout == "ragged" else packed,
-                        modelled=layout != "ragged",  # other lengths run the same loops
                     )
                     for layout in LAYOUTS
                 ],
@@ -149,6 +118,12 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
                 tolerance=_TOLERANCE,
                 own={"cupyattn ragged": {"flops": factor * problem.flops("ragged")}},
             )
+
+
+def _calls(problem: Problem, layout: str, direction: str, harness: Harness) -> Round:
+    source = harness.arrays(2)
+    arrays = [source.normal(*shape, dtype=problem.dtype) for shape in problem.shapes]
+    return [call_of(problem, layout, direction, arrays, harness.xp)]
 
 
 def _packed(problem: Problem, direction: str, result: Any) -> Any:
@@ -173,9 +148,6 @@ BENCHMARK = Benchmark(
         Option("kv-heads", 32, "key-value heads"),
         Option("head-dim", 64, "head dim", integer(1, MAX_HEAD_DIM)),
         Option("dtype", "float16", "dtype of the arrays", choices=tuple(STORAGE)),
-        Option("options", [PLAIN], "options of attention to time", choices=OPTIONS),
-        Option("deterministic", False, "time the deterministic backward"),
     ),
     cases=cases,
-    modelled=lambda arguments: {},
 )

@@ -75,9 +75,9 @@ class Storage:
 
     In memory the slots of a head lie side by side: a step of decoding then reads whole sectors of
     the scales of integers, of which it wants one head's at a time. On an H200 that is 1 to 18 %
-    faster (2026-11-22, `benchmark decode --cache float int8 int4` with and without
-    `--heads-first`). The blocks of the host are pinned where the device is a GPU: its copies then
-    reach them in the order of the stream, and nothing waits.
+    faster (2026-11-22, `benchmark decode --cache float int8 int4` with either layout). The blocks
+    of the host are pinned where the device is a GPU: its copies then reach them in the order of the
+    stream, and nothing waits.
     """
 
     def __init__(

@@ -32,8 +32,7 @@ Kernels that move bytes
 Most kernels' work is to read and write memory: layers, elements, caches, decoding, products with
 few rows. From what the emulator counts of one (`cupyattn.emulator.Report`), `memory_figures` tells
 the sectors of memory that a call touches for each byte that has to move, and the share of a card's
-bandwidth that its instructions leave possible. ``python -m cupyattn memory`` shows it for every
-such call on every card; it needs no disassembler.
+bandwidth that its instructions leave possible. It needs no disassembler.
 
 How far to trust them
 ---------------------

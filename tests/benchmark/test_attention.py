@@ -1,4 +1,4 @@
-"""What ``python -m cupyattn.benchmark attention`` times, and how it counts."""
+"""What the benchmarks of attention time, forward, backward and both, and how they count."""
 
 from __future__ import annotations
 
@@ -8,173 +8,209 @@ import numpy as np
 import pytest
 from support.dtypes import DTYPES, dtype_of
 from support.fake_gpu import FakeTorch, harness
-from support.search import wider
 
 import cupyattn
 from cupyattn.benchmark import attention
-from cupyattn.benchmark.attention import OPTIONS, PLAIN, Inputs, Problem, arguments_of, problems
+from cupyattn.benchmark.attention import (
+    BLOCK_MASKED,
+    OPTIONS,
+    PLAIN,
+    Inputs,
+    Problem,
+    arguments_of,
+    problems,
+)
 from cupyattn.benchmark.cases import Case, Harness, rows_of
-from cupyattn.functional.device_info import device_count
 
-FEW = ("bias", "window")  # what a plain run compiles of OPTIONS
 CASE = Problem(2, 4, 24, 16, 8, "float16", causal=False, window=5)
+DOCUMENTS = Problem(1, 2, 300, 8, 8, "float32", causal=False, window=0, documents=4)
 
 
-def kept_scores(case: Problem, option: str) -> int:
-    """Counted one by one."""
-    i, j = np.indices((case.seqlen, case.seqlen))
-    keep = np.abs(i - j) <= case.window if option == "window" else np.ones_like(i, bool)
-    return int((keep & (j <= i) if case.causal else keep).sum())
+def parsed(*words: str) -> argparse.Namespace:
+    return attention.BACKWARD.parse(*words)[1]
+
+
+def rows(direction, words, *options, case=CASE, measure=None, tolerance=0.05):
+    """Every row of a case; the words follow ``--implementation``."""
+    measure = harness() if measure is None else measure
+    arguments = parsed("--implementation", *words.split())
+    found = []
+    for option in options:
+        inputs = Inputs(case, option, measure)
+        made = attention.implementations(direction, arguments, inputs)
+        flops = case.flops(direction, option)
+        case_of_option = Case({"option": option}, made, flops=flops, tolerance=tolerance)
+        found += rows_of(case_of_option, measure)
+    return found
+
+
+# --- what is counted
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [0, 5, 23, 100])
-def test_scores_of_a_window(causal, window):
-    case = Problem(1, 1, 24, 8, 8, "float16", causal, window)
-    assert case.scores("window") == kept_scores(case, "window")
+def test_scores_of_a_window_are_those_that_are_kept(causal, window):
+    i, j = np.indices((24, 24))
+    keep = (np.abs(i - j) <= window) & ((j <= i) | (not causal))
+    assert Problem(1, 1, 24, 8, 8, "float16", causal, window).scores("window") == keep.sum()
 
 
-def test_flops_count_both_products():
-    """Multiplications and additions of q k and p v; causal calls count half of the scores."""
+def test_flops_count_every_product_over_the_kept_scores():
+    """Forward q k and p v; backward q k, ds k and ds q over D, dout v and p dout over Dv."""
     assert CASE.flops("forward", PLAIN) == 2 * 2 * 4 * 24**2 * (16 + 8)
-    assert CASE.flops("forward", "causal") == CASE.flops("forward", PLAIN) / 2
-    assert CASE.flops("forward", "softcap") == CASE.flops("forward", PLAIN)
-    causal = Problem(2, 4, 24, 16, 8, "float16", causal=True, window=5)
-    assert causal.flops("forward", PLAIN) == CASE.flops("forward", PLAIN) / 2
-    assert causal.flops("forward", "bias") == CASE.flops("forward", PLAIN) / 2
+    assert CASE.flops("backward", PLAIN) == 2 * 2 * 4 * 24**2 * (3 * 16 + 2 * 8)
+    for direction in ("forward", "backward"):
+        plain = CASE.flops(direction, PLAIN)
+        assert CASE.flops(direction, "causal") == plain / 2
+        assert CASE.flops(direction, "softcap") == plain
+        causal = Problem(2, 4, 24, 16, 8, "float16", causal=True, window=5)
+        assert causal.flops(direction, "bias") == plain / 2
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return attention.FORWARD.parse(*words)[1]
+@pytest.mark.parametrize(("length", "documents"), [(300, 4), (1000, 9)])
+def test_kept_is_the_share_of_tiles_that_are_seen(length, documents):
+    problem = Problem(1, 1, length, 8, 8, "float32", False, 0, documents=documents)
+    document = problem.document()
+    assert (np.diff(document) >= 0).all()
+    assert np.unique(document).tolist() == list(range(documents))
+    seen = document[:, None] == document
+    of_queries, of_keys = attention.TILE
+    tiles = [
+        seen[i : i + of_queries, j : j + of_keys].any()
+        for i in range(0, length, of_queries)
+        for j in range(0, length, of_keys)
+    ]
+    assert problem.kept() == np.mean(tiles) < 1
+    plain = problem.flops("forward", "plain")
+    assert problem.flops("forward", "block_mask") == problem.kept() * plain
 
 
 def test_the_cases_are_those_of_the_command_line():
-    cases = list(problems(parsed()))
-    assert {case.seqlen for case in cases} >= {128, 4096}
-    for name, values in (
-        ("head_dim", {64, 80, 128}),
-        ("batch", {1, 4, 8}),
-        ("dtype", {"float16", "float32"}),
-    ):
-        assert {getattr(case, name) for case in cases} == values
-    words = ("--seqlen", "24", "99", "--tokens", "50", "--width", "250", "--dtype", "float16")
-    few = list(problems(parsed(*words, "--head-dim", "80", "256", "--queries", "3", "7")))
+    usual = list(problems(parsed()))
+    assert {case.head_dim for case in usual} == {64, 80, 128}
+    assert {case.batch for case in usual} == {1, 4, 8}
+    words = ("--seqlen", "24", "99", "--tokens", "50", "--width", "250", "--dtype", "float16",
+             "--head-dim", "80", "256", "--queries", "3", "7")  # fmt: skip
+    few = list(problems(attention.FORWARD.parse(*words)[1]))
     assert [(case.shapes["q"], case.shapes["k"][1]) for case in few[::2]] == [
         ((2, 3, 3, 80), 24), ((1, 3, 3, 80), 99), ((2, 3, 1, 256), 24), ((1, 3, 1, 256), 99),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_arrays_of_a_case(dtype):
-    case = Problem(2, 4, 24, 16, 8, dtype, causal=False, window=5)
-    q, k, v, dout, out, lse = Inputs(case, PLAIN, Harness(np)).arrays
-    assert q.shape == k.shape == case.shapes["q"]
-    assert v.shape == dout.shape == out.shape == case.shapes["v"]
-    assert {array.dtype for array in (q, k, v, dout, out)} == {dtype_of(dtype)}
-    assert (lse.shape, lse.dtype) == ((case.batch, case.heads, case.seqlen), np.float32)
-    assert not np.array_equal(q, k) and not np.array_equal(v, dout)
-
-
-def rows(names, *options, case=CASE, measure=None):
-    """Every row of a case."""
-    measure = harness() if measure is None else measure
-    arguments = parsed("--implementation", *names)
-    found = []
-    for option in (PLAIN, *options):
-        inputs = Inputs(case, option, measure)
-        made = attention.implementations("forward", arguments, inputs)
-        flops = case.flops("forward", option)
-        found += rows_of(Case({"option": option}, made, flops=flops, tolerance=0.02), measure)
-    return found
-
-
-def test_rows():
-    measure = harness(0.004, 0.002, 0.001, 0.005)
-    found = rows(["flash"], "causal", "window", "softcap", measure=measure)
-    assert [row["times"]["p50_s"] for row in found] == [0.004, 0.002, 0.001, 0.005]
-    assert found[0]["tflops"] == pytest.approx(CASE.flops("forward", PLAIN) / 0.004 / 1e12)
-    assert found[1]["tflops"] == pytest.approx(found[0]["tflops"])
-    plain, causal, window, softcap = measure.times.results
-    for other in (causal, window, softcap):
-        assert not np.array_equal(plain, other), "the option reached the call"
-
-
-def test_every_implementation_is_timed():
-    names = ["flash", "tiled", "naive"]
-    assert [row["implementation"] for row in rows(names)] == [f"cupyattn {name}" for name in names]
-
-
-def test_kernels_to_be_read_are_not_timed_for_hours(monkeypatch):
-    monkeypatch.setattr(attention, "TEACHING_FLOPS", CASE.flops("forward", "causal"))
-    found = rows(["flash", "naive"], "causal")
-    assert "is a teaching kernel" in found[1]["unavailable"]
-    assert all("times" in found[index] for index in (0, 2, 3))
+# --- what is called
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arguments_of_options_are_taken(option, dtype):
     case = Problem(2, 4, 24, 16, 8, dtype, causal=False, window=5, documents=3)
-    q, k, v, _, out, _ = Inputs(case, PLAIN, Harness(np)).arrays
+    q, k, v, dout, out, lse = Inputs(case, PLAIN, Harness(np)).arrays
+    assert {array.dtype for array in (q, k, v, dout, out)} == {dtype_of(dtype)}
+    assert (lse.shape, lse.dtype) == ((case.batch, case.heads, case.seqlen), np.float32)
     arguments = arguments_of(option, case, np)
     cupyattn.attention(q, k, v, out=out, **arguments)
     assert np.isfinite(out.astype(np.float32)).all()
-    if "bias" in arguments:
-        assert arguments["bias"].shape == (1, 4, 24, 24)
-        assert arguments["bias"].dtype == dtype_of(dtype)
 
 
-@pytest.mark.nvrtc
-@pytest.mark.skipif(device_count() > 0, reason="the same runs on the GPU")
-def test_the_kernel_has_every_option():
-    case = Problem(1, 2, 16, 64, 64, "float16", causal=False, window=3)
-    options = wider(FEW, [option for option in OPTIONS if option not in FEW])
-    with cupyattn.backend("emulator"):
-        found = rows(["flash"], *options, case=case)
-    assert not [row["unavailable"] for row in found if "unavailable" in row]
+@pytest.mark.parametrize("option", [PLAIN, *OPTIONS])
+def test_gradients_are_those_of_the_option(option):
+    measure = harness()
+    rows("backward", "flash --deterministic never", option, measure=measure)
+    q, k, v, dout, _, _ = Inputs(CASE, PLAIN, Harness(np)).arrays
+    arguments = arguments_of(option, CASE, np)
+    out, lse = cupyattn.attention(q, k, v, return_lse=True, **arguments)
+    expected = cupyattn.attention_backward(dout, q, k, v, out, lse, **arguments)
+    for name, gradient in measure.times.results[-1]._asdict().items():
+        np.testing.assert_array_equal(gradient, getattr(expected, name), err_msg=name)
 
 
-def test_what_has_no_room_is_a_row(monkeypatch):
-    def full(*_):
-        raise MemoryError("64 GB asked for")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_mask_mod_and_block_mask_give_the_same(direction):
+    measure = harness()
+    rows(direction, "flash --deterministic never", *BLOCK_MASKED, "plain", case=DOCUMENTS,
+         measure=measure)  # fmt: skip
+    by_mod, by_blocks, plain = (
+        each if direction == "forward" else np.stack(each[:3]) for each in measure.times.results
+    )
+    assert np.array_equal(by_mod, by_blocks)
+    assert not np.allclose(by_mod, plain)
 
-    monkeypatch.setattr(attention, "_bias", full)
-    found = rows(["flash"], "bias", "causal")
-    assert [row.get("unavailable") for row in found] == [None, "MemoryError: 64 GB asked for", None]
+
+def test_the_step_is_forward_and_backward():
+    problem = Problem(2, 2, 24, 16, 16, "float16", causal=True, window=0)
+    measure = harness()
+    rows("step", "flash --deterministic never", PLAIN, case=problem, measure=measure)
+    q, k, v, dout, _, _ = Inputs(problem, PLAIN, Harness(np)).arrays
+    out, lse = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    expected = cupyattn.attention_backward(dout, q, k, v, out, lse, causal=True)
+    for got, gradient in zip(measure.times.results[0][:3], expected[:3], strict=True):
+        np.testing.assert_array_equal(got, gradient)
 
 
-BASELINES = ("eager", "math", "compile", "cupy")
+@pytest.mark.parametrize(
+    ("words", "timed"),
+    [
+        ("flash", ["cupyattn flash", "cupyattn flash deterministic"]),
+        ("flash --deterministic only", ["cupyattn flash deterministic"]),
+        ("flash --deterministic never", ["cupyattn flash"]),
+        ("naive", ["cupyattn naive"]),
+    ],
+)
+def test_deterministic_and_one_pass_gradients_are_rows_of_flash(words, timed):
+    assert [row["implementation"] for row in rows("backward", words, PLAIN)] == timed
 
 
-def test_peers_are_timed_where_they_have_the_option():
+def test_teaching_kernels_are_not_timed_for_hours(monkeypatch):
+    monkeypatch.setattr(attention, "TEACHING_FLOPS", CASE.flops("forward", "causal"))
+    found = rows("forward", "flash naive", PLAIN, "causal", "softcap")
+    assert "is a teaching kernel" in found[1]["unavailable"]
+    assert [row["implementation"] for row in found if "times" in row] == [
+        "cupyattn flash", "cupyattn flash", "cupyattn naive", "cupyattn flash"
+    ]  # fmt: skip
+
+
+# --- other libraries
+
+
+def test_baselines_are_timed_where_they_have_the_option():
     torch = FakeTorch()
-    measure = harness(torch=torch, baselines=BASELINES)
-    found = rows(["flash"], "causal", "softcap", "mask", measure=measure)
+    names = ("eager", "math", "compile", "cupy")
+    measure = harness(torch=torch, baselines=names)
+    found = rows("forward", "flash", PLAIN, "causal", "softcap", "mask", measure=measure)
+    everyone = ("cupyattn flash", "torch eager", "torch math", "torch compile", "cupy")
     assert [(row["option"], row["implementation"]) for row in found if "times" in row] == [
-        *((PLAIN, name) for name in (
-            "cupyattn flash", "torch eager", "torch math", "torch compile", "cupy")),
-        *(("causal", name) for name in (
-            "cupyattn flash", "torch eager", "torch math", "torch compile", "cupy")),
+        *((option, name) for option in (PLAIN, "causal") for name in everyone),
         ("softcap", "cupyattn flash"), ("mask", "cupyattn flash"),
     ]  # fmt: skip
-    assert [row["unavailable"] for row in found if "unavailable" in row] == (
-        ["RuntimeError: no kernel"] * 3
-    )
-    assert set(torch.backends) == {"math"}
-    assert set(torch.compiled) == {"default"}
+    refused = [row["unavailable"] for row in found if "unavailable" in row]
+    assert refused == ["RuntimeError: no kernel"] * 3
+    assert set(torch.backends) == {"math"} and set(torch.compiled) == {"default"}
     shapes = ((2, 4, 24, 16), (2, 4, 24, 8))  # (B, H, S, D), as PyTorch has them
     assert torch.asked[0] == (*shapes, False, 0.0, None)
     assert (*shapes, True, 0.0, None) in torch.asked
     assert torch.asked[-1][-1].shape == (1, 1, 24, 24) and torch.asked[-1][-1].dtype == np.bool_
 
 
-def test_few_queries_stand_at_the_end():
-    """PyTorch's stand at the beginning: as peers of causal calls they would be others."""
+def test_causal_calls_with_few_queries_have_no_baselines():
+    """PyTorch aligns the first query, this library the last."""
     case = Problem(2, 4, 24, 16, 8, "float16", causal=False, window=5, queries=3)
     measure = harness(torch=FakeTorch(), baselines=("eager", "cupy"))
-    found = rows(["flash"], "causal", case=case, measure=measure)
-    assert [(row["option"], row["implementation"]) for row in found] == [
+    found = rows("forward", "flash", PLAIN, "causal", case=case, measure=measure)
+    assert [(row["option"], row["implementation"]) for row in found if "times" in row] == [
         (PLAIN, "cupyattn flash"), (PLAIN, "torch eager"), (PLAIN, "cupy"),
         ("causal", "cupyattn flash"),
     ]  # fmt: skip
-    assert all("times" in row for row in found)
+
+
+def test_gradients_of_baselines_are_those_of_q_k_and_v():
+    torch = FakeTorch()
+    measure = harness(torch=torch, baselines=("eager", "flash"))
+    words = "flash --deterministic never"
+    found = rows("backward", words, PLAIN, "softcap", measure=measure, tolerance=np.inf)
+    assert [(row["option"], row["implementation"]) for row in found] == [
+        (PLAIN, "cupyattn flash"), (PLAIN, "torch eager"), (PLAIN, "torch flash"),
+        ("softcap", "cupyattn flash"),
+    ]  # fmt: skip
+    assert set(torch.differentiated) == {(3, (2, 4, 24, 8), (2, 4, 24, 8))}
+    wrong = rows("backward", words, PLAIN, measure=measure)[1]  # of zeros
+    assert "differs from cupyattn's by 1 of the largest" in wrong["unavailable"]

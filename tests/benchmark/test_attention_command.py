@@ -1,4 +1,4 @@
-"""``python -m cupyattn.benchmark attention``: its arguments, and what it prints and writes."""
+"""The commands attention and attention_backward: their arguments, and what they print and write."""
 
 from __future__ import annotations
 
@@ -6,53 +6,50 @@ import json
 import os
 
 import pytest
-from support.fake_gpu import CEILINGS, HEADER, FakeTorch
+from support.fake_gpu import CEILINGS, HEADER
 from support.processes import run
 
-from cupyattn.benchmark import attention
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.attention import OPTIONS, PLAIN
 
-SMALL = ("attention", "--tokens", "32", "--width", "128", "--seqlen", "16", "--window", "3",
-         "--dtype", "float16", "--implementation", "flash")  # fmt: skip
+SIZES = ("--tokens", "32", "--width", "128", "--seqlen", "16", "--dtype", "float16",
+         "--implementation", "flash")  # fmt: skip
+SMALL = ("attention", *SIZES, "--window", "3", "--head-dim", "64")
 
 
-def test_text(a_gpu, capsys):
+def result_of(tmp_path, *words):
+    file = tmp_path / "result.json"
+    assert main([*words, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def lines_of(capsys):
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_options_are_compared_with_the_plain_call(a_gpu, capsys):
     a_gpu.times.seconds += [0.004, 0.002, 0.001, 0.006]
-    assert main([*SMALL, "--head-dim", "64", "--options", "causal,window,softcap"]) == 0
-    printed = capsys.readouterr().out
-    assert "Attention forward on A GPU, 2026-11-20" in printed
-    assert "compute_75 PTX, translated by the driver" in printed
-    assert "copy 4 GB/s, read 5 GB/s" in printed
-    assert "batch 2, heads 2, seqlen 16, head_dim 64, head_dim_v 64, float16, window 3" in printed
-    lines = {line.split()[0]: " ".join(line.split()) for line in printed.splitlines() if line}
+    assert main([*SMALL, "--options", "causal,window,softcap"]) == 0
+    printed = lines_of(capsys)
+    assert printed[0] == "Attention forward on A GPU, 2026-11-20"
+    text = " ".join(printed)
+    assert "compute_75 PTX, translated by the driver" in text and "copy 4 GB/s, read 5 GB/s" in text
+    assert "batch 2, heads 2, seqlen 16, head_dim 64, head_dim_v 64, float16, window 3" in text
+    lines = {line.split()[0]: line for line in printed if line}
     assert lines["plain"].startswith("plain cupyattn flash 4.000 ms 11.200 ms 0.0 ")
-    assert lines["causal"].endswith("5.0 MB 0.50")
-    assert lines["window"].endswith("5.0 MB 0.25")
-    assert lines["softcap"].endswith("5.0 MB 1.50")
+    for option, ratio in (("causal", "0.50"), ("window", "0.25"), ("softcap", "1.50")):
+        assert lines[option].endswith(f"5.0 MB {ratio}")
 
 
-@pytest.mark.parametrize("options", ["none", "causal"])
-def test_the_size_of_a_window_is_left_out_where_no_call_has_one(a_gpu, capsys, options):
-    """As if plain calls had it."""
-    a_gpu.times.seconds += [0.004, 0.002]
-    assert main([*SMALL, "--head-dim", "64", "--options", options]) == 0
-    printed = capsys.readouterr().out
-    assert "batch 2, heads 2, seqlen 16, head_dim 64, head_dim_v 64, float16" in printed
-    assert "window 3" not in printed
-
-
-def test_json_is_as_others_read_it(a_gpu, tmp_path):
-    file = tmp_path / "attention.json"
-    arguments = ("--head-dim", "32", "64", "--head-dim-v", "16", "--options", "none", "--causal")
-    assert main([*SMALL, *arguments, "--json", str(file)]) == 0
-    result = json.loads(file.read_text())
+def test_json_has_labels_figures_and_the_machine(a_gpu, tmp_path):
+    words = ("--head-dim", "32", "64", "--head-dim-v", "16", "--options", "none", "--causal")
+    result = result_of(tmp_path, *SMALL, *words)
     assert {name: result[name] for name in HEADER} == HEADER
     assert result["ceilings"] == CEILINGS
     assert (result["calls"], result["warm_up"]) == (1000, 100)
     assert "python -m cupyattn.benchmark" in result["invocation"]
-    assert [row["head_dim"] for row in result["rows"]] == [32, 64]
-    row = result["rows"][0]
+    row, other = result["rows"]
+    assert (row["head_dim"], other["head_dim"]) == (32, 64)
     assert set(row) == {
         "batch", "heads", "seqlen", "head_dim", "head_dim_v", "dtype", "causal", "window", "option",
         "implementation", "times", "flops", "bytes", "tflops", "gb_per_s", "of_ceiling", "ceiling",
@@ -65,29 +62,9 @@ def test_json_is_as_others_read_it(a_gpu, tmp_path):
     }  # fmt: skip
 
 
-def test_quick_has_the_rows_of_the_readme_and_gives_way_to_what_is_said(a_gpu, tmp_path):
-    file = tmp_path / "attention.json"
-    words = ("attention", "--quick", "--seqlen", "16", "--width", "16", "--batch", "1")
-    assert main([*words, "--json", str(file)]) == 0
-    result = json.loads(file.read_text())
-    assert result["calls"] == 100
-    rows = result["rows"]
-    assert {row["head_dim"] for row in rows} == {40, 64, 80, 96, 128, 160, 192, 256}
-    assert {(row["option"], row["batch"], row["seqlen"]) for row in rows} == {
-        (PLAIN, 1, 16), ("causal", 1, 16),
-    }  # fmt: skip
-
-
-def test_few_queries_have_a_rate_of_bytes(a_gpu, capsys, tmp_path):
+def test_few_queries_have_a_rate_of_bytes(a_gpu, tmp_path):
     """K and V count once, and what is as long as the queries."""
-    file = tmp_path / "attention.json"
-    arguments = ("--head-dim", "64", "--queries", "2", "16", "--options", "causal")
-    assert main([*SMALL, *arguments, "--json", str(file)]) == 0
-    assert "GB/s" in capsys.readouterr().out
-    rows = json.loads(file.read_text())["rows"]
-    assert [(row["queries"], row["option"]) for row in rows] == [
-        (2, PLAIN), (2, "causal"), (16, PLAIN), (16, "causal"),
-    ]  # fmt: skip
+    rows = result_of(tmp_path, *SMALL, "--queries", "2", "16", "--options", "causal")["rows"]
     few, _, all_tokens, causal = rows
     row_bytes = 2 * 2 * 64 * 2  # of both sequences
     assert few["bytes"] == row_bytes * 2 * (2 + 16)
@@ -98,87 +75,79 @@ def test_few_queries_have_a_rate_of_bytes(a_gpu, capsys, tmp_path):
     assert all_tokens["flops"] == 2 * causal["flops"] == products * 16**2
 
 
-def test_peers(a_gpu, tmp_path):
-    file = tmp_path / "attention.json"
-    object.__setattr__(a_gpu, "torch", FakeTorch())
-    object.__setattr__(a_gpu, "baselines", ("eager", "flash"))
-    assert main([*SMALL, "--head-dim", "64", "--options", "none", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert [row["implementation"] for row in rows] == [
-        "cupyattn flash",
-        "torch eager",
-        "torch flash",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "names"), [("all", list(OPTIONS)), ("none", []), ("bias,mask", ["bias", "mask"])]
-)
-def test_option_names(text, names):
-    assert attention.option_names(text) == names
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--options", "softcap,rope"), "'rope' is not among causal,"),
-        (("--peers", "eager,jax"), "'jax' is not among eager, cudnn"),
+        (("attention", "--options", "softcap,rope"), "'rope' is not among causal,"),
+        (("attention", "--peers", "eager,jax"), "'jax' is not among eager, cudnn"),
+        (("attention_backward", "--implementation", "tiled"), "invalid choice: 'tiled'"),
     ],
 )
 def test_unknown_names(words, message, capsys):
     with pytest.raises(SystemExit):
-        main(["attention", *words])
+        main(words)
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_file_that_cannot_be_written(a_gpu, capsys, tmp_path):
-    assert main([*SMALL, "--head-dim", "64", "--json", str(tmp_path)]) == 1
+def test_a_file_that_cannot_be_written_is_reported(a_gpu, capsys, tmp_path):
+    assert main([*SMALL, "--json", str(tmp_path)]) == 1
     assert str(tmp_path) in capsys.readouterr().err
+
+
+# --- on a GPU
+
+
+def on_a_gpu(tmp_path, *words, **variables):
+    file = tmp_path / "result.json"
+    result = run(*words, "--json", str(file), launcher=("-m", "cupyattn.benchmark"), env=variables)
+    assert result.returncode == 0, result.stderr
+    return json.loads(file.read_text())
+
+
+TINY = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "64",
+        "--dtype", "float16", "--options", "all", "--calls", "3")  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", [None, "75"])
-def test_on_a_gpu(tmp_path, arch):
+def test_forward_on_a_gpu(tmp_path, arch):
     """Every option once; the target is what the loaded code says."""
-    file = tmp_path / "attention.json"
-    sizes = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "64")
-    kinds = ("--dtype", "float16", "--implementation", "flash", "--peers", "cupy")
-    arguments = (
-        *sizes,
-        *kinds,
-        "--options",
-        "all",
-        "--documents",
-        "2",
-        "--calls",
-        "3",
-        "--json",
-        str(file),
-    )
-    variable = {} if arch is None else {"CUPYATTN_ARCH": arch}
-    result = run("attention", *arguments, launcher=("-m", "cupyattn.benchmark"), env=variable)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(file.read_text())
-    rows = {row["option"]: row for row in report["rows"] if row["implementation"] != "cupy"}
-    assert set(rows) == {PLAIN, *OPTIONS}
+    words = ("attention", *TINY, "--implementation", "flash", "--peers", "cupy", "--documents", "2")
+    report = on_a_gpu(tmp_path, *words, **({"CUPYATTN_ARCH": arch} if arch else {}))
+    assert {row["option"] for row in report["rows"]} == {PLAIN, *OPTIONS}
     assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
     assert all(rate > 0 for rate in report["ceilings"].values())
     capability = report["compute_capability"].replace(".", "")
     turing = "sm_75" if capability == "75" else "compute_75"
-    expected = turing if arch else f"sm_{capability}"
     if arch or "CUPYATTN_ARCH" not in os.environ:
-        assert report["code"] == [expected]
+        assert report["code"] == [turing if arch else f"sm_{capability}"]
+
+
+@pytest.mark.gpu
+def test_backward_on_a_gpu(tmp_path):
+    """Every option once, one-pass and deterministic, and the naive kernels plain and causal."""
+    report = on_a_gpu(tmp_path, "attention_backward", *TINY, "--implementation", "flash", "naive")
+    assert len(report["rows"]) == 2 * (1 + len(OPTIONS)) + 2
+    assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_other_kernels_on_a_gpu(tmp_path, dtype):
-    file = tmp_path / "attention.json"
-    sizes = ("--tokens", "64", "--width", "64", "--seqlen", "64", "--head-dim", "32")
-    kernels = ("--implementation", "tiled", "naive", "--dtype", dtype, "--options", "none")
-    arguments = (*sizes, *kernels, "--calls", "2", "--warm-up", "1", "--json", str(file))
-    result = run("attention", *arguments, launcher=("-m", "cupyattn.benchmark"))
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(file.read_text())["rows"]
+def test_teaching_kernels_on_a_gpu(tmp_path, dtype):
+    sizes = "--tokens 64 --width 64 --seqlen 64 --head-dim 32 --options none --calls 2"
+    words = (*sizes.split(), "--dtype", dtype, "--implementation", "tiled", "naive")
+    rows = on_a_gpu(tmp_path, "attention", *words)["rows"]
     assert [row["implementation"] for row in rows] == ["cupyattn tiled", "cupyattn naive"]
     assert all(row["times"]["p50_s"] > 0 for row in rows)
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_takes_the_documented_workspace(tmp_path):
+    sizes = ("--batch", "8", "--seqlen", "1024", "--heads", "16", "--head-dim", "80")
+    words = ("attention", "--training-step", *sizes, "--calls", "3", "--warm-up", "1")
+    flash, deterministic, naive = on_a_gpu(tmp_path, *words)["rows"]
+    assert flash["times"]["p50_s"] < naive["times"]["p50_s"]
+    rows = 8 * 16 * 1024
+    statistics = (8 + 2 * 8 / 16) * rows  # 8 bytes for every 16 rows of q and of v
+    for row, workspace in ((deterministic, statistics), (flash, statistics + 4 * 80 * rows)):
+        assert workspace <= row["peak_bytes"] <= workspace + 100_000

@@ -24,7 +24,6 @@ from cupyattn.benchmark.cases import (
     rows_of,
     times_of,
 )
-from cupyattn.benchmark.timer import Samples
 
 ONES = np.ones(4, np.float32)
 
@@ -80,12 +79,6 @@ def test_rows_have_labels_figures_and_nothing_else():
     assert second["tflops"] == pytest.approx(16e-12)
 
 
-def test_means_of_several_calls_are_said_to_be():
-    made = harness(times=lambda calls, torch: Samples([1e-6, 2e-6], 50))
-    (row,) = rows_of(subject(), made)
-    assert (row["times"]["samples"], row["times"]["calls_per_sample"]) == (2, 50)
-
-
 @pytest.mark.parametrize(("off", "agrees"), [(0.01, True), (0.1, False), (math.nan, False)])
 def test_what_differs_is_not_timed(off, agrees):
     found = harness()
@@ -106,21 +99,6 @@ def test_what_has_another_form_is_made_comparable():
     assert row["unavailable"] == "ArithmeticError: result 0 has shape (3,), not (4,)"
 
 
-def test_results_in_place_are_compared_from_the_same_start():
-    array = np.zeros(4, np.float32)
-
-    def add():
-        array[...] += 1
-        return array
-
-    def reset():
-        array[...] = 0
-
-    both = [Implementation("cupyattn", lambda: [add]), Implementation.of("eager", lambda: [add])]
-    made = Case({}, both, tolerance=0.02, reset=reset)
-    assert all("times" in row for row in rows_of(made, harness()))
-
-
 def refusing(failure):
     def prepare():
         raise failure
@@ -136,13 +114,6 @@ def test_what_a_peer_cannot_do_is_a_row():
         "implementation": "torch math",
         "unavailable": "KeyError: 'no kernel\\nand much more'",
     }
-
-
-def test_a_peer_without_its_library_is_a_row():
-    missing = harness(torch=RuntimeError("a peer of PyTorch without it; pip install torch"))
-    rows = list(rows_of(subject(peer(ONES), peer(ONES, "cupy")), missing))
-    assert "without it" in rows[1]["unavailable"]
-    assert "times" in rows[2], "which is not PyTorch's"
 
 
 def test_who_was_not_asked_has_refused_nothing():

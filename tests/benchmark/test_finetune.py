@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.fake_gpu import CEILINGS
 from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.benchmark import finetune as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.finetune import Plan, Size, flops_of, own, samples_of, timed
+from cupyattn.benchmark.finetune import Plan, Size, own, samples_of, timed
 from cupyattn.benchmark.timer import Timer
-from cupyattn.models.training import LoraAdapters
 
 random = models.random
 
 
 def tiny(name="llama"):
     return random(TINY[name], dtype="float32", xp=np, seed=3)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
-def test_operations_are_those_of_the_products(name):
-    """Counted by the shapes of a model: three passes over each weight, two where nothing leaves."""
-    model = tiny(name)
-    size = Size(2, 8)
-    config = model.config
-    adapters = LoraAdapters(model, rank=2, targets=".*(o_proj|dense|attn.c_proj)")
-    plain = 2 * 2 * config.vocab_size * config.hidden_size
-    for layer in model.weights.layers:
-        for field, passes in (("qkv", 3), ("output", 3), ("up", 3), ("down", 2)):
-            plain += 2 * passes * getattr(layer, field).weight.size
-    attention = 4.5 * 4 * config.num_layers * config.num_heads * config.head_dim * 8 / 2
-    rows, columns = model.weights.layers[0].output.weight.shape
-    low = config.num_layers * 2 * 2 * (5 * columns + 4 * rows)
-    found = flops_of(adapters.model, size)
-    assert found == pytest.approx(16 * (plain + attention + low))
 
 
 def test_steps_are_timed_behind_the_first_ones(monkeypatch):
@@ -87,40 +66,3 @@ def test_text_and_json(tuning, capsys, tmp_path, monkeypatch):
     row = rows[0]
     assert row["also"]["held_mb"] == 3000
     assert row["also"]["tokens_per_s"] == pytest.approx(8 / row["times"]["p50_s"])
-    assert row["of_ceiling"] == pytest.approx(row["tflops"] / CEILINGS["mma_tflops"])
-
-
-def test_a_peer_is_a_row(tuning, tmp_path, monkeypatch):
-    object.__setattr__(tuning, "baselines", ("peft",))
-    found = {"seconds": [0.5], "held_bytes": 7_000_000_000}
-    monkeypatch.setattr(command, "baseline", lambda who, plan, size: found)
-    file = tmp_path / "finetune.json"
-    call = ["finetune", "--size", "1x8", "--quantize", "none", "--calls", "3", "--warm-up", "1"]
-    assert main([*call, "--json", str(file)]) == 0
-    row = json.loads(file.read_text())["rows"][1]
-    assert (row["implementation"], row["times"]["p50_s"], row["flops"]) == ("peft", 0.5, None)
-    assert row["also"] == {"held_mb": 7000, "tokens_per_s": 16}
-
-
-@pytest.mark.parametrize("size", ["2", "x3", "0x4", "2x1"])
-def test_sizes_that_are_none(size, capsys):
-    with pytest.raises(SystemExit):
-        main(["finetune", "--size", size])
-
-
-def test_weights_of_four_bits_need_files(monkeypatch):
-
-    names = ("torch", "transformers", "peft")
-    found = {name: SimpleNamespace() for name in names}
-    found["torch"].cuda = SimpleNamespace(
-        memory_reserved=lambda: 0, reset_peak_memory_stats=lambda: None
-    )
-    for name, module in found.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(RuntimeError, match="bitsandbytes quantises models as they are read"):
-        command.baseline("peft-nf4", Plan("phi-2", None, 4, Timer(1, 1, 1.0)), Size(1, 8))
-
-
-def test_without_a_gpu_it_says_so(capsys, no_gpu):
-    assert main(["finetune"]) == 1
-    assert "there is no CUDA device" in capsys.readouterr().err

@@ -65,22 +65,6 @@ def test_the_parts_are_the_calls_of_a_step(name, monkeypatch):
     assert simple == wanted
 
 
-def test_bytes_are_those_of_weights_and_cache():
-    """Nearly all that a step reads are the weights, and keys and values."""
-    model = models.random(TINY["llama"]._replace(hidden_size=128, intermediate_size=512), xp=np)
-    cache = models.Generator(model, num_blocks=8, max_batch=2).cache
-    tables = cache.step_tables([cache.allocator.add([1] * 30)])
-    parts = parts_of(model, cache, tables, 30)
-    moved = {row["part"]: row for row in summary(parts, [[1e-6]] * len(parts), 4000.0)}
-    assert moved["attention"]["calls"] == 2
-    config = model.config
-    of_cache = 2 * 2 * 30 * config.num_kv_heads * config.head_dim * 4
-    assert of_cache <= moved["attention"]["bytes"] < 1.1 * of_cache
-    total = moved["step: all parts"]["bytes"]
-    embedding = model.weights.embedding.nbytes  # of which one row is read
-    assert total == pytest.approx(model.nbytes - embedding + of_cache, rel=0.02)
-
-
 def test_a_t4_is_latency_and_bytes():
     part = Part("head", 320_000_000, lambda: None)
     (row, _) = summary([part], [[200e-6, 200e-6]], 3200.0)
@@ -94,8 +78,6 @@ def test_runs_are_timed_and_repeated():
     size = Size(2, 5, 4)
     model = tiny("gpt2")
     result = timed(own(model, size), size, model.config.vocab_size, 2)
-    assert result["repeats"]
-    assert result["tokens"] == model.generate(size.prompts(61, 2), max_new_tokens=4)
     assert result["tokens_per_s"] > 0
     seen = []
 
@@ -106,8 +88,7 @@ def test_runs_are_timed_and_repeated():
     result = timed(generate, size, 61, 3)
     assert (result["first_s"], result["tokens_per_s"]) == ([0.5] * 3, 3.0)
     assert result["step_s"] == pytest.approx([2 / 3.0] * 3)
-    assert not result["repeats"]
-    assert seen[-1] == seen[-2] != seen[-3]
+    assert len(seen) == 4 and seen[-1] != seen[-2]
 
 
 @pytest.fixture
@@ -117,7 +98,7 @@ def generating(a_gpu, monkeypatch):
     monkeypatch.setattr(models, "random", lambda name, **options: model)
     wrong = [Run(0.1, 0.2, [[0] * 4], 1), Run(0.1, 0.2, [[0] * 4] * 2, 2)]
     monkeypatch.setattr(
-        command, "baseline", lambda name, model, folder, size: lambda ids, new: wrong[len(ids) - 1]
+        command, "baseline", lambda name, model, folder: lambda ids, new: wrong[len(ids) - 1]
     )
 
     def timer(parts, xp, runs):
@@ -139,13 +120,10 @@ def test_text_and_json(generating, capsys, tmp_path):
     printed = " ".join(capsys.readouterr().out.split())
     assert "t4_s is MODELLED" in printed
     result = json.loads(file.read_text(encoding="utf-8"))
-    assert (result["new_tokens"], result["runs"]) == (4, 1)
     tokens = [row for row in result["rows"] if row["operation"] == "new token"]
     assert [(row["implementation"], row["batch"]) for row in tokens] == [
         ("cupyattn", 1), ("transformers static", 1), ("cupyattn", 2), ("transformers static", 2),
     ]  # fmt: skip
-    assert tokens[0]["also"]["equal"] == 1.0
-    assert tokens[1]["also"]["equal"] < 1.0
     assert tokens[1]["also"]["tokens_per_s"] == pytest.approx(15)
     assert tokens[1]["times"]["p50_s"] == pytest.approx(1 / 15)
     assert tokens[1]["times"]["calls_per_sample"] == 3, "steps behind the first token"
@@ -158,27 +136,18 @@ def test_text_and_json(generating, capsys, tmp_path):
     assert parts[-1]["also"]["t4_tokens_per_s"] == pytest.approx(1 / parts[-1]["also"]["t4_s"])
 
 
-def test_how_weights_are_kept_is_told(generating, monkeypatch, tmp_path):
-    config = TINY["phi"]._replace(hidden_size=64, head_dim=32, intermediate_size=64)
-    model = models.random(config, dtype="float32", quantize="int8", xp=np)
-    given = []
-
-    def noted(name, **options):
-        given.append(options["quantize"])
-        return model
-
-    monkeypatch.setattr(models, "random", noted)
+def test_without_a_gpu_a_step_is_modelled_by_its_bytes(no_gpu, capsys, tmp_path):
+    """As much as the weights, but for the embedding, and keys and values."""
     file = tmp_path / "generate.json"
-    assert main([*SMALL, "--batch", "1", "--quantize", "int8", "--json", str(file)]) == 0
-    assert given == ["int8"]
-    assert {row["quantize"] for row in json.loads(file.read_text())["rows"]} == {"int8"}
-
-
-def test_a_peer_that_cannot_is_said(generating, capsys, monkeypatch):
-    def refuses(*_):
-        raise RuntimeError("not this one")
-
-    object.__setattr__(generating, "baselines", ("vllm",))
-    monkeypatch.setattr(command, "baseline", refuses)
-    assert main([*SMALL, "--batch", "1"]) == 0
-    assert "vllm: RuntimeError: not this one" in capsys.readouterr().out
+    words = ("--model", "gpt2", "--batch", "2", "--prompt", "100", "--new-tokens", "56")
+    assert main(["generate", *words, "--json", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("Generating, MODELLED and not measured, for a T4")
+    result = json.loads(file.read_text())
+    assert (result["modelled"], result["machine"]) == (True, "T4")
+    *parts, step = result["rows"]
+    assert step["operation"] == "step: all parts"
+    assert step["bytes"] == sum(row["bytes"] for row in parts)
+    assert step["times"]["p50_s"] == pytest.approx(step["bytes"] / 320e9)
+    assert step["also"]["tokens_per_s"] == pytest.approx(2 / step["times"]["p50_s"])
+    cache = 2 * 128 * 12 * 2 * 768 * 2
+    assert step["bytes"] == pytest.approx(2 * 124.4e6 + cache, rel=0.02)

@@ -1,13 +1,21 @@
-"""CUDA events around the calls that are timed: how many, in graphs or not, within which budget."""
+"""Times by CUDA events, the memory of a call, and the ceilings of a GPU."""
 
 from __future__ import annotations
 
+import math
 import sys
 import types
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
-from cupyattn.benchmark.timer import Timer
+from cupyattn.benchmark import timer as ceilings
+from cupyattn.benchmark.timer import Timer, peak_bytes
+from cupyattn.emulator import Checks, Report
+from cupyattn.kernels.configs.linear import fma_rate
+from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.kernels.launch import launch
 
 
 class FakeCupy:
@@ -102,3 +110,127 @@ def test_a_round_is_one_graph_and_one_sample(cupy):
     assert times.seconds == pytest.approx([0.002] * 5)
     assert times.calls_each == 3
     assert cupy.log.count("graph of 3") == 1 + 1 + 1 + 5
+
+
+class FakePool:
+    """Never gives a block back, as CuPy's while it is used."""
+
+    def __init__(self):
+        self.held = 0
+
+    def malloc(self, size):
+        self.held += size
+
+    def total_bytes(self):
+        return self.held
+
+
+def test_memory_is_that_of_a_pool_of_its_own(monkeypatch):
+    allocators = []
+
+    @contextmanager
+    def using_allocator(malloc):
+        allocators.append(malloc)
+        yield
+        allocators.pop()
+
+    class Array:
+        def __init__(self, address):
+            self.nbytes, self.data = 100, types.SimpleNamespace(ptr=address)
+
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    cuda = types.SimpleNamespace(
+        MemoryPool=FakePool, using_allocator=using_allocator, get_current_stream=lambda: stream
+    )
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    there, addresses = Array(0), iter(range(1, 99))
+
+    def scratch(*results):
+        if allocators:
+            for size in (300, 200):
+                allocators[-1](size)
+        return results
+
+    assert peak_bytes(scratch) == 500
+    assert peak_bytes(lambda: None) == 0
+    assert peak_bytes(lambda: scratch(there)) == 500, "a result that was given"
+    assert peak_bytes(lambda: scratch(there, Array(next(addresses)))) == 400, "one of its own"
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu():
+    """The most at a time: the second array takes the place of the first."""
+    import cupy
+
+    def call():
+        for _ in range(2):
+            cupy.empty(1 << 20, cupy.uint8)
+
+    kept = cupy.empty(1 << 24, cupy.uint8)
+    assert peak_bytes(call) == 1 << 20
+    assert kept.nbytes == 1 << 24
+
+
+@pytest.mark.nvrtc
+def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
+    """Of few bytes, a millisecond each; the emulator runs the reading, but has no clock for mma."""
+    launches = []
+
+    def queued(call):
+        call()
+        return [1e-3]
+
+    class Array(np.ndarray):
+        data = property(
+            lambda array: types.SimpleNamespace(copy_from_device_async=lambda other, count: None)
+        )
+
+    def launched(device, specialisation, grid, arguments):
+        launches.append((specialisation.spec.entry, specialisation.macros, grid))
+        if specialisation.spec.entry == "read_weight":
+            launch(device, specialisation, grid, [np.asarray(arguments[0]), *arguments[1:]])
+
+    cupy = types.SimpleNamespace(
+        zeros=lambda shape, dtype: np.zeros(shape, dtype).view(Array),
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+    )
+    report = Report()
+    device = EmulatedDevice(Checks.fast(), report)
+    for name, value in (
+        ("load_cupy", lambda: cupy), ("_TIMER", types.SimpleNamespace(queued=queued)),
+        ("_BYTES", 2**16), ("launch", launched),
+    ):  # fmt: skip
+        monkeypatch.setattr(ceilings, name, value)
+    found = ceilings.measured_ceilings(device)
+    assert found["copy_gb_per_s"] == pytest.approx(2 * 2**16 / 1e-3 / 1e9)
+    assert found["read_gb_per_s"] == pytest.approx(2**16 / 1e-3 / 1e9)
+    sectors = sum(each.sectors for each in report.accesses if each.space == "global")
+    assert sectors * 32 == 2**16
+    _, mma, fma = launches
+    for (entry, macros, grid), name, flops in (
+        (mma, "mma", 4 * 2 * 16 * 8 * 8), (fma, "fma", fma_rate.THREADS * 2),
+    ):  # fmt: skip
+        assert entry == f"{name}_rate"
+        flops *= grid * dict(macros)["ROUNDS"] * dict(macros)["IN_FLIGHT"]
+        assert found[f"{name}_tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+    device.tensor_cores = False
+    without = ceilings.measured_ceilings(device)
+    assert without["mma_tflops"] is None
+    assert without["fma_tflops"] == found["fma_tflops"]
+
+
+@pytest.mark.nvrtc
+def test_every_thread_makes_its_multiply_adds():
+    """Each chain of 20 is 1 - 2 ** -20."""
+    sums = np.full(2 * fma_rate.THREADS, np.nan, np.float32)
+    launch(EmulatedDevice(Checks.all(), Report()), fma_rate.fma_rate(20), 2, (sums, 0.5))
+    assert (sums == fma_rate.IN_FLIGHT * (1 - 2.0**-20)).all()
+
+
+@pytest.mark.gpu
+def test_ceilings_of_a_gpu():
+    from cupyattn.kernels.device.cuda import cuda_device
+
+    found = ceilings.measured_ceilings(cuda_device(0))
+    assert 0.5 < found["read_gb_per_s"] / found["copy_gb_per_s"] < 2
+    assert 0 < found["fma_tflops"] < (found["mma_tflops"] or math.inf)

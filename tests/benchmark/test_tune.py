@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import weakref
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,55 +12,41 @@ import pytest
 from support.fake_gpu import HEADER
 from support.processes import run
 
+import cupyattn
 from cupyattn.__main__ import main
-from cupyattn.arrays import adopt
 from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import tune
 from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.linear import LARGE, Inputs, Product
 from cupyattn.benchmark.tune import TunedCall, tuned_calls
 from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.functional.linear.weights import weight_arrays
+from cupyattn.functional.backend import running_on
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.choices import USUAL
-from cupyattn.ops.attention.checks import forward_problem
-from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.options import AttentionOptions
-from cupyattn.ops.linear.backward import linear_backward
-from cupyattn.ops.linear.checks import backward_problem
-from cupyattn.ops.linear.checks import forward_problem as linear_problem
-from cupyattn.ops.linear.forward import linear_forward
 
 HERE = Harness(np, cold=False)
 
 
-def attention_of(device, head_dim, length=512):
-    arrays = {name: np.zeros((2, length, 40, head_dim), np.float16) for name in "qkv"}
-    operands = adopt(arrays)
-    problem = forward_problem(operands, AttentionOptions())
-    return lambda: attention_forward(device, problem, operands, seed=0, return_lse=False)
+def on(device, prepare):
+    """Return a call that the device records, on arrays without contents."""
+    with running_on(device):
+        (call,) = prepare()
+
+    def run_on_device():
+        with running_on(device):
+            call()
+
+    return run_on_device
 
 
-def linear_of(device, m, n, k):
-    operands = adopt({"x": np.zeros((m, k), np.float16), "w": np.zeros((n, k), np.float16).T})
-    problem = linear_problem(operands, None, False)
-    return lambda: linear_forward(device, problem, operands)
+def attention_of(device, head_dim):
+    q, k, v = (np.empty((2, 512, 40, head_dim), np.float16) for _ in range(3))
+    return on(device, lambda: [partial(cupyattn.attention, q, k, v)])
 
 
-def backward_of(device, m, n, k):
-    arrays = {"dout": (m, n), "x": (m, k), "w": (k, n)}
-    operands = adopt({name: np.zeros(shape, np.float16) for name, shape in arrays.items()})
-    problem = backward_problem(operands, None, False)
-    return lambda: linear_backward(device, problem, operands)
-
-
-def quantised_of(device, m, n, k, *, transposed=False):
-    case = Product("large", m, n, k, "float16", "nk", None, "nf4")
-    w = Inputs(case, HERE).arrays.weights[0].T
-    arrays, weight = weight_arrays(w.T if transposed else w)
-    operands = adopt({"x": np.zeros((m, n if transposed else k), np.float16), **arrays})
-    problem = linear_problem(operands, None, False, weight)
-    return lambda: linear_forward(device, problem, operands)
+def product_of(device, kind, *size, weights=None):
+    product = Product(kind, *size, "float16", "nk", None, weights)
+    return on(device, Inputs(product, Harness(np, cold=False, filled=False)).own_calls)
 
 
 @pytest.fixture
@@ -119,35 +105,36 @@ def test_a_row_that_does_not_run_is_passed_over(device):
     assert device.choices is USUAL
 
 
-def test_products_choose_their_tiles(device):
-    def narrow_is_fastest(launches):
-        return (
-            1.0 if launches[0]["TILE_COLUMNS"] == 128 and launches[0]["TILE_ROWS"] == 256 else 2.0
-        )
+def tiles(rows, columns):
+    def fastest(launches):
+        found = launches[0]["TILE_ROWS"], launches[0]["TILE_COLUMNS"]
+        return 1.0 if len(launches) == 1 and found == (rows, columns) else 2.0
 
-    (row,) = tuned(device, linear_of(device, 4096, 4096, 1024), narrow_is_fastest)
-    assert row["question"].startswith("linear_forward 4096 4096 1024 ")
-    assert (row["usual"], row["chosen"]) == ("wide/1", "narrow/1")
+    return fastest
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_products_with_a_quantised_weight_choose_their_tiles(device, transposed):
-    def small_is_fastest(launches):
-        return 1.0 if launches[0]["TILE_ROWS"] == 128 and len(launches) == 1 else 2.0
-
-    call = quantised_of(device, 1024, 2048, 1024, transposed=transposed)
-    (row,) = tuned(device, call, small_is_fastest)
-    kernel = "linear_product_quantised" if transposed else "linear_forward_quantised"
-    assert row["question"].startswith(f"{kernel} 1024 ")
-    assert " nf4" in row["question"]
-    assert (row["usual"], row["chosen"]) == ("narrow/1", "small/1")
+@pytest.mark.parametrize(
+    ("kind", "weights", "size", "seconds", "question", "names"),
+    [
+        ("large", None, (4096, 4096, 1024), tiles(256, 128), "linear_forward 4096 4096 1024 ",
+         ("wide/1", "narrow/1")),
+        ("large", "nf4", (1024, 2048, 1024), tiles(128, 128), "linear_forward_quantised 1024 ",
+         ("narrow/1", "small/1")),
+        ("dx", "nf4", (1024, 2048, 1024), tiles(128, 128), "linear_product_quantised 1024 ",
+         ("narrow/1", "small/1")),
+        ("thin", None, (1, 2048, 2048), lambda launches: float(launches[0]["K_WARPS"]), "linear_",
+         ("2048", "None")),
+    ],
+)  # fmt: skip
+def test_products_choose_their_tiles(device, kind, weights, size, seconds, question, names):
+    (row,) = tuned(device, product_of(device, kind, *size, weights=weights), seconds)
+    assert row["question"].startswith(question)
+    assert (row["usual"], row["chosen"]) == names
 
 
 def test_few_results_and_a_long_sum_may_be_cut_into_parts(device):
-    def parts_are_fastest(launches):
-        return 1.0 if len(launches) > 1 else 2.0
-
-    (row,) = tuned(device, linear_of(device, 512, 2048, 4096), parts_are_fastest)
+    call = product_of(device, "large", 512, 2048, 4096)
+    (row,) = tuned(device, call, lambda launches: 1.0 if len(launches) > 1 else 2.0)
     assert not row["chosen"].endswith("/1")
     assert any(name.endswith("/1") for name in row["seconds"])
 
@@ -156,42 +143,9 @@ def test_a_backward_asks_for_each_product(device):
     def first_is_fastest(launches):
         return float(sum(each["TILE_ROWS"] for each in launches if "TILE_ROWS" in each))
 
-    rows = tuned(device, backward_of(device, 4096, 2048, 1024), first_is_fastest)
+    rows = tuned(device, product_of(device, "backward", 4096, 2048, 1024), first_is_fastest)
     assert [row["question"].rpartition(" ")[2] for row in rows] == ["whole", "parts"]
     assert all(row["question"].startswith("linear_product ") for row in rows)
-
-
-def test_few_rows_choose_a_configuration(device):
-    def fewest_threads(launches):
-        return float(launches[0]["K_WARPS"])
-
-    rows = tuned(device, linear_of(device, 1, 2048, 2048), fewest_threads)
-    assert [(row["usual"], row["chosen"]) for row in rows] == [("2048", "None")]
-    assert tuned(device, linear_of(device, 8, 2048, 2048), fewest_threads) == []  # one row
-
-
-def test_a_question_is_answered_once(device):
-    call = attention_of(device, 64)
-    once = TunedCall("a call", lambda: [call])
-    assert len(tune.tune(device, [once, once], lambda calls: 1.0)) == 1
-
-
-def test_arrays_of_a_call_are_freed_before_the_next_is_prepared(device):
-    made = []
-
-    def tuned_call():
-        held = []
-
-        def calls():
-            assert all(each() is None for each in made)
-            held.append(np.zeros(1))
-            made.append(weakref.ref(held[0]))
-            return [attention_of(device, 64)]
-
-        return TunedCall("a call", calls)
-
-    tune.tune(device, (tuned_call() for _ in range(3)), lambda calls: 1.0)
-    assert len(made) == 3
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -215,15 +169,6 @@ def test_the_subjects_are_those_of_the_command_line():
 def test_products_are_called(kind):
     for subject in tuned_calls(parsed("--kind", kind, "--size", "3", "16", "128"), HERE):
         subject.calls()[0]()
-
-
-def test_each_format_is_tuned_both_ways():
-    names = [
-        each.name
-        for each in tuned_calls(parsed("--kind", "quantised", "--size", "8", "16", "128"), HERE)
-    ]
-    assert names[:2] == ["quantised 8 x 16 x 128 nf4", "quantised 8 x 16 x 128 nf4, dx"]
-    assert len(names) == 6
 
 
 @pytest.fixture

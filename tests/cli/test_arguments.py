@@ -20,7 +20,7 @@ from cupyattn.kernels.device.cuda import cuda_device
 
 COMMANDS = (
     "demo", "generate", "chat", "finetune", "merge", "info", "compile", "profile", "turing",
-    "memory", "tune", "report",
+    "tune", "report",
 )  # fmt: skip
 CALLS = ("attention", "attention_backward", "softmax")
 

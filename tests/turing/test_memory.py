@@ -1,18 +1,12 @@
-"""The model of memory-bound calls: what it computes, prints, and that no call gets worse."""
+"""The model of memory-bound calls: what it computes, and that no call gets worse."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from support.gates import require_gates_tools
-from support.memory_calls import every_call
+from support.memory_calls import counted, every_call, instruction_bytes
 from support.search import deep
 
-from cupyattn.__main__ import main
-from cupyattn.benchmark import memory as command
-from cupyattn.benchmark import model
-from cupyattn.benchmark.model import ModelledCall, row_of
 from cupyattn.emulator import Report
 from cupyattn.turing import MACHINES, T4
 from cupyattn.turing.memory import MemoryFigures, memory_figures
@@ -109,57 +103,23 @@ def test_an_empty_report_has_no_sectors():
     assert memory_figures(Report(), 64) == MemoryFigures(64, 0, {}, 0)
 
 
-# --- the command
-
-
-@pytest.fixture
-def one_call(monkeypatch):
-    """A command that knows one call, whose figures are ready."""
-    calls = [ModelledCall("copying", 320_000, list), ModelledCall("adding", 320_000, list)]
-    monkeypatch.setattr(command, "modelled_calls", lambda: iter(calls))
-    monkeypatch.setattr(
-        command,
-        "row_of",
-        lambda call: {
-            **model._counts(call, [], figures(ldg=10)),
-            "bandwidth_share": {name: 1 - 0.1 * at for at, name in enumerate(MACHINES)},
-        },
-    )
-
-
-@pytest.mark.nvrtc
-def test_text_and_json(one_call, capsys):
-    assert main(["memory"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "call sectors bound T4 2060 Super 2080 Ti 1650 Ti" in printed
-    assert "copying 1.00 memory 1.00 0.90 0.80 0.70" in printed
-    assert main(["memory", "--call", "add", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["call"] == "adding"
-    assert row["instruction_bytes"] == 32_000
-
-
-def test_a_call_that_is_not_there(one_call, capsys):
-    assert main(["memory", "--call", "nothing"]) == 1
-    assert "no call has nothing in its name" in capsys.readouterr().err
-
-
 # --- the gates
 
 
 @pytest.mark.parametrize("name", [*GATES, *deep(*MORE_GATES)])
 def test_a_call_moves_no_more_than_its_gates_allow(name):
     require_gates_tools()
-    sectors, instruction_bytes, share = {**GATES, **MORE_GATES}[name]
-    found = row_of(CALLS[name])
-    assert found["sector_ratio"] <= sectors + SECTOR_TOLERANCE
-    assert found["instruction_bytes"] >= instruction_bytes
-    assert found["bandwidth_share"][T4.name] >= share - SHARE_TOLERANCE
+    sectors, least_bytes, share = {**GATES, **MORE_GATES}[name]
+    _, found = counted(CALLS[name])
+    assert found.sector_ratio <= sectors + SECTOR_TOLERANCE
+    assert instruction_bytes(found) >= least_bytes
+    assert found.bandwidth_share(T4) >= share - SHARE_TOLERANCE
 
 
 @pytest.mark.nvrtc
 def test_a_gpu_without_tensor_cores_has_its_own_kernels():
-    found = row_of(CALLS["linear, M=1, nf4"])
-    assert found["kernels"] == ["linear_quantised_thin"]
-    assert found["without_tensor_cores"] == ["linear_quantised_thin_f32"]
-    assert all(found["bandwidth_share"].values())
+    call = CALLS["linear, M=1, nf4"]
+    assert counted(call)[0] == ["linear_quantised_thin"]
+    kernels, found = counted(call, tensor_cores=False)
+    assert kernels == ["linear_quantised_thin_f32"]
+    assert found.bandwidth_share(MACHINES["GTX 1650 Ti"]) > 0
