@@ -150,7 +150,7 @@ class Tensors(NamedTuple):
 
 
 class Inputs:
-    """What every implementation of a case gets; made when the first one is prepared."""
+    """The inputs of all implementations of a case, made when the first one is prepared."""
 
     def __init__(self, problem: Problem, option: str, harness: Harness) -> None:
         self.problem, self.option, self.harness = problem, option, harness

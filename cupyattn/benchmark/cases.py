@@ -116,7 +116,7 @@ def _few(shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Harness:
-    """What cases are prepared and measured with."""
+    """The harness that prepares and measures cases."""
 
     xp: Any
     """The array library: CuPy on a GPU."""

@@ -129,7 +129,7 @@ class Benchmark:
     help: str
     description: str
     note: str
-    """What its figures count; printed below them, and below its help."""
+    """A note on the units of its numbers, printed below them and below its help."""
     options: tuple[Option, ...] = ()
     cases: Callable[[argparse.Namespace, Harness], Iterable[Case]] | None = None
     rows: Callable[[argparse.Namespace, Harness], Iterable[Row]] | None = None

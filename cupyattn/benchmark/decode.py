@@ -36,7 +36,7 @@ from cupyattn.reference.kv_cache.quantisation import quantise
 
 LAYOUTS = ("paged", "dense")
 CACHES = {"float": None, "int8": 8, "int4": 4}
-"""What paged caches store, and the bits of an integer."""
+"""Formats of paged caches, and the bits of an integer."""
 SHORTEST = 256
 """The fewest tokens of a ragged sequence."""
 OPERATIONS = {"append": "append_kv", "copy": "copy_blocks", "gather": "gather"}

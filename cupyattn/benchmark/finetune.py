@@ -46,7 +46,7 @@ _LR = 1e-4
 
 
 class Plan(NamedTuple):
-    """What is timed, except the batch's size: a preset or a folder, and adapters of a rank."""
+    """The training that is timed, except the batch's size: a model, and adapters of a rank."""
 
     model: str
     quantize: str | None

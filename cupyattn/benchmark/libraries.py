@@ -20,7 +20,7 @@ BASELINES = {
     **{"compile": "torch compile", "triton": "triton", "cublas": "cublas", "cupy": "cupy"},
     **{"transformers": "transformers", "static": "transformers static", "peft": "peft"},
 }
-"""What a row calls a baseline, by its name on the command line."""
+"""Names of baselines in rows, by their names on the command line."""
 MEANING = (
     "eager is PyTorch's own choice, and cudnn, flash, efficient and math are back-ends of its "
     "scaled_dot_product_attention; compile is torch.compile; triton is its "

@@ -118,7 +118,7 @@ class Operands(NamedTuple):
 
 
 class Inputs:
-    """What every implementation of a product gets; made when the first one is prepared."""
+    """The inputs of all implementations of a product, made when the first one is prepared."""
 
     def __init__(self, product: Product, harness: Harness) -> None:
         self.product, self.harness = product, harness

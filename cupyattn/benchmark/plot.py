@@ -299,7 +299,7 @@ def roofline(one: Measured) -> Iterator[Any]:
 
 
 PICTURES = ["latency", "tflops", "bandwidth", "memory", "speed-up", "roofline"]
-"""What the names of pictures end in."""
+"""Suffixes of the names of pictures."""
 
 
 def write(

@@ -166,7 +166,7 @@ def _measured(
 Prepare = Callable[[], Call]
 
 UNFILLED = Harness(np, cold=False, filled=False)
-"""What prepares calls for the model, which reads no arrays."""
+"""The harness that prepares calls for the model, which reads no arrays."""
 _GEFORCE_HMMA_F32 = 16
 _EXECUTED = {
     **{"attention_forward": 2, "_dq": 3},

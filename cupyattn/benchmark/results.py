@@ -1,4 +1,4 @@
-"""What a result was measured on, and its JSON: written and read."""
+"""The machine that a result was measured on, and the result's JSON: written and read."""
 
 from __future__ import annotations
 

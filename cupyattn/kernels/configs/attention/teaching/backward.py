@@ -23,7 +23,7 @@ NAIVE_KERNEL = KernelSpec(
 KERNELS = (NAIVE_KERNEL,)
 
 THREADS = 128
-"""Of a CTA, which visits as many keys, or queries, at a time."""
+"""Threads of a CTA, which visits as many keys, or queries, at a time."""
 
 
 @cache
