@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.ptx import compile_module, compile_text
+from support.search import mostly_deep
 
 from cupyattn import emulator
 from cupyattn.emulator import Argument, Report, Struct
@@ -56,11 +57,11 @@ def const(**arrays: np.ndarray) -> dict[str, Any]:
     return {name: Argument(array, name, const=True) for name, array in arrays.items()}
 
 
-SHAPES = [(1, 64, 64), (2, 1, 1), (1, 70, 131), (2, 128, 128), (3, 65, 65), (70, 17, 33)]
+SHAPES = [(2, 1, 1), (1, 70, 131), (3, 65, 65), (1, 64, 64), (2, 128, 128), (70, 17, 33)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("heads", "queries", "keys"), SHAPES)
+@pytest.mark.parametrize(("heads", "queries", "keys"), mostly_deep(SHAPES, SHAPES[:3]))
 def test_forward_and_backward(heads: int, queries: int, keys: int, causal: bool) -> None:
     q, k, v, dout = problem(heads, queries, keys)
     common = {"queries": queries, "keys": keys, "scale": D**-0.5, "causal": causal}

@@ -1,13 +1,14 @@
-"""Options at the end of what float32 arithmetic has digits for: right, or refused by name."""
+"""Edges of options: float32's digits, default offsets, and dropout of parts of a call."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.devices import KERNELS
+from support.devices import KERNELS, everywhere
+from support.search import deep
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import DropoutSeed, attention, attention_backward, attention_varlen, reference
 
 pytestmark = pytest.mark.nvrtc
 
@@ -16,7 +17,12 @@ Q, K, V = RNG.standard_normal((3, 1, 70, 2, 16)).astype(np.float32)
 
 
 def error_ratio(dtype: str, **options) -> float:
-    """The largest error of out and lse over its bound."""
+    """Return the largest error of out and lse over its bound.
+
+    The other options are there without an effect, so that all calls have the same kernel.
+    """
+    neutral = {"alibi_slopes": np.zeros(2), "softcap": 10_000.0, "sinks": np.full(2, -np.inf)}
+    options = {**{name: np.float32(value) for name, value in neutral.items()}, **options}
     arrays = [array.astype(dtype) for array in (Q, K, V)]
     exact = reference.attention(*arrays, **options)
     bounds = reference.attention_bound(*arrays, dtype=arrays[0].dtype, tile_k=16, **options)
@@ -29,7 +35,7 @@ def error_ratio(dtype: str, **options) -> float:
     return max(map(reference.error_ratio, map(KERNELS.get, found), exact, bounds))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 @pytest.mark.parametrize("sink", [2e38, 1e10, -3e38, -np.inf])
 def test_sinks_of_any_size_that_is_allowed(dtype, sink):
     assert error_ratio(dtype, sinks=np.full(2, sink, np.float32)) <= 1
@@ -51,7 +57,7 @@ def test_sinks_beyond_are_refused_on_a_gpu_that_checks_values():
         cupyattn.attention(*arrays, sinks=sinks)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_the_largest_softcap_is_within_its_bound(dtype):
     assert error_ratio(dtype, softcap=10_000.0) <= 1
 
@@ -62,7 +68,7 @@ def test_larger_softcaps_are_refused(softcap):
         cupyattn.attention(Q, K, V, softcap=softcap)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 @pytest.mark.parametrize("q_offset", [2**20, 2**24, 2**24 + 1, -(2**24) - 3])
 def test_alibi_far_from_the_keys_is_within_its_bound(dtype, q_offset):
     """Its slope small: the distances, not the size of the scores, are what could lose digits."""
@@ -85,7 +91,7 @@ AT_THE_LIMIT = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 @pytest.mark.parametrize(("slope", "options"), AT_THE_LIMIT)
 def test_alibi_at_its_limit_is_within_its_bound(dtype, slope, options):
     assert error_ratio(dtype, alibi_slopes=np.full(2, slope, np.float32), **options) <= 1
@@ -137,3 +143,142 @@ def test_alibi_may_be_infinite_or_nan_as_it_is():
             assert np.isnan(cupyattn.attention(Q, K, V, alibi_slopes=slopes)).all()
     with pytest.raises(ValueError, match="come to inf"):
         cupyattn.attention(Q, K, V, alibi_slopes=np.full(2, np.inf, np.float32), q_offset=90)
+
+
+USED = (9, 70, 3, 0)
+SQ, CACHE = 5, 80
+DIM, DIM_V = 24, 40
+OPTIONS = [{"causal": True}, {"window_size": (2, 1)}, *deep({"alibi_slopes": True})]
+
+
+def cached_arrays(dtype: str) -> list[np.ndarray]:
+    """Queries, and a cache whose unused end holds NaN."""
+    rng = np.random.default_rng(0)
+    shapes = (SQ, 4, DIM), (CACHE, 2, DIM), (CACHE, 2, DIM_V)
+    q, k, v = (rng.standard_normal((len(USED), *shape)).astype(dtype) for shape in shapes)
+    for b, used in enumerate(USED):
+        k[b, used:] = v[b, used:] = np.nan
+    return [q, k, v]
+
+
+@everywhere
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_a_prefill_into_a_longer_cache_is_causal(side, dtype, options):
+    """The same as calls of the sequences alone; gradients too."""
+    if "alibi_slopes" in options:
+        options = {"alibi_slopes": side.put(np.linspace(0.1, 0.4, 4).astype(np.float32))}
+    q, k, v = cached_arrays(dtype)
+    used = side.put(np.array(USED, np.int32))
+    placed = [*map(side.put, (q, k, v))]
+    out, lse = cupyattn.attention(*placed, seqused_k=used, return_lse=True, **options)
+    dout = np.ones((*q.shape[:3], DIM_V), dtype)
+    together = cupyattn.attention_backward(
+        side.put(dout), *placed, out, lse, seqused_k=used, **options
+    )
+    tolerance = 2e-2 if dtype == "float16" else 1e-4
+    for b, length in enumerate(USED):
+        alone = [
+            side.put(np.ascontiguousarray(a)) for a in (q[[b]], k[[b], :length], v[[b], :length])
+        ]
+        out_b, lse_b = cupyattn.attention(*alone, return_lse=True, **options)
+        grads = cupyattn.attention_backward(side.put(dout[[b]]), *alone, out_b, lse_b, **options)
+        pairs = [(out[b], out_b[0]), (lse[b], lse_b[0]), (together.dq[b], grads.dq[0])]
+        pairs += [(together.dk[b, :length], grads.dk[0]), (together.dv[b, :length], grads.dv[0])]
+        for found, expected in pairs:
+            np.testing.assert_allclose(
+                side.get(found), side.get(expected), atol=tolerance, rtol=tolerance
+            )
+
+
+@everywhere
+def test_a_given_offset_counts_from_the_first_key(side):
+    q, k, v = map(side.put, cached_arrays("float16"))
+    used = np.array(USED, np.int64)
+    by_default = cupyattn.attention(q, k, v, causal=True, seqused_k=side.put(used))
+    given = cupyattn.attention(
+        q, k, v, causal=True, seqused_k=side.put(used), q_offset=side.put(used - SQ)
+    )
+    assert side.get(by_default).tobytes() == side.get(given).tobytes()
+    other = cupyattn.attention(q, k, v, causal=True, seqused_k=side.put(used), q_offset=CACHE - SQ)
+    assert (side.get(other)[0] != side.get(by_default)[0]).any()
+
+
+PLACE = DropoutSeed(seed=2**40 + 3, batch=2, query=37, key=96)
+PART = {"dropout_p": 0.4, "seed": PLACE.seed, "dropout_start": PLACE[1:]}
+"""As the reference says it."""
+
+
+def arrays(dtype: str, dim: int = 24) -> list[np.ndarray]:
+    """q, k, v and dout of two sequences, whose lengths end inside of tiles."""
+    rng = np.random.default_rng(1)
+    shapes = (2, 70, 2, dim), (2, 131, 1, dim), (2, 131, 1, dim), (2, 70, 2, dim)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def test_numpy_arrays_drop_what_the_whole_drops():
+    """The mask of a part, cut out of that of the whole."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, 160, 2, 8)) for _ in range(3))
+    options = {"dropout_p": 0.5, "return_lse": True}
+    _, lse = attention(q, k, v, seed=4, **options)
+    whole = attention_backward(v, q, k, v, v, lse, dropout_p=0.5, seed=4)
+    parts = []
+    for keys in (slice(0, 96), slice(96, 160)):
+        seed = DropoutSeed(4, batch=1, query=50, key=keys.start)
+        rows = slice(50, 160)
+        part = attention_backward(
+            v[1:, rows], q[1:, rows], k[1:, keys], v[1:, keys], v[1:, rows], lse[1:, :, rows],
+            dropout_p=0.5, seed=seed,
+        )  # fmt: skip
+        parts.append(part.dq)
+    np.testing.assert_allclose(sum(parts), whole.dq[1:, 50:], atol=1e-12)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_kernels_drop_what_the_seed_says(dtype):
+    q, k, v, dout = arrays(dtype)
+    options = {"dropout_p": 0.4, "seed": PLACE}
+    exact, exact_lse = reference.attention(q, k, v, **PART)
+    out = attention(*map(KERNELS.put, (q, k, v)), **options)
+    bounds = reference.attention_bound(q, k, v, dtype=dtype, tile_k=16, **PART)
+    assert reference.error_ratio(KERNELS.get(out), exact, bounds[0]) <= 1
+    given = (dout, q, k, v, exact.astype(dtype), exact_lse.astype(np.float32))
+    grads = attention_backward(*map(KERNELS.put, given), **options)
+    expected = reference.attention_backward(*given, **PART)
+    limits = reference.attention_backward_bound(*given, dtype=dtype, **PART)
+    for name in ("dq", "dk", "dv"):
+        found = KERNELS.get(getattr(grads, name))
+        ratio = reference.error_ratio(found, getattr(expected, name), getattr(limits, name))
+        assert ratio <= 1, name
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+def test_packed_sequences_count_from_the_first():
+    q, k, v, _ = arrays("float16")
+    bounds = [np.array([0, 70, 140], np.int32), np.array([0, 131, 262], np.int32)]
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    out = attention_varlen(*map(KERNELS.put, (*flat, *bounds)), 70, 131, dropout_p=0.4, seed=PLACE)
+    exact, _ = reference.attention(q, k, v, **PART)
+    limit, _ = reference.attention_bound(q, k, v, dtype="float16", tile_k=16, **PART)
+    assert reference.error_ratio(KERNELS.get(out).reshape(exact.shape), exact, limit) <= 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "says"),
+    [
+        (DropoutSeed(-1), "seed = -1"),
+        (DropoutSeed(0, batch=-1), "batch of a DropoutSeed = -1"),
+        (DropoutSeed(0, query=2**31), "query of a DropoutSeed = 2147483648"),
+        (DropoutSeed(0, key=16), "key of a DropoutSeed = 16; .* a multiple of 32"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(seed, says):
+    q, k, v, _ = arrays("float32")
+    with pytest.raises(ValueError, match=says):
+        attention(q, k, v, dropout_p=0.1, seed=seed)
+    with pytest.raises(TypeError, match="query of a DropoutSeed"):
+        attention(q, k, v, dropout_p=0.1, seed=DropoutSeed(0, query="x"))

@@ -1,8 +1,10 @@
-"""Dense attention of a few queries, whose keys all CTAs share: its results."""
+"""Decode-shaped dense attention, whose keys all CTAs share: results, and which calls take it."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.attention_options import RUN_TIME_OPTIONS
-from support.backward_runs import error_ratios
 from support.devices import KERNELS, placed
-from support.few_queries import decoded, ratio, run
 from support.paged import keys_shared, multiprocessors
+from support.recording_device import device_array
 from support.search import Search, deep, examples, wider
 from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
+from cupyattn.kernels.configs.attention.decode import TENSOR_CORES, TILE_KEYS
+from cupyattn.ops.attention import few_queries
+from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.few_queries import LEAST_KEYS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -32,6 +37,43 @@ OPTION_SETS = (
     {"alibi_slopes": "float32", "softcap": "", "sinks": "float32"},
     *wider([], [{"alibi_slopes": "own"}, {"softcap": ""}, {"sinks": "own"}]),
 )
+
+
+@contextmanager
+def decoded(*, wherever: bool = True) -> Iterator[None]:
+    """Let the kernels of decoding take all calls that they have, or none, whatever is faster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_queries, "_is_faster", lambda *_: wherever)
+        attention_forward._plan.cache_clear()  # a plan is remembered for its problem
+        yield
+    attention_forward._plan.cache_clear()
+
+
+def run(problem: AttentionProblem, **options: object) -> tuple[np.ndarray, np.ndarray]:
+    """Run one problem on the kernels; returns out and lse as NumPy arrays."""
+    options = problem.options() | options
+    with KERNELS.running():
+        results = cupyattn.attention(
+            *map(KERNELS.put, problem.arrays()),
+            **{name: placed(KERNELS, value) for name, value in options.items()},
+            return_lse=True,
+        )
+    out, lse = map(KERNELS.get, results)
+    return out, lse
+
+
+def ratio(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) -> float:
+    """The largest error over its bound, that of the tiles and weights of decoding."""
+    arrays, options = problem.arrays(), problem.options()
+    exact = reference.attention(*arrays, **options)
+    bounds = reference.attention_bound(
+        *arrays,
+        dtype=problem.dtype,
+        tile_k=TILE_KEYS,
+        float32_weights=problem.dtype != "float16" or problem.D not in TENSOR_CORES[75],
+        **options,
+    )
+    return max(reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True))
 
 
 def few(**more: Any) -> Any:
@@ -55,9 +97,9 @@ def check(problem: AttentionProblem, count: int) -> None:
     | few(head_dims=HEAD_DIMS[1:], dtypes=DTYPES[1:]),
     count=st.integers(1, 8),
 )
-@examples(10)
+@examples(6, deep=20)
 def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
-    """Of any length, in any view, wherever queries stand and shares cut."""
+    """Keys of any length and view, queries at any positions, splits of any number."""
     check(problem, count)
 
 
@@ -74,8 +116,8 @@ def test_options_within_bounds_of_the_reference(problem: AttentionProblem, count
     check(problem, count)
 
 
-@given(data=st.data(), dtype=st.sampled_from(("float16", "float32")))
-@examples(6)
+@given(data=st.data(), dtype=st.sampled_from(wider(("float16",), ("float32",))))
+@examples(4, deep=12)
 def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype: str):
     """Bit for bit: the same tiles by the same warps."""
     head_dim = {"float16": 64, "float32": 24}[dtype]
@@ -101,8 +143,6 @@ def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype
 
 
 BASE = AttentionProblem(B=2, Sq=3, Sk=45, H=4, G=2, D=64, Dv=64, dtype="float16")
-
-
 ENDS = (16, 17, 31, 32, 33, 63, 65, 79)
 
 
@@ -110,22 +150,23 @@ ENDS = (16, 17, 31, 32, 33, 63, 65, 79)
     ("dtype", "head_dim", "sk"),
     [
         *itertools.product(("float16",), (64,), ENDS),
-        *itertools.product(("float32",), (24,), ENDS),
+        *itertools.product(("float32",), (24,), (17, 32, 33)),
+        *deep(*itertools.product(("float32",), (24,), (16, 31, 63, 65, 79))),
         *deep(*itertools.product(("float16",), (128, 256, 33), ENDS)),
         *deep(("bfloat16", 128, 79), ("float32", 256, 79)),
         *deep(*(("float16", 64, sk) for sk in range(64, 81) if sk not in ENDS)),
     ],
 )
 def test_keys_that_end_within_a_tile(dtype: str, head_dim: int, sk: int):
-    """The last tile begins early, within the array: of B = G = 1 nothing lies behind it."""
+    """The last tile begins early. With B = G = 1 no memory follows the last key."""
     problem = replace(BASE, B=1, G=1, H=2, Sk=sk, D=head_dim, Dv=head_dim, dtype=dtype)
     check(problem, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("used", [0, 1, 28, 29, 30, 32, 44])
-def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int):
-    """Within the last tile, which begins at 29, and before it."""
+def test_nan_after_the_keys_in_use_reaches_no_result(dtype: str, used: int):
+    """The last tile begins at key 29: NaN lies within it, or before it."""
     head_dim = 64 if dtype == "float16" else 24
     problem = replace(
         BASE, dtype=dtype, D=head_dim, Dv=head_dim, drawn=(("seqused_k", (used, 45)),)
@@ -150,7 +191,7 @@ def test_a_nan_in_use_is_seen_by_all_that_see_its_key():
 
 
 def test_more_keys_than_it_takes_without_a_pin():
-    """By the rule itself; out and lse are written where they lie, with strides."""
+    """No patch chooses the kernels here. out and lse are written into views."""
     problem = replace(BASE, Sk=LEAST_KEYS + 1)
     q, k, v = map(KERNELS.put, problem.arrays())
     memory = KERNELS.put(np.full((2, 4, 3, 2, 64), 7, np.float16))
@@ -160,17 +201,6 @@ def test_more_keys_than_it_takes_without_a_pin():
     assert results[0] is out
     assert ratio(problem, KERNELS.get(out), KERNELS.get(lse)) <= 1
     assert (KERNELS.get(memory)[:, :, :, 1] == 7).all()
-
-
-def test_workspace_given_and_too_small():
-    problem = replace(BASE, Sk=300)
-    with decoded(), multiprocessors(3):
-        expected = run(problem)
-        with pytest.raises(ValueError, match=r"workspace has 8 bytes.*needs (\d+)") as found:
-            run(problem, workspace=np.empty(8, np.uint8))
-        needed = int(str(found.value).partition("call needs ")[2].partition(",")[0])
-        again = run(problem, workspace=np.empty(needed, np.uint8))
-    assert all(map(np.array_equal, again, expected))
 
 
 EXTREMES = {
@@ -186,9 +216,10 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_options_at_the_end_of_what_float32_has_digits_for(name: str, dtype: str):
     arrays = replace(BASE, dtype=dtype).arrays()
+    neutral = {"alibi_slopes": np.zeros(4), "softcap": 10_000.0, "sinks": np.full(4, -np.inf)}
     options = {"causal": "keys" in name} | {
         key: value.astype(np.float32) if isinstance(value, np.ndarray) else value
-        for key, value in EXTREMES[name].items()
+        for key, value in (neutral | EXTREMES[name]).items()
     }
     exact = reference.attention(*arrays, **options)
     bounds = reference.attention_bound(*arrays, dtype=dtype, tile_k=16, **options)
@@ -212,29 +243,17 @@ def test_scores_as_low_as_float32_goes(dtype: str):
     np.testing.assert_allclose(KERNELS.get(out), means.repeat(3, axis=1), atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
-def test_gradients_of_such_a_forward(dtype: str):
-    """The backward takes out and lse as of any other, and stays within its bounds of them."""
-    head_dim = 64 if dtype == "float16" else 24
-    problem = replace(BASE, dtype=dtype, D=head_dim, Dv=head_dim, drawn=(("causal", True),))
-    arrays, (dout, _) = problem.arrays(), problem.gradients()
-    with decoded(), KERNELS.running():
-        out, lse = run(problem)
-        again, pullback = cupyattn.vjp(cupyattn.attention, *map(KERNELS.put, arrays), causal=True)
-        assert np.array_equal(KERNELS.get(again), out)
-        found = dict(
-            zip(("dq", "dk", "dv"), map(KERNELS.get, pullback(KERNELS.put(dout))), strict=True)
-        )
-    ratios = error_ratios(found, (dout, *arrays, out, lse), {"causal": True})
-    assert max(ratios.values()) <= 1, ratios
-
-
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group"),
     [
         ("float16", 64, 4),
-        ("float32", 24, 4),
-        *deep(("float16", 128, 8), ("float16", 256, 4), ("float16", 80, 4), ("bfloat16", 128, 4)),
+        *deep(
+            ("float32", 24, 4),
+            ("float16", 128, 8),
+            ("float16", 256, 4),
+            ("float16", 80, 4),
+            ("bfloat16", 128, 4),
+        ),
     ],
 )
 def test_k_and_v_are_read_once_in_whole_sectors(dtype: str, head_dim: int, group: int):
@@ -255,33 +274,87 @@ def test_k_and_v_are_read_once_in_whole_sectors(dtype: str, head_dim: int, group
     assert report.dram_sectors_bytes <= 1.05 * once
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_captured_call_is_replayed_with_new_contents(used: bool, dtype: str):
-    """Lengths too: the device works out the shares."""
-    import cupy
+def launched(recorder: LaunchRecorder, sq: int, sk: int, **changed: Any) -> list[str]:
+    """The kernels that a call starts on 40 multiprocessors."""
+    sizes = {"B": 1, "H": 8, "G": 2, "D": 128, "Dv": 128, "dtype": np.float16}
+    sizes |= {name: changed.pop(name) for name in [*changed] if name in sizes}
+    batch, heads, kv_heads, head_dim, head_dim_v, dtype = sizes.values()
+    q = device_array((batch, sq, heads, head_dim), dtype)
+    k, v = (device_array((batch, sk, kv_heads, d), dtype) for d in (head_dim, head_dim_v))
+    cupyattn.attention(q, k, v, **changed)
+    return [launch.specialisation.spec.entry for launch in recorder.started]
 
-    problem = replace(BASE, Sk=3001, dtype=dtype)
-    q, k, v = map(cupy.asarray, problem.arrays())
-    lengths = cupy.asarray([3001, 20], np.int32)
-    options = {"seqused_k": lengths} if used else {}
-    out, workspace = cupy.empty_like(q), cupy.empty(2**24, np.uint8)
-    cupyattn.attention(q, k, v, out=out, workspace=workspace, **options)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        try:
-            cupyattn.attention(q, k, v, out=out, workspace=workspace, **options)
-        finally:
-            graph = stream.end_capture()
-    for factor, length in ((1, 1700), (-2, 0)):
-        q *= factor
-        lengths[1] = length
-        expected = cupyattn.attention(q, k, v, **options)
-        out.fill(7)
-        cupy.cuda.Device().synchronize()
-        graph.launch(stream)
-        stream.synchronize()
-        assert np.array_equal(cupy.asnumpy(out), cupy.asnumpy(expected))
+
+DECODE = ["attention_decode", "attention_decode_combine"]
+FLASH = ["attention_forward"]
+SPLIT = ["attention_forward_split", "attention_combine_parts"]
+
+
+@pytest.mark.parametrize(
+    ("sq", "sk", "changed", "expected"),
+    [
+        (1, 32_768, {}, DECODE),
+        (1, LEAST_KEYS, {}, DECODE),
+        (1, LEAST_KEYS - 1, {}, FLASH),
+        (16, 4096, {}, DECODE),
+        (17, 4096, {}, SPLIT),
+        (0, 4096, {}, []),
+        (1, 4096, {"Dv": 64}, SPLIT),
+        (1, 4096, {"causal": True, "window_size": (200, 5)}, FLASH),
+        (1, 4096, {"causal": True, "window_size": (600, 5)}, DECODE),
+        (1, 4096, {"window_size": (None, 5)}, DECODE),
+        (1, 4096, {"implementation": "tiled"}, ["attention_tiled"]),
+        (1, 4096, {"softcap": 5.0}, DECODE),
+        (1, 4096, {"dropout_p": 0.5, "seed": 0}, SPLIT),
+        (1, 4096, {"dtype": np.float32}, DECODE),
+        (17, 4096, {"dtype": np.float32}, ["attention_forward_split_f32", SPLIT[1]]),
+        # A grid that fills the card: one pass over the keys always, more of them for a few tokens.
+        (1, 4096, {"B": 64, "H": 2}, DECODE),
+        (16, 4096, {"B": 64, "H": 2}, DECODE),
+        (12, 4096, {"B": 64}, DECODE),
+        (13, 4096, {"B": 64}, FLASH),
+        (13, 4096, {"B": 7}, DECODE),
+        (16, 4096, {"B": 64, "dtype": np.float32}, DECODE),
+    ],
+)
+def test_calls_that_take_the_decode_kernels(recorder, sq, sk, changed, expected):
+    assert launched(recorder, sq, sk, **changed) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("mask", (4096,), SPLIT),
+        ("bias", (4096,), SPLIT),
+        ("alibi_slopes", (8,), DECODE),
+        ("sinks", (8,), DECODE),
+        ("seqused_k", (1,), DECODE),
+        ("q_offset", (1,), DECODE),
+    ],
+)
+def test_options_that_are_arrays(recorder, name, shape, expected):
+    dtypes = {"mask": bool, "seqused_k": np.int32, "q_offset": np.int64}
+    option = {name: device_array(shape, dtypes.get(name, np.float32))}
+    assert launched(recorder, 1, 4096, **option) == expected
+    for launch in recorder.started if expected is DECODE else []:
+        names = [parameter.name for parameter in launch.specialisation.spec.parameters]
+        passed = dict(zip(names, launch.arguments, strict=True))
+        wanted = {"seqused_k": ("seqlens_k", "q_offset")}.get(name, (name,))
+        for parameter in wanted:
+            if parameter in names:
+                assert passed[parameter] is option[name]
+        others = {"seqlens_k", "q_offset", "block_table"} - {*wanted}
+        assert all(passed.get(other) is None for other in others)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_with_out_and_workspace_nothing_is_allocated(recorder, return_lse):
+    q, k = device_array((1, 1, 8, 128)), device_array((1, 4096, 2, 128))
+    out, lse = device_array(q.shape), device_array((1, 8, 1), np.float32)
+    given = (out, lse) if return_lse else out
+    workspace = device_array((2**22,), np.uint8)
+    cupyattn.attention(q, k, k, return_lse=return_lse, out=given, workspace=workspace)
+    assert not recorder.allocated
+    forward, combine = recorder.started
+    assert forward.arguments[10] is combine.arguments[5] is out
+    assert (forward.arguments[11] is lse) == return_lse

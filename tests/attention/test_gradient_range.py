@@ -1,29 +1,91 @@
-"""Gradients of scores beyond float16's range: a power of two for each key-value head keeps them.
+"""Gradients of scores beyond float16's range, and of scores that a float32 lse has no digits for.
+
+A power of two for each key-value head keeps gradients within the range.
 
 The arrays here give scores gradients of some 100,000, and results that float16 has.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from support.backward_runs import Arrays, error_ratios, inputs, run
-from support.beyond_float16 import Beyond, Uneven, recorded_scales
+from support.backward_runs import GRADIENTS, Arrays, error_ratios, inputs, run
 from support.devices import KERNELS
 from support.search import deep, mostly_deep
+from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import ScoreMod, reference
+from cupyattn.arrays import array_within
+from cupyattn.kernels.device.cuda import CudaDevice
+from cupyattn.ops import plan
 from cupyattn.reference.attention.backward_bounds import range_log2
 from cupyattn.reference.attention.scores import ScoreBlocks
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 LARGEST = 65_504  # of float16
+
+
+@dataclass(frozen=True)
+class Beyond(AttentionProblem):
+    """Small q and k, large v and dout; v has larger ones where keys are not in use."""
+
+    def arrays(self) -> Arrays:
+        q, k, v = super().arrays()
+        v = np.where(np.isnan(v), np.float16(6_000), v * np.float16(200))
+        return q * np.float16(0.01), k * np.float16(0.05), v
+
+    def gradients(self) -> tuple[np.ndarray, np.ndarray]:
+        dout, dlse = super().gradients()
+        return dout * np.float16(2048), dlse
+
+
+@dataclass(frozen=True)
+class Uneven(Beyond):
+    """The first sequence's are within float16's range, and those of first heads are smaller."""
+
+    def arrays(self) -> Arrays:
+        q, k, v = super().arrays()
+        v[0] /= np.float16(256)
+        v[:, :, 0] /= np.float16(8)
+        return q, k, v
+
+
+@contextmanager
+def recorded_scales() -> Iterator[list[np.ndarray]]:
+    """Collect the scales of each head, 2^-k and 2^k, that launches inside write."""
+    written: list[np.ndarray] = []
+    original = plan.start
+    at: dict[int, Any] = {}
+
+    def argument_within(_: CudaDevice, *place: Any) -> int:
+        array = array_within(*place)
+        at[array.data.ptr] = array
+        return int(array.data.ptr)
+
+    def start(device: Any, specialisation: Any, ctas: int, given: Any, values: Any) -> None:
+        original(device, specialisation, ctas, given, values)
+        if specialisation.spec.entry.startswith("attention_backward_scales"):
+            names = [pointer.name for pointer in specialisation.spec.pointers]
+            scales = given[names.index("scales")]
+            written.append(
+                np.array(scales if isinstance(scales, np.ndarray) else KERNELS.get(at[scales]))
+            )
+
+    with (
+        mock.patch.object(plan, "start", start),
+        mock.patch.object(CudaDevice, "argument_within", argument_within),  # gives an address alone
+    ):
+        yield written
+
 
 PROBLEM = Beyond(B=2, Sq=40, Sk=70, H=4, G=2, D=64, Dv=64, dtype="float16")
 EVERY_SCORE, EVERY_HEAD = (("bias", (shape, "float32")) for shape in ((2, 4, 40, 70), (4, 1, 70)))
@@ -35,8 +97,16 @@ OPTIONS = {
     "sinks, mask": (("sinks", "float32"), ("mask", (4, 40, 70))),
     "dbias": (EVERY_SCORE,),
     "dbias of every head": (EVERY_HEAD,),
+    "all": (
+        *(("mask", (4, 40, 70)), EVERY_SCORE, ("softcap", 2.0)),
+        *(("alibi_slopes", ((4,), "float16", 1)), ("sinks", "float32"), ("dropout_p", 0.5)),
+    ),
 }
-SHAPES = {"": {}, "D 256": {"D": 256, "Dv": 256}, "scalar loads": {"D": 20, "Dv": 30}}
+SHAPES = {
+    "": {},
+    "D 256": {"D": 256, "Dv": 256},
+    "scalar loads": {"D": 20, "Dv": 30},
+}
 
 
 def problem_of(options: str, shape: str = "", **more: Any) -> Beyond:
@@ -53,7 +123,7 @@ def largest_of_scores(arrays: Arrays, options: dict[str, Any]) -> float:
 CASES = [
     *(("plain", ""), ("dbias", ""), ("dropout", ""), ("sinks, mask", ""), ("plain", "D 256")),
     *(("causal, keys in use", ""), ("softcap, slopes", ""), ("dbias of every head", "")),
-    *(("plain", "scalar loads"), ("dbias", "D 256"), ("dropout", "D 256")),
+    *(("plain", "scalar loads"), ("dbias", "D 256"), ("dropout", "D 256"), ("all", "")),
 ]
 
 
@@ -63,7 +133,7 @@ CASES = [
         [(*case, deterministic) for case in CASES for deterministic in (False, True)],
         [  # both backwards of the plain call; options in that whose two kernels compute scores
             *(("plain", "", False), ("plain", "", True), ("plain", "D 256", False)),
-            *(("dbias", "", True), ("dropout", "", True)),
+            ("all", "", True),
         ],
     ),
 )
@@ -76,7 +146,7 @@ def test_gradients_are_within_their_bounds(options: str, shape: str, determinist
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_they_are_added_to_what_is_there(deterministic: bool):
+def test_large_gradients_are_added_to_what_is_there(deterministic: bool):
     arrays, given = inputs(problem_of("plain"))
     once = run(arrays, given, "flash", deterministic=deterministic)
     grads = cupyattn.AttentionGrads(*(KERNELS.put(once[n].copy()) for n in ("dq", "dk", "dv")))
@@ -237,7 +307,7 @@ def test_queries_that_see_no_key_have_no_part_in_it():
     assert (scales_of(arrays, {"mask": mask}) == 1).all()
 
 
-@pytest.mark.parametrize("options", ["plain", "dropout", "causal, keys in use"])
+@pytest.mark.parametrize("options", ["plain", "causal, keys in use", *deep("dropout")])
 def test_the_power_of_two_is_no_larger_than_the_bound_asks_for(options: str):
     arrays, given = inputs(problem_of(options))
     dout, q, k, v, out, lse = arrays
@@ -283,6 +353,88 @@ def test_any_head_of_a_group_may_have_the_largest(largest: int):
 
 
 def test_a_plan_of_rows_that_hold_nothing_has_a_scale_of_one():
-    zeros = [np.zeros((1, n, h, 8), np.float16) for n, h in ((3, 2), (3, 2), (5, 1), (5, 1))]
-    arrays = (*zeros, np.zeros((1, 3, 2, 8), np.float16), np.zeros((1, 2, 3), np.float32))
+    zeros = [np.zeros((1, n, h, 64), np.float16) for n, h in ((3, 2), (3, 2), (5, 1), (5, 1))]
+    arrays = (*zeros, np.zeros((1, 3, 2, 64), np.float16), np.zeros((1, 2, 3), np.float32))
     assert (scales_of(arrays, {}) == 1).all()
+
+
+BOTH_MODES = pytest.mark.parametrize("deterministic", [False, True])
+
+
+def normal_arrays(std: float, head_dim: int, dtype: str, tokens: int = 64) -> list[np.ndarray]:
+    """Arrays dout, q, k, v (1, tokens, 2, head_dim), with q and k of a standard deviation."""
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((4, 1, tokens, 2, head_dim))
+    return list((arrays * np.array([1, std, std, 1])[:, None, None, None, None]).astype(dtype))
+
+
+def check_against_exact(arrays: list[np.ndarray], deterministic: bool, dtype: str) -> None:
+    """Compare with the gradients of the exact float64 lse: the bound contains its rounding."""
+    out, lse = reference.attention(*arrays[1:])
+    out = out.astype(dtype)
+    grads = run((*arrays, out, lse.astype(np.float32)), {}, "flash", deterministic=deterministic)
+    exact = reference.attention_backward(*arrays, out, lse)
+    bounds = reference.attention_backward_bound(*arrays, out, lse, dtype=dtype)
+    for name in ("dq", "dk", "dv"):
+        assert np.isfinite(getattr(bounds, name)).all(), name
+        assert np.isfinite(grads[name]).all(), name
+        ratio = reference.error_ratio(grads[name], getattr(exact, name), getattr(bounds, name))
+        assert ratio <= 1, (name, ratio)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("head_dim", mostly_deep([8, 40, 64, 128, 136, 256], [64, 256]))
+@pytest.mark.parametrize("value", [1000, 1500, 3000, *deep(1250, 1750)])
+def test_probability_of_a_single_key_is_at_most_one(value, head_dim, deterministic):
+    """With one key P is 1, and dv is dout: 1."""
+    x = np.full((1, 1, 1, head_dim), value, np.float16)
+    ones = np.ones_like(x)
+    placed = tuple(map(KERNELS.put, (x, x, ones)))
+    out, lse = map(KERNELS.get, cupyattn.attention(*placed, return_lse=True))
+    grads = run((ones, x, x, ones, out, lse), {}, "flash", deterministic=deterministic)
+    assert (grads["dv"] >= 0).all()
+    assert (grads["dv"] <= 1).all()
+    assert all(np.isfinite(gradient).all() for gradient in grads.values())
+    check_against_exact([ones, x, x, ones], deterministic, "float16")
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("dtype", mostly_deep(["float16", "float32", "bfloat16"], ["float16"]))
+@pytest.mark.parametrize("head_dim", mostly_deep([8, 64, 136, 256], [64, 256]))
+@pytest.mark.parametrize("std", [75.0, 1500.0])
+def test_large_random_scores_are_within_the_bound(std, head_dim, dtype, deterministic):
+    check_against_exact(normal_arrays(std, head_dim, dtype), deterministic, dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, *deep({"softcap": 1e4}, {"dropout_p": 0.5, "seed": 3})],
+)
+def test_large_scores_with_options_give_finite_gradients(options):
+    dout, q, k, v = normal_arrays(1500.0, 64, "float16")
+    out, lse = reference.attention(q, k, v, **options)
+    arrays = dout, q, k, v, out.astype(np.float16), lse.astype(np.float32)
+    grads = run(arrays, options, "flash")
+    assert all(np.isfinite(gradient).all() for gradient in grads.values())
+    kept = 2 if "dropout_p" in options else 1
+    assert (np.abs(grads["dv"]) <= kept * 1.01 * np.abs(dout.astype(float)).sum(1)).all()
+
+
+@BOTH_MODES
+def test_packed_sequences_with_large_scores_have_the_gradients_of_dense_ones(deterministic):
+    dout, q, k, v = normal_arrays(1500.0, 64, "float16", tokens=100)
+    bounds, lengths = np.array([0, 36, 100], np.int32), (slice(0, 36), slice(36, 100))
+    parts = [reference.attention(q[:, at], k[:, at], v[:, at]) for at in lengths]
+    out = np.concatenate([part for part, _ in parts], 1)[0].astype(np.float16)
+    lse = np.concatenate([part for _, part in parts], 2)[0].astype(np.float32)
+    rows = [KERNELS.put(x[0]) for x in (dout, q, k, v)]
+    placed = [KERNELS.put(x) for x in (out, lse, bounds, bounds)]
+    grads = cupyattn.attention_varlen_backward(*rows, *placed, 64, 64, deterministic=deterministic)
+    found = {name: KERNELS.get(getattr(grads, name)) for name in GRADIENTS[:3]}
+    for at in lengths:
+        arrays = dout[:, at], q[:, at], k[:, at], v[:, at], out[None, at], lse[None, :, at]
+        exact = reference.attention_backward(*arrays)
+        limits = reference.attention_backward_bound(*arrays, dtype="float16")
+        for name, gradient in found.items():
+            part = gradient[None, at], getattr(exact, name), getattr(limits, name)
+            assert reference.error_ratio(*part) <= 1, name

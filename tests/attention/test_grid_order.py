@@ -1,14 +1,18 @@
-"""In which order the CTAs of causal attention start: the rule, what it is worth, and the grid."""
+"""The order in which CTAs start, what it is worth, and the lists of a block mask's tiles."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support.backward_runs import check as check_backward
+from support.devices import KERNELS
 from support.forward_runs import check
 from support.grid_order import CARDS, HEAD_DIMS, Grid, causal_problem
 from support.packed import PackedProblem as PackedPrompts
@@ -20,10 +24,16 @@ from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
+from cupyattn.arrays import adopt, contiguous
+from cupyattn.functional.backend import device_of
 from cupyattn.kernels.card import Card
+from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE
 from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.kernels.structs.attention import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
+from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.modifiers import BLOCK_MASK
+from cupyattn.ops.plan import Output, Plan, run
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
 T4 = Card(75, 40)
@@ -133,7 +143,7 @@ def test_the_backward_counts_queries_and_their_gradients():
     tiles=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     data=st.data(),
 )
-@examples(14)
+@examples(10, deep=28)
 def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, tiles, data):
     together = data.draw(st.sampled_from(divisors(batch * kv_heads)))
     batches = data.draw(st.sampled_from(divisors(batch)))
@@ -198,12 +208,12 @@ def test_results_of_heads_that_take_turns(problem):
             check_backward(problem, "flash", deterministic=deterministic)
 
 
-LENGTHS = (140, 0, 40, 260)
+LENGTHS = (140, 0, 40, 150)
 PACKED = VarlenProblem(
     replace(CAUSAL, B=4, Sq=max(LENGTHS), Sk=max(LENGTHS)), queries=LENGTHS, keys=LENGTHS
 )
 PAGED = PackedPrompts(
-    lengths=LENGTHS, Sq=max(LENGTHS), queries=(130, 0, 40, 260), G=2, group=2, D=64,
+    lengths=LENGTHS, Sq=max(LENGTHS), queries=(130, 0, 40, 150), G=2, group=2, D=64,
     dtype="float16", options=(("causal", True),),
 )  # fmt: skip
 
@@ -240,7 +250,7 @@ def test_results_of_packed_prompts_whose_heads_take_turns(dtype):
 @example(lengths=[3, 520, 512, 497, 500], heads=2, together=3)
 @example(lengths=[1040, 1008, 1009, 0, 1025], heads=1, together=1)  # of seven bits, and of 13
 @example(lengths=[1009, 65_600, 1, 65_536], heads=1, together=1)
-@examples(20)
+@examples(10, deep=40)
 def test_packed_tiles_are_had_once_and_the_longest_sequences_first(lengths, heads, together):
     lengths = [*lengths, 1]
     tiles = [-(-length // 16) for length in lengths]
@@ -313,3 +323,92 @@ def test_kernels_are_told(recorder):
     assert told["attention_backward_dkdv"] == told["attention_backward_dq"] == [8]
     assert told["attention_forward_varlen"] == [16]
     assert told["attention_backward_dkdv_varlen"] == told["attention_backward_dq_varlen"] == [16]
+
+
+def find_lists(tiles: np.ndarray, group: int, sizes: dict[str, Any]) -> np.ndarray:
+    """(matrices, owned tiles, items, 2), as the kernels write them."""
+    layout = contiguous(tiles.shape, tiles.dtype)
+    heads = tiles.shape[1] if tiles.shape[1] > 1 else 4 * group
+    problem: Any = SimpleNamespace(
+        layouts={BLOCK_MASK: layout}, heads=heads, kv_heads=heads // group
+    )
+    planned = block_lists(problem, "lists", **sizes)
+    output = Output((planned.scratch["lists"],), np.dtype(np.uint32))
+    operands = adopt({BLOCK_MASK: KERNELS.put(tiles)})
+    device = device_of(operands)
+    assert device is not None
+    found = run(device, Plan(planned.steps, (("lists", output),)), operands)["lists"]
+    spans = [sizes["rows"] // TILE, sizes["keys"] // TILE]
+    own, walked = (-(-n // span) for n, span in zip(tiles.shape[2:], spans, strict=True))
+    if sizes.get("of_keys"):
+        own, walked = walked, own
+    return KERNELS.get(found).reshape(-1, own, LIST_HEAD + walked, 2)
+
+
+def lists_by_hand(tiles: np.ndarray, own: int, walked: int, part: int) -> list[list[Any]]:
+    """List partial and full tiles of each matrix and owned tile, with the states of their parts."""
+    found = []
+    for matrix in tiles.reshape(-1, *tiles.shape[2:]):
+        rows = []
+        for first in range(0, matrix.shape[0], own):
+            owned = matrix[first : first + own]
+            partial, full = [], []
+            for at in range(0, matrix.shape[1], walked):
+                tile = owned[:, at : at + walked]
+                parts = [tile[n : n + part] for n in range(0, len(tile), part)]
+                states = [2 if (each == 2).all() else int(each.any()) for each in parts]
+                word = sum(state << 2 * n for n, state in enumerate(states))
+                if tile.any():
+                    (full if (tile == 2).all() else partial).append((at // walked, word))
+            rows.append([partial, full])
+        found.append(rows)
+    return found
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+@given(
+    batch=st.integers(1, 2), heads=st.integers(1, 4), group=st.sampled_from([1, 2]),
+    extents=st.tuples(st.sampled_from([1, 7, 8, 9, 40]), st.sampled_from([1, 5, 32, 33, 300, 600])),
+    spans=st.sampled_from([(8, 4, 2), (8, 1, 1), (1, 4, None), (4, 2, 1), (16, 2, 1)]),
+    of_keys=st.booleans(), seed=st.integers(0, 9),
+)  # fmt: skip
+@examples(10, deep=80)
+def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_keys, seed):
+    rng = np.random.default_rng(seed)
+    heads *= group
+    own, walked, part = spans
+    tiles = rng.choice([0, 1, 2], (batch, heads, *extents), p=[0.3, 0.1, 0.6]).astype(np.uint8)
+    uniform = rng.random((batch, heads, -(-extents[0] // own), -(-extents[1] // walked)))
+    uniform = np.repeat(np.repeat(uniform, own, 2), walked, 3)[..., : extents[0], : extents[1]]
+    tiles[uniform < 0.5] = 2
+    tiles[uniform < 0.25] = 0
+    sizes = {"rows": own * TILE, "keys": walked * TILE, "part": part and part * TILE}
+    given = tiles
+    if of_keys:
+        given = np.ascontiguousarray(tiles.swapaxes(2, 3))
+        sizes |= {"rows": walked * TILE, "keys": own * TILE, "of_keys": True}
+    found = find_lists(given, group, sizes)
+
+    expected = lists_by_hand(tiles, own, walked, part or own)
+    for matrix, rows in zip(found, expected, strict=True):
+        for row, (partial, full) in zip(matrix, rows, strict=True):
+            assert_array_equal(row[0], [len(partial), len(full)])
+            items = row[LIST_HEAD:].tolist()
+            assert items[: len(partial)] == list(map(list, partial))
+            assert items[::-1][: len(full)] == list(map(list, full))
+
+    # With masks of their own the heads of a group share an order; without, each has its own.
+    shared = group if of_keys and heads > 1 else 1
+    work = [[2 * len(partial) + len(full) for partial, full in rows] for rows in expected]
+    of_groups = np.reshape(work, (batch * heads // shared, shared, -1)).sum(1)
+    orders = found[::shared, :, 1, 0].astype(int)
+    for order, works in zip(orders, of_groups, strict=True):
+        assert_array_equal(order, np.argsort(-works, kind="stable"))
+
+
+@pytest.mark.parametrize("window", [(None, None), (100, 0), (None, 0)])
+def test_heads_with_lists_take_turns(window):
+    problem = causal_problem(2048, 32, 128)
+    problem.window, problem.layouts = window, {BLOCK_MASK: None}
+    assert turns(problem, CARDS["T4"]).kv_heads == 8

@@ -1,4 +1,4 @@
-"""What the library's own kernels do to memory, as the emulator counts it.
+"""Sectors and bank conflicts of the kernels of attention and softmax, counted by the emulator.
 
 Each test asserts the sectors and bank conflicts of one call.
 """
@@ -188,20 +188,14 @@ def test_naive_attention_reads_keys_across_rows():
     assert keys.efficiency == 2 / 32
 
 
-def test_softmax_reads_with_vectors():
+def test_softmax_reads_and_stores_whole_vectors():
+    """Each thread moves 16 bytes in one instruction, and every sector moves once."""
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.softmax(normal(8, 1024))
     (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
     assert (load.sectors_per_request, load.efficiency) == (16, 1.0)
     assert report.bank_conflict_ways == 1.0
-
-
-def test_softmax_stores_whole_vectors():
-    """16 bytes a thread in one instruction, and every sector once."""
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.softmax(normal(8, 1024))
     stores = accesses_of(report, "common/memory.cuh", "st.global.v4.u32")
     assert {access.instruction.opcode for access in stores} == {"st.global.v4.u32"}
     assert report.sector_efficiency == 1.0

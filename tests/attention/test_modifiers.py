@@ -10,7 +10,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS
 from support.modifiers import Case, by_the_reference
-from support.search import deep
+from support.search import deep, mostly_deep
 
 import cupyattn
 from cupyattn import MaskMod, ScoreMod, attention, attention_backward, vjp
@@ -115,7 +115,7 @@ def both_of(name: str, *results: Any) -> list[np.ndarray]:
 
 
 def test_score_mod_comes_before_the_masks():
-    """What it makes of a hidden score stays hidden; what it makes -inf is hidden as well."""
+    """A hidden score stays hidden, and a score that the expression makes -inf is hidden too."""
     q, k, v, dout = small("float16", 1, 40, 2, 8)
     mask = np.random.default_rng(3).random((40, 40)) > 0.5
     far = ScoreMod(
@@ -159,6 +159,7 @@ def test_arrays_may_change_without_another_kernel(dtype):
     assert abs(outs[1] - plain).max() > 0.1
 
 
+@pytest.mark.deep
 @plain_half
 def test_vjp_takes_them(dtype):
     q, k, v, dout = small(dtype, 1, 20, 2, 8)
@@ -183,24 +184,34 @@ def test_few_queries_take_the_kernels_that_have_expressions():
 def test_no_scores_at_all():
     q, k, v, _ = small("float16", 1, 4, 2, 8)
     out = attention(
-        *(KERNELS.put(x) for x in (q, k[:, :0], v[:, :0])), mask_mod=MaskMod("q_idx >= k_idx")
+        *(KERNELS.put(x) for x in (q, k[:, :0], v[:, :0])), mask_mod=MaskMod("q_idx % 3 != 0")
     )
     assert_array_equal(KERNELS.get(out), np.zeros_like(q))
 
 
-@pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
-def test_what_python_divides_with_begins_a_comment(kind):
-    with pytest.raises(ValueError, match=r"has '//' at 6; in C\+\+ that begins a comment; "):
-        kind("q_idx // 8 == k_idx // 8")
+REFUSED = {
+    "Python's //": ("q_idx // 8 == k_idx // 8", r"has '//' at 6; in C\+\+ that begins a comment; "),
+    "#define": ("#define X\n1", r"has '.*' at \d+; .* directives, which read"),
+    "#line": ("1\n #line 3", r"has '.*' at \d+; .* directives, which read"),
+    "a digraph": ("%\\\n:include <x>\n1", r"has '.*' at \d+; .* directives, which read"),
+    "__has_include": ("__has_include(<x>)", r"has '.*' at \d+; .* directives, which read"),
+    "NUL": ("true\0", r"has '.*' at \d+; .* take that character out"),
+    "a surrogate": ("true // \ud800", r"has '.*' at \d+; .* take that character out"),
+    "a backslash": ("true +\\", "a backslash joins its line with the next"),
+    "a backslash in a line": ("true \\\n ", "a backslash joins its line with the next"),
+}
 
 
-@pytest.mark.parametrize(
-    "text", ["#define X\n1", "1\n #line 3", "%\\\n:include <x>\n1", "__has_include(<x>)"]
-)
-def test_an_expression_has_no_directives(text):
+@pytest.mark.parametrize("name", REFUSED)
+def test_text_that_is_no_expression_is_refused(name):
+    text, message = REFUSED[name]
     for make in (ScoreMod, MaskMod, lambda text: ScoreMod("score", gradient=text)):
-        with pytest.raises(ValueError, match=r"has '.*' at \d+; .* directives, which read"):
+        with pytest.raises(ValueError, match=message):
             make(text)
+
+
+def test_a_backslash_within_a_line_is_taken():
+    ScoreMod("score \\\n + 1.f")
 
 
 WRONG = {
@@ -225,7 +236,12 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(
+    "name",
+    mostly_deep(
+        WRONG, ["unknown name", "second line", "a kernel's macro", "gradient", "index left out"]
+    ),
+)
 def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong(name):
     expression, *words = WRONG[name]
     option = "score_mod" if isinstance(expression, ScoreMod) else "mask_mod"
@@ -238,7 +254,7 @@ def test_an_expression_that_does_not_compile_is_shown_where_it_is_wrong(name):
 
 
 def test_names_of_kernels_are_free_for_arrays():
-    """Of functions, of locals, and of what it makes of another array's name."""
+    """Kernels use these names for functions and local variables, or derive names from them."""
     names = ("min", "row", "expression", "score_mod_slopes", "slopes", "mask", "Modifiers")
     slopes = {name: np.float32([n + 1, 2 * n]) for n, name in enumerate(names)}
     terms = " + ".join(f"{10**n} * {name}[h]" for n, name in enumerate(names))
@@ -271,21 +287,6 @@ def test_a_mask_has_no_scores(expression):
     with pytest.raises(ValueError, match=r"MaskMod's expression names '(score|grad)'.*ScoreMod"):
         MaskMod(expression)
     MaskMod("scores[k_idx] > 0", scores=np.zeros(4, np.float32))  # another name
-
-
-@pytest.mark.parametrize("text", ["score\0", "score // \ud800"])
-def test_characters_that_no_compiler_reads(text):
-    for given in ({}, {"gradient": text}):
-        with pytest.raises(ValueError, match=r"has '.*' at \d+; .* take that character out"):
-            ScoreMod("score" if given else text, **given)
-
-
-@pytest.mark.parametrize("text", ["score +\\", "score \\\n "])
-def test_a_backslash_joins_no_line(text):
-    for given in ({}, {"gradient": text}):
-        with pytest.raises(ValueError, match=r"a backslash joins its line with the next"):
-            ScoreMod("score" if given else text, **given)
-    ScoreMod("score \\\n + 1.f")
 
 
 @pytest.mark.parametrize("kind", [ScoreMod, MaskMod])
@@ -326,3 +327,52 @@ def test_a_score_mod_without_gradient_has_no_backward():
     out, lse = attention(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match="give ScoreMod gradient="):
         attention_backward(dout, q, k, v, out, lse, score_mod=ScoreMod("score + 1"))
+
+
+DISTANCES = ScoreMod(
+    "score - logf(1 + q_idx - k_idx)",
+    gradient="grad",
+    python=(
+        lambda score, b, h, q_idx, k_idx: score - np.log(np.maximum(1 + q_idx - k_idx, 1)),
+        lambda score, grad, b, h, q_idx, k_idx: grad,
+    ),
+)
+
+
+@pytest.mark.parametrize("deterministic", [False, *deep(True)])
+@pytest.mark.parametrize(
+    ("head_dim", "sq"), [(8, 20), *deep((8, 150), (64, 20), (64, 129), (136, 20))]
+)
+def test_an_expression_may_be_nan_where_no_query_sees(head_dim, sq, deterministic):
+    """Rows beyond Sq are told of the last query, which sees no key that only they would see."""
+    rng = np.random.default_rng(2)
+    q, dout = rng.standard_normal((2, 1, sq, 2, head_dim)).astype("float16")
+    k, v = rng.standard_normal((2, 1, sq + 20, 1, head_dim)).astype("float16")
+    bias = rng.standard_normal((sq + 20,)).astype("float16")
+    options = {"causal": True, "q_offset": 0, "score_mod": DISTANCES}
+    with cupyattn.backend("reference"):
+        out, lse = attention(q, k, v, bias=bias, return_lse=True, **options)
+        expected = attention_backward(dout, q, k, v, out, lse, bias=bias, **options)
+    given = [KERNELS.put(x) for x in (dout, q, k, v, out, lse)]
+    found = attention_backward(
+        *given, bias=KERNELS.put(bias), deterministic=deterministic, **options
+    )
+    for name in ("dq", "dk", "dv", "dbias"):
+        mine, right = KERNELS.get(getattr(found, name)), getattr(expected, name)
+        assert_allclose(mine.astype(float), right.astype(float), rtol=2e-2, atol=2e-2, err_msg=name)
+
+
+def test_an_expression_may_be_nan_where_no_query_of_a_packed_sequence_sees():
+    rng, bounds, lengths = np.random.default_rng(3), np.int32([0, 20, 53]), np.int32([0, 40, 73])
+    q, dout = rng.standard_normal((2, 53, 2, 8)).astype("float16")
+    k, v = rng.standard_normal((2, 73, 1, 8)).astype("float16")
+    options = {"causal": True, "q_offset": 0, "score_mod": DISTANCES}
+    packed = (bounds, lengths, 33, 40)
+    with cupyattn.backend("reference"):
+        out, lse = cupyattn.attention_varlen(q, k, v, *packed, return_lse=True, **options)
+        expected = cupyattn.attention_varlen_backward(dout, q, k, v, out, lse, *packed, **options)
+    given = (*map(KERNELS.put, (dout, q, k, v, out, lse, bounds, lengths)), *packed[2:])
+    found = cupyattn.attention_varlen_backward(*given, **options)
+    for name in ("dq", "dk", "dv"):
+        mine, right = KERNELS.get(getattr(found, name)), getattr(expected, name)
+        assert_allclose(mine.astype(float), right.astype(float), rtol=2e-2, atol=2e-2, err_msg=name)

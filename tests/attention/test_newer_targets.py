@@ -1,15 +1,14 @@
-"""What the kernels do on newer GPUs than Turing only, from their PTX on the emulator."""
+"""Instructions of the kernels for GPUs newer than Turing, from their PTX on the emulator."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support.search import deep, mostly_deep
+from support.search import deep
 from support.strategies import AttentionProblem
 
 import cupyattn
@@ -80,13 +79,9 @@ def rows_of_views(view: str) -> list[np.ndarray]:
     return [array[:, ways.get(view, slice(None, None, 2))] for array in wide]
 
 
-@pytest.mark.parametrize(
-    ("view", "deterministic"),
-    mostly_deep(
-        itertools.product(("in order", "backwards", "every second"), (False, True)),
-        [("backwards", False)],
-    ),
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("view", ["in order", "backwards", "every second"])
 def test_tiles_come_to_l2_before_their_turn_from_sm_80_on(view, deterministic, monkeypatch):
     """Just the lines of their rows, whichever way these run: loads in their place say which."""
     brought: dict[int, int] = {}  # and where its array begins

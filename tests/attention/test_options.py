@@ -1,4 +1,4 @@
-"""What each option means: alone, with each other one, and said in another way.
+"""Each option alone, with each other option, and compared with an equivalent call.
 
 What the numbers should be is the kernel tests' matter; here options are compared with one another.
 """
@@ -77,7 +77,6 @@ def test_every_pair_of_options(pair):
 
 
 LEFT_OUT = np.where(np.arange(SK) > POSITIONS, -np.inf, 0).astype(np.float32)
-SCORES = np.einsum("bihd,bjhd->bhij", BASE.arrays()[0], BASE.arrays()[1].repeat(2, 2)) / D**0.5
 WIDE = EVERY_OPTION["mask"]["mask"]
 EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal, window": ({"causal": True}, {"window_size": (None, 0)}),
@@ -159,35 +158,6 @@ def test_two_ways_to_say_the_same(name):
             assert_allclose(left, right, rtol=1e-5, atol=1e-6)
 
 
-def test_softcap_is_a_bias_of_what_it_takes_away():
-    capped = attention(*BASE.arrays(), softcap=1.5)
-    bias = (1.5 * np.tanh(SCORES / 1.5) - SCORES).astype(np.float32)
-    assert_allclose(capped, attention(*BASE.arrays(), bias=bias), rtol=1e-5, atol=1e-6)
-
-
-def test_a_sink_is_a_key_without_a_value():
-    q, k, v = BASE.arrays()
-    sinks = EVERY_OPTION["sinks"]["sinks"]
-    with_sinks = attention(q, k, v, sinks=sinks, return_lse=True)
-    bias = np.zeros((H, 1, SK + 1), np.float32)
-    bias[:, 0, SK] = sinks
-    k, v = (np.concatenate([x, np.zeros_like(x[:, :1])], axis=1) for x in (k, v))
-    with_keys = attention(q, k, v, bias=bias, return_lse=True)
-    for left, right in zip(with_sinks, with_keys, strict=True):
-        assert_allclose(left, right, rtol=1e-6, atol=1e-6)
-
-
-def test_rotary_is_attention_of_rotated_arrays():
-    q, k, v = BASE.arrays()
-    cos, sin = np.cos(ANGLES), np.sin(ANGLES)
-    for q_offset in (0, 9):
-        turned_q = reference.rope(q, cos, sin, np.arange(SQ) + q_offset).astype(np.float32)
-        turned_k = reference.rope(k, cos, sin, np.arange(SK)).astype(np.float32)
-        expected = attention(turned_q, turned_k, v)
-        actual = attention(q, k, v, rotary=(cos, sin), q_offset=q_offset)
-        assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_is_taken_by_its_name(interleaved):
     """A Rotary does what the tuple does, and its pairs may be neighbours, forward and backward."""
@@ -249,21 +219,6 @@ def test_bounds_know_which_features_are_a_pair():
 def test_what_is_no_rotary_is_refused(rotary, message):
     with pytest.raises(TypeError, match=message):
         attention(*BASE.arrays(), rotary=rotary)
-
-
-def test_dropout_drops_what_the_seed_says():
-    """With the identity as values, out is the probabilities themselves."""
-    q, k, _ = AttentionProblem(B=1, Sq=9, Sk=40, H=2, G=2, D=8, Dv=8).arrays()
-    v = np.broadcast_to(np.eye(40, dtype=np.float32)[None, :, None], (1, 40, 2, 40))
-    whole = attention(q, k, v)
-    for seed in (0, 7, 2**64 - 1):
-        dropped = attention(q, k, v, dropout_p=0.25, seed=seed)
-        for h in range(2):
-            kept = reference.attention_keep(seed, 0.25, 0, h, np.arange(9), np.arange(40))
-            expected = np.where(kept, whole[0, :, h] / 0.75, 0)
-            assert_allclose(dropped[0, :, h], expected, rtol=1e-6)
-    _, lse = attention(q, k, v, dropout_p=0.25, seed=7, return_lse=True)
-    assert_array_equal(lse, attention(q, k, v, return_lse=True)[1])
 
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""The error bounds against simulated float32 kernels: right ones stay within, planted bugs do not.
+"""The error bounds against simulated float32 kernels: right ones stay within, mistakes do not.
 
 The simulation of float16 kernels rounds P and dS to float16, as tensor cores have it; those of
 float32 and bfloat16 keep float32.
@@ -7,8 +7,9 @@ float32 and bfloat16 keep float32.
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.dtypes import DTYPES, dtype_of
+from support.search import examples
 from support.simulated_kernel import TILE, SimulatedKernel, precise_tanh
 from support.strategies import AttentionProblem, attention_problems, softmax_problems
 
@@ -55,7 +56,7 @@ def check_within(ratios):
     assert all(ratio <= 1 for ratio in ratios.values()), ratios
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, deep=60)
 @given(attention_problems(head_dims=((8, 8), (4, 6)), largest=40, spreads=(1.0,)))
 def test_in_float64_the_simulation_is_the_reference(problem):
     q, k, v = problem.arrays()
@@ -74,7 +75,7 @@ def test_in_float64_the_simulation_is_the_reference(problem):
             np.testing.assert_allclose(simulated, exact, rtol=1e-9, atol=1e-10)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(40, deep=200)
 @given(attention_problems(dtypes=DTYPES))
 def test_right_kernels_stay_within_their_bounds(problem):
     kernel = SimulatedKernel(problem, problem.options())
@@ -292,7 +293,7 @@ def test_masks_written_as_a_large_bias_do_not_blunt_the_bound(dtype, least):
     assert np.isfinite(grads[0].dsinks).all()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(20, deep=60)
 @given(softmax_problems(dtypes=DTYPES))
 def test_softmax_stays_within_its_bounds(problem):
     x, dout = problem.x(), problem.dout()

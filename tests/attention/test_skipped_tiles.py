@@ -44,7 +44,7 @@ class Tiles(NamedTuple):
     keys: int
     own_rows: bool
     products: int = 1
-    """Of a tile of scores, beside the other kernels of a call."""
+    """Matrix products for each tile of scores, relative to the other kernels of a call."""
 
 
 def tiles_of(kind: str, dtype: str, dims: tuple[int, int]) -> list[Tiles]:

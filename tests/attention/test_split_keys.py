@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS
+from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS, every_option
 from support.devices import KERNELS
 from support.forward_runs import check, ratios_of, run
 from support.modifiers import Case
@@ -45,7 +45,7 @@ def some(**more: Any) -> Any:
     into=st.integers(2, 9),
     least_keys=st.sampled_from((1, 64, 100)),
 )
-@examples(10)
+@examples(6, deep=20)
 def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, least_keys: int):
     """Wherever parts end, with and without keys; of any length, in any view."""
     with split(into, least_keys):
@@ -60,13 +60,14 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, le
     ),
     into=st.integers(2, 5),
 )
-@examples(4)
+@examples(4, deep=12)
 def test_options_within_bounds_of_the_reference(problem: AttentionProblem, into: int):
     with split(into):
         check(problem, "flash")
 
 
-@pytest.mark.parametrize("of", [("float16", 24), *deep((("float32", 24),))], ids=str)
+@pytest.mark.deep
+@pytest.mark.parametrize("of", [("float16", 24), ("float32", 24)], ids=str)
 def test_expressions_within_the_bounds_of_what_they_stand_for(of):
     case = Case(*of)
     own = {"score_mod": case.score_mod(KERNELS.put), "mask_mod": case.mask_mod(KERNELS.put)}
@@ -114,16 +115,16 @@ def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bo
         assert np.isneginf(lse[0]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
     """Causal, with queries before the first key: rows of a tile end in different parts.
 
     Slopes show where the queries of each batch element stand.
     """
-    slopes = ("alibi_slopes", ((2,), "float32", 1))
-    drawn = (("causal", True), ("q_offset", (-30, 100)), slopes)
+    drawn = (("causal", True), ("q_offset", (-30, 100)), *every_option(dtype, 2, 130, 300))
+    problem = replace(BASE, Sq=130, D=24, Dv=24, dtype=dtype, drawn=drawn, option_view="strided")
     with split(5):
-        check(replace(BASE, Sq=130, dtype=dtype, drawn=drawn), "flash")
+        check(problem, "flash")
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
@@ -142,7 +143,7 @@ def test_results_are_the_same_in_every_run(dtype: str):
     assert all(map(np.array_equal, first, again))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_dropout_is_that_of_keys_that_are_not_split(dtype: str):
     """The same scores are kept: with values of 1 and no softmax to speak of, out counts them."""
     q, k, v = replace(BASE, D=24, Dv=24, dtype=dtype).arrays()
@@ -299,29 +300,34 @@ def test_with_out_and_workspace_nothing_is_allocated(recorder, return_lse):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("queries", [3, 20], ids=["decode", "split"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_captured_call_is_replayed_with_new_contents(dtype: str):
-    """Lengths too: the device works out the parts."""
+def test_a_captured_call_is_replayed_with_new_contents(dtype: str, queries: int, rotary: bool):
+    """The device works out which keys a CTA has: lengths may change too."""
     import cupy
 
-    problem = replace(BASE, Sk=5000, dtype=dtype)
+    problem = replace(BASE, Sq=queries, Sk=5000, dtype=dtype)
     q, k, v = map(cupy.asarray, problem.arrays())
     lengths = cupy.asarray([5000, 20], np.int32)
     out, workspace = cupy.empty_like(q), cupy.empty(2**26, np.uint8)
-    options = {"seqused_k": lengths, "out": out, "workspace": workspace}
-    cupyattn.attention(q, k, v, **options)
+    options = {"seqused_k": lengths}
+    if rotary:
+        options["rotary"] = tuple(map(cupy.asarray, cupyattn.rope_tables(5000, 32)))
+    given = {**options, "out": out, "workspace": workspace}
+    cupyattn.attention(q, k, v, **given)
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
         try:
-            cupyattn.attention(q, k, v, **options)
+            cupyattn.attention(q, k, v, **given)
         finally:
             graph = stream.end_capture()
     for factor, length in ((1, 1700), (-2, 0)):
         q *= factor
         lengths[1] = length
-        expected = cupyattn.attention(q, k, v, seqused_k=lengths)
+        expected = cupyattn.attention(q, k, v, **options)
         out.fill(7)
         cupy.cuda.Device().synchronize()
         graph.launch(stream)

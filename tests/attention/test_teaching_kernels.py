@@ -21,35 +21,34 @@ from support.search import deep, examples, mostly_deep, wider
 from support.strategies import FRUGAL, VIEWS, AttentionProblem, attention_problems
 
 import cupyattn
-from cupyattn import AttentionGrads, reference
+from cupyattn import AttentionGrads
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
 from cupyattn.kernels.source import source_root
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 OPTIONS = ("causal", "softmax_scale")
 # Odd dims, D != Dv in both directions, more columns than lanes or threads, the largest.
-HEAD_DIMS = wider([(7, 33), (64, 64)], [(1, 1), (40, 24), (80, 136), (256, 256)])
+HEAD_DIMS = wider([(24, 40)], [(7, 33), (64, 64), (1, 1), (40, 24), (80, 136), (256, 256)])
 
 
 def problems(**sizes: Any) -> st.SearchStrategy[AttentionProblem]:
     """Problems with every option of these kernels, in every kind of view."""
     drawn: dict[str, Any] = {
-        "head_dims": HEAD_DIMS, "dtypes": DTYPES, "options": OPTIONS, "views": VIEWS,
-        "crowd": FRUGAL["crowd"],
+        "head_dims": HEAD_DIMS, "dtypes": wider(("float16", "float32"), ("bfloat16",)),
+        "options": OPTIONS, "views": VIEWS, "crowd": FRUGAL["crowd"],
     }  # fmt: skip
     return attention_problems(**{**drawn, **sizes})
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
-@examples(12, deep=40)
+@examples(6, deep=40)
 @given(problem=problems())
 def test_forward_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
     check(problem, implementation)
 
 
-@examples(12, deep=40)
+@examples(6, deep=40)
 @given(problem=problems())
 def test_backward_within_bounds_of_the_reference(problem: AttentionProblem):
     backward_runs.check(problem, "naive")
@@ -74,13 +73,13 @@ def test_head_dims_within_bounds(implementation: str, dtype: str, head_dim: int)
 def test_long_sequences_within_bounds(implementation: str, dtype: str):
     """Many strips and tiles, sums of many terms."""
     on_gpu = isinstance(KERNELS, GpuArrays)
-    sq, sk = (129, 5000) if on_gpu else (17, 700)
+    sq, sk = (129, 5000) if on_gpu else (17, 300)
     check(
-        AttentionProblem(1, sq, sk, 2, 1, 64, 64, dtype, drawn=(("causal", True),)), implementation
+        AttentionProblem(1, sq, sk, 2, 1, 24, 40, dtype, drawn=(("causal", True),)), implementation
     )
     if implementation == "naive":
-        sq, sk = (1500, 2000) if on_gpu else (150, 300)
-        problem = AttentionProblem(1, sq, sk, 2, 1, 64, 64, dtype, drawn=(("causal", True),))
+        sq, sk = (1500, 2000) if on_gpu else (70, 100)
+        problem = AttentionProblem(1, sq, sk, 2, 1, 24, 40, dtype, drawn=(("causal", True),))
         backward_runs.check(problem, "naive")
 
 
@@ -94,31 +93,9 @@ def test_more_heads_than_the_grid_has_rows(implementation: str):
         backward_runs.check(problem, "naive")
 
 
-@examples(6, deep=24)
-@given(problem=problems(head_dims=((64, 64),), dtypes=("float32",)))
-def test_naive_and_tiled_agree(problem: AttentionProblem):
-    (naive, _), (tiled, _) = run(problem, "naive"), run(problem, "tiled")
-    bound, _ = reference.attention_bound(
-        *problem.arrays(), dtype="float32", tile_k=TILED_TILE_K, **problem.options()
-    )
-    assert (np.abs(naive.astype(np.float64) - tiled) <= 2 * bound).all()
-
-
 @pytest.mark.parametrize("implementation", TEACHING)
-@examples(4, deep=20)
-@given(problem=problems(head_dims=((64, 64),), dtypes=("float16",)))
-def test_views_equal_copies_bit_for_bit(implementation: str, problem: AttentionProblem):
-    copies = [KERNELS.put(np.ascontiguousarray(array)) for array in problem.arrays()]
-    copied = cupyattn.attention(
-        *copies, **problem.options(), return_lse=True, implementation=implementation
-    )
-    for of_views, of_copies in zip(run(problem, implementation), copied, strict=True):
-        assert_array_equal(of_views, KERNELS.get(of_copies))
-
-
-@pytest.mark.parametrize("implementation", TEACHING)
-@examples(4, deep=20)
-@given(problem=problems(head_dims=((64, 64),), dtypes=("float16",)))
+@examples(3, deep=20)
+@given(problem=problems(head_dims=((24, 40),), dtypes=("float16",)))
 def test_results_are_written_into_any_strides(implementation: str, problem: AttentionProblem):
     """Every item of out= is written, and nothing next to it."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
@@ -141,7 +118,7 @@ def test_results_are_written_into_any_strides(implementation: str, problem: Atte
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@examples(4, deep=20)
+@examples(3, deep=20)
 @given(problem=problems(head_dims=((24, 40),), dtypes=("float16",), largest=66))
 def test_gradients_are_written_into_any_strides(accumulate: bool, problem: AttentionProblem):
     """Every item of grads= is written or added to, and nothing next to it."""
@@ -168,15 +145,15 @@ def test_gradients_are_written_into_any_strides(accumulate: bool, problem: Atten
 
 def test_accumulating_rounds_once():
     """An addend below half a unit of what is there would vanish if it were rounded first."""
-    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
+    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=24, Dv=40, dtype="float16")
     (_, *arrays), _ = inputs(problem)
     dout = np.full_like(arrays[3], 2.0**-12)
-    dv = KERNELS.put(np.ones((1, 1, 1, 2), np.float16))
+    dv = KERNELS.put(np.ones((1, 1, 1, 40), np.float16))
     cupyattn.attention_backward(
         *map(KERNELS.put, (dout, *arrays)), implementation="naive", accumulate=True,
         grads=AttentionGrads(dv=dv),
     )  # fmt: skip
-    assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 2), np.float16(1 + 3 * 2.0**-12)))
+    assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 40), np.float16(1 + 3 * 2.0**-12)))
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
@@ -312,7 +289,7 @@ def test_every_option_of_attention_is_either_taken_or_refused():
 
 @pytest.mark.parametrize("implementation", TEACHING)
 def test_a_window_that_is_causal_order_is_taken(implementation: str):
-    q, k, v = map(KERNELS.put, AttentionProblem(1, 9, 9, 1, 1, 64, 64, "float16").arrays())
+    q, k, v = map(KERNELS.put, AttentionProblem(1, 9, 9, 1, 1, 24, 40, "float16").arrays())
     window = cupyattn.attention(q, k, v, window_size=(None, 0), implementation=implementation)
     causal = cupyattn.attention(q, k, v, causal=True, implementation=implementation)
     assert_array_equal(KERNELS.get(window), KERNELS.get(causal))

@@ -27,7 +27,7 @@ SIDES = [(126, None), (None, 126), (129, 127)]
 
 
 NARROW = (24, 40)
-"""Of float32: the emulator takes half as long as for 64, and others compile the kernels."""
+"""Head dims for float32: half the time of 64 on the emulator, and other tests compile them."""
 
 
 def problem(dtype: str, head_dim: int | tuple[int, int], sq: int, sk: int, **drawn):
@@ -44,7 +44,7 @@ def problem(dtype: str, head_dim: int | tuple[int, int], sq: int, sk: int, **dra
         itertools.product((64, 128, 256), [*SIDES, (150, None), (None, 20)], (False, True)),
         [
             *itertools.product((64,), SIDES, (False, True)),
-            *zip((256,) * 3, SIDES, (True, False, True), strict=True),
+            *zip((256,) * 2, SIDES[1:], (False, True), strict=True),
         ],
     ),
     ids=str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 RUN_TIME_OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
 """Arguments of every kernel but the teaching ones: they cost no compilation."""
 
@@ -27,8 +29,26 @@ OPTION_SETS: tuple[OptionSet, ...] = (
 )
 """Of every two score options: both, either alone, and neither stand in some set."""
 
-EITHER_HALF = (
-    ((OPTION_SETS[1], OPTION_SETS[3]), (*OPTION_SETS[::2], OPTION_SETS[5])),
-    ((OPTION_SETS[2], OPTION_SETS[4]), (*OPTION_SETS[:2], *OPTION_SETS[3::2])),
-)
-"""For `search.wider`, twice: two sets in which each score option stands, and the others."""
+ALL_AT_ONCE: tuple[OptionSet, ...] = (
+    {"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own",
+     "dropout_p": ""},
+    {"mask": "", "bias": "float32", "alibi_slopes": "own", "softcap": "", "sinks": "float32",
+     "dropout_p": ""},
+)  # fmt: skip
+"""Every score option, compiled into one specialisation; the two differ in the dtypes of arrays."""
+
+EITHER_HALF = tuple(((every,), OPTION_SETS) for every in ALL_AT_ONCE)
+"""Arguments of `search.wider`: all options at once, and the sets of ``--deep``."""
+
+
+def every_option(
+    dtype: str, heads: int, sq: int, sk: int, bias: tuple[tuple[int, ...], str] | None = None
+) -> tuple[tuple[str, Any], ...]:
+    """Draw all of the first set of `ALL_AT_ONCE`, for kernels that searches compile anyway.
+
+    Their arrays have to be strided, as those of the searches are.
+    """
+    return (
+        *(("mask", (sq, sk)), ("bias", bias or ((sq, sk), dtype)), ("softcap", 15.0)),
+        *(("alibi_slopes", ((heads,), "float32", 1)), ("sinks", dtype), ("dropout_p", 0.1)),
+    )
