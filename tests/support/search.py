@@ -16,7 +16,7 @@ DEEPER = 2
 # How long a run of everything takes on two free cores, kernels compiled anew; by what is asked.
 DURATIONS = {
     "quick": "about a minute",
-    "plain": "6 to 9 minutes",
+    "plain": "4 to 8 minutes",
     "deep": "30 to 40 minutes",
 }
 
