@@ -7,8 +7,8 @@
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
 themselves on an emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
-`cupyattn.emulator` runs any kernel. Every name is imported when it is first used: ``import cupyattn``
-alone loads neither NumPy nor the functions.
+`cupyattn.emulator` runs any kernel. Every name is imported when it is first used:
+``import cupyattn`` alone loads neither NumPy nor the functions.
 """
 
 # The star import below is for type checkers alone, which read the __all__ of what it names.

@@ -165,7 +165,7 @@ def cached_arrays(dtype: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_a_prefill_into_a_longer_cache_is_causal(side, dtype, options):
-    """The same as calls of the sequences alone; gradients too."""
+    """Check results and gradients against calls of each sequence alone."""
     if "alibi_slopes" in options:
         options = {"alibi_slopes": side.put(np.linspace(0.1, 0.4, 4).astype(np.float32))}
     q, k, v = cached_arrays(dtype)

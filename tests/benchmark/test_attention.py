@@ -1,4 +1,4 @@
-"""What the benchmarks of attention time, forward, backward and both, and how they count."""
+"""Benchmarks of attention: forward, backward and both, and their counts of FLOP and bytes."""
 
 from __future__ import annotations
 

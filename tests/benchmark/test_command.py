@@ -26,7 +26,7 @@ WORDS = ("attention", "--seqlen", "8", "--head-dim", "16", "--width", "16", "--b
 
 @pytest.fixture
 def machine(monkeypatch):
-    """What a benchmark asks of a GPU, answered; the rest is its own. Returns the clock's calls."""
+    """Stand in for the parts of a GPU that a benchmark reads; return the timer's calls."""
     asked = []
     cupy = types.SimpleNamespace(
         cuda=types.SimpleNamespace(Device=lambda ordinal: nullcontext()),

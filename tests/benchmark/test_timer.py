@@ -105,7 +105,7 @@ def test_short_calls_are_made_in_graphs(cupy):
 
 
 def test_a_round_is_one_graph_and_one_sample(cupy):
-    """Of calls with arrays of their own, however long they are."""
+    """Calls keep separate arrays, however long the calls take."""
     times = Timer(calls=5, warm_up=1, budget_s=1.0).times([cupy.call] * 3)
     assert times.seconds == pytest.approx([0.002] * 5)
     assert times.calls_each == 3
@@ -173,7 +173,7 @@ def test_memory_on_a_gpu():
 
 @pytest.mark.nvrtc
 def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
-    """Of few bytes, a millisecond each; the emulator runs the reading, but has no clock for mma."""
+    """Small ceilings, a millisecond each: the emulator runs the reads but has no clock for mma."""
     launches = []
 
     def queued(call):
