@@ -26,10 +26,10 @@ from cupyattn.benchmark.timer import READ, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.functional.attention.modifiers import ScoreMod
 from cupyattn.functional.layers.rope_tables import rope_tables
-from cupyattn.gradients import AttentionGrads
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
+from cupyattn.reference.attention.dense import AttentionGrads
 
 PLAIN = "plain"
 FEWER_SCORES = ["causal", "window"]

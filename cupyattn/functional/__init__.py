@@ -21,17 +21,23 @@ from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
-from cupyattn.functional.layers.dropout import dropout_backward
+from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
-from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
+from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
-from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
+from cupyattn.functional.layers.norms import (
+    LayerNormGrads,
+    RMSNormGrads,
+    layer_norm_backward,
+    rms_norm_backward,
+)
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.sampling import sample
+from cupyattn.functional.layers.scores import SoftmaxGrads
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.layers.sums import add_to
 from cupyattn.functional.linear.backward import linear_backward
@@ -59,24 +65,17 @@ from cupyattn.functional.rules import (
     swiglu,
 )
 from cupyattn.functional.vjp import vjp
-from cupyattn.gradients import (
-    AttentionGrads,
-    DropoutGrads,
-    GatedGrads,
-    LayerNormGrads,
-    LinearCrossEntropyGrads,
-    LinearGrads,
-    RMSNormGrads,
-    SoftmaxGrads,
-)
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.attention.dense import AttentionGrads
+from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,
     YarnScaling,
 )
+from cupyattn.reference.linear.products import LinearGrads
 
 __all__ = [
     "AttentionGrads",

@@ -11,12 +11,12 @@ from cupyattn.functional.layers.activations import silu as _silu
 from cupyattn.functional.layers.bias_gradient import require_bias_gradient
 from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
+from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.dropout import dropout as _dropout
-from cupyattn.functional.layers.dropout import dropout_backward
 from cupyattn.functional.layers.embedding import embedding as _embedding
 from cupyattn.functional.layers.embedding import embedding_backward
+from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import geglu as _geglu
-from cupyattn.functional.layers.gated import geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import swiglu as _swiglu
 from cupyattn.functional.layers.linear_cross_entropy import (
     linear_cross_entropy as _linear_cross_entropy,
@@ -26,11 +26,17 @@ from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
+from cupyattn.functional.layers.norms import (
+    LayerNormGrads,
+    RMSNormGrads,
+    layer_norm_backward,
+    rms_norm_backward,
+)
 from cupyattn.functional.layers.norms import layer_norm as _layer_norm
-from cupyattn.functional.layers.norms import layer_norm_backward, rms_norm_backward
 from cupyattn.functional.layers.norms import rms_norm as _rms_norm
 from cupyattn.functional.layers.rope import rope as _rope
 from cupyattn.functional.layers.rope import rope_backward
+from cupyattn.functional.layers.scores import SoftmaxGrads
 from cupyattn.functional.layers.softmax import softmax as _softmax
 from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -38,16 +44,9 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.gradients import (
-    AttentionGrads,
-    DropoutGrads,
-    GatedGrads,
-    LayerNormGrads,
-    LinearCrossEntropyGrads,
-    LinearGrads,
-    RMSNormGrads,
-    SoftmaxGrads,
-)
+from cupyattn.reference.attention.dense import AttentionGrads
+from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
+from cupyattn.reference.linear.products import LinearGrads
 
 attention = differentiable(
     _attention,

@@ -34,7 +34,6 @@ from cupyattn.kernels.configs.layers import (
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
-    fma_rate,
     mma_rate,
     nested_scales,
     quantised,
@@ -42,7 +41,6 @@ from cupyattn.kernels.configs.linear import (
     quantised_thin,
     quantised_thin_float32,
     quantised_tile,
-    read_weight,
     thin,
 )
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
@@ -79,9 +77,7 @@ _MODULES = (
     column_sums,
     softmax_dbias,
     linear_float32,
-    read_weight,
     mma_rate,
-    fma_rate,
     thin,
     quantised_thin,
     quantised_thin_float32,

@@ -7,7 +7,7 @@ need be.
 
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.block_mask import block_mask
-from cupyattn.reference.attention.bounds import attention_bound, error_ratio
+from cupyattn.reference.attention.bounds import attention_bound
 from cupyattn.reference.attention.dense import attention, attention_backward
 from cupyattn.reference.attention.paged import (
     merge_attention,
@@ -101,6 +101,7 @@ from cupyattn.reference.linear.quantisation import (
 )
 from cupyattn.reference.linear.quantised import dequantised_rows, with_expanded_scales
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
+from cupyattn.reference.precision import error_ratio
 
 __all__ = [
     "activation",

@@ -18,7 +18,7 @@ from support.search import deep, examples
 import cupyattn
 from cupyattn import SoftmaxGrads, reference, vjp
 from cupyattn.emulator import Report
-from cupyattn.reference.attention.bounds import precision_of
+from cupyattn.reference.precision import precision_of
 
 
 class BiasCase(NamedTuple):

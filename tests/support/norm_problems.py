@@ -13,7 +13,7 @@ from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.gradients import LayerNormGrads, RMSNormGrads
+from cupyattn.functional.layers.norms import LayerNormGrads, RMSNormGrads
 from cupyattn.reference.layers.norms import rounded_sum
 
 VIEWS = ("contiguous", "sliced", "transposed", "reversed", "broadcast")

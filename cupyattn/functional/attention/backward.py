@@ -16,12 +16,12 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.gradients import AttentionGrads
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention.checks import backward_problem
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_bool
+from cupyattn.reference.attention.dense import AttentionGrads
 
 
 def attention_backward(

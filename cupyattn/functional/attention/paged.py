@@ -11,10 +11,9 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
-from cupyattn.ops.attention.paged import paged_forward
+from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
 from cupyattn.ops.attention.problem import FORWARD_FIXES
 from cupyattn.ops.checks import require_bool
-from cupyattn.ops.kv_cache.caches import TABLE_FIXES
 from cupyattn.ops.numbers import integer
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}

@@ -11,10 +11,9 @@ from cupyattn import reference
 from cupyattn.arrays import Array, adopt, is_contiguous, layouts_of
 from cupyattn.errors import error, made_beforehand
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.scores import call_along
+from cupyattn.functional.layers.scores import SoftmaxGrads, call_along
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.gradients import SoftmaxGrads
 from cupyattn.kernels.configs.layers.softmax import BACKWARD, FORWARD
 from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_arrays, require_bool, require_kernel_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,11 +11,25 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.outputs import named_grads, require_grads
-from cupyattn.gradients import DropoutGrads
 from cupyattn.kernels.configs.layers.dropout import DROPOUT
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
 from cupyattn.ops.layers.dropout import Draw
+
+
+class DropoutGrads(NamedTuple):
+    """Gradients of dropout's inputs.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x.
+    dresidual : array (..., N)
+        Of a residual, if there was one: the gradient of the result itself.
+    """
+
+    dx: Array = None
+    dresidual: Array = None
 
 
 def dropout(

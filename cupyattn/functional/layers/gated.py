@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn import reference
 from cupyattn.arrays import Array
@@ -11,10 +11,25 @@ from cupyattn.errors import error
 from cupyattn.functional.layers.activations import gelu_kind
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.outputs import named_grads
-from cupyattn.gradients import GatedGrads
 from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, GATED, GATED_BACKWARD
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
+
+
+class GatedGrads(NamedTuple):
+    """Gradients of the inputs of swiglu or geglu.
+
+    Attributes
+    ----------
+    dgate : array (..., N), or (..., 2N) where gate and up were packed
+        Of gate, or of the packed array.
+    dup : array (..., N), or None
+        Of up, where it was given by itself.
+    """
+
+    dgate: Array = None
+    dup: Array | None = None
+
 
 _PACKED = {
     "gate": Part("gate", 0, 2),

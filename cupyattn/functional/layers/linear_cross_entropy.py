@@ -16,11 +16,12 @@ from cupyattn.functional.layers.losses import (
 )
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.outputs import named_grads
-from cupyattn.gradients import LinearCrossEntropyGrads, LinearGrads
 from cupyattn.ops.checks import require_bool, require_dtype, require_given, require_shape
 from cupyattn.ops.layers.cross_entropy import checked_options, layout_of, require_reduction
 from cupyattn.ops.plan import Output
 from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
+from cupyattn.reference.linear.products import LinearGrads
 
 
 def linear_cross_entropy(

@@ -13,7 +13,6 @@ from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.linear.forward import linear
 from cupyattn.functional.linear.weights import weight_arrays
-from cupyattn.gradients import LinearCrossEntropyGrads
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
@@ -32,6 +31,7 @@ from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
 from cupyattn.ops.rows import statistics_dtype
 from cupyattn.ops.value_checks import checks_values
+from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 
 _SHOWN_AS = {name: f"grads.{name}" for name in LinearCrossEntropyGrads._fields}
 _FIXES = {"labels": "pass an int32 array with an item for each row, of shape x.shape[:-1]"}

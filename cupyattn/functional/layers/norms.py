@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.functional.outputs import named_grads, named_out
-from cupyattn.gradients import LayerNormGrads, RMSNormGrads
 from cupyattn.kernels.configs.layers import norms
 from cupyattn.ops.checks import require_bool, require_given
 from cupyattn.ops.numbers import factor
+
+
+class LayerNormGrads(NamedTuple):
+    """Gradients of `layer_norm`'s inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x; with a residual of both terms of the sum.
+    dweight : array (N,), or None
+        Of the weight, summed over rows; None without weight.
+    dbias : array (N,), or None
+        Of the bias, likewise.
+    """
+
+    dx: Array = None
+    dweight: Array | None = None
+    dbias: Array | None = None
+
+
+class RMSNormGrads(NamedTuple):
+    """Gradients of `rms_norm`'s inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x; with a residual of both terms of the sum.
+    dweight : array (N,), or None
+        Of the weight, summed over rows; None without weight.
+    """
+
+    dx: Array = None
+    dweight: Array | None = None
 
 
 def layer_norm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,23 @@ from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_bool, require_contiguous_axis
 from cupyattn.ops.numbers import factor
 from cupyattn.ops.rows import array_fixes
+
+
+class SoftmaxGrads(NamedTuple):
+    """Gradients of softmax's inputs, or of log_softmax's, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Of x.
+    dbias : array of bias's shape
+        Of the bias, summed over the axes that it broadcast along.
+    """
+
+    dx: Array = None
+    dbias: Array = None
 
 
 def call_along(

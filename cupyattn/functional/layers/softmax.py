@@ -7,8 +7,7 @@ from typing import Any
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.layers.bias_gradient import softmax_gradients
-from cupyattn.functional.layers.scores import call_along
-from cupyattn.gradients import SoftmaxGrads
+from cupyattn.functional.layers.scores import SoftmaxGrads, call_along
 from cupyattn.kernels.configs.layers import softmax as kernels
 
 

@@ -12,12 +12,12 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.gradients import LinearGrads
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
 from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.linear.products import LinearGrads
 
 
 def linear_backward(

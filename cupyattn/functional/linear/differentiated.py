@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.gradients import LinearGrads
+from cupyattn.reference.linear.products import LinearGrads
 
 
 def differentiated(

@@ -8,8 +8,8 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.forward import linear
-from cupyattn.gradients import LinearGrads
 from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.reference.linear.products import LinearGrads
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 

@@ -12,6 +12,11 @@ from cupyattn.ops.attention.decode import decode_attention
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES, DecodeProblem
 from cupyattn.ops.attention.prefill import has_prefill, prefill_attention
 
+TABLE_FIXES = {
+    "block_table": "pass an int32 array of shape (B, max_blocks)",
+    "seqlens_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
+}
+
 
 def paged_forward(
     device: Device, problem: DecodeProblem, operands: Operands, *, return_lse: bool

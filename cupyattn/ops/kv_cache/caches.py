@@ -31,10 +31,6 @@ _FORMATS = {"int8": "int8", "uint8": "int4"}
 """Quantised formats by the dtype of the array: two items of 4 bits share an unsigned byte."""
 WRITTEN_FIXES = fixes_of_results(*CACHES, *SCALES)
 """What to pass instead of what is no cache that could be written."""
-TABLE_FIXES = {
-    "block_table": "pass an int32 array of shape (B, max_blocks)",
-    "seqlens_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
-}
 LAYER_AXES = "num_blocks block_size G D"
 POOL_AXES = f"num_layers {LAYER_AXES}"
 

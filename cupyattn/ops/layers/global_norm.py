@@ -13,8 +13,8 @@ from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, st
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.layers import global_norm as configs
+from cupyattn.kernels.configs.layers.global_norm import NORM_ARRAYS, NORM_PARAMS
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.layers import NORM_ARRAYS, NORM_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (

@@ -17,9 +17,8 @@ from cupyattn.arrays import (
 )
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rope
+from cupyattn.kernels.configs.layers.rope import ROPE_PARAMS, rope_config, specialise_rope
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.layers import ROPE_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     CPU_FLOATS,

@@ -13,10 +13,9 @@ from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, st
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
 from cupyattn.kernels.configs.layers import sampling as configs
-from cupyattn.kernels.configs.layers.sampling import OPTIONS, SampleConfig
+from cupyattn.kernels.configs.layers.sampling import OPTIONS, SAMPLE_PARAMS, SampleConfig
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Scalar, Specialisation
-from cupyattn.kernels.structs.layers import SAMPLE_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     FLOATS,

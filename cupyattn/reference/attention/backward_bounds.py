@@ -36,22 +36,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.gradients import AttentionGrads
 from cupyattn.reference.attention.bounds import (
     EPS_TANH,
     ROTATION,
-    TINY32,
-    U32,
-    Precision,
     ScoreErrors,
     exponent_error,
     pair_norms,
-    precision_of,
     sink_magnitude,
 )
-from cupyattn.reference.attention.dense import add_broadcast, attention_backward, row_delta
-from cupyattn.reference.attention.scores import Float64, ScoreBlock, ScoreBlocks, probabilities
+from cupyattn.reference.attention.dense import (
+    AttentionGrads,
+    add_broadcast,
+    attention_backward,
+    row_delta,
+)
+from cupyattn.reference.attention.scores import ScoreBlock, ScoreBlocks, probabilities
 from cupyattn.reference.layers.rope import pairs_of
+from cupyattn.reference.precision import TINY32, U32, Float64, Precision, precision_of
 
 # In cuda_src/attention/tensor_core/gradient_scale.cuh.
 _MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15

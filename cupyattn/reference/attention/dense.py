@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.gradients import AttentionGrads
-from cupyattn.reference.attention.scores import (
-    Float64,
-    ScoreBlock,
-    ScoreBlocks,
-    normalised,
-    probabilities,
-)
+from cupyattn.arrays import Array
+from cupyattn.reference.attention.scores import ScoreBlock, ScoreBlocks, normalised, probabilities
 from cupyattn.reference.layers.rope import rotate
+from cupyattn.reference.precision import Float64
+
+
+class AttentionGrads(NamedTuple):
+    """Gradients of attention's inputs, each of its input's shape.
+
+    As the result of `attention_backward` it has all five, in this order: dbias and dsinks are None
+    without bias and sinks. (What `vjp` returns gives one for each array that it was given by
+    position: three for q, k and v.) As ``grads=`` None, the default, stands for an array that is to
+    be made.
+
+    Attributes
+    ----------
+    dq : array (B, Sq, H, D)
+        Of the queries.
+    dk : array (B, Sk, G, D)
+        Of the keys, summed over the query heads of a group.
+    dv : array (B, Sk, G, Dv)
+        Of the values, likewise.
+    dbias : array of bias's shape, or None
+        Of the bias, summed over the axes that it broadcast along.
+    dsinks : array (H,), or None
+        Of the sinks.
+    """
+
+    # Array is Any, which takes None too: who reads a result need not ask whether dq is there.
+    dq: Array = None
+    dk: Array = None
+    dv: Array = None
+    dbias: Array | None = None
+    dsinks: Array | None = None
 
 
 def attention(

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.reference.attention.bounds import U32, precision_of
 from cupyattn.reference.attention.dense import attention
-from cupyattn.reference.attention.scores import Float64
 from cupyattn.reference.kv_cache.quantisation import dequantise
+from cupyattn.reference.precision import U32, Float64, precision_of
 
 
 def gathered(

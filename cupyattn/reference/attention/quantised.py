@@ -52,10 +52,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.reference.attention.bounds import TINY32, U32
 from cupyattn.reference.attention.dense import attention
-from cupyattn.reference.attention.scores import Float64, ScoreBlocks, probabilities
+from cupyattn.reference.attention.scores import ScoreBlocks, probabilities
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound
+from cupyattn.reference.precision import TINY32, U32, Float64
 
 BIAS = {"int8": 128, "uint8": 8}
 """What is added to an integer of K on tensor cores."""

@@ -17,12 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from cupyattn.reference.layers.rope import rotate, table_rows
 from cupyattn.reference.philox import attention_keep
+from cupyattn.reference.precision import Float64
 
 # Scores computed at a time. Every float64 intermediate of a block then takes 2 MiB, which a core's
 # caches hold.
 SCORES_PER_BLOCK = 2**18
-
-Float64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.gradients import AttentionGrads
-from cupyattn.reference.attention.dense import attention, attention_backward
-from cupyattn.reference.attention.scores import Float64
+from cupyattn.reference.attention.dense import AttentionGrads, attention, attention_backward
+from cupyattn.reference.precision import Float64
 
 
 class PackedSequence(NamedTuple):

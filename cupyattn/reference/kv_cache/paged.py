@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.reference.attention.bounds import U32, precision_of
 from cupyattn.reference.attention.paged import gathered
 from cupyattn.reference.kv_cache.quantisation import (
     STORED_BITS,
@@ -22,6 +21,7 @@ from cupyattn.reference.kv_cache.quantisation import (
 )
 from cupyattn.reference.layers.rope import rotate
 from cupyattn.reference.layers.rope_bounds import rope_bound
+from cupyattn.reference.precision import U32, precision_of
 
 
 def rotated(

@@ -28,11 +28,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
-
-Float64 = NDArray[np.float64]
+from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _SMALLEST, _FLUSHED = 2.0**-126, 2.0**-118

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.layers.softmax import Float64, by_rows
+from cupyattn.reference.layers.softmax import by_rows
+from cupyattn.reference.precision import Float64
 
 REDUCTIONS = ("mean", "sum", "none")
 

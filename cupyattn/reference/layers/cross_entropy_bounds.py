@@ -19,20 +19,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.layers.cross_entropy import (
     cross_entropy,
     cross_entropy_backward,
     reduced,
     spread,
 )
-from cupyattn.reference.layers.softmax import Float64
 from cupyattn.reference.layers.softmax_bounds import (
     QUIET,
     log_sum_bound,
     logsumexp_bound,
     weight_error,
 )
+from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 
 def cross_entropy_bound(

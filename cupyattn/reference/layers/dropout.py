@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.philox import element_keep
-
-Float64 = NDArray[np.float64]
+from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:

@@ -10,21 +10,37 @@ by chunk, each addition rounds the sum so far once more.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.gradients import LinearCrossEntropyGrads
-from cupyattn.reference.attention.bounds import precision_of
+from cupyattn.arrays import Array
 from cupyattn.reference.layers.cross_entropy import cross_entropy, cross_entropy_backward
 from cupyattn.reference.layers.cross_entropy_bounds import (
     cross_entropy_backward_bound,
     cross_entropy_bound,
 )
-from cupyattn.reference.layers.softmax import Float64
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear_backward
+from cupyattn.reference.precision import Float64, precision_of
+
+
+class LinearCrossEntropyGrads(NamedTuple):
+    """Gradients of linear_cross_entropy's inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., K)
+        Of the input.
+    dw : array (K, V)
+        Of the weight, summed over all rows of x.
+    """
+
+    dx: Array = None
+    dw: Array = None
 
 
 def linear_cross_entropy(

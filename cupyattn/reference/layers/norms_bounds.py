@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.layers.norms import (
     Float64,
     column_sum,
@@ -40,6 +39,7 @@ from cupyattn.reference.layers.norms import (
     row_mean,
     terms,
 )
+from cupyattn.reference.precision import TINY32, U32, precision_of
 
 
 def additions(items: int) -> float:

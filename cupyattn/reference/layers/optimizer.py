@@ -6,11 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
-
-Float64 = NDArray[np.float64]
+from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 
 def adamw_step(

@@ -9,9 +9,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64 = NDArray[np.float64]
+from cupyattn.reference.precision import Float64
 
 
 class LinearScaling(NamedTuple):

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cupyattn.reference.philox import philox4x32_10
+from cupyattn.reference.precision import Float64
 
 Float32 = NDArray[np.float32]
-Float64 = NDArray[np.float64]
 UInt64 = NDArray[np.uint64]
 
 LEAST_TEMPERATURE = np.float32(1e-6)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
 from cupyattn.reference.layers.softmax import (
     Float64,
     broadcast_sums,
@@ -36,6 +35,7 @@ from cupyattn.reference.layers.softmax import (
     softmax,
     softmax_backward,
 )
+from cupyattn.reference.precision import TINY32, U32, precision_of
 
 QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore"}
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from cupyattn.reference.attention.bounds import precision_of
-
-Float64 = NDArray[np.float64]
+from cupyattn.reference.precision import Float64, precision_of
 
 
 def add_to(total: ArrayLike, x: ArrayLike) -> Float64:

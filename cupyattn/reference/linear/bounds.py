@@ -43,19 +43,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from cupyattn.gradients import LinearGrads
 from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.attention.bounds import TINY32, U32, precision_of
-from cupyattn.reference.attention.scores import Float64
 from cupyattn.reference.layers.activations import activation_error, derivative_error
 from cupyattn.reference.linear.products import (
     GATES,
+    LinearGrads,
     activated,
     activated_slope,
     linear,
     linear_backward,
 )
 from cupyattn.reference.linear.quantised import dequantised_rows, weight_error
+from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
 STEEPEST_SLOPE = 0.8

@@ -7,13 +7,36 @@ quantised weight counts as one of float32.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from cupyattn.gradients import LinearGrads
+from cupyattn.arrays import Array
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.layers.activations import activation as activation_of
 from cupyattn.reference.layers.activations import activation_derivative
 from cupyattn.reference.linear.quantised import quantised_product
+
+
+class LinearGrads(NamedTuple):
+    """Gradients of linear's inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., K)
+        Of the input.
+    dw : array (K, N)
+        Of the weight, summed over all rows of x; (K, 2 N) for a gated activation.
+    db : array (N,), or None
+        Of the bias, likewise; None without one.
+    """
+
+    dx: Array = None
+    dw: Array = None
+    db: Array | None = None
+
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}
 """What a gated activation does to its gate."""

@@ -9,8 +9,25 @@ import numpy as np
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs.layers import NORM_ARRAYS, NORM_STRUCT
+from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+
+NORM_ARRAYS = 8
+"""Arrays that one launch of norm_partials takes."""
+
+
+# NormParams in cuda_src/layers/norm_partials.cu
+NORM_PARAMS = np.dtype(
+    [
+        *((field, np.int64, (NORM_ARRAYS,)) for field in ("length", "stride", "units", "rows")),
+        ("first_cta", np.uint32, (NORM_ARRAYS + 1,)),
+        ("first_partial", np.uint32),
+    ],
+    align=True,
+)
+
+
+NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
+
 
 PARTIALS = KernelSpec(
     "norm_partials",

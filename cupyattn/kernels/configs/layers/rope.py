@@ -7,11 +7,32 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.layers import ROPE_STRUCT
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.kernels.structs.strides import TOKEN_STRIDES
+
+# RopeParams in cuda_src/layers/rope.cu
+ROPE_PARAMS = np.dtype(
+    [
+        *((array, TOKEN_STRIDES, (2,)) for array in ("x", "out")),
+        *((f"{table}_stride", np.int64) for table in ("cos", "sin")),
+        *((f"positions_{axis}", np.int64) for axis in ("batch", "seq")),
+        ("table_length", np.int64),
+        *((field, np.uint32) for field in ("tokens", "seq")),
+        *((field, np.uint32, (2,)) for field in ("heads", "groups")),
+        *((field, np.uint32) for field in ("slots", "rotated_slots", "half", "dim")),
+        ("sign", np.float32),
+    ],
+    align=True,
+)
+
+
+ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
+
 
 ROPE = KernelSpec(
     "rope",

@@ -18,9 +18,35 @@ from cupyattn.kernels.spec import (
     Pointer,
     Scalar,
     Specialisation,
+    Struct,
     inputs,
 )
-from cupyattn.kernels.structs.layers import SAMPLE_STRUCT
+
+# SampleParams in cuda_src/layers/sampling.cuh
+SAMPLE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("logits_stride", "previous_stride", "previous_step")),
+        *(
+            (f"{option}_stride", np.int64)
+            for option in (
+                "seed",
+                "step",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+            )
+        ),
+        *((field, np.int32) for field in ("vocabulary", "width", "parts")),
+        *((f"{option}_is_int64", np.int32) for option in ("step", "top_k")),
+    ],
+    align=True,
+)
+
+
+SAMPLE_STRUCT = Struct("params", SAMPLE_PARAMS, "SampleParams")
+
 
 OPTIONS = {
     "seed": np.uint64,

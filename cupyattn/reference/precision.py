@@ -1,0 +1,90 @@
+"""Unit round-offs of the kernels' dtypes, from which every error bound is computed.
+
+u_in is the round-off of the dtype that feeds a tensor core, u_out that of the results. Each has an
+absolute error `tiny` next to it: half a subnormal's spacing in float16, and in float32 the
+subnormal numbers that -ftz=true flushes to 0. exponent_shift and flush describe float16 attention,
+which holds P times 2**-103: `cupyattn.ops.attention.bounds` says what follows from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+Float64 = NDArray[np.float64]
+U32 = 2.0**-24  # unit round-off of float32
+TINY32 = 2.0**-126
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Unit round-offs of a kernel for one dtype."""
+
+    u_in: float
+    tiny_in: float
+    u_out: float
+    tiny_out: float
+    exponent_shift: float = 0.0
+    flush: float = TINY32
+
+    def store(self, result: Float64) -> Float64:
+        """Error of rounding results to the output's dtype."""
+        return self.u_out * np.abs(result) + self.tiny_out
+
+
+_PRECISIONS = {
+    "float16": Precision(
+        u_in=2.0**-11,
+        tiny_in=2.0**-25,
+        u_out=2.0**-11,
+        tiny_out=2.0**-25,
+        exponent_shift=112 * float(np.log(2)),
+        flush=2.0**-23,
+    ),
+    "float32": Precision(u_in=U32, tiny_in=TINY32, u_out=U32, tiny_out=TINY32),
+    # Turing has no bfloat16 tensor core: float32 throughout, bfloat16 at the store.
+    "bfloat16": Precision(u_in=U32, tiny_in=TINY32, u_out=2.0**-8, tiny_out=TINY32),
+}
+
+
+def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precision:
+    """Look up the precision of kernels for a dtype, given as NumPy's dtype or by name.
+
+    float32_weights: of kernels that keep P in float32, whatever the dtype.
+    """
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if name not in _PRECISIONS:
+        raise ValueError(
+            f"no error bounds for dtype {name!r}; there are some for {', '.join(_PRECISIONS)}: "
+            "pass the dtype that the kernel under test was given"
+        )
+    precision = _PRECISIONS[name]
+    if float32_weights:
+        return replace(precision, u_in=U32, tiny_in=TINY32, exponent_shift=0.0, flush=TINY32)
+    return precision
+
+
+def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
+    """Largest |actual - reference| / bound: a right kernel stays at or below 1.
+
+    Where the reference is NaN or infinite, actual has to be the same (ratio 0), else the ratio is
+    infinite; so it is where actual alone is not finite, or differs where the bound is 0. No
+    elements give 0.
+
+    Examples
+    --------
+    >>> error_ratio([1.0, np.nan, -np.inf], [1.5, np.nan, -np.inf], [1.0, 0.0, 0.0])
+    0.5
+    """
+    actual, reference = np.asarray(actual, np.float64), np.asarray(reference, np.float64)
+    if actual.shape != reference.shape:
+        raise ValueError(
+            f"actual has shape {actual.shape} and reference {reference.shape}; "
+            "pass arrays of one shape: a broadcast comparison would hide a wrong one"
+        )
+    same = (actual == reference) | (np.isnan(actual) & np.isnan(reference))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(same, 0.0, np.abs(actual - reference) / np.asarray(bound, np.float64))
+    return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0.0))
