@@ -27,12 +27,6 @@ from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_
 from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
-from cupyattn.functional.layers.norms import (
-    LayerNormGrads,
-    RMSNormGrads,
-    layer_norm_backward,
-    rms_norm_backward,
-)
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
@@ -66,6 +60,12 @@ from cupyattn.functional.rules import (
 )
 from cupyattn.functional.vjp import vjp
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.norms.api import (
+    LayerNormGrads,
+    RMSNormGrads,
+    layer_norm_backward,
+    rms_norm_backward,
+)
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.dense import AttentionGrads
 from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads

@@ -26,14 +26,6 @@ from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
 from cupyattn.functional.layers.log_softmax import log_softmax_backward
 from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
 from cupyattn.functional.layers.logsumexp import logsumexp_backward
-from cupyattn.functional.layers.norms import (
-    LayerNormGrads,
-    RMSNormGrads,
-    layer_norm_backward,
-    rms_norm_backward,
-)
-from cupyattn.functional.layers.norms import layer_norm as _layer_norm
-from cupyattn.functional.layers.norms import rms_norm as _rms_norm
 from cupyattn.functional.layers.rope import rope as _rope
 from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.layers.scores import SoftmaxGrads
@@ -44,6 +36,14 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.ops.norms.api import (
+    LayerNormGrads,
+    RMSNormGrads,
+    layer_norm_backward,
+    rms_norm_backward,
+)
+from cupyattn.ops.norms.api import layer_norm as _layer_norm
+from cupyattn.ops.norms.api import rms_norm as _rms_norm
 from cupyattn.reference.attention.dense import AttentionGrads
 from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 from cupyattn.reference.linear.products import LinearGrads

@@ -26,7 +26,6 @@ from cupyattn.kernels.configs.layers import (
     dropout,
     embedding,
     global_norm,
-    norms,
     rope,
     sampling,
     softmax,
@@ -45,6 +44,7 @@ from cupyattn.kernels.configs.linear import (
 )
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.ops.norms import kernels as norms
 
 _MODULES = (
     teaching.forward,

@@ -5,6 +5,8 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
+from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
+from cupyattn.ops.norms.reference import norm, norm_backward
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.block_mask import block_mask
 from cupyattn.reference.attention.bounds import attention_bound
@@ -60,8 +62,6 @@ from cupyattn.reference.layers.linear_cross_entropy import (
     linear_cross_entropy_backward_bound,
     linear_cross_entropy_bound,
 )
-from cupyattn.reference.layers.norms import norm, norm_backward
-from cupyattn.reference.layers.norms_bounds import norm_backward_bound, norm_bound
 from cupyattn.reference.layers.optimizer import (
     adamw_step,
     adamw_step_bound,

@@ -13,8 +13,8 @@ from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.functional.layers.norms import LayerNormGrads, RMSNormGrads
-from cupyattn.reference.layers.norms import rounded_sum
+from cupyattn.ops.norms.api import LayerNormGrads, RMSNormGrads
+from cupyattn.ops.norms.reference import rounded_sum
 
 VIEWS = ("contiguous", "sliced", "transposed", "reversed", "broadcast")
 

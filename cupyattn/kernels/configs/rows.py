@@ -292,7 +292,7 @@ def _specialise(
 
 COLUMN_SUMS = KernelSpec(
     "column_sums",
-    "layers/column_sums.cu",
+    "common/column_sums.cu",
     (
         *inputs("partials"),
         *inputs("more_partials", optional=True),

@@ -4,7 +4,7 @@ With u = 2^-24, n items in a row of mean m and mean square deviation v, D the la
 largest |x|. A sum of n items takes at most h(n) additions, one behind the other: a thread adds up
 to 32 items, or n / 256 of longer rows, and merging threads and warps takes 32 more.
 
-Forward, layer norm (cuda_src/layers/moments.cuh). Sums are taken about a pivot, itself the mean of
+Forward, layer norm (cuda_src/norms/moments.cuh). Sums are taken about a pivot, itself the mean of
 items of the row, which errs by h u X: so it lies within P = D + h u X of the mean, and items within
 D + P of it. A difference from the pivot rounds by u (D + P), their mean errs by (h + 4) u (D + P),
 and the difference from both parts of the mean by e = (h + 6) u (D + P). The squares about the
@@ -31,14 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.reference.layers.norms import (
-    Float64,
-    column_sum,
-    norm,
-    norm_backward,
-    row_mean,
-    terms,
-)
+from cupyattn.ops.norms.reference import Float64, column_sum, norm, norm_backward, row_mean, terms
 from cupyattn.reference.precision import TINY32, U32, precision_of
 
 

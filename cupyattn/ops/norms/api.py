@@ -8,8 +8,8 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.layers.rows import call_rows
 from cupyattn.functional.outputs import named_grads, named_out
-from cupyattn.kernels.configs.layers import norms
 from cupyattn.ops.checks import require_bool, require_given
+from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.numbers import factor
 
 

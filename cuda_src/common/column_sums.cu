@@ -12,7 +12,7 @@
 #if !defined(DTYPE) || !defined(THREADS) || !defined(SHARED_BYTES)
 #error "DTYPE, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
-#include "../common/numeric.cuh"
+#include "numeric.cuh"
 
 constexpr int kWarps = THREADS / kWarpSize;
 static_assert(THREADS % kWarpSize == 0, "whole warps");

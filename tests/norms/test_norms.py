@@ -22,7 +22,7 @@ from support.search import deep, examples, wider
 import cupyattn
 from cupyattn import LayerNormGrads, RMSNormGrads, reference
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.layers.norms import BACKWARD_ROWS, FORWARD_ROWS
+from cupyattn.ops.norms.kernels import BACKWARD_ROWS, FORWARD_ROWS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
