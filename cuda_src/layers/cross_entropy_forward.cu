@@ -17,7 +17,7 @@
 #error \
     "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LABELS_DTYPE, WITH_LSE, SMOOTHED come from a launch-configuration table"
 #endif
-#include "online_row.cuh"
+#include "../softmax/online_row.cuh"
 
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;

@@ -25,14 +25,10 @@ from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
-from cupyattn.functional.layers.log_softmax import log_softmax_backward
-from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.sampling import sample
-from cupyattn.functional.layers.scores import SoftmaxGrads
-from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.layers.sums import add_to
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -66,6 +62,10 @@ from cupyattn.ops.norms.api import (
     layer_norm_backward,
     rms_norm_backward,
 )
+from cupyattn.ops.softmax.api import softmax_backward
+from cupyattn.ops.softmax.log_softmax import log_softmax_backward
+from cupyattn.ops.softmax.logsumexp import logsumexp_backward
+from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.dense import AttentionGrads
 from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads

@@ -8,7 +8,6 @@ from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.activations import gelu as _gelu
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.activations import silu as _silu
-from cupyattn.functional.layers.bias_gradient import require_bias_gradient
 from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
 from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
@@ -22,15 +21,8 @@ from cupyattn.functional.layers.linear_cross_entropy import (
     linear_cross_entropy as _linear_cross_entropy,
 )
 from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
-from cupyattn.functional.layers.log_softmax import log_softmax as _log_softmax
-from cupyattn.functional.layers.log_softmax import log_softmax_backward
-from cupyattn.functional.layers.logsumexp import logsumexp as _logsumexp
-from cupyattn.functional.layers.logsumexp import logsumexp_backward
 from cupyattn.functional.layers.rope import rope as _rope
 from cupyattn.functional.layers.rope import rope_backward
-from cupyattn.functional.layers.scores import SoftmaxGrads
-from cupyattn.functional.layers.softmax import softmax as _softmax
-from cupyattn.functional.layers.softmax import softmax_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
@@ -44,6 +36,14 @@ from cupyattn.ops.norms.api import (
 )
 from cupyattn.ops.norms.api import layer_norm as _layer_norm
 from cupyattn.ops.norms.api import rms_norm as _rms_norm
+from cupyattn.ops.softmax.api import softmax as _softmax
+from cupyattn.ops.softmax.api import softmax_backward
+from cupyattn.ops.softmax.bias_gradient import require_bias_gradient
+from cupyattn.ops.softmax.log_softmax import log_softmax as _log_softmax
+from cupyattn.ops.softmax.log_softmax import log_softmax_backward
+from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
+from cupyattn.ops.softmax.logsumexp import logsumexp_backward
+from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.reference.attention.dense import AttentionGrads
 from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 from cupyattn.reference.linear.products import LinearGrads

@@ -28,8 +28,6 @@ from cupyattn.kernels.configs.layers import (
     global_norm,
     rope,
     sampling,
-    softmax,
-    softmax_dbias,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
@@ -45,6 +43,8 @@ from cupyattn.kernels.configs.linear import (
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.norms import kernels as norms
+from cupyattn.ops.softmax import kernels as softmax
+from cupyattn.ops.softmax import kernels_dbias as softmax_dbias
 
 _MODULES = (
     teaching.forward,

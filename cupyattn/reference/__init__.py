@@ -7,6 +7,24 @@ need be.
 
 from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
 from cupyattn.ops.norms.reference import norm, norm_backward
+from cupyattn.ops.softmax.bounds import (
+    broadcast_sums_bound,
+    log_softmax_backward_bound,
+    log_softmax_bound,
+    logsumexp_backward_bound,
+    logsumexp_bound,
+    softmax_backward_bound,
+    softmax_bound,
+)
+from cupyattn.ops.softmax.reference import (
+    broadcast_sums,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    softmax,
+    softmax_backward,
+)
 from cupyattn.reference.attention.backward_bounds import attention_backward_bound
 from cupyattn.reference.attention.block_mask import block_mask
 from cupyattn.reference.attention.bounds import attention_bound
@@ -72,24 +90,6 @@ from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
 from cupyattn.reference.layers.sampling import sample, sampling_probabilities
-from cupyattn.reference.layers.softmax import (
-    broadcast_sums,
-    log_softmax,
-    log_softmax_backward,
-    logsumexp,
-    logsumexp_backward,
-    softmax,
-    softmax_backward,
-)
-from cupyattn.reference.layers.softmax_bounds import (
-    broadcast_sums_bound,
-    log_softmax_backward_bound,
-    log_softmax_bound,
-    logsumexp_backward_bound,
-    logsumexp_bound,
-    softmax_backward_bound,
-    softmax_bound,
-)
 from cupyattn.reference.layers.sums import add_to, add_to_bound
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward

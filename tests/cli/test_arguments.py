@@ -15,8 +15,8 @@ from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.folders import cache_directory
 from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.ops.softmax import kernels as softmax
 
 COMMANDS = (
     "demo", "generate", "chat", "finetune", "merge", "info", "compile", "profile", "turing",

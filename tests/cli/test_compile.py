@@ -19,9 +19,9 @@ from support.search import Search
 from cupyattn.cli import INTERRUPTED, compile, main, table_rows
 from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.registry import catalogue
 from cupyattn.kernels.spec import KernelSpec
+from cupyattn.ops.softmax import kernels as softmax
 
 
 def asked(capsys, *arguments: str) -> dict:

@@ -18,10 +18,10 @@ from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import CompilationError, compile_cubin, compile_ptx
 from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
-from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.target import target_of
+from cupyattn.ops.softmax import kernels as softmax
 
 nvrtc = pytest.mark.nvrtc
 TURING = arch_of(75)

@@ -22,9 +22,9 @@ from cupyattn import folders
 from cupyattn.kernels import cache, compile, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
-from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.configs.linear import fma_rate, mma_rate
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.softmax import kernels as softmax
 
 nvrtc = pytest.mark.nvrtc
 TURING = arch_of(75)
@@ -99,7 +99,7 @@ def test_the_text_of_includes_is_part_of_the_key(empty_cache, sources, compilati
     assert compile_cubin(SMALL, TURING).path == first.path
     seen = {first.path}
     for changed in (
-        "layers/softmax_forward.cu",
+        "softmax/softmax_forward.cu",
         "common/rows.cuh",
         "common/reduce.cuh",
         "common/config.cuh",  # by way of numeric.cuh
@@ -218,7 +218,7 @@ def test_include_closures():
     root = source.source_root()
     closure = source.include_closure(root / "layers" / "softmax_forward.cu")
     names = {path.relative_to(root).as_posix() for path in closure}
-    assert {"layers/softmax_forward.cu", "common/rows.cuh", "common/config.cuh"} <= names
+    assert {"softmax/softmax_forward.cu", "common/rows.cuh", "common/config.cuh"} <= names
     assert not any("philox" in name or "tile" in name for name in names)
     assert list(closure) == sorted(closure)
 

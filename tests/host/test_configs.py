@@ -19,7 +19,6 @@ from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.attention.tensor_core import forward_rows
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers import softmax
 from cupyattn.kernels.configs.rows import ROWS
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM, pairs, rows_for
 from cupyattn.kernels.registry import KERNELS, catalogue
@@ -40,6 +39,7 @@ from cupyattn.kernels.structs.attention import (
 from cupyattn.kernels.structs.kv_cache import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
 from cupyattn.kernels.structs.linear import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS, THIN_PARAMS
 from cupyattn.kernels.structs.walks import rows_params
+from cupyattn.ops.softmax import kernels as softmax
 
 
 @pytest.mark.parametrize(

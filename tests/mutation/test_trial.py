@@ -32,8 +32,8 @@ from mutation.trial import (
 
 pytestmark = pytest.mark.nvrtc
 
-FILE = "layers/softmax_backward.cu"
-MODULE = "tests/layers/test_softmax_kernels.py"
+FILE = "softmax/softmax_backward.cu"
+MODULE = "tests/softmax/test_kernels.py"
 OF_NUMBERS = f"{MODULE}::test_row_lengths_around_the_tables_limits[128-float16-1]"
 OF_STRIDES = f"{MODULE}::test_outer_axes_of_any_strides"
 

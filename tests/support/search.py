@@ -40,7 +40,7 @@ QUICK = (
     "kv_cache/test_step_tables",
     "layers/test_launch",
     "layers/test_reference",
-    "layers/test_softmax_kernels.py::test_rows_without",
+    "softmax/test_kernels.py::test_rows_without",
 )
 NOT_QUICK = (
     "emulator/test_budget",

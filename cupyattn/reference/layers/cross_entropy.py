@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.layers.softmax import by_rows
+from cupyattn.ops.softmax.reference import by_rows
 from cupyattn.reference.precision import Float64
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.layers.softmax import STREAMED
 from cupyattn.kernels.configs.rows import INTEGERS, Result, RowKernel
 from cupyattn.kernels.configs.tables import cpp_bool
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
 from cupyattn.kernels.structs.walks import rows_struct
+from cupyattn.ops.softmax.kernels import STREAMED
 
 _LOSS: dict[str, Any] = {
     "integers": ("labels",),

@@ -6,9 +6,9 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
-from cupyattn.functional.layers.bias_gradient import softmax_gradients
-from cupyattn.functional.layers.scores import SoftmaxGrads, call_along
-from cupyattn.kernels.configs.layers import softmax as kernels
+from cupyattn.ops.softmax import kernels
+from cupyattn.ops.softmax.bias_gradient import softmax_gradients
+from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
 
 
 def softmax(

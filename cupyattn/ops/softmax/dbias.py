@@ -18,11 +18,11 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers import softmax_dbias as config
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import row_params
 from cupyattn.ops.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
+from cupyattn.ops.softmax import kernels_dbias as config
 
 ROW_SUM_DTYPE = np.dtype(np.float32)
 

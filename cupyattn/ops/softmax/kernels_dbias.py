@@ -24,7 +24,7 @@ SUMMING_CTAS = 4
 
 DBIAS = KernelSpec(
     "softmax_dbias",
-    "layers/softmax_dbias.cu",
+    "softmax/softmax_dbias.cu",
     (
         *inputs("dout", "out", "row_sum"),
         Pointer("partials"),

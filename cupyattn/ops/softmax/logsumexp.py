@@ -6,8 +6,8 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.arrays import Array
-from cupyattn.functional.layers.scores import call_along
-from cupyattn.kernels.configs.layers import softmax as kernels
+from cupyattn.ops.softmax import kernels
+from cupyattn.ops.softmax.scores import call_along
 
 
 def logsumexp(

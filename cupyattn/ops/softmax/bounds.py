@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.layers.softmax import (
+from cupyattn.ops.softmax.reference import (
     Float64,
     broadcast_sums,
     kept_columns,

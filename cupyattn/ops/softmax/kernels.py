@@ -70,7 +70,7 @@ _ACCUMULATE = {"accumulate": (False, True)}
 
 FORWARD = RowKernel(
     "softmax_forward",
-    "layers/softmax_forward.cu",
+    "softmax/softmax_forward.cu",
     rows=("x",),
     results={"out": Result.ROW},
     optional=("mask", "bias"),
@@ -79,7 +79,7 @@ FORWARD = RowKernel(
 )
 BACKWARD = RowKernel(
     "softmax_backward",
-    "layers/softmax_backward.cu",
+    "softmax/softmax_backward.cu",
     rows=("dout", "out"),
     results={"dx": Result.ROW, "row_sum": Result.PER_ROW},
     optional=("row_sum",),
@@ -91,7 +91,7 @@ BACKWARD = RowKernel(
 """`row_sum` is for the gradient of a bias, which softmax_dbias computes."""
 LOGSUMEXP = RowKernel(
     "logsumexp",
-    "layers/logsumexp.cu",
+    "softmax/logsumexp.cu",
     rows=("x",),
     results={"out": Result.PER_ROW},
     optional=("mask", "bias"),
@@ -100,7 +100,7 @@ LOGSUMEXP = RowKernel(
 )
 LOGSUMEXP_BACKWARD = RowKernel(
     "logsumexp_backward",
-    "layers/logsumexp_backward.cu",
+    "softmax/logsumexp_backward.cu",
     rows=("x",),
     per_row=("dout", "out"),
     results={"dx": Result.ROW},

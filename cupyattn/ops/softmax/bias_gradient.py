@@ -11,16 +11,16 @@ from cupyattn import reference
 from cupyattn.arrays import Array, adopt, is_contiguous, layouts_of
 from cupyattn.errors import error, made_beforehand
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.scores import SoftmaxGrads, call_along
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
-from cupyattn.kernels.configs.layers.softmax import BACKWARD, FORWARD
 from cupyattn.ops.broadcast import broadcast_layout
 from cupyattn.ops.checks import require_arrays, require_bool, require_kernel_dtype
-from cupyattn.ops.layers.softmax_dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
 from cupyattn.ops.numbers import factor, integer
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
+from cupyattn.ops.softmax.dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
+from cupyattn.ops.softmax.kernels import BACKWARD, FORWARD
+from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
 
 _SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
 _BYTES = np.dtype(np.uint8)
