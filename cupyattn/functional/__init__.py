@@ -20,11 +20,9 @@ from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
-from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
@@ -56,6 +54,9 @@ from cupyattn.functional.rules import (
 )
 from cupyattn.functional.vjp import vjp
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.losses.api import cross_entropy_backward
+from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
+from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import (
     LayerNormGrads,
     RMSNormGrads,
@@ -68,7 +69,6 @@ from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.dense import AttentionGrads
-from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 from cupyattn.reference.layers.rope_tables import (
     LinearScaling,
     Llama3Scaling,

@@ -8,8 +8,6 @@ from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.activations import gelu as _gelu
 from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.activations import silu as _silu
-from cupyattn.functional.layers.cross_entropy import cross_entropy as _cross_entropy
-from cupyattn.functional.layers.cross_entropy import cross_entropy_backward
 from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.dropout import dropout as _dropout
 from cupyattn.functional.layers.embedding import embedding as _embedding
@@ -17,10 +15,6 @@ from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.functional.layers.gated import geglu as _geglu
 from cupyattn.functional.layers.gated import swiglu as _swiglu
-from cupyattn.functional.layers.linear_cross_entropy import (
-    linear_cross_entropy as _linear_cross_entropy,
-)
-from cupyattn.functional.layers.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.functional.layers.rope import rope as _rope
 from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -28,6 +22,11 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
+from cupyattn.ops.losses.api import cross_entropy_backward
+from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
+from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
+from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import (
     LayerNormGrads,
     RMSNormGrads,
@@ -45,7 +44,6 @@ from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.reference.attention.dense import AttentionGrads
-from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 from cupyattn.reference.linear.products import LinearGrads
 
 attention = differentiable(

@@ -22,7 +22,6 @@ from cupyattn.kernels.configs.layers import (
     adamw_8bit,
     add_to,
     column_sums,
-    cross_entropy,
     dropout,
     embedding,
     global_norm,
@@ -42,6 +41,7 @@ from cupyattn.kernels.configs.linear import (
 )
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.ops.softmax import kernels_dbias as softmax_dbias

@@ -5,6 +5,14 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
+from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
+from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
+from cupyattn.ops.losses.reference_linear import (
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+    linear_cross_entropy_backward_bound,
+    linear_cross_entropy_bound,
+)
 from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
 from cupyattn.ops.norms.reference import norm, norm_backward
 from cupyattn.ops.softmax.bounds import (
@@ -58,27 +66,11 @@ from cupyattn.reference.layers.activations import (
     gated_bound,
 )
 from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.reference.layers.cross_entropy import (
-    cross_entropy,
-    cross_entropy_backward,
-    reduced,
-    spread,
-)
-from cupyattn.reference.layers.cross_entropy_bounds import (
-    cross_entropy_backward_bound,
-    cross_entropy_bound,
-)
 from cupyattn.reference.layers.dropout import dropout, dropout_bound
 from cupyattn.reference.layers.embedding import (
     embedding,
     embedding_backward,
     embedding_backward_bound,
-)
-from cupyattn.reference.layers.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_backward,
-    linear_cross_entropy_backward_bound,
-    linear_cross_entropy_bound,
 )
 from cupyattn.reference.layers.optimizer import (
     adamw_step,

@@ -7,7 +7,11 @@ from typing import Any
 from cupyattn import reference
 from cupyattn.arrays import Array, adopt
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.losses import (
+from cupyattn.functional.layers.rows import call_rows
+from cupyattn.functional.outputs import require_grads
+from cupyattn.ops.checks import require_bool, require_given
+from cupyattn.ops.losses import kernels
+from cupyattn.ops.losses.losses import (
     label_check,
     reduced,
     require_dloss,
@@ -15,14 +19,7 @@ from cupyattn.functional.layers.losses import (
     targets,
     without_scalars,
 )
-from cupyattn.functional.layers.rows import call_rows
-from cupyattn.functional.outputs import require_grads
-from cupyattn.kernels.configs.layers import cross_entropy as kernels
-from cupyattn.ops.checks import require_bool, require_given
-from cupyattn.ops.layers.cross_entropy import (
-    checked_options,
-    require_reduction,
-)
+from cupyattn.ops.losses.plan import checked_options, require_reduction
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
 from cupyattn.ops.rows import array_fixes, row_problem, statistics_dtype

@@ -236,7 +236,7 @@ def test_no_features_give_zero_logits(side, rows):
 
 def test_scratch_memory_is_at_most_one_chunk(monkeypatch):
     """Only the results are larger than a chunk of logits."""
-    from cupyattn.functional.layers import logit_chunks
+    from cupyattn.ops.losses import logit_chunks
 
     x, w, labels = problem((1000,), 4, 64, "float32")
     made: list[int] = []

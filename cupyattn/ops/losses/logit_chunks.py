@@ -23,15 +23,15 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.layers.cross_entropy import LossOptions, check_labels, layout_of
 from cupyattn.ops.linear import backward, forward
 from cupyattn.ops.linear.checks import described_backward, described_forward
+from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
+from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import require_apart
 from cupyattn.ops.plan import Output, allot
 from cupyattn.ops.rows import statistics_dtype
 from cupyattn.ops.value_checks import checks_values
-from cupyattn.reference.layers.linear_cross_entropy import LinearCrossEntropyGrads
 
 _SHOWN_AS = {name: f"grads.{name}" for name in LinearCrossEntropyGrads._fields}
 _FIXES = {"labels": "pass an int32 array with an item for each row, of shape x.shape[:-1]"}

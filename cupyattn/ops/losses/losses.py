@@ -13,7 +13,7 @@ from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_dtype, require_shape
-from cupyattn.ops.layers.cross_entropy import LossOptions, check_labels, layout_of, reduce_losses
+from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of, reduce_losses
 
 
 def without_scalars(arrays: Mapping[str, Any]) -> dict[str, Any]:

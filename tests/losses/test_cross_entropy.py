@@ -19,7 +19,7 @@ from support.strategies import dtype_of
 import cupyattn
 from cupyattn import reference
 from cupyattn.arrays import adopt
-from cupyattn.ops.layers.cross_entropy import reduce_losses
+from cupyattn.ops.losses.plan import reduce_losses
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

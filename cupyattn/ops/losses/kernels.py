@@ -24,7 +24,7 @@ _LOSS: dict[str, Any] = {
 
 FORWARD = RowKernel(
     "cross_entropy_forward",
-    "layers/cross_entropy_forward.cu",
+    "losses/cross_entropy_forward.cu",
     rows=("logits",),
     results={"out": Result.PER_ROW, "lse": Result.PER_ROW},
     optional=("lse",),
@@ -33,7 +33,7 @@ FORWARD = RowKernel(
 )
 BACKWARD = RowKernel(
     "cross_entropy_backward",
-    "layers/cross_entropy_backward.cu",
+    "losses/cross_entropy_backward.cu",
     rows=("logits",),
     per_row=("dloss", "lse", "dlse"),
     optional=("dlse",),
@@ -44,7 +44,7 @@ BACKWARD = RowKernel(
 )
 REDUCTION = KernelSpec(
     "loss_reduction",
-    "layers/loss_reduction.cu",
+    "losses/loss_reduction.cu",
     (
         Pointer("losses", const=True, optional=True),
         Pointer("dloss", const=True, optional=True),

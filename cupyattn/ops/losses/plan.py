@@ -9,9 +9,9 @@ import numpy as np
 
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
 from cupyattn.errors import error, shown
-from cupyattn.kernels.configs.layers.cross_entropy import reduction
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import row_params
+from cupyattn.ops.losses.kernels import reduction
 from cupyattn.ops.numbers import factor, integer, real
 from cupyattn.ops.plan import Output, Plan, Step, run
 from cupyattn.ops.value_checks import on_host
