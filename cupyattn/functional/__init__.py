@@ -18,16 +18,12 @@ from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
-from cupyattn.functional.layers.activations import gelu_backward, silu_backward
 from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
 from cupyattn.functional.layers.embedding import embedding_backward
-from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.rope import Rotary, rope_backward
 from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.sampling import sample
-from cupyattn.functional.layers.sums import add_to
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.linear.quantised import dequantize, quantize
@@ -53,6 +49,10 @@ from cupyattn.functional.rules import (
     swiglu,
 )
 from cupyattn.functional.vjp import vjp
+from cupyattn.ops.activations.api import gelu_backward, silu_backward
+from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
+from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
+from cupyattn.ops.activations.sums import add_to
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward

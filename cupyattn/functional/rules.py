@@ -5,16 +5,8 @@ from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.attention.varlen import attention_varlen as _attention_varlen
 from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.differentiable import differentiable
-from cupyattn.functional.layers.activations import gelu as _gelu
-from cupyattn.functional.layers.activations import gelu_backward, silu_backward
-from cupyattn.functional.layers.activations import silu as _silu
-from cupyattn.functional.layers.dropout import DropoutGrads, dropout_backward
-from cupyattn.functional.layers.dropout import dropout as _dropout
 from cupyattn.functional.layers.embedding import embedding as _embedding
 from cupyattn.functional.layers.embedding import embedding_backward
-from cupyattn.functional.layers.gated import GatedGrads, geglu_backward, swiglu_backward
-from cupyattn.functional.layers.gated import geglu as _geglu
-from cupyattn.functional.layers.gated import swiglu as _swiglu
 from cupyattn.functional.layers.rope import rope as _rope
 from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.linear.backward import linear_backward
@@ -22,6 +14,14 @@ from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
 from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
 from cupyattn.functional.linear.gelu import linear_gelu_backward
+from cupyattn.ops.activations.api import gelu as _gelu
+from cupyattn.ops.activations.api import gelu_backward, silu_backward
+from cupyattn.ops.activations.api import silu as _silu
+from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
+from cupyattn.ops.activations.dropout import dropout as _dropout
+from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
+from cupyattn.ops.activations.gated import geglu as _geglu
+from cupyattn.ops.activations.gated import swiglu as _swiglu
 from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy

@@ -17,12 +17,9 @@ from cupyattn.kernels.configs.attention import (
     tensor_core,
 )
 from cupyattn.kernels.configs.layers import (
-    activations,
     adamw,
     adamw_8bit,
-    add_to,
     column_sums,
-    dropout,
     embedding,
     global_norm,
     rope,
@@ -41,6 +38,9 @@ from cupyattn.kernels.configs.linear import (
 )
 from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
 from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.ops.activations import kernels as activations
+from cupyattn.ops.activations import kernels_add_to as add_to
+from cupyattn.ops.activations import kernels_dropout as dropout
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.softmax import kernels as softmax

@@ -5,6 +5,21 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
+from cupyattn.ops.activations.reference import (
+    activation,
+    activation_backward,
+    activation_backward_bound,
+    activation_bound,
+    activation_derivative,
+    activation_error,
+    derivative_error,
+    gated,
+    gated_backward,
+    gated_backward_bound,
+    gated_bound,
+)
+from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
+from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
 from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
 from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
 from cupyattn.ops.losses.reference_linear import (
@@ -52,21 +67,7 @@ from cupyattn.reference.kv_cache.paged import (
     rotated,
 )
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
-from cupyattn.reference.layers.activations import (
-    activation,
-    activation_backward,
-    activation_backward_bound,
-    activation_bound,
-    activation_derivative,
-    activation_error,
-    derivative_error,
-    gated,
-    gated_backward,
-    gated_backward_bound,
-    gated_bound,
-)
 from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.reference.layers.dropout import dropout, dropout_bound
 from cupyattn.reference.layers.embedding import (
     embedding,
     embedding_backward,
@@ -82,7 +83,6 @@ from cupyattn.reference.layers.rope import rope, rope_backward
 from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
 from cupyattn.reference.layers.sampling import sample, sampling_probabilities
-from cupyattn.reference.layers.sums import add_to, add_to_bound
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
 from cupyattn.reference.linear.quantisation import (

@@ -16,7 +16,7 @@ import cupyattn
 from cupyattn import DropoutGrads, reference
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.layers import activations
+from cupyattn.ops.activations import kernels as activations
 from cupyattn.ops.elements import element_problem
 
 

@@ -17,7 +17,7 @@ A gated activation multiplies f(gate) with up: its error is df |up| + (|f(gate)|
 u32 |f(gate) up|.
 
 ef is what computing f in float32 loses, and es what computing f' does: see
-`cupyattn.reference.layers.activations`.
+`cupyattn.ops.activations.reference`.
 
 Backward, with dz = dout f'(preactivation) and e the error of that:
 
@@ -43,8 +43,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from cupyattn.ops.activations.reference import activation_error, derivative_error
 from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.layers.activations import activation_error, derivative_error
 from cupyattn.reference.linear.products import (
     GATES,
     LinearGrads,

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn.arrays import Array
+from cupyattn.ops.activations.reference import activation as activation_of
+from cupyattn.ops.activations.reference import activation_derivative
 from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.layers.activations import activation as activation_of
-from cupyattn.reference.layers.activations import activation_derivative
 from cupyattn.reference.linear.quantised import quantised_product
 
 

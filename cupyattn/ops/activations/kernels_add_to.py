@@ -9,7 +9,7 @@ from cupyattn.kernels.configs.elements import ElementKernel
 from cupyattn.kernels.spec import Specialisation
 
 ADD_TO = ElementKernel(
-    "add_to", "layers/add_to.cu", updated=("total",), inputs=("x",), float32=("total",)
+    "add_to", "activations/add_to.cu", updated=("total",), inputs=("x",), float32=("total",)
 )
 KERNELS = (ADD_TO.spec,)
 

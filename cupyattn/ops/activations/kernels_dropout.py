@@ -12,7 +12,7 @@ from cupyattn.kernels.spec import Specialisation
 
 DROPOUT = ElementKernel(
     "dropout",
-    "layers/dropout.cu",
+    "activations/dropout.cu",
     inputs=("x", "residual"),
     optional=("residual",),
     results=("out",),

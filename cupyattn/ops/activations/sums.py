@@ -5,7 +5,7 @@ from __future__ import annotations
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.functional.layers.elements import call_elements
-from cupyattn.kernels.configs.layers.add_to import ADD_TO
+from cupyattn.ops.activations.kernels_add_to import ADD_TO
 
 
 def add_to(total: Array, x: Array, /) -> None:

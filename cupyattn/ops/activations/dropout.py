@@ -11,10 +11,10 @@ from cupyattn.arrays import Array
 from cupyattn.errors import error
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.outputs import named_grads, require_grads
-from cupyattn.kernels.configs.layers.dropout import DROPOUT
+from cupyattn.ops.activations.kernels_dropout import DROPOUT
+from cupyattn.ops.activations.plan_dropout import Draw
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
-from cupyattn.ops.layers.dropout import Draw
 
 
 class DropoutGrads(NamedTuple):

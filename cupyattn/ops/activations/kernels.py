@@ -14,22 +14,22 @@ ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": 
 _PUBLIC = {"ACTIVATION": ("Gelu", "GeluTanh", "Silu")}
 
 FORWARD = ElementKernel(
-    "activation", "layers/activation.cu", inputs=("x",), results=("out",), choices=_PUBLIC
+    "activation", "activations/activation.cu", inputs=("x",), results=("out",), choices=_PUBLIC
 )
 BACKWARD = ElementKernel(
     "activation_backward",
-    "layers/activation_backward.cu",
+    "activations/activation_backward.cu",
     inputs=("dout", "x"),
     results=("dx",),
     choices=_PUBLIC,
     accumulates=True,
 )
 GATED = ElementKernel(
-    "gated", "layers/gated.cu", inputs=("gate", "up"), results=("out",), choices=_PUBLIC
+    "gated", "activations/gated.cu", inputs=("gate", "up"), results=("out",), choices=_PUBLIC
 )
 GATED_BACKWARD = ElementKernel(
     "gated_backward",
-    "layers/gated_backward.cu",
+    "activations/gated_backward.cu",
     inputs=("dout", "gate", "up"),
     results=("dgate", "dup"),
     choices=_PUBLIC,

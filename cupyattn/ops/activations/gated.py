@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.functional.layers.activations import gelu_kind
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.outputs import named_grads
-from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, GATED, GATED_BACKWARD
+from cupyattn.ops.activations.api import gelu_kind
+from cupyattn.ops.activations.kernels import ACTIVATIONS, GATED, GATED_BACKWARD
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.elements import Part
 

@@ -8,7 +8,7 @@ from cupyattn import reference
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
 from cupyattn.functional.layers.elements import call_elements
-from cupyattn.kernels.configs.layers.activations import ACTIVATIONS, BACKWARD, FORWARD
+from cupyattn.ops.activations.kernels import ACTIVATIONS, BACKWARD, FORWARD
 from cupyattn.ops.elements import Part
 
 _GRADS = {"dx": Part("grads")}
