@@ -2,12 +2,12 @@
 //
 //   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ what is there, with ACCUMULATE)
 //
-// for each pair (a, b) of the first R features, as in ../layers/rope.cu (Su et al., arXiv:2104.09864, equation 34), with
+// for each pair (a, b) of the first R features, as in ../rope/rope.cu (Su et al., arXiv:2104.09864, equation 34), with
 // query i at position i + q_offset and key j at j. sin times `sign` -1 is the inverse: with s = (R_i q) . (R_j k), dq is
 // R_i^T times the gradient of the rotated q, likewise dk.
 //
 // Shapes    as in params.cuh; cos and sin (positions, R/2) of TABLE.
-// Work      a thread owns a slot of HEADS neighbouring heads of a token (../layers/rotated_slots.cuh), first of all
+// Work      a thread owns a slot of HEADS neighbouring heads of a token (../rope/rotated_slots.cuh), first of all
 //           queries, then of all keys. Grid ceil(threads / THREADS).
 // Budget    registers: 4 * HEADS * VEC storage items and 2 * PAIRS floats, below 128 in all; no shared memory.
 // Edges     keys that are not in use are left as they are; queries that see no key are copied. A position outside of the

@@ -6,7 +6,7 @@
 #error "THREADS comes from a launch-configuration table, and what rotated_slots.cuh names"
 #endif
 #include "params.cuh"
-#include "../layers/rotated_slots.cuh"
+#include "../rope/rotated_slots.cuh"
 
 constexpr int kRotaryArrays = 2;  // queries (q or dq) and keys (k or dk)
 

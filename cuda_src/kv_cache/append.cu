@@ -17,7 +17,7 @@
 #error \
     "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION and INTERLEAVED come from a launch-configuration table"
 #endif
-#include "../layers/rotation.cuh"
+#include "../rope/rotation.cuh"
 #include "formats.cuh"
 
 // Field for field the structured dtype APPEND_PARAMS of cupyattn/kernels/structs. Strides are in items.

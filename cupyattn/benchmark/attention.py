@@ -25,10 +25,10 @@ from cupyattn.benchmark.libraries import BACKENDS, names_among, swapped, tensor_
 from cupyattn.benchmark.timer import READ, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.functional.attention.modifiers import ScoreMod
-from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
+from cupyattn.ops.rope.tables import rope_tables
 from cupyattn.reference.attention.dense import AttentionGrads
 
 PLAIN = "plain"

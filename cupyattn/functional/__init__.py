@@ -21,8 +21,6 @@ from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
 from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
-from cupyattn.functional.layers.rope import Rotary, rope_backward
-from cupyattn.functional.layers.rope_tables import rope_tables
 from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -63,18 +61,15 @@ from cupyattn.ops.norms.api import (
     layer_norm_backward,
     rms_norm_backward,
 )
+from cupyattn.ops.rope.api import Rotary, rope_backward
+from cupyattn.ops.rope.reference_tables import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cupyattn.ops.rope.tables import rope_tables
 from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.dense import AttentionGrads
-from cupyattn.reference.layers.rope_tables import (
-    LinearScaling,
-    Llama3Scaling,
-    NTKScaling,
-    YarnScaling,
-)
 from cupyattn.reference.linear.products import LinearGrads
 
 __all__ = [

@@ -7,8 +7,6 @@ from cupyattn.functional.attention.varlen_backward import attention_varlen_backw
 from cupyattn.functional.differentiable import differentiable
 from cupyattn.functional.layers.embedding import embedding as _embedding
 from cupyattn.functional.layers.embedding import embedding_backward
-from cupyattn.functional.layers.rope import rope as _rope
-from cupyattn.functional.layers.rope import rope_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
@@ -35,6 +33,8 @@ from cupyattn.ops.norms.api import (
 )
 from cupyattn.ops.norms.api import layer_norm as _layer_norm
 from cupyattn.ops.norms.api import rms_norm as _rms_norm
+from cupyattn.ops.rope.api import rope as _rope
+from cupyattn.ops.rope.api import rope_backward
 from cupyattn.ops.softmax.api import softmax as _softmax
 from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.bias_gradient import require_bias_gradient

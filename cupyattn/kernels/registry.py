@@ -22,7 +22,6 @@ from cupyattn.kernels.configs.layers import (
     column_sums,
     embedding,
     global_norm,
-    rope,
     sampling,
 )
 from cupyattn.kernels.configs.linear import float32 as linear_float32
@@ -43,6 +42,7 @@ from cupyattn.ops.activations import kernels_add_to as add_to
 from cupyattn.ops.activations import kernels_dropout as dropout
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
+from cupyattn.ops.rope import kernels as rope
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.ops.softmax import kernels_dbias as softmax_dbias
 

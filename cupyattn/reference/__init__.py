@@ -30,6 +30,9 @@ from cupyattn.ops.losses.reference_linear import (
 )
 from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
 from cupyattn.ops.norms.reference import norm, norm_backward
+from cupyattn.ops.rope.bounds import rope_bound
+from cupyattn.ops.rope.reference import rope, rope_backward
+from cupyattn.ops.rope.reference_tables import rope_frequencies, rope_tables
 from cupyattn.ops.softmax.bounds import (
     broadcast_sums_bound,
     log_softmax_backward_bound,
@@ -79,9 +82,6 @@ from cupyattn.reference.layers.optimizer import (
     global_norm,
     global_norm_bound,
 )
-from cupyattn.reference.layers.rope import rope, rope_backward
-from cupyattn.reference.layers.rope_bounds import rope_bound
-from cupyattn.reference.layers.rope_tables import rope_frequencies, rope_tables
 from cupyattn.reference.layers.sampling import sample, sampling_probabilities
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward

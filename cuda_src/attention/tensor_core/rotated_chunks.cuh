@@ -6,7 +6,7 @@
 #error "TABLE and INTERLEAVED come from a launch-configuration table"
 #endif
 #include "../../common/pack.cuh"
-#include "../../layers/rotation.cuh"
+#include "../../rope/rotation.cuh"
 #include "tile_feed.cuh"
 
 // Field for field the structured dtype ROTARY_TABLES of cupyattn/kernels/structs.

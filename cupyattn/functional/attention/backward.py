@@ -13,7 +13,6 @@ from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention import backward as ops
@@ -21,6 +20,7 @@ from cupyattn.ops.attention.checks import backward_problem
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_bool
+from cupyattn.ops.rope.api import Rotary
 from cupyattn.reference.attention.dense import AttentionGrads
 
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.modifiers import arrays_of, python_function, user_function
-from cupyattn.functional.layers.rope import checked_rotary
 from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_names
 from cupyattn.ops.attention.options import DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS, AttentionProblem
+from cupyattn.ops.rope.api import checked_rotary
 
 _NO_SEED = DropoutSeed(0)
 _Problem = TypeVar("_Problem", bound=AttentionProblem)

@@ -12,13 +12,13 @@ from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_bool
+from cupyattn.ops.rope.api import Rotary
 
 
 def attention(

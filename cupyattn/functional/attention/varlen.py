@@ -12,7 +12,6 @@ from cupyattn.functional.attention.block_mask import BlockMask
 from cupyattn.functional.attention.call import attention_call, reference_options
 from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rope import Rotary
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.options import DropoutSeed
@@ -20,6 +19,7 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.varlen import varlen_forward
 from cupyattn.ops.attention.varlen_problem import forward_problem
 from cupyattn.ops.checks import require_bool
+from cupyattn.ops.rope.api import Rotary
 
 
 def attention_varlen(

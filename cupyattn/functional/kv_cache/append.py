@@ -9,12 +9,12 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rope import Rotary, checked_rotary
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.kv_cache.append import run_append
 from cupyattn.ops.kv_cache.append_problem import AppendProblem, append_problem
 from cupyattn.ops.kv_cache.caches import WRITTEN_FIXES
+from cupyattn.ops.rope.api import Rotary, checked_rotary
 
 _FIXES = {
     "slot_mapping": "pass an int32 array with a slot for each token, of shape k.shape[:-2]",

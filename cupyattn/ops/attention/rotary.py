@@ -12,15 +12,15 @@ from typing import Any
 from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
 from cupyattn.kernels.configs.attention import rotary
-from cupyattn.kernels.configs.layers.rope import rope_config, specialise_rotation
 from cupyattn.kernels.structs.attention import ROTARY_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import require_kernel_dtype
-from cupyattn.ops.layers.rope import slot_items
 from cupyattn.ops.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
+from cupyattn.ops.rope.kernels import rope_config, specialise_rotation
+from cupyattn.ops.rope.plan import slot_items
 
 _MOST_THREADS = 2**32 - 1
 _TABLES = ("cos", "sin")

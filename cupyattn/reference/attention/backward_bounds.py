@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupyattn.ops.rope.reference import pairs_of
 from cupyattn.reference.attention.bounds import (
     EPS_TANH,
     ROTATION,
@@ -51,7 +52,6 @@ from cupyattn.reference.attention.dense import (
     row_delta,
 )
 from cupyattn.reference.attention.scores import ScoreBlock, ScoreBlocks, probabilities
-from cupyattn.reference.layers.rope import pairs_of
 from cupyattn.reference.precision import TINY32, U32, Float64, Precision, precision_of
 
 # In cuda_src/attention/tensor_core/gradient_scale.cuh.

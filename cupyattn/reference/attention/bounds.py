@@ -53,9 +53,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from cupyattn.ops.rope.reference import pairs_of
 from cupyattn.reference.attention.dense import attention
 from cupyattn.reference.attention.scores import ScoreBlock, ScoreBlocks, probabilities
-from cupyattn.reference.layers.rope import pairs_of
 from cupyattn.reference.precision import TINY32, U32, Float64, Precision, precision_of
 
 # tanh as 1 - 2 / (1 + exp(2 x)): the exponential's and the reciprocal's errors, a few u32. Not

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.arrays import Array
+from cupyattn.ops.rope.reference import rotate
 from cupyattn.reference.attention.scores import ScoreBlock, ScoreBlocks, normalised, probabilities
-from cupyattn.reference.layers.rope import rotate
 from cupyattn.reference.precision import Float64
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.layers.rope import rotate, table_rows
+from cupyattn.ops.rope.reference import rotate, table_rows
 from cupyattn.reference.philox import attention_keep
 from cupyattn.reference.precision import Float64
 

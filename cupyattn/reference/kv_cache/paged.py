@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyattn.ops.rope.bounds import rope_bound
+from cupyattn.ops.rope.reference import rotate
 from cupyattn.reference.attention.paged import gathered
 from cupyattn.reference.kv_cache.quantisation import (
     STORED_BITS,
@@ -19,8 +21,6 @@ from cupyattn.reference.kv_cache.quantisation import (
     quantisation_bound,
     quantise,
 )
-from cupyattn.reference.layers.rope import rotate
-from cupyattn.reference.layers.rope_bounds import rope_bound
 from cupyattn.reference.precision import U32, precision_of
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.attention.parameters import PACKED, POSITIONS
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.layers.rope import TABLE, specialise_rotation
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.kernels.structs.attention import ATTENTION_STRUCT, ROTARY_STRUCT, VARLEN_STRUCT
+from cupyattn.ops.rope.kernels import TABLE, specialise_rotation
 
 _ARRAYS = inputs("x0", "x1", "cos", "sin")
 _RESULTS = Pointer("out0"), Pointer("out1")

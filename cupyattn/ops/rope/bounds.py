@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from cupyattn.reference.layers.rope import pairs_of, rope
+from cupyattn.ops.rope.reference import pairs_of, rope
 from cupyattn.reference.precision import TINY32, U32, precision_of
 
 

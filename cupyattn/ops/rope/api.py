@@ -13,7 +13,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import fixes_of_results, require_bool
-from cupyattn.ops.layers.rope import RopeProblem, rope_problem, run_rope
+from cupyattn.ops.rope.plan import RopeProblem, rope_problem, run_rope
 
 _FIXES = {
     "positions": "pass an int32 array of shape (S,) or (B, S), for example numpy.arange(S)",

@@ -17,7 +17,6 @@ from cupyattn.arrays import (
 )
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers.rope import ROPE_PARAMS, rope_config, specialise_rope
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
@@ -37,6 +36,7 @@ from cupyattn.ops.checks import (
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, run
+from cupyattn.ops.rope.kernels import ROPE_PARAMS, rope_config, specialise_rope
 from cupyattn.ops.value_checks import checks_values, require_within
 
 _MOST_THREADS = 2**32 - 1

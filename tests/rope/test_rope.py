@@ -19,7 +19,7 @@ from support.strategies import lay_out
 import cupyattn
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.layers import rope as ops
+from cupyattn.ops.rope import plan as ops
 
 LENGTH = 40
 VIEWS = ("contiguous", "packed", "transposed", "sliced", "reversed")

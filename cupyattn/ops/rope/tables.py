@@ -12,7 +12,7 @@ from cupyattn.errors import error, shown
 from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.numbers import integer, real
-from cupyattn.reference.layers.rope_tables import (
+from cupyattn.ops.rope.reference_tables import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,

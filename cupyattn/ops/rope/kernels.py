@@ -15,7 +15,7 @@ from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
 from cupyattn.kernels.structs.strides import TOKEN_STRIDES
 
-# RopeParams in cuda_src/layers/rope.cu
+# RopeParams in cuda_src/rope/rope.cu
 ROPE_PARAMS = np.dtype(
     [
         *((array, TOKEN_STRIDES, (2,)) for array in ("x", "out")),
@@ -36,7 +36,7 @@ ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 
 ROPE = KernelSpec(
     "rope",
-    "layers/rope.cu",
+    "rope/rope.cu",
     (
         *inputs("x0"),
         *inputs("x1", optional=True),
