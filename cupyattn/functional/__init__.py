@@ -19,7 +19,6 @@ from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.linear.backward import linear_backward
@@ -52,6 +51,7 @@ from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.sums import add_to
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads

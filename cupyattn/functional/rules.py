@@ -5,8 +5,6 @@ from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.attention.varlen import attention_varlen as _attention_varlen
 from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.differentiable import differentiable
-from cupyattn.functional.layers.embedding import embedding as _embedding
-from cupyattn.functional.layers.embedding import embedding_backward
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.differentiated import differentiated
 from cupyattn.functional.linear.forward import linear as _linear
@@ -20,6 +18,8 @@ from cupyattn.ops.activations.dropout import dropout as _dropout
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.gated import geglu as _geglu
 from cupyattn.ops.activations.gated import swiglu as _swiglu
+from cupyattn.ops.embedding.api import embedding as _embedding
+from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy

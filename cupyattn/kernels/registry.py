@@ -16,14 +16,7 @@ from cupyattn.kernels.configs.attention import (
     teaching,
     tensor_core,
 )
-from cupyattn.kernels.configs.layers import (
-    adamw,
-    adamw_8bit,
-    column_sums,
-    embedding,
-    global_norm,
-    sampling,
-)
+from cupyattn.kernels.configs.layers import adamw, adamw_8bit, column_sums, global_norm, sampling
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
     mma_rate,
@@ -40,6 +33,7 @@ from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.activations import kernels as activations
 from cupyattn.ops.activations import kernels_add_to as add_to
 from cupyattn.ops.activations import kernels_dropout as dropout
+from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.rope import kernels as rope

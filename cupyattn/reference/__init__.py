@@ -20,6 +20,7 @@ from cupyattn.ops.activations.reference import (
 )
 from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
 from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
+from cupyattn.ops.embedding.reference import embedding, embedding_backward, embedding_backward_bound
 from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
 from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
 from cupyattn.ops.losses.reference_linear import (
@@ -71,11 +72,6 @@ from cupyattn.reference.kv_cache.paged import (
 )
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
 from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.reference.layers.embedding import (
-    embedding,
-    embedding_backward,
-    embedding_backward_bound,
-)
 from cupyattn.reference.layers.optimizer import (
     adamw_step,
     adamw_step_bound,

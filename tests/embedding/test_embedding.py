@@ -16,7 +16,7 @@ from support.search import examples, mostly_deep, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
-from cupyattn.ops.layers import embedding as ops
+from cupyattn.ops.embedding import plan as ops
 
 
 def floats(seed: int, dtype: str, *shape: int) -> np.ndarray:

@@ -17,7 +17,6 @@ from cupyattn.arrays import (
 )
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers import embedding as configs
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import Strides, merge_axes, walk_params
 from cupyattn.ops.checks import (
@@ -35,6 +34,7 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
+from cupyattn.ops.embedding import kernels as configs
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 from cupyattn.ops.value_checks import checks_values, require_within

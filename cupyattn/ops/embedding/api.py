@@ -10,7 +10,7 @@ from cupyattn.functional.backend import device_of
 from cupyattn.functional.outputs import require_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import fixes_of_results, require_bool
-from cupyattn.ops.layers.embedding import embedding_problem, run_embedding
+from cupyattn.ops.embedding.plan import embedding_problem, run_embedding
 
 _FIXES = fixes_of_results("out")
 
