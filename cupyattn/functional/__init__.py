@@ -18,8 +18,6 @@ from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
-from cupyattn.functional.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.functional.layers.optimizer import adamw_step, global_norm
 from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
@@ -61,6 +59,8 @@ from cupyattn.ops.norms.api import (
     layer_norm_backward,
     rms_norm_backward,
 )
+from cupyattn.ops.optimizer.adamw_8bit import adamw_step_8bit
+from cupyattn.ops.optimizer.api import adamw_step, global_norm
 from cupyattn.ops.rope.api import Rotary, rope_backward
 from cupyattn.ops.rope.reference_tables import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from cupyattn.ops.rope.tables import rope_tables

@@ -31,6 +31,13 @@ from cupyattn.ops.losses.reference_linear import (
 )
 from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
 from cupyattn.ops.norms.reference import norm, norm_backward
+from cupyattn.ops.optimizer.reference import (
+    adamw_step,
+    adamw_step_bound,
+    global_norm,
+    global_norm_bound,
+)
+from cupyattn.ops.optimizer.reference_8bit import adamw_step_8bit
 from cupyattn.ops.rope.bounds import rope_bound
 from cupyattn.ops.rope.reference import rope, rope_backward
 from cupyattn.ops.rope.reference_tables import rope_frequencies, rope_tables
@@ -71,13 +78,6 @@ from cupyattn.reference.kv_cache.paged import (
     rotated,
 )
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
-from cupyattn.reference.layers.adamw_8bit import adamw_step_8bit
-from cupyattn.reference.layers.optimizer import (
-    adamw_step,
-    adamw_step_bound,
-    global_norm,
-    global_norm_bound,
-)
 from cupyattn.reference.layers.sampling import sample, sampling_probabilities
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward

@@ -8,8 +8,8 @@ from cupyattn import reference
 from cupyattn.arrays import Array, adopt, exports_memory
 from cupyattn.functional.backend import device_of
 from cupyattn.ops.checks import fixes_of_results
-from cupyattn.ops.layers.adamw import AdamwNumbers
-from cupyattn.ops.layers.adamw_8bit import WRITTEN, eight_bit_problem, run_eight_bit
+from cupyattn.ops.optimizer.plan import AdamwNumbers
+from cupyattn.ops.optimizer.plan_8bit import WRITTEN, eight_bit_problem, run_eight_bit
 
 _FIXES = fixes_of_results(*WRITTEN)
 

@@ -18,8 +18,8 @@ from support.search import deep, examples, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.layers import adamw_8bit as config
-from cupyattn.reference.layers.adamw_8bit import BLOCK, DECADES, decode, encode
+from cupyattn.ops.optimizer import kernels_8bit as config
+from cupyattn.ops.optimizer.reference_8bit import BLOCK, DECADES, decode, encode
 
 NUMBERS: dict[str, Any] = {
     "step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
@@ -197,8 +197,8 @@ def test_global_norm_is_within_its_bound(shapes, dtypes, view, seed):
 
 @pytest.mark.nvrtc
 def test_norm_of_more_units_than_ctas_is_within_its_bound(monkeypatch):
-    from cupyattn.kernels.configs.layers import global_norm as configs
-    from cupyattn.ops.layers import global_norm as ops
+    from cupyattn.ops.optimizer import kernels_global_norm as configs
+    from cupyattn.ops.optimizer import plan_global_norm as ops
 
     monkeypatch.setattr(configs, "MOST_CTAS", 3)
     x = np.random.default_rng(0).standard_normal((11, 20_003)).astype(np.float16)

@@ -11,10 +11,10 @@ from cupyattn.arrays import Array, adopt, exports_memory
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.layers.elements import call_elements
 from cupyattn.functional.rounding import round_into
-from cupyattn.kernels.configs.layers.adamw import ADAMW
 from cupyattn.ops.checks import fixes_of_results
-from cupyattn.ops.layers.adamw import AdamwNumbers
-from cupyattn.ops.layers.global_norm import OUTPUT, norm_problem, run_norm
+from cupyattn.ops.optimizer.kernels import ADAMW
+from cupyattn.ops.optimizer.plan import AdamwNumbers
+from cupyattn.ops.optimizer.plan_global_norm import OUTPUT, norm_problem, run_norm
 
 _NORM_FIXES = fixes_of_results("out")
 _UNPACKED = "unpack it, as in global_norm(*arrays)"

@@ -11,7 +11,6 @@ import numpy as np
 from cupyattn.arrays import Description, Layout, Operands, is_contiguous, layouts_of, starts_of
 from cupyattn.errors import error, made_beforehand
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.configs.layers import adamw_8bit as config
 from cupyattn.kernels.device import Device
 from cupyattn.ops.checks import (
     require_arrays,
@@ -20,7 +19,8 @@ from cupyattn.ops.checks import (
     require_own_items,
     require_shape,
 )
-from cupyattn.ops.layers.adamw import AdamwNumbers
+from cupyattn.ops.optimizer import kernels_8bit as config
+from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Plan, Step, run
 

@@ -17,7 +17,7 @@ NUMBERS = (
 
 ADAMW = ElementKernel(
     "adamw",
-    "layers/adamw.cu",
+    "optimizer/adamw.cu",
     updated=("param", "m", "v"),
     inputs=("grad",),
     float32=("m", "v"),

@@ -12,8 +12,6 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.layers import global_norm as configs
-from cupyattn.kernels.configs.layers.global_norm import NORM_ARRAYS, NORM_PARAMS
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.axes import merge_axes
@@ -26,6 +24,8 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
+from cupyattn.ops.optimizer import kernels_global_norm as configs
+from cupyattn.ops.optimizer.kernels_global_norm import NORM_ARRAYS, NORM_PARAMS
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 

@@ -8,15 +8,15 @@ from functools import cache
 import numpy as np
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.layers.adamw import NUMBERS
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.ops.optimizer.kernels import NUMBERS
 
 BLOCK = 256
 """Items that share a scale; a warp has them."""
 
 ADAMW_8BIT = KernelSpec(
     "adamw_8bit",
-    "layers/adamw_8bit.cu",
+    "optimizer/adamw_8bit.cu",
     (
         *map(Pointer, ("param", "m", "v", "m_scales", "v_scales")),
         *inputs("grad"),

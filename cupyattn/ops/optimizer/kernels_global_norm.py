@@ -15,7 +15,7 @@ NORM_ARRAYS = 8
 """Arrays that one launch of norm_partials takes."""
 
 
-# NormParams in cuda_src/layers/norm_partials.cu
+# NormParams in cuda_src/optimizer/norm_partials.cu
 NORM_PARAMS = np.dtype(
     [
         *((field, np.int64, (NORM_ARRAYS,)) for field in ("length", "stride", "units", "rows")),
@@ -31,7 +31,7 @@ NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
 
 PARTIALS = KernelSpec(
     "norm_partials",
-    "layers/norm_partials.cu",
+    "optimizer/norm_partials.cu",
     (
         *inputs("x0"),
         *inputs(*(f"x{i}" for i in range(1, NORM_ARRAYS)), optional=True),
@@ -41,7 +41,7 @@ PARTIALS = KernelSpec(
 )
 ROOT = KernelSpec(
     "global_norm",
-    "layers/global_norm.cu",
+    "optimizer/global_norm.cu",
     (*inputs("partials"), Pointer("out"), Scalar("count", np.dtype(np.int64))),
 )
 KERNELS = (PARTIALS, ROOT)
