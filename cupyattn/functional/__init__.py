@@ -18,7 +18,6 @@ from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
-from cupyattn.functional.layers.sampling import sample
 from cupyattn.functional.linear.backward import linear_backward
 from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.functional.linear.quantised import dequantize, quantize
@@ -64,6 +63,7 @@ from cupyattn.ops.optimizer.api import adamw_step, global_norm
 from cupyattn.ops.rope.api import Rotary, rope_backward
 from cupyattn.ops.rope.reference_tables import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from cupyattn.ops.rope.tables import rope_tables
+from cupyattn.ops.sampling.api import sample
 from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward

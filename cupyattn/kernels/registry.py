@@ -16,7 +16,7 @@ from cupyattn.kernels.configs.attention import (
     teaching,
     tensor_core,
 )
-from cupyattn.kernels.configs.layers import column_sums, sampling
+from cupyattn.kernels.configs.layers import column_sums
 from cupyattn.kernels.configs.linear import float32 as linear_float32
 from cupyattn.kernels.configs.linear import (
     mma_rate,
@@ -40,6 +40,7 @@ from cupyattn.ops.optimizer import kernels as adamw
 from cupyattn.ops.optimizer import kernels_8bit as adamw_8bit
 from cupyattn.ops.optimizer import kernels_global_norm as global_norm
 from cupyattn.ops.rope import kernels as rope
+from cupyattn.ops.sampling import kernels as sampling
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.ops.softmax import kernels_dbias as softmax_dbias
 

@@ -41,6 +41,7 @@ from cupyattn.ops.optimizer.reference_8bit import adamw_step_8bit
 from cupyattn.ops.rope.bounds import rope_bound
 from cupyattn.ops.rope.reference import rope, rope_backward
 from cupyattn.ops.rope.reference_tables import rope_frequencies, rope_tables
+from cupyattn.ops.sampling.reference import sample, sampling_probabilities
 from cupyattn.ops.softmax.bounds import (
     broadcast_sums_bound,
     log_softmax_backward_bound,
@@ -78,7 +79,6 @@ from cupyattn.reference.kv_cache.paged import (
     rotated,
 )
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
-from cupyattn.reference.layers.sampling import sample, sampling_probabilities
 from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.reference.linear.products import linear, linear_backward
 from cupyattn.reference.linear.quantisation import (

@@ -18,7 +18,7 @@ from cupyattn import (
     softmax,
     softmax_backward,
 )
-from cupyattn.kernels.configs.layers.sampling import PART
+from cupyattn.ops.sampling.kernels import PART
 
 F16, F32 = np.float16, np.float32
 

@@ -17,7 +17,7 @@ from support.search import deep, examples, mostly_deep, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.layers.sampling import CANDIDATES, PART
+from cupyattn.ops.sampling.kernels import CANDIDATES, PART
 
 FILTERS = {
     "none": {},

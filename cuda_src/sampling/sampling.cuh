@@ -2,7 +2,7 @@
 //
 // A row of logits is cut into parts of PART tokens, a CTA (cooperative thread array, a block of threads) each. All that
 // decides a draw is exact or written as single multiplications, additions and divisions, which the compiler must not
-// fuse (__fmul_rn and its like): NumPy gets the same bits on any device (cupyattn/reference/layers/sampling.py).
+// fuse (__fmul_rn and its like): NumPy gets the same bits on any device (cupyattn/ops/sampling/reference.py).
 #pragma once
 
 #include "../common/philox.cuh"

@@ -14,7 +14,7 @@ from support.search import deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.reference.layers import sampling
+from cupyattn.ops.sampling import reference as sampling
 
 NEAR = 2.0**-18
 """In base 2: scores up to 32 are rounded by 2^-19, distances and weights by less."""

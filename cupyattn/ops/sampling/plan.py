@@ -12,8 +12,6 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.configs.layers import sampling as configs
-from cupyattn.kernels.configs.layers.sampling import OPTIONS, SAMPLE_PARAMS, SampleConfig
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Scalar, Specialisation
 from cupyattn.kernels.structs.record import record
@@ -29,9 +27,11 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.layers.sampling_options import DTYPES, SampleNumbers, require_values
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.ops.sampling import kernels as configs
+from cupyattn.ops.sampling.kernels import OPTIONS, SAMPLE_PARAMS, SampleConfig
+from cupyattn.ops.sampling.options import DTYPES, SampleNumbers, require_values
 from cupyattn.ops.value_checks import checks_values
 
 MOST_TOKENS = 2**18

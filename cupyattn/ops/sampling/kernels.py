@@ -22,7 +22,7 @@ from cupyattn.kernels.spec import (
     inputs,
 )
 
-# SampleParams in cuda_src/layers/sampling.cuh
+# SampleParams in cuda_src/sampling/sampling.cuh
 SAMPLE_PARAMS = np.dtype(
     [
         *((field, np.int64) for field in ("logits_stride", "previous_stride", "previous_step")),
