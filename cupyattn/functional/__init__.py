@@ -18,9 +18,6 @@ from cupyattn.functional.kernel import Kernel
 from cupyattn.functional.kv_cache.append import append_kv
 from cupyattn.functional.kv_cache.copies import copy_blocks
 from cupyattn.functional.kv_cache.gather import gather
-from cupyattn.functional.linear.backward import linear_backward
-from cupyattn.functional.linear.gelu import linear_gelu_backward
-from cupyattn.functional.linear.quantised import dequantize, quantize
 from cupyattn.functional.ranges import ranged
 from cupyattn.functional.rules import (
     attention,
@@ -49,6 +46,11 @@ from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_ba
 from cupyattn.ops.activations.sums import add_to
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.embedding.api import embedding_backward
+from cupyattn.ops.linear.api_backward import linear_backward
+from cupyattn.ops.linear.api_gelu import linear_gelu_backward
+from cupyattn.ops.linear.api_quantised import dequantize, quantize
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
 from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
@@ -68,9 +70,7 @@ from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
-from cupyattn.quantized_weight import QuantizedWeight
 from cupyattn.reference.attention.dense import AttentionGrads
-from cupyattn.reference.linear.products import LinearGrads
 
 __all__ = [
     "AttentionGrads",

@@ -5,11 +5,6 @@ from cupyattn.functional.attention.forward import attention as _attention
 from cupyattn.functional.attention.varlen import attention_varlen as _attention_varlen
 from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.differentiable import differentiable
-from cupyattn.functional.linear.backward import linear_backward
-from cupyattn.functional.linear.differentiated import differentiated
-from cupyattn.functional.linear.forward import linear as _linear
-from cupyattn.functional.linear.gelu import linear_gelu as _linear_gelu
-from cupyattn.functional.linear.gelu import linear_gelu_backward
 from cupyattn.ops.activations.api import gelu as _gelu
 from cupyattn.ops.activations.api import gelu_backward, silu_backward
 from cupyattn.ops.activations.api import silu as _silu
@@ -20,6 +15,12 @@ from cupyattn.ops.activations.gated import geglu as _geglu
 from cupyattn.ops.activations.gated import swiglu as _swiglu
 from cupyattn.ops.embedding.api import embedding as _embedding
 from cupyattn.ops.embedding.api import embedding_backward
+from cupyattn.ops.linear.api import linear as _linear
+from cupyattn.ops.linear.api_backward import linear_backward
+from cupyattn.ops.linear.api_gelu import linear_gelu as _linear_gelu
+from cupyattn.ops.linear.api_gelu import linear_gelu_backward
+from cupyattn.ops.linear.differentiated import differentiated
+from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
@@ -44,7 +45,6 @@ from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.reference.attention.dense import AttentionGrads
-from cupyattn.reference.linear.products import LinearGrads
 
 attention = differentiable(
     _attention,

@@ -17,23 +17,21 @@ from cupyattn.kernels.configs.attention import (
     tensor_core,
 )
 from cupyattn.kernels.configs.layers import column_sums
-from cupyattn.kernels.configs.linear import float32 as linear_float32
-from cupyattn.kernels.configs.linear import (
-    mma_rate,
-    nested_scales,
-    quantised,
-    quantised_float32,
-    quantised_thin,
-    quantised_thin_float32,
-    quantised_tile,
-    thin,
-)
-from cupyattn.kernels.configs.linear import tensor_core as linear_tensor_core
+from cupyattn.kernels.configs.linear import mma_rate
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.activations import kernels as activations
 from cupyattn.ops.activations import kernels_add_to as add_to
 from cupyattn.ops.activations import kernels_dropout as dropout
 from cupyattn.ops.embedding import kernels as embedding
+from cupyattn.ops.linear import kernels_float32 as linear_float32
+from cupyattn.ops.linear import kernels_nested_scales as nested_scales
+from cupyattn.ops.linear import kernels_quantised as quantised
+from cupyattn.ops.linear import kernels_quantised_float32 as quantised_float32
+from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
+from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
+from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
+from cupyattn.ops.linear import kernels_tensor_core as linear_tensor_core
+from cupyattn.ops.linear import kernels_thin as thin
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.optimizer import kernels as adamw

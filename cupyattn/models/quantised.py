@@ -10,7 +10,7 @@ from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype
-from cupyattn.weight_formats import UNIT, Blocks, blocks_for, rows_apart
+from cupyattn.ops.linear.weight_formats import UNIT, Blocks, blocks_for, rows_apart
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"

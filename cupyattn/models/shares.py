@@ -13,7 +13,7 @@ from typing import Any
 from cupyattn import QuantizedWeight
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.weight_formats import FORMATS, UNIT
+from cupyattn.ops.linear.weight_formats import FORMATS, UNIT
 
 
 def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: Any) -> Any:

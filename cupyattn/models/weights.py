@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
-from cupyattn.quantized_weight import empty as empty_weight
-from cupyattn.weight_formats import Blocks, rows_apart
+from cupyattn.ops.linear.quantized_weight import empty as empty_weight
+from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
 
 PRODUCTS = ("qkv", "output", "up", "down")
 """The products of a layer, by their names in `Layer`."""

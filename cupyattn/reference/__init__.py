@@ -21,6 +21,15 @@ from cupyattn.ops.activations.reference import (
 from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
 from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
 from cupyattn.ops.embedding.reference import embedding, embedding_backward, embedding_backward_bound
+from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
+from cupyattn.ops.linear.reference import linear, linear_backward
+from cupyattn.ops.linear.reference_quantisation import (
+    dequantize,
+    expand_scales,
+    nest_scales,
+    quantize,
+)
+from cupyattn.ops.linear.reference_quantised import dequantised_rows, with_expanded_scales
 from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
 from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
 from cupyattn.ops.losses.reference_linear import (
@@ -79,15 +88,6 @@ from cupyattn.reference.kv_cache.paged import (
     rotated,
 )
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
-from cupyattn.reference.linear.bounds import linear_backward_bound, linear_bound
-from cupyattn.reference.linear.products import linear, linear_backward
-from cupyattn.reference.linear.quantisation import (
-    dequantize,
-    expand_scales,
-    nest_scales,
-    quantize,
-)
-from cupyattn.reference.linear.quantised import dequantised_rows, with_expanded_scales
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 from cupyattn.reference.precision import error_ratio
 

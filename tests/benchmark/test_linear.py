@@ -15,7 +15,7 @@ from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.linear import LARGE, QUANTISED, Inputs, Product, products
 from cupyattn.emulator import Checks, Report
 from cupyattn.kernels.device.emulated import EmulatedDevice
-from cupyattn.weight_formats import FORMATS
+from cupyattn.ops.linear.weight_formats import FORMATS
 
 HERE = Harness(np, cold=False)
 FEW = Product("thin", 2, 16, 40, "float32", "nk", None)

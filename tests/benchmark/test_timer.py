@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from cupyattn.benchmark import fma_rate
 from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.timer import Timer, peak_bytes
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.configs.linear import fma_rate
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kernels.launch import launch
 

@@ -19,10 +19,11 @@ from support.read_only import read_only
 from support.search import deep
 
 from cupyattn import folders
+from cupyattn.benchmark import fma_rate
 from cupyattn.kernels import cache, compile, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
-from cupyattn.kernels.configs.linear import fma_rate, mma_rate
+from cupyattn.kernels.configs.linear import mma_rate
 from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.softmax import kernels as softmax
 

@@ -14,10 +14,10 @@ import pytest
 from support.owners import NOBODY, give_away
 
 from cupyattn import backend, folders, softmax, trust
+from cupyattn.benchmark import fma_rate
 from cupyattn.kernels import cache, choices
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import compile_cubin, compile_ptx
-from cupyattn.kernels.configs.linear import fma_rate
 from cupyattn.kernels.device import emulated
 
 nvrtc = pytest.mark.nvrtc

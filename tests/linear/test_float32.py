@@ -18,8 +18,8 @@ from support.search import deep, examples, mostly_deep
 import cupyattn
 from cupyattn import LinearGrads
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.linear import float32 as configs
 from cupyattn.ops.linear import backward, forward
+from cupyattn.ops.linear import kernels_float32 as configs
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

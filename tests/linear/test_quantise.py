@@ -16,9 +16,9 @@ from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.kernels.configs.linear import nested_scales
+from cupyattn.ops.linear import kernels_nested_scales as nested_scales
 from cupyattn.ops.linear import quantised
-from cupyattn.weight_formats import FORMATS, INT4_SMALLEST, TABLE
+from cupyattn.ops.linear.weight_formats import FORMATS, INT4_SMALLEST, TABLE
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -20,19 +20,17 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.linear import (
-    quantised_thin,
-    quantised_thin_float32,
-    quantised_thin_rows,
-)
 from cupyattn.kernels.registry import catalogue
+from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
+from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
+from cupyattn.ops.linear import kernels_quantised_thin_rows as quantised_thin_rows
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
+from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
+from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
-from cupyattn.weight_formats import FORMATS as ALL_FORMATS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

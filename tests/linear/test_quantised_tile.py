@@ -24,14 +24,14 @@ import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.choices import Asked, Choices
 from cupyattn.ops.linear import backward, choice, forward, quantised_float32, quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
+from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
+from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
-from cupyattn.weight_formats import FORMATS as ALL_FORMATS
-from cupyattn.weight_formats import NF4_CODEBOOK
 
 pytestmark = pytest.mark.nvrtc
 

@@ -21,9 +21,9 @@ from cupyattn.emulator import Report
 from cupyattn.kernels.arch import TURING, arch_of
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.configs.linear import tensor_core as configs
 from cupyattn.kernels.device import emulated
 from cupyattn.kernels.spec import Specialisation
+from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear import tensor_core
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.problem import Matrix

@@ -18,10 +18,10 @@ from cupyattn import reference
 from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.linear import thin
-from cupyattn.kernels.configs.linear.thin import thin_rows
+from cupyattn.ops.linear import kernels_thin as thin
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
+from cupyattn.ops.linear.kernels_thin import thin_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -25,7 +25,7 @@ from cupyattn.models.quantised import quantises_to
 from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.transformer import Model
-from cupyattn.weight_formats import FORMATS
+from cupyattn.ops.linear.weight_formats import FORMATS
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
@@ -161,8 +161,8 @@ SIZES = {
 def weight_of(kind: str, block_size: int, inner: int) -> QuantizedWeight:
     """Eight rows of random codes and scales."""
     rng = np.random.default_rng(inner)
-    empty = cupyattn.quantized_weight.empty(
-        cupyattn.weight_formats.Blocks(kind, block_size), 8, inner, np
+    empty = cupyattn.ops.linear.quantized_weight.empty(
+        cupyattn.ops.linear.weight_formats.Blocks(kind, block_size), 8, inner, np
     )
     for name, array in empty.arrays.items():
         if name == "codes":

@@ -21,8 +21,8 @@ from support.quantised_weights import moved, of_usual_size
 
 import cupyattn
 from cupyattn import LinearGrads, QuantizedWeight, reference
+from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.reference import error_ratio
-from cupyattn.weight_formats import FORMATS
 
 Array = NDArray[Any]
 GATED = ("swiglu", "geglu")

@@ -20,8 +20,8 @@ from cupyattn.benchmark.linear import Inputs, Product
 from cupyattn.emulator import Checks, Report
 from cupyattn.functional.backend import running_on
 from cupyattn.kernels.device.emulated import EmulatedDevice
+from cupyattn.ops.linear.weight_formats import FORMATS, pieces
 from cupyattn.turing.memory import MemoryFigures, memory_figures
-from cupyattn.weight_formats import FORMATS, pieces
 
 HERE = Harness(np, cold=False)
 _ROWS, _WIDTH = 64, 2048

@@ -9,7 +9,7 @@ import numpy as np
 from support.strategies import dtype_of
 
 from cupyattn import QuantizedWeight
-from cupyattn.weight_formats import FORMATS, pieces
+from cupyattn.ops.linear.weight_formats import FORMATS, pieces
 
 MADE = ("nf4", "int4", "int8")
 LARGE = {"int4": 1e3}

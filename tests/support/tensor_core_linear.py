@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from cupyattn.kernels.configs.linear.tiles import Shape
 from cupyattn.ops.linear import backward, choice, forward, quantised_tile, tensor_core
+from cupyattn.ops.linear.kernels_tiles import Shape
 from cupyattn.ops.linear.tiles import Product, Tiling
 
 

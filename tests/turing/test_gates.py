@@ -19,6 +19,7 @@ from support.gates import exceeded, limits_of, require_gates_tools
 from support.readme import ROOT
 from support.search import deep, mostly_deep
 
+from cupyattn.benchmark.fma_rate import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, LIKE_FLOAT32, LIKE_TUNED, TUNED
 from cupyattn.kernels.arch import TURING, arch_of
 from cupyattn.kernels.compile import compile_cubin
@@ -28,7 +29,6 @@ from cupyattn.kernels.configs.attention.options import BackwardOptions, FlashOpt
 from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.linear.fma_rate import fma_rate
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.spec import GATES_NVRTC, Gates, Specialisation
 from cupyattn.turing import MACHINES, analyse, row

@@ -20,8 +20,8 @@ from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
+from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 from cupyattn.reading import parsed
-from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 
 STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

@@ -15,8 +15,14 @@ from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
+from cupyattn.ops.linear.weight_formats import (
+    FORMATS,
+    INT4_LARGEST,
+    Blocks,
+    rows_apart,
+    rows_of_piece,
+)
 from cupyattn.progress import progress
-from cupyattn.weight_formats import FORMATS, INT4_LARGEST, Blocks, rows_apart, rows_of_piece
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyattn import QuantizedWeight
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
-from cupyattn.weight_formats import Blocks
+from cupyattn.ops.linear.weight_formats import Blocks
 
 _BLOCK = 32
 _Arrays = dict[str, np.ndarray]

@@ -11,7 +11,7 @@ from cupyattn.arrays import Array
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Norm, Product, Weights
-from cupyattn.weight_formats import Blocks
+from cupyattn.ops.linear.weight_formats import Blocks
 
 
 class Naming(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.weight_formats import Blocks
+from cupyattn.ops.linear.weight_formats import Blocks
 
 
 class Tensor(NamedTuple):

@@ -22,7 +22,7 @@ from cupyattn.models.activations import activated
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
 from cupyattn.models.weights import Product
-from cupyattn.weight_formats import rows_apart
+from cupyattn.ops.linear.weight_formats import rows_apart
 
 _AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
 

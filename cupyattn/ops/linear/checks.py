@@ -39,10 +39,10 @@ from cupyattn.ops.linear.problem import (
     Matrix,
     WeightFormat,
 )
+from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
 from cupyattn.ops.spans import overlaps_itself
-from cupyattn.weight_formats import FORMATS
 
 MAX_EXTENT = 2**31 - 1024
 """Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""

@@ -6,12 +6,12 @@ from typing import Any
 
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.linear import float32 as configs
 from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.kernels.structs.linear import FLOAT_PRODUCT_PARAMS
 from cupyattn.kernels.structs.record import record
+from cupyattn.ops.linear import kernels_float32 as configs
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
+from cupyattn.ops.linear.structs import FLOAT_PRODUCT_PARAMS
 from cupyattn.ops.plan import Step
 
 

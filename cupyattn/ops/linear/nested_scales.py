@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cupyattn.kernels.configs.linear.nested_scales import expand, expand_ctas, nest, nest_ctas
 from cupyattn.ops.linear.implementations import Launches
+from cupyattn.ops.linear.kernels_nested_scales import expand, expand_ctas, nest, nest_ctas
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.plan import ABSENT, SCRATCH_DTYPE, Step
 

@@ -10,16 +10,7 @@ import numpy as np
 from cupyattn.arrays import Array, Layout, Operands, contiguous, layouts_of, starts_of
 from cupyattn.errors import error, shown
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.linear.quantised import (
-    MADE,
-    THREADS,
-    UNITS,
-    lanes_of,
-    specialise_dequantize,
-    specialise_quantize,
-)
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.linear import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import (
     FLOATS,
@@ -32,6 +23,14 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
+from cupyattn.ops.linear.kernels_quantised import (
+    MADE,
+    THREADS,
+    UNITS,
+    lanes_of,
+    specialise_dequantize,
+    specialise_quantize,
+)
 from cupyattn.ops.linear.nested_scales import (
     ABSMAX,
     EXPANDED,
@@ -40,11 +39,12 @@ from cupyattn.ops.linear.nested_scales import (
     nest_step,
     reads_expanded,
 )
+from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
+from cupyattn.ops.linear.weight_formats import FORMATS, INT4_LARGEST, Blocks, pieces, require_blocks
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps, require_apart
 from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
 from cupyattn.ops.value_checks import checks_values
-from cupyattn.weight_formats import FORMATS, INT4_LARGEST, Blocks, pieces, require_blocks
 
 _OF_OUT = {name: f"out.{name}" for name in ("codes", "scales", "super_scales", "scale_table")}
 _MADE = (*MADE, NESTED)

@@ -6,14 +6,14 @@ from typing import Any
 
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.linear import float32 as float_configs
-from cupyattn.kernels.configs.linear import quantised_float32 as configs
-from cupyattn.kernels.structs.linear import QUANTISED_FLOAT_PARAMS
 from cupyattn.kernels.structs.record import record
+from cupyattn.ops.linear import kernels_float32 as float_configs
+from cupyattn.ops.linear import kernels_quantised_float32 as configs
 from cupyattn.ops.linear.float32 import db_plan, float_params, whole_halves, whole_out
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
+from cupyattn.ops.linear.structs import QUANTISED_FLOAT_PARAMS
 from cupyattn.ops.plan import Step
 
 

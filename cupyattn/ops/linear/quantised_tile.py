@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.linear import quantised_tile as configs
+from cupyattn.ops.linear import kernels_quantised_tile as configs
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cupyattn.kernels.card import Card
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.thin import MAX_ROWS, thin, thin_launch
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
+from cupyattn.ops.linear.kernels_thin import MAX_ROWS, thin, thin_launch
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.thin_launches import thin_launches
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.linear import tensor_core as configs
+from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling, whole_vector

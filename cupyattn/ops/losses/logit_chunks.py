@@ -11,8 +11,6 @@ import numpy as np
 from cupyattn.arrays import Array, Description, Layout, Operands, adopt, contiguous, is_contiguous
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.linear.forward import linear
-from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.kernels.device import Device
 from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.checks import (
@@ -24,7 +22,9 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
 )
 from cupyattn.ops.linear import backward, forward
+from cupyattn.ops.linear.api import linear
 from cupyattn.ops.linear.checks import described_backward, described_forward
+from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
 from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
 from cupyattn.ops.numbers import integer

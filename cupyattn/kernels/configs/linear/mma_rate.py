@@ -8,7 +8,7 @@ from functools import cache
 from cupyattn.kernels.arch import SUB_PARTITIONS, TURING, WARP_SIZE
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation
 
-KERNEL = KernelSpec("mma_rate", "linear/mma_rate.cu", (Pointer("cycles"),))
+KERNEL = KernelSpec("mma_rate", "common/mma_rate.cu", (Pointer("cycles"),))
 KERNELS = (KERNEL,)
 
 FLOAT32_CYCLES = 16 * 8 * 8 // 16

@@ -14,8 +14,8 @@ import numpy as np
 from cupyattn.arrays import Array
 from cupyattn.ops.activations.reference import activation as activation_of
 from cupyattn.ops.activations.reference import activation_derivative
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.quantised import quantised_product
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference_quantised import quantised_product
 
 
 class LinearGrads(NamedTuple):

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.quantisation import dequantize, expand_scales
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference_quantisation import dequantize, expand_scales
 
 _BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
+from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
 """A number above so many of them has that code: bitsandbytes compares with the same numbers."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error
-from cupyattn.reference.linear.products import LinearGrads
+from cupyattn.ops.linear.reference import LinearGrads
 
 
 def differentiated(

@@ -9,15 +9,15 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.outputs import named_grads
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.products import LinearGrads
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.ops.linear.weights import weight_arrays
 
 
 def linear_backward(

@@ -12,11 +12,11 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
-from cupyattn.kernels.configs.linear.float32 import STRUCTS
-from cupyattn.kernels.configs.linear.quantised import FORMATS
-from cupyattn.kernels.configs.linear.quantised_thin import PRODUCT as ON_TENSOR_CORES
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs
 from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.ops.linear.kernels_float32 import STRUCTS
+from cupyattn.ops.linear.kernels_quantised import FORMATS
+from cupyattn.ops.linear.kernels_quantised_thin import PRODUCT as ON_TENSOR_CORES
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", ON_TENSOR_CORES.parameters

@@ -7,12 +7,12 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear import float32
-from cupyattn.kernels.configs.linear.float32 import ProductConfig
-from cupyattn.kernels.configs.linear.quantised import CODEBOOK_BYTES, FORMATS
 from cupyattn.kernels.configs.tables import pairs, rows_for
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.linear import QUANTISED_FLOAT_STRUCT
+from cupyattn.ops.linear import kernels_float32 as float32
+from cupyattn.ops.linear.kernels_float32 import ProductConfig
+from cupyattn.ops.linear.kernels_quantised import CODEBOOK_BYTES, FORMATS
+from cupyattn.ops.linear.structs import QUANTISED_FLOAT_STRUCT
 
 _WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

@@ -8,13 +8,13 @@ from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.errors import error
 from cupyattn.functional.backend import device_of
-from cupyattn.functional.linear.weights import weight_arrays
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.ops.linear.problem import ARRAY_FIXES, LinearProblem
-from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.weights import weight_arrays
 
 _FIXES = {**ARRAY_FIXES, **fixes_of_results("out", "preactivation")}
 

@@ -14,10 +14,10 @@ from typing import Any
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.choices import USUAL, Choices
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.float32 import STRUCTS
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.linear import THIN_STRUCT
+from cupyattn.ops.linear.kernels_float32 import STRUCTS
+from cupyattn.ops.linear.structs import THIN_STRUCT
 
 EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),

@@ -11,7 +11,7 @@ from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
 
 KERNEL = KernelSpec(
-    "fma_rate", "linear/fma_rate.cu", (Pointer("sums"), Scalar("x", np.dtype(np.float32)))
+    "fma_rate", "benchmark/fma_rate.cu", (Pointer("sums"), Scalar("x", np.dtype(np.float32)))
 )
 KERNELS = (KERNEL,)
 THREADS = 256

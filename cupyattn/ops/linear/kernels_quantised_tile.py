@@ -8,9 +8,11 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.quantised import FORMATS
-from cupyattn.kernels.configs.linear.tensor_core import ACTIVATIONS
-from cupyattn.kernels.configs.linear.tiles import (
+from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.ops.linear.kernels_quantised import FORMATS
+from cupyattn.ops.linear.kernels_tensor_core import ACTIVATIONS
+from cupyattn.ops.linear.kernels_tiles import (
     Moves,
     ProductConfig,
     Shape,
@@ -18,9 +20,7 @@ from cupyattn.kernels.configs.linear.tiles import (
     lines_macro,
     specialise_tile,
 )
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.linear import QUANTISED_TILE_STRUCT
+from cupyattn.ops.linear.structs import QUANTISED_TILE_STRUCT
 
 WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

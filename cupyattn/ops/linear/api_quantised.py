@@ -19,8 +19,8 @@ from cupyattn.ops.linear.quantised import (
     run_dequantize,
     run_quantize,
 )
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.weight_formats import FORMATS, Blocks
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.weight_formats import FORMATS, Blocks
 
 _FIXES = fixes_of_results("out")
 

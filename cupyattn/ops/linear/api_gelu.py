@@ -6,10 +6,10 @@ from typing import Any
 
 from cupyattn.arrays import Array
 from cupyattn.errors import error, shown
-from cupyattn.functional.linear.backward import linear_backward
-from cupyattn.functional.linear.forward import linear
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.products import LinearGrads
+from cupyattn.ops.linear.api import linear
+from cupyattn.ops.linear.api_backward import linear_backward
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference import LinearGrads
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 

@@ -8,16 +8,12 @@ from functools import cache
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.configs.linear.float32 import STRUCTS
-from cupyattn.kernels.configs.linear.quantised import FORMATS
-from cupyattn.kernels.configs.linear.quantised_thin_rows import (
-    TABLE,
-    QuantisedThinConfig,
-    kind_of,
-)
-from cupyattn.kernels.configs.linear.thin import EPILOGUE
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.kernels.spec import KernelSpec, Specialisation, inputs
+from cupyattn.ops.linear.kernels_float32 import STRUCTS
+from cupyattn.ops.linear.kernels_quantised import FORMATS
+from cupyattn.ops.linear.kernels_quantised_thin_rows import TABLE, QuantisedThinConfig, kind_of
+from cupyattn.ops.linear.kernels_thin import EPILOGUE
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin",

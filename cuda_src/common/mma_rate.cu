@@ -8,7 +8,7 @@
 #if !defined(THREADS) || !defined(IN_FLIGHT) || !defined(ROUNDS)
 #error "THREADS, IN_FLIGHT and ROUNDS come from a launch-configuration table"
 #endif
-#include "../common/mma.cuh"
+#include "mma.cuh"
 
 constexpr int kInFlight = IN_FLIGHT;
 constexpr int kRounds = ROUNDS;

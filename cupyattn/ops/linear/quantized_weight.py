@@ -17,7 +17,7 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.errors import RefusalError, error, shown
-from cupyattn.weight_formats import (
+from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     Blocks,
     pieces,

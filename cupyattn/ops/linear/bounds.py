@@ -31,7 +31,7 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
   there all of |dout| is uncertain.
 - A quantised weight w is what its codes stand for, and kernels multiply with weights that err by ew
-  (`cupyattn.reference.linear.quantised.weight_error`: up to 3 2^-11 |w| on tensor cores,
+  (`cupyattn.ops.linear.reference_quantised.weight_error`: up to 3 2^-11 |w| on tensor cores,
   where they are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
 - What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
 """
@@ -44,8 +44,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.reference import activation_error, derivative_error
-from cupyattn.quantized_weight import QuantizedWeight
-from cupyattn.reference.linear.products import (
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference import (
     GATES,
     LinearGrads,
     activated,
@@ -53,7 +53,7 @@ from cupyattn.reference.linear.products import (
     linear,
     linear_backward,
 )
-from cupyattn.reference.linear.quantised import dequantised_rows, weight_error
+from cupyattn.ops.linear.reference_quantised import dequantised_rows, weight_error
 from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}

@@ -12,7 +12,7 @@ from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, i
 
 KERNEL = KernelSpec(
     "read_weight",
-    "linear/read_weight.cu",
+    "benchmark/read_weight.cu",
     (*inputs("words"), Pointer("sink"), Scalar("count", np.dtype(np.int64))),
 )
 KERNELS = (KERNEL,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.ops.linear.problem import WeightFormat
-from cupyattn.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 
 
 def weight_arrays(w: Any) -> tuple[dict[str, Any], WeightFormat | None]:

@@ -11,7 +11,7 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.linear import FLOAT_PRODUCT_STRUCT
+from cupyattn.ops.linear.structs import FLOAT_PRODUCT_STRUCT
 
 FORWARD = KernelSpec(
     "linear_forward_f32",

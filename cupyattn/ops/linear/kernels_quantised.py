@@ -9,7 +9,7 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs
 from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.linear import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
+from cupyattn.ops.linear.structs import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
 
 QUANTIZE = KernelSpec(
     "quantize",

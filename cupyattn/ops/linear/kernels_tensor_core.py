@@ -9,7 +9,9 @@ import numpy as np
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.linear.tiles import (
+from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.ops.linear.kernels_tiles import (
     ACROSS,
     ALONG,
     B_ACROSS,
@@ -21,9 +23,7 @@ from cupyattn.kernels.configs.linear.tiles import (
     lines_macro,
     specialise_tile,
 )
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs.linear import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
+from cupyattn.ops.linear.structs import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
 
 FORWARD = KernelSpec(
     "linear_forward",
