@@ -15,9 +15,6 @@ from cupyattn.functional.attention.varlen_backward import attention_varlen_backw
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.kernel import Kernel
-from cupyattn.functional.kv_cache.append import append_kv
-from cupyattn.functional.kv_cache.copies import copy_blocks
-from cupyattn.functional.kv_cache.gather import gather
 from cupyattn.functional.ranges import ranged
 from cupyattn.functional.rules import (
     attention,
@@ -45,6 +42,9 @@ from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.sums import add_to
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.cache.api import append_kv
+from cupyattn.ops.cache.api_copies import copy_blocks
+from cupyattn.ops.cache.api_gather import gather
 from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.ops.linear.api_backward import linear_backward
 from cupyattn.ops.linear.api_gelu import linear_gelu_backward

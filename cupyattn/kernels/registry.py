@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs import kv_cache
 from cupyattn.kernels.configs.attention import (
     block_mask,
     combine,
@@ -22,6 +21,7 @@ from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.activations import kernels as activations
 from cupyattn.ops.activations import kernels_add_to as add_to
 from cupyattn.ops.activations import kernels_dropout as dropout
+from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
 from cupyattn.ops.linear import kernels_nested_scales as nested_scales

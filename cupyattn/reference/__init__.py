@@ -20,6 +20,14 @@ from cupyattn.ops.activations.reference import (
 )
 from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
 from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
+from cupyattn.ops.cache.reference import (
+    append_kv,
+    append_kv_bound,
+    copy_blocks,
+    gather,
+    gather_bound,
+    rotated,
+)
 from cupyattn.ops.embedding.reference import embedding, embedding_backward, embedding_backward_bound
 from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.ops.linear.reference import linear, linear_backward
@@ -79,14 +87,6 @@ from cupyattn.reference.attention.paged import (
     paged_attention,
 )
 from cupyattn.reference.attention.varlen import attention_varlen, attention_varlen_backward
-from cupyattn.reference.kv_cache.paged import (
-    append_kv,
-    append_kv_bound,
-    copy_blocks,
-    gather,
-    gather_bound,
-    rotated,
-)
 from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 from cupyattn.reference.precision import error_ratio

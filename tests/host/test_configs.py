@@ -36,8 +36,8 @@ from cupyattn.kernels.structs.attention import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.kernels.structs.kv_cache import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
 from cupyattn.kernels.structs.walks import rows_params
+from cupyattn.ops.cache.structs import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
 from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS, THIN_PARAMS
 from cupyattn.ops.softmax import kernels as softmax
 

@@ -9,6 +9,14 @@ import numpy as np
 
 from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
+from cupyattn.ops.cache.caches import (
+    CACHES,
+    SCALES,
+    Caches,
+    require_caches,
+    require_positions,
+    require_slots,
+)
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -20,14 +28,6 @@ from cupyattn.ops.checks import (
     require_same_dtype,
     require_shape,
     require_whole_item_strides,
-)
-from cupyattn.ops.kv_cache.caches import (
-    CACHES,
-    SCALES,
-    Caches,
-    require_caches,
-    require_positions,
-    require_slots,
 )
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.value_checks import checks_values

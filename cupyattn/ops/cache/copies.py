@@ -10,13 +10,13 @@ import numpy as np
 
 from cupyattn.arrays import Layout, Operands
 from cupyattn.errors import error
-from cupyattn.kernels.configs.kv_cache import COPY_THREADS, WORDS, specialise_copies
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.kv_cache import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.axes import merge_axes
+from cupyattn.ops.cache.copies_problem import WRITTEN, CopiesProblem, Pairs
+from cupyattn.ops.cache.kernels import COPY_THREADS, WORDS, specialise_copies
+from cupyattn.ops.cache.structs import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
 from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.kv_cache.copies_problem import WRITTEN, CopiesProblem, Pairs
 from cupyattn.ops.plan import Plan, Step, run
 
 _MOST_THREADS = 2**32 - 1

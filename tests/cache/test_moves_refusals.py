@@ -14,7 +14,7 @@ from support.devices import everywhere
 
 import cupyattn
 from cupyattn.arrays import contiguous
-from cupyattn.ops.kv_cache import (
+from cupyattn.ops.cache import (
     append,
     append_problem,
     copies,

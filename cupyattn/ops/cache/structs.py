@@ -8,7 +8,7 @@ from cupyattn.kernels.spec import Struct
 
 _SLOT_STRIDES = np.dtype([(axis, np.int64) for axis in ("outer", "inner", "head")], align=True)
 
-# AppendParams in cuda_src/kv_cache/append.cu
+# AppendParams in cuda_src/cache/append.cu
 APPEND_PARAMS = np.dtype(
     [
         *(
@@ -37,7 +37,7 @@ COPY_AXES = 4
 COPIES_PASSED = 32
 """Copies that a launch is passed by value (kPassed in copy_blocks.cu)."""
 
-# CopyBlocksParams in cuda_src/kv_cache/copy_blocks.cu
+# CopyBlocksParams in cuda_src/cache/copy_blocks.cu
 COPY_BLOCKS_PARAMS = np.dtype(
     [
         ("block_stride", np.int64, (COPY_ARRAYS,)),
@@ -53,7 +53,7 @@ COPY_BLOCKS_PARAMS = np.dtype(
 )
 COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
 
-# GatherParams in cuda_src/kv_cache/gather.cu
+# GatherParams in cuda_src/cache/gather.cu
 GATHER_PARAMS = np.dtype(
     [
         *(

@@ -9,8 +9,8 @@ from typing import Any
 
 from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error, shown
+from cupyattn.ops.cache.caches import CACHES, SCALES, Caches, require_caches
 from cupyattn.ops.checks import INTEGERS, require_dtype, require_whole_item_strides
-from cupyattn.ops.kv_cache.caches import CACHES, SCALES, Caches, require_caches
 from cupyattn.ops.numbers import integer
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.value_checks import checks_values, on_host

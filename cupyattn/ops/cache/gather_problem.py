@@ -9,6 +9,7 @@ import numpy as np
 
 from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.errors import error
+from cupyattn.ops.cache.caches import Caches, first_where, require_caches
 from cupyattn.ops.checks import (
     INTEGERS,
     require_arrays,
@@ -18,7 +19,6 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.kv_cache.caches import Caches, first_where, require_caches
 from cupyattn.ops.overlaps import Overlaps
 from cupyattn.ops.plan import Output
 from cupyattn.ops.value_checks import checks_values, on_host

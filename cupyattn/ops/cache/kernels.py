@@ -11,11 +11,11 @@ from cupyattn.kernels.arch import TURING, WARP_SIZE
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
 from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.kernels.structs.kv_cache import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
+from cupyattn.ops.cache.structs import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
 
 APPEND = KernelSpec(
     "append_kv",
-    "kv_cache/append.cu",
+    "cache/append.cu",
     (
         *(Pointer(name) for name in ("k_cache", "v_cache")),
         *(Pointer(name, optional=True) for name in ("k_scales", "v_scales", "q")),
@@ -26,7 +26,7 @@ APPEND = KernelSpec(
 )
 COPY_BLOCKS = KernelSpec(
     "copy_blocks",
-    "kv_cache/copy_blocks.cu",
+    "cache/copy_blocks.cu",
     (
         *(Pointer(name) for name in ("k_cache", "v_cache")),
         *(Pointer(name, optional=True) for name in ("k_scales", "v_scales")),
@@ -36,7 +36,7 @@ COPY_BLOCKS = KernelSpec(
 )
 GATHER = KernelSpec(
     "kv_gather",
-    "kv_cache/gather.cu",
+    "cache/gather.cu",
     (
         *inputs("k_cache", "v_cache"),
         *inputs("k_scales", "v_scales", optional=True),

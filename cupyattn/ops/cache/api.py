@@ -10,10 +10,10 @@ from cupyattn import reference
 from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.functional.backend import device_of
 from cupyattn.functional.rounding import round_into
+from cupyattn.ops.cache.append import run_append
+from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
+from cupyattn.ops.cache.caches import WRITTEN_FIXES
 from cupyattn.ops.checks import fixes_of_results
-from cupyattn.ops.kv_cache.append import run_append
-from cupyattn.ops.kv_cache.append_problem import AppendProblem, append_problem
-from cupyattn.ops.kv_cache.caches import WRITTEN_FIXES
 from cupyattn.ops.rope.api import Rotary, checked_rotary
 
 _FIXES = {

@@ -17,8 +17,8 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.kernels.arch import TURING
 from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.configs.kv_cache import AppendLaunch, append_config, specialise_append
-from cupyattn.ops.kv_cache import append_problem as checks
+from cupyattn.ops.cache import append_problem as checks
+from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_append
 
 pytestmark = pytest.mark.nvrtc
 

@@ -11,9 +11,9 @@ from cupyattn.functional.dtypes import float_dtype
 from cupyattn.functional.outputs import named_out
 from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.paged import TABLE_FIXES
+from cupyattn.ops.cache.gather import run_gather
+from cupyattn.ops.cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
 from cupyattn.ops.checks import fixes_of_results
-from cupyattn.ops.kv_cache.gather import run_gather
-from cupyattn.ops.kv_cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
 from cupyattn.ops.numbers import integer
 
 _FIXES = {**TABLE_FIXES, **fixes_of_results(*SHOWN_AS.values())}

@@ -15,8 +15,8 @@ from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import Copy, reference
-from cupyattn.kernels.structs.kv_cache import COPIES_PASSED
-from cupyattn.ops.kv_cache import copies_problem, gather_problem
+from cupyattn.ops.cache import copies_problem, gather_problem
+from cupyattn.ops.cache.structs import COPIES_PASSED
 from cupyattn.reference.kv_cache.quantisation import quantise
 
 pytestmark = pytest.mark.nvrtc
