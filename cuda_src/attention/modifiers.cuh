@@ -1,6 +1,6 @@
 // What a user's own expressions do to a score, where a call has any: Modifiers.
 //
-// With MODIFIED the library writes the header below from the expressions (kernels/configs/attention/modifiers.py):
+// With MODIFIED the library writes the header below from the expressions (ops/attention/kernels/modifiers.py):
 // Modifiers holds the arrays that they name. An entry takes these behind its other arrays, MODIFIER_ARRAYS, with their
 // strides behind all else, MODIFIER_STRIDES, and passes on MODIFIERS, which is made of both.
 #pragma once

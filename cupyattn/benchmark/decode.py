@@ -28,11 +28,11 @@ from cupyattn.benchmark.libraries import (
 from cupyattn.benchmark.timer import COPY, READ, Call, Round
 from cupyattn.cli.arguments import integer
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.kernels.configs.dtypes import STORAGE
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
-from cupyattn.reference.kv_cache.quantisation import quantise
+from cupyattn.ops.attention.kernels.decode import TILE_KEYS
+from cupyattn.ops.attention.reference.cache_formats import quantise
 
 LAYOUTS = ("paged", "dense")
 CACHES = {"float": None, "int8": 8, "int4": 4}

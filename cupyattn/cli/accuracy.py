@@ -9,8 +9,8 @@ import numpy as np
 
 from cupyattn import reference
 from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
 
 
 @dataclass(frozen=True)

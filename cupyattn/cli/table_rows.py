@@ -99,8 +99,8 @@ def row_name(row: Specialisation) -> str:
 
     Examples
     --------
-    >>> from cupyattn.kernels.configs.attention.options import FlashOptions
-    >>> from cupyattn.kernels.configs.attention.tensor_core.forward import flash
+    >>> from cupyattn.ops.attention.kernels.options import FlashOptions
+    >>> from cupyattn.ops.attention.kernels.tensor_core.forward import flash
     >>> row_name(flash(75, 64, 64, 1, FlashOptions(mask=True, bias="float16")))
     'D 64, scalar loads, BIAS=float16, MASK'
     """

@@ -6,12 +6,6 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 
 from inspect import isfunction
 
-from cupyattn.functional.attention.backward import attention_backward
-from cupyattn.functional.attention.block_mask import BlockMask, block_mask
-from cupyattn.functional.attention.merge import merge_attention
-from cupyattn.functional.attention.modifiers import MaskMod, ScoreMod
-from cupyattn.functional.attention.paged import paged_attention
-from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.backend import backend
 from cupyattn.functional.device_info import device_info
 from cupyattn.functional.kernel import Kernel
@@ -41,7 +35,14 @@ from cupyattn.ops.activations.api import gelu_backward, silu_backward
 from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.sums import add_to
+from cupyattn.ops.attention.api_backward import attention_backward
+from cupyattn.ops.attention.api_block_mask import BlockMask, block_mask
+from cupyattn.ops.attention.api_merge import merge_attention
+from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
+from cupyattn.ops.attention.api_paged import paged_attention
+from cupyattn.ops.attention.api_varlen_backward import attention_varlen_backward
 from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.cache.api import append_kv
 from cupyattn.ops.cache.api_copies import copy_blocks
 from cupyattn.ops.cache.api_gather import gather
@@ -70,7 +71,6 @@ from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
-from cupyattn.reference.attention.dense import AttentionGrads
 
 __all__ = [
     "AttentionGrads",

@@ -1,9 +1,5 @@
 """The functions that `vjp` differentiates, each with its backward: one entry a function."""
 
-from cupyattn.functional.attention.backward import attention_backward
-from cupyattn.functional.attention.forward import attention as _attention
-from cupyattn.functional.attention.varlen import attention_varlen as _attention_varlen
-from cupyattn.functional.attention.varlen_backward import attention_varlen_backward
 from cupyattn.functional.differentiable import differentiable
 from cupyattn.ops.activations.api import gelu as _gelu
 from cupyattn.ops.activations.api import gelu_backward, silu_backward
@@ -13,6 +9,11 @@ from cupyattn.ops.activations.dropout import dropout as _dropout
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.gated import geglu as _geglu
 from cupyattn.ops.activations.gated import swiglu as _swiglu
+from cupyattn.ops.attention.api import attention as _attention
+from cupyattn.ops.attention.api_backward import attention_backward
+from cupyattn.ops.attention.api_varlen import attention_varlen as _attention_varlen
+from cupyattn.ops.attention.api_varlen_backward import attention_varlen_backward
+from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.embedding.api import embedding as _embedding
 from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.ops.linear.api import linear as _linear
@@ -44,7 +45,6 @@ from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
-from cupyattn.reference.attention.dense import AttentionGrads
 
 attention = differentiable(
     _attention,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.attention import (
+from cupyattn.kernels.configs.layers import column_sums
+from cupyattn.kernels.configs.linear import mma_rate
+from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.ops.activations import kernels as activations
+from cupyattn.ops.activations import kernels_add_to as add_to
+from cupyattn.ops.activations import kernels_dropout as dropout
+from cupyattn.ops.attention.kernels import (
     block_mask,
     combine,
     decode,
@@ -15,12 +21,6 @@ from cupyattn.kernels.configs.attention import (
     teaching,
     tensor_core,
 )
-from cupyattn.kernels.configs.layers import column_sums
-from cupyattn.kernels.configs.linear import mma_rate
-from cupyattn.kernels.spec import KernelSpec, Specialisation
-from cupyattn.ops.activations import kernels as activations
-from cupyattn.ops.activations import kernels_add_to as add_to
-from cupyattn.ops.activations import kernels_dropout as dropout
 from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32

@@ -20,6 +20,17 @@ from cupyattn.ops.activations.reference import (
 )
 from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
 from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
+from cupyattn.ops.attention.bounds import attention_bound
+from cupyattn.ops.attention.bounds_backward import attention_backward_bound
+from cupyattn.ops.attention.reference.block_mask import block_mask
+from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound, quantise
+from cupyattn.ops.attention.reference.dense import attention, attention_backward
+from cupyattn.ops.attention.reference.paged import (
+    merge_attention,
+    merge_attention_bound,
+    paged_attention,
+)
+from cupyattn.ops.attention.reference.varlen import attention_varlen, attention_varlen_backward
 from cupyattn.ops.cache.reference import (
     append_kv,
     append_kv_bound,
@@ -77,17 +88,6 @@ from cupyattn.ops.softmax.reference import (
     softmax,
     softmax_backward,
 )
-from cupyattn.reference.attention.backward_bounds import attention_backward_bound
-from cupyattn.reference.attention.block_mask import block_mask
-from cupyattn.reference.attention.bounds import attention_bound
-from cupyattn.reference.attention.dense import attention, attention_backward
-from cupyattn.reference.attention.paged import (
-    merge_attention,
-    merge_attention_bound,
-    paged_attention,
-)
-from cupyattn.reference.attention.varlen import attention_varlen, attention_varlen_backward
-from cupyattn.reference.kv_cache.quantisation import dequantise, quantisation_bound, quantise
 from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
 from cupyattn.reference.precision import error_ratio
 

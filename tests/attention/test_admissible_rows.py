@@ -13,7 +13,7 @@ from cupyattn import reference
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.functional.backend import running_on
 from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     FLASH,
     TALL,
     admissible_rows,

@@ -23,10 +23,10 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.attention.decode import TENSOR_CORES, TILE_KEYS
 from cupyattn.ops.attention import few_queries
 from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.few_queries import LEAST_KEYS
+from cupyattn.ops.attention.kernels.decode import TENSOR_CORES, TILE_KEYS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -26,8 +26,8 @@ from cupyattn import ScoreMod, reference
 from cupyattn.arrays import array_within
 from cupyattn.kernels.device.cuda import CudaDevice
 from cupyattn.ops import plan
-from cupyattn.reference.attention.backward_bounds import range_log2
-from cupyattn.reference.attention.scores import ScoreBlocks
+from cupyattn.ops.attention.bounds_backward import range_log2
+from cupyattn.ops.attention.reference.scores import ScoreBlocks
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -27,12 +27,12 @@ import cupyattn
 from cupyattn.arrays import adopt, contiguous
 from cupyattn.functional.backend import device_of
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE
 from cupyattn.kernels.spec import Pointer, Scalar
-from cupyattn.kernels.structs.attention import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
+from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.ops.plan import Output, Plan, run
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores

@@ -22,9 +22,9 @@ from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_prob
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention.float32.forward import FLASH as FLASH_F32
-from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import FLASH
+from cupyattn.ops.attention.kernels.float32.forward import FLASH as FLASH_F32
+from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import FLASH
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -15,8 +15,8 @@ from support.attention_options import OPTIONS
 from support.search import Search, examples
 from support.strategies import attention_problems
 
+from cupyattn.ops.attention.reference import scores
 from cupyattn.reference import attention
-from cupyattn.reference.attention import scores
 
 SMALL = {
     "head_dims": ((2, 3), (5, 5)),

@@ -11,8 +11,8 @@ from support.attention_options import OPTIONS
 from support.search import Search, examples
 from support.strategies import AttentionProblem, attention_problems
 
+from cupyattn.ops.attention.reference import scores
 from cupyattn.reference import attention, attention_backward
-from cupyattn.reference.attention import scores
 
 SHARDABLE = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k", "alibi_slopes")
 SHARDABLE += ("softcap", "sinks")

@@ -19,9 +19,9 @@ from support.split_keys import split
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.configs.attention.float32 import backward as backward_f32
-from cupyattn.kernels.configs.attention.float32 import forward as forward_f32
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward_rows
+from cupyattn.ops.attention.kernels.float32 import backward as backward_f32
+from cupyattn.ops.attention.kernels.float32 import forward as forward_f32
+from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq, forward_rows
 
 pytestmark = pytest.mark.nvrtc
 

@@ -17,7 +17,7 @@ from support.strategies import FRUGAL, AttentionProblem
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
-from cupyattn.reference.attention.varlen import sequences
+from cupyattn.ops.attention.reference.varlen import sequences
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -19,7 +19,7 @@ from support.strategies import FRUGAL, AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
-from cupyattn.kernels.configs.attention import float32
+from cupyattn.ops.attention.kernels import float32
 
 pytestmark = pytest.mark.nvrtc
 

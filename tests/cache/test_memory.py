@@ -16,9 +16,9 @@ import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
 from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
-from cupyattn.reference.attention.paged import gathered
-from cupyattn.reference.kv_cache.quantisation import quantise
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.reference.cache_formats import quantise
+from cupyattn.ops.attention.reference.paged import gathered
 
 pytestmark = pytest.mark.nvrtc
 

@@ -15,9 +15,9 @@ from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import Copy, reference
+from cupyattn.ops.attention.reference.cache_formats import quantise
 from cupyattn.ops.cache import copies_problem, gather_problem
 from cupyattn.ops.cache.structs import COPIES_PASSED
-from cupyattn.reference.kv_cache.quantisation import quantise
 
 pytestmark = pytest.mark.nvrtc
 

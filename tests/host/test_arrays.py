@@ -25,7 +25,7 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.functional.attention import forward
+from cupyattn.ops.attention import api as forward
 
 
 def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from cupyattn import reference
-from cupyattn.ops.softmax.bounds import log_sum_bound
-from cupyattn.reference import error_ratio
-from cupyattn.reference.attention.quantised import (
+from cupyattn.ops.attention.reference.quantised import (
     dequantised_attention_bound,
     stored_attention_bound,
 )
+from cupyattn.ops.softmax.bounds import log_sum_bound
+from cupyattn.reference import error_ratio
 
 ELSEWHERE = {
     *("attention_backward_bound", "linear_bound", "linear_backward_bound"),

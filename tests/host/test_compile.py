@@ -16,11 +16,11 @@ from support.search import Search
 from cupyattn.kernels import compile, source
 from cupyattn.kernels.arch import arch_of
 from cupyattn.kernels.compile import CompilationError, compile_cubin, compile_ptx
-from cupyattn.kernels.configs.attention.teaching import backward as naive_backward
-from cupyattn.kernels.configs.attention.teaching import forward as teaching
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.kernels.target import target_of
+from cupyattn.ops.attention.kernels.teaching import backward as naive_backward
+from cupyattn.ops.attention.kernels.teaching import forward as teaching
 from cupyattn.ops.softmax import kernels as softmax
 
 nvrtc = pytest.mark.nvrtc

@@ -13,18 +13,19 @@ import pytest
 from support.strategies import dtype_of
 
 from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.attention import decode, float32, tensor_core
-from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifier, Modifiers
-from cupyattn.kernels.configs.attention.options import PLAIN, FlashOptions
-from cupyattn.kernels.configs.attention.teaching import forward as teaching
-from cupyattn.kernels.configs.attention.tensor_core import forward_rows
 from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.kernels.configs.rows import ROWS
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM, pairs, rows_for
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.source import source_root
 from cupyattn.kernels.spec import Specialisation, Struct
-from cupyattn.kernels.structs.attention import (
+from cupyattn.kernels.structs.walks import rows_params
+from cupyattn.ops.attention.kernels import decode, float32, tensor_core
+from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
+from cupyattn.ops.attention.kernels.options import PLAIN, FlashOptions
+from cupyattn.ops.attention.kernels.teaching import forward as teaching
+from cupyattn.ops.attention.kernels.tensor_core import forward_rows
+from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
     DBIAS_PARAMS,
@@ -36,7 +37,6 @@ from cupyattn.kernels.structs.attention import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.kernels.structs.walks import rows_params
 from cupyattn.ops.cache.structs import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
 from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS, THIN_PARAMS
 from cupyattn.ops.softmax import kernels as softmax

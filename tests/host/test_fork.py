@@ -34,7 +34,7 @@ def in_a_thread(work):
 COMPILE = """
 from cupyattn.kernels import compile
 from cupyattn.kernels.arch import arch_of
-from cupyattn.kernels.configs.attention.teaching import forward
+from cupyattn.ops.attention.kernels.teaching import forward
 from cupyattn.kernels.configs.layers import softmax
 TURING = arch_of(75)
 FIRST = softmax.BACKWARD.specialise(75, "float32", 100, 1)

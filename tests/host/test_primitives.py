@@ -14,18 +14,18 @@ from support.probes import Probe
 from cupyattn import reference
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.spec import Pointer, Scalar
-from cupyattn.kernels.structs.attention import (
-    ATTENTION_PARAMS,
-    ATTENTION_STRUCT,
-    BACKWARD_PARAMS,
-    BACKWARD_STRUCT,
-    UNBOUNDED,
-)
 from cupyattn.kernels.structs.walks import (
     elements_params,
     elements_struct,
     rows_params,
     rows_struct,
+)
+from cupyattn.ops.attention.structs import (
+    ATTENTION_PARAMS,
+    ATTENTION_STRUCT,
+    BACKWARD_PARAMS,
+    BACKWARD_STRUCT,
+    UNBOUNDED,
 )
 from cupyattn.reference import attention_keep, philox4x32_10
 

@@ -12,7 +12,7 @@ from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import PagedKVCache, reference
-from cupyattn.reference.kv_cache.quantisation import STORED_BITS
+from cupyattn.ops.attention.reference.cache_formats import STORED_BITS
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 6
 CACHE_DTYPES = ("float16", "bfloat16", "float32", "int8", "int4")

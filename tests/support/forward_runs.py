@@ -9,9 +9,9 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.attention.float32.forward import flash_row as flash_f32_row
-from cupyattn.kernels.configs.attention.teaching.forward import TILED_TILE_K
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.float32.forward import flash_row as flash_f32_row
+from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
 
 TEACHING = ("naive", "tiled")
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, forward_rows
 from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, forward_rows
 
 CARDS = {
     "T4": Card(75, 40),

@@ -19,12 +19,12 @@ from cupyattn.functional.device_info import device_count
 from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.ops.attention import decode
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
-from cupyattn.reference.attention.paged import gathered
-from cupyattn.reference.attention.quantised import (
+from cupyattn.ops.attention.reference.cache_formats import quantise
+from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.ops.attention.reference.quantised import (
     dequantised_attention_bound,
     stored_attention_bound,
 )
-from cupyattn.reference.kv_cache.quantisation import quantise
 
 # One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import cupyattn
 from cupyattn.ops.attention import backward, forward, varlen
-from cupyattn.reference.attention.scores import ScoreBlocks
+from cupyattn.ops.attention.reference.scores import ScoreBlocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = ROOT / "README.md"

@@ -13,8 +13,8 @@ import numpy as np
 from support.dtypes import dtype_of
 from support.strategies import AttentionProblem
 
+from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.reference import attention_keep
-from cupyattn.reference.attention.dense import AttentionGrads
 
 TILE = 16
 SMALLEST = 2.0**-126  # below it, float32 results are flushed

@@ -23,14 +23,14 @@ from cupyattn.benchmark.fma_rate import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, LIKE_FLOAT32, LIKE_TUNED, TUNED
 from cupyattn.kernels.arch import TURING, arch_of
 from cupyattn.kernels.compile import compile_cubin
-from cupyattn.kernels.configs.attention import decode, float32
-from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifier, Modifiers
-from cupyattn.kernels.configs.attention.options import BackwardOptions, FlashOptions
-from cupyattn.kernels.configs.attention.teaching import forward as teaching
-from cupyattn.kernels.configs.attention.tensor_core import backward_dkdv, backward_dq, forward
 from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
 from cupyattn.kernels.registry import KERNELS, catalogue
 from cupyattn.kernels.spec import GATES_NVRTC, Gates, Specialisation
+from cupyattn.ops.attention.kernels import decode, float32
+from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
+from cupyattn.ops.attention.kernels.options import BackwardOptions, FlashOptions
+from cupyattn.ops.attention.kernels.teaching import forward as teaching
+from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq, forward
 from cupyattn.turing import MACHINES, analyse, row
 
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"

@@ -9,7 +9,7 @@
 // - Row sums stay per thread until the end.
 //
 // The arithmetic is that of Milakov and Gimelshein, arXiv:1805.02867; what a float16 P loses is in the bound
-// (cupyattn/reference/attention/bounds.py: flush).
+// (cupyattn/ops/attention/bounds.py: flush).
 #pragma once
 
 #include "../../common/pack.cuh"

@@ -10,10 +10,10 @@ import numpy as np
 
 from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention import block_mask as configs
-from cupyattn.kernels.configs.attention.block_mask import LIST_HEAD, TILE, WARPS
-from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS
 from cupyattn.kernels.device import Device
+from cupyattn.ops.attention.kernels import block_mask as configs
+from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE, WARPS
+from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS
 from cupyattn.ops.attention.modifiers import (
     BLOCK_MASK,
     UserFunction,

@@ -12,16 +12,16 @@ from typing import Any
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention import decode
 from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.attention import DECODE_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
+from cupyattn.ops.attention.kernels import decode
 from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
 from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
+from cupyattn.ops.attention.structs import DECODE_PARAMS
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from cupyattn.arrays import Layout
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.checks import (
     CPU_FLOATS,

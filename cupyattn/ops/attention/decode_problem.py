@@ -18,13 +18,13 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.decode import INTEGER_BITS
 from cupyattn.ops.attention.decode_layouts import (
     require_caches,
     require_option_arrays,
     require_scale_shapes,
     require_scales,
 )
+from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
 from cupyattn.ops.attention.options import (
     checked_softcap,
     checked_softmax_scale,

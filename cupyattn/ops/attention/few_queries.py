@@ -8,7 +8,6 @@ for all multiprocessors, and the query rows of a key-value head share what is re
 from __future__ import annotations
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.decode import TILE_KEYS
 from cupyattn.ops.attention.decode import (
     MOST_UNITS,
     launch_of,
@@ -17,6 +16,7 @@ from cupyattn.ops.attention.decode import (
     units_of,
 )
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
+from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.options import POSITION_OPTIONS
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs

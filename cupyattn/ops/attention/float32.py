@@ -8,10 +8,10 @@ import numpy as np
 
 from cupyattn.arrays import contiguous
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.float32 import backward, forward
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.dbias import sum_step
+from cupyattn.ops.attention.kernels.float32 import backward, forward
 from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import gradient_params

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.options import FlashOptions
+from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 

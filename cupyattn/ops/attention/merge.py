@@ -18,12 +18,12 @@ from cupyattn.arrays import (
     starts_of,
 )
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.merge import ROWS, VEC, merge
 from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.attention import MERGE_PARAMS
 from cupyattn.kernels.structs.record import record
+from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
 from cupyattn.ops.attention.params import row_strides, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE
+from cupyattn.ops.attention.structs import MERGE_PARAMS
 from cupyattn.ops.checks import (
     CPU_FLOATS,
     require_arrays,

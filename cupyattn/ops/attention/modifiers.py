@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.configs.attention.block_mask import TILE
-from cupyattn.kernels.configs.attention.modifiers import (
+from cupyattn.kernels.device import Device
+from cupyattn.kernels.source import NAMED
+from cupyattn.kernels.structs.record import record
+from cupyattn.ops.attention.kernels.block_mask import TILE
+from cupyattn.ops.attention.kernels.modifiers import (
     ARRAYS,
     BLOCK_LISTS,
     BLOCK_STATES,
@@ -28,9 +31,6 @@ from cupyattn.kernels.configs.attention.modifiers import (
     modified_strides,
     parameter_name,
 )
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.source import NAMED
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.checks import require_dtype, require_whole_item_strides
 from cupyattn.ops.plan import Plan, run
 

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.structs.attention import (
+from cupyattn.kernels.structs.record import record
+from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
+from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
     PAGED_PARAMS,
@@ -18,10 +22,6 @@ from cupyattn.kernels.structs.attention import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
 from cupyattn.ops.plan import Plan
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {

@@ -9,18 +9,18 @@ from typing import Any
 from cupyattn.arrays import Array, Layout, Operands
 from cupyattn.errors import error
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention import float32, tensor_core
-from cupyattn.kernels.configs.attention.decode import cache_bits
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.device import Device
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs.attention import PAGED_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.kernels import float32, tensor_core
+from cupyattn.ops.attention.kernels.decode import cache_bits
 from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.structs import PAGED_PARAMS
 from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.plan import Plan, Step, run
 

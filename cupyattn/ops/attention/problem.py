@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays import Layout
-from cupyattn.kernels.configs.attention.modifiers import BLOCK_LISTS, Modifiers
+from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS
 from cupyattn.ops.checks import fixes_of_results

@@ -11,12 +11,12 @@ from typing import Any
 
 from cupyattn.arrays import Layout, contiguous
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention import rotary
-from cupyattn.kernels.structs.attention import ROTARY_PARAMS
 from cupyattn.kernels.structs.record import record
+from cupyattn.ops.attention.kernels import rotary
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.structs import ROTARY_PARAMS
 from cupyattn.ops.checks import require_kernel_dtype
 from cupyattn.ops.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
 from cupyattn.ops.rope.kernels import rope_config, specialise_rotation

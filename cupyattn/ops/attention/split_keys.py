@@ -11,17 +11,17 @@ import math
 from typing import Any, Protocol
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.combine import ROWS, combine
 from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs.attention import SPLIT_PARAMS
 from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.block_mask import block_lists
+from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.layouts import score_options
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, result_layouts
+from cupyattn.ops.attention.structs import SPLIT_PARAMS
 from cupyattn.ops.plan import Plan, Step, lay_out_scratch
 
 LEAST_KEYS = 256

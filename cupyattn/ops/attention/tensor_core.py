@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.attention.options import FlashOptions
-from cupyattn.kernels.configs.attention.tensor_core import forward
-from cupyattn.kernels.configs.attention.tensor_core.forward_rows import (
+from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
+from cupyattn.kernels.structs.record import record
+from cupyattn.ops.attention.kernels.options import FlashOptions
+from cupyattn.ops.attention.kernels.tensor_core import forward
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     TALL,
     FlashConfig,
     admissible_rows,
     flash_longest_tile,
     flash_row,
 )
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.structs.attention import ROTARY_TABLES
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.layouts import (
     Starts,
     flash_options,
@@ -28,6 +27,7 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
+from cupyattn.ops.attention.structs import ROTARY_TABLES
 from cupyattn.ops.plan import Plan
 
 _TALL_GAIN = 1.05

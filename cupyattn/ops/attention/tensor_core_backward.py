@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 from cupyattn.arrays import Layout
 from cupyattn.errors import error
-from cupyattn.kernels.configs.attention.modifiers import BLOCK_STATES
-from cupyattn.kernels.configs.attention.options import PLAIN_BACKWARD, BackwardOptions
-from cupyattn.kernels.configs.attention.tensor_core import (
-    backward_dkdv,
-    backward_dq,
-    backward_summed_dbias,
-    passes,
-)
 from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import BlockLists, block_lists
 from cupyattn.ops.attention.dbias import SummedDbias, four_axes, shared_out, sum_step
+from cupyattn.ops.attention.kernels.modifiers import BLOCK_STATES
+from cupyattn.ops.attention.kernels.options import PLAIN_BACKWARD, BackwardOptions
+from cupyattn.ops.attention.kernels.tensor_core import (
+    backward_dkdv,
+    backward_dq,
+    backward_summed_dbias,
+    passes,
+)
 from cupyattn.ops.attention.layouts import (
     Starts,
     require_near_rows,

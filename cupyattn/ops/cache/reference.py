@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.ops.rope.bounds import rope_bound
-from cupyattn.ops.rope.reference import rotate
-from cupyattn.reference.attention.paged import gathered
-from cupyattn.reference.kv_cache.quantisation import (
+from cupyattn.ops.attention.reference.cache_formats import (
     STORED_BITS,
     dequantise,
     quantisation_bound,
     quantise,
 )
+from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.ops.rope.bounds import rope_bound
+from cupyattn.ops.rope.reference import rotate
 from cupyattn.reference.precision import U32, precision_of
 
 

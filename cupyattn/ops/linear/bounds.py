@@ -2,7 +2,7 @@
 
 The kernels that the bounds describe read inputs of their dtype, multiply exactly or with one
 rounding, accumulate in float32 in any order, apply the activation to the float32 sum, and round
-once at the store. u32 = 2**-24, u_in and u_out as in `cupyattn.reference.attention.bounds`, which
+once at the store. u32 = 2**-24, u_in and u_out as in `cupyattn.ops.attention.bounds`, which
 says why a sum of n terms errs by n u32; 8 terms more pay for the bias, for sums of partial sums and
 for what is of second order, and a factor of two on tensor cores for their truncation.
 

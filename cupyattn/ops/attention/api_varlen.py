@@ -1,0 +1,184 @@
+"""Exact attention over packed sequences, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from cupyattn import reference
+from cupyattn.arrays import Array
+from cupyattn.functional.backend import device_of
+from cupyattn.functional.outputs import named_out
+from cupyattn.functional.rounding import round_into
+from cupyattn.ops.attention.api_block_mask import BlockMask
+from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
+from cupyattn.ops.attention.call import attention_call, reference_options
+from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.packed import PackedProblem
+from cupyattn.ops.attention.varlen import varlen_forward
+from cupyattn.ops.attention.varlen_problem import forward_problem
+from cupyattn.ops.checks import require_bool
+from cupyattn.ops.rope.api import Rotary
+
+
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    q_offset: int | Array | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | DropoutSeed | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    return_lse: bool = False,
+    out: Array | tuple[Array, Array] | None = None,
+    workspace: Array | None = None,
+) -> Any:
+    r"""Attend within each of several sequences that stand one behind the other in one array.
+
+    The result is that of one call of `attention` for each sequence, without padding and in one
+    launch. Letters: B sequences, total_q and total_k rows of all of them together, H query heads,
+    G key-value heads (H a multiple of G), D head dim, Dv value head dim (each 1 to 256).
+
+    Parameters
+    ----------
+    q : array (total_q, H, D)
+        Queries; dtypes and strides as for `attention`.
+    k : array (total_k, G, D)
+        Keys.
+    v : array (total_k, G, Dv)
+        Values.
+    cu_seqlens_q : int32 or int64 array (B + 1,)
+        The queries of sequence b are rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. It begins
+        with 0 and never falls; a sequence may have no queries. Rows from its last item on belong to
+        no sequence: they are not read, and of results that are given theirs stay as they are (so
+        arrays may keep their shape in a CUDA graph). Of results that are not given they are
+        undefined.
+    cu_seqlens_k : int32 or int64 array (B + 1,)
+        The same of k and v.
+    max_seqlen_q, max_seqlen_k : int
+        The most queries and the most keys of a sequence, or larger numbers. Where the lengths vary,
+        what max_seqlen says costs nothing: it bounds what is launched, and the lengths do too.
+    causal, softmax_scale, window_size : optional
+        As in `attention`. By default the last query of each sequence stands at its last key.
+    q_offset : int, or int32 or int64 array (B,), optional
+        Key position, within its sequence, at which query 0 of each sequence stands.
+    seqused_k : int32 or int64 array (B,), optional
+        Keys in use of each sequence, counted from its first one; what lies behind may be anything.
+    mask, bias : array, optional
+        As in `attention`; they broadcast to (B, H, max_seqlen_q, max_seqlen_k).
+    alibi_slopes, softcap, sinks : optional
+        As in `attention`.
+    dropout_p, seed : optional
+        As in `attention`; the b of dropout's (b, h, i, j) is the number of the sequence, i and j
+        count within it.
+    rotary, score_mod, mask_mod : optional
+        As in `attention`, with such b, i and j: positions begin anew in each sequence, and an
+        expression is told ``q_idx`` and ``k_idx`` that the sequence has. So it may name rows of
+        packed arrays: ``document[begin[b] + q_idx]``, with cu_seqlens_q as ``begin``. A BlockMask
+        is one for ``block_mask(mask_mod, max_seqlen_q, max_seqlen_k, B=B)``, without B where it is
+        the same for each sequence. That asks beyond the end of shorter sequences too:
+        ``document[min(begin[b] + q_idx, last)]``, with total_q - 1 as ``last``.
+    return_lse : bool
+        Return the log-sum-exp of the scores too.
+    out : array, or (out, lse) with return_lse, optional
+        Where to write the result: the last axis of each array is contiguous, the others may have
+        any stride, and they overlap no input.
+    workspace : array, optional
+        As in `attention`, for a BlockMask, and with rotary for rotated k and mostly not for q;
+        other calls need none.
+
+    Returns
+    -------
+    out : array (total_q, H, Dv), dtype of q
+    lse : array (H, total_q), float32 (float64 for float64 arrays)
+        Only with return_lse: natural log of the softmax denominator.
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+    ValueError
+        For shapes, strides or options that do not fit, and where values are checked (`backend`;
+        NumPy arrays always) for cu_seqlens that fall or reach past their arrays, and for a sequence
+        that is longer than max_seqlen says. A GPU takes such lengths as the nearest that lie within
+        the arrays and max_seqlen: it reads nothing beyond.
+    NotImplementedError
+        On a GPU or the emulator, for a score_mod or mask_mod that is a Python function.
+    RuntimeError
+        On a GPU, as `attention`.
+
+    Notes
+    -----
+    The kernels are those of `attention` with ``implementation="flash"``, and give the same bits
+    where that neither splits keys nor takes taller tiles for long sequences. No length is read by
+    the host, and a call runs on the current stream without synchronising: each thread block finds
+    its rows from the lengths, those of the longest sequences first. Keys are not split: a single
+    sequence with few queries does not fill a GPU as it does in `attention`.
+
+    Examples
+    --------
+    Two sequences, of 3 and 5 tokens:
+
+    >>> import numpy as np, cupyattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 2, 16), dtype=np.float32)
+    >>> bounds = np.array([0, 3, 8], np.int32)
+    >>> out = cupyattn.attention_varlen(q, k, v, bounds, bounds, 5, 5, causal=True)
+
+    The second one by itself:
+
+    >>> alone = cupyattn.attention(q[None, 3:], k[None, 3:], v[None, 3:], causal=True)
+    >>> np.allclose(out[3:], alone[0])
+    True
+    """
+    require_bool("return_lse", return_lse)
+    operands, problem, seed = attention_call(
+        partial(forward_problem, longest=(max_seqlen_q, max_seqlen_k)),
+        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+         "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
+         "sinks": sinks, "workspace": workspace,
+         **named_out(out, ("out", "lse") if return_lse else ("out",))},
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None,
+         "flash"),
+        q_offset, seed, rotary, score_mod, mask_mod,
+    )  # fmt: skip
+    device = device_of(operands)
+    if device is None:
+        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
+        results = _on_cpu(problem, operands.arrays, options)
+    else:
+        results = varlen_forward(device, problem, operands, seed=seed, return_lse=return_lse)
+    return (results["out"], results["lse"]) if return_lse else results["out"]
+
+
+def _on_cpu(
+    problem: PackedProblem, arrays: Mapping[str, Array], options: Mapping[str, Any]
+) -> dict[str, Array]:
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    out, lse = reference.attention_varlen(*(arrays[name] for name in names), **options)
+    behind = int(arrays["cu_seqlens_q"][-1])  # rows of no sequence stay as they are
+    if "out" in arrays:
+        out[behind:] = arrays["out"][behind:]
+    if "lse" in arrays:
+        lse[:, behind:] = arrays["lse"][:, behind:]
+    return {
+        "out": round_into(arrays.get("out"), out, problem.dtype),
+        "lse": round_into(arrays.get("lse"), lse, problem.lse_dtype),
+    }

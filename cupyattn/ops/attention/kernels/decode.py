@@ -1,0 +1,318 @@
+"""Launch configurations of decoding: few query tokens over a paged cache or dense keys, for sm_75.
+
+What is wanted is bytes in flight: warps that load a tile's K and V ahead, and as many of them as
+registers allow. Caches of integers have fewer bytes a tile, so that more tiles are ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    option_macros,
+    pairs,
+    round_up,
+    rows_for,
+)
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.ops.attention.kernels.options import FlashOptions
+from cupyattn.ops.attention.structs import DECODE_STRUCT
+
+FORWARD = KernelSpec(
+    "attention_decode",
+    "attention/decode/forward.cu",
+    (
+        *inputs("q", "k_cache", "v_cache"),
+        *inputs("block_table", "seqlens_k", "q_offset", optional=True),
+        *inputs("k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
+        Pointer("out"),
+        Pointer("lse", optional=True),
+        *(Pointer(name, optional=True) for name in ("partial_out", "partial_sums")),
+        DECODE_STRUCT,
+    ),
+)
+COMBINE = KernelSpec(
+    "attention_decode_combine",
+    "attention/decode/combine.cu",
+    (
+        *inputs("seqlens_k", "q_offset", "sinks", optional=True),
+        *inputs("partial_out", "partial_sums"),
+        Pointer("out"),
+        Pointer("lse", optional=True),
+        DECODE_STRUCT,
+    ),
+)
+KERNELS = (FORWARD, COMBINE)
+_Row = TypeVar("_Row")
+
+TILE_KEYS = 16
+"""Keys that a warp takes at a time (kTileKeys in params.cuh); block sizes are multiples of it."""
+WARPS = 4
+COMBINE_WARPS = (1, 8)
+"""Of a row: one warp where few parts are to be merged, and rows are many."""
+COMBINE_PARTS = 8
+"""What one warp loads of a row at once."""
+FEEDS = ("BlockFeed", "DenseFeed")
+"""Where tiles of keys lie: in blocks that a table names, or one behind the other."""
+
+INTEGER_BITS = {"int8": 8, "uint8": 4}
+"""Bits of an item of caches of integers, by the dtype of their arrays."""
+INTEGER_ITEMS = 8
+"""Items of such a cache that a lane loads at once without tensor cores, where rows allow it."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Of a head dim and a number of query rows of one key-value head.
+
+    Attributes
+    ----------
+    rows : int
+        Query rows of a key-value head that share a pass over the keys: 8 make a tile on the tensor
+        cores, 4 otherwise.
+    ctas_per_sm : int
+        What the compiler keeps registers for, and what the grid is chosen by.
+    tiles_ahead : int
+        Tiles of 16 keys that a warp loads ahead on tensor cores; 0 loads them as they are used.
+        Without tensor cores it is one, where the registers do (FloatRows).
+    """
+
+    rows: int
+    ctas_per_sm: int
+    reason: str
+    tiles_ahead: int = 1
+    gates: Gates = Gates()
+
+
+# By the head dim and the most rows; others of float16 run as other dtypes do. Chosen by what
+# registers hold; of D 128 and 8 rows others were timed on an H200 as compute_75 code (2026-11-22):
+# two CTAs an SM, or two tiles ahead, gain nothing on long work, and little on one sequence alone.
+TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
+    75: {
+        64: {
+            8: DecodeConfig(8, 4, "16 warps an SM with a tile of K and V each on the way"),
+            None: DecodeConfig(16, 3, "two tiles of rows share what is read of K and V"),
+        },
+        128: {
+            8: DecodeConfig(8, 3, "12 warps an SM, each with one tile ahead"),
+            None: DecodeConfig(16, 2, "4 tokens of a group of 4 in one pass"),
+        },
+        256: {None: DecodeConfig(8, 2, "64 registers of K or V on the way, 96 of q and out", 0)},
+    }
+}
+
+# The same of caches of integers and float16 queries, by their dtype first. Of 8 rows of D 128 the
+# loop has 395 instructions for a tile of int8 and 344 for one of 4 bits, 277 of float16. By the
+# model of `python -m cupyattn turing` an SM of a T4 could so take 20 and 11 bytes a cycle (NVRTC
+# 12.9, 2026-11-23); the card's memory brings 5.
+INTEGER_TENSOR_CORES: Mapping[
+    int, Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]
+] = {
+    75: {
+        "int8": {
+            64: {
+                8: DecodeConfig(8, 4, "16 warps an SM; two tiles ahead would spill"),
+                None: DecodeConfig(16, 3, "as of 8 rows"),
+            },
+            128: {
+                8: DecodeConfig(8, 3, "12 warps an SM; two tiles ahead would spill"),
+                None: DecodeConfig(16, 2, "as of 8 rows"),
+            },
+            256: {None: DecodeConfig(8, 2, "64 registers of K and V on the way")},
+        },
+        "uint8": {
+            64: {
+                8: DecodeConfig(8, 4, "a quarter of float16's bytes a tile: two of them", 2),
+                None: DecodeConfig(16, 3, "two tiles ahead would spill"),
+            },
+            128: {
+                8: DecodeConfig(8, 3, "two tiles ahead were slower on an H200"),
+                None: DecodeConfig(16, 2, "a quarter of float16's bytes: two tiles", 2),
+            },
+            256: {None: DecodeConfig(8, 2, "two tiles ahead would spill with options")},
+        },
+    }
+}
+
+# For every other call, by the items of a row that a lane holds and the most rows.
+LANES: Mapping[int, Mapping[int | None, Mapping[int | None, DecodeConfig]]] = {
+    75: {
+        4: {
+            4: DecodeConfig(4, 3, "one token of a group of 4"),
+            None: DecodeConfig(
+                8, 2, "twice the rows for what is read of K and V", gates=Gates(spills=16)
+            ),
+        },
+        None: {None: DecodeConfig(4, 2, "8 items of 8 rows, of q and out, would spill")},
+    }
+}
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """A call's kernels, but for its options."""
+
+    dtype: str
+    cache: str
+    head_dim: int
+    tensor_cores: bool
+    vec: int
+    config: DecodeConfig
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a row; 0 on tensor cores."""
+        return 0 if self.tensor_cores else _lanes(self.head_dim, self.vec)
+
+
+def _lanes(head_dim: int, vec: int) -> int:
+    """Return how many lanes share a row: a power of two, at least 4."""
+    vectors = -(-head_dim // vec)
+    return min(max(4, 1 << (vectors - 1).bit_length()), WARP_SIZE)
+
+
+@cache
+def decode_launch(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    rows: int,
+    vec: int,
+    cache: str | None = None,
+    *,
+    tensor_cores: bool = True,
+) -> DecodeLaunch:
+    """Choose for so many query rows a key-value head.
+
+    `cache` is the dtype of the caches, q's by default. `vec` is 16 bytes' worth of their items,
+    where every row starts at a multiple of that and q's too; of integers INTEGER_ITEMS, where rows
+    allow no more; otherwise what a byte or an item has. `tensor_cores`: whether the card has any.
+    """
+    cache = dtype if cache is None else cache
+    by_rows = None
+    if tensor_cores and dtype == "float16" and vec * cache_bits(cache) == 8 * VECTOR_BYTES:
+        by_rows = _tensor_cores(arch).get(cache, {}).get(head_dim)
+    tensor_cores = by_rows is not None
+    if by_rows is None:
+        vec = min(vec, INTEGER_ITEMS)
+        lanes = _lanes(head_dim, vec)
+        items = -(-head_dim // (lanes * vec)) * vec
+        by_rows = _first(rows_for(LANES, arch), items)
+    return DecodeLaunch(dtype, cache, head_dim, tensor_cores, vec, _first(by_rows, rows))
+
+
+def _tensor_cores(arch: int) -> Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]:
+    """Return the rows of float16 queries by the dtype of the caches."""
+    return {"float16": rows_for(TENSOR_CORES, arch), **rows_for(INTEGER_TENSOR_CORES, arch)}
+
+
+def cache_bits(cache: str) -> int:
+    """Return how many bits an item has in caches of a dtype."""
+    return INTEGER_BITS[cache] if cache in INTEGER_BITS else 8 * STORAGE[cache]
+
+
+def _first(rows: Mapping[int | None, _Row], size: int) -> _Row:
+    """Return the first row whose limit is not below a size; None is no limit."""
+    return next(row for most, row in rows.items() if most is None or size <= most)
+
+
+@cache
+def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed") -> Specialisation:
+    """Specialise the kernel that walks over the keys; `feed` is one of `FEEDS`."""
+    tensor_core_rows = 8 if launch.head_dim <= 128 else 4
+    pass_rows = tensor_core_rows if launch.tensor_cores else launch.config.rows
+    row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
+    return FORWARD.specialise(
+        threads=WARPS * WARP_SIZE,
+        static_shared_bytes=round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
+        gates=launch.config.gates,
+        DTYPE=launch.dtype,
+        CACHE=launch.cache,
+        HEAD_DIM=launch.head_dim,
+        QUERY_ROWS=launch.config.rows,
+        WARPS=WARPS,
+        VEC=launch.vec,
+        LANES=launch.lanes,
+        FEED=feed,
+        TILES_AHEAD=launch.config.tiles_ahead,
+        MIN_CTAS=launch.config.ctas_per_sm,
+        **option_macros(options, ("slopes", "softcap", "sinks")),
+    )
+
+
+@cache
+def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
+    """Specialise the kernel that merges the parts of rows whose keys several CTAs shared.
+
+    `parts` is how many a row has, about.
+    """
+    warps = COMBINE_WARPS[parts > COMBINE_PARTS]
+    return COMBINE.specialise(
+        threads=warps * WARP_SIZE,
+        static_shared_bytes=round_up(warps * (launch.head_dim + 2) * FLOAT_BYTES, 8),
+        gates=Gates(registers=72),
+        DTYPE=launch.dtype,
+        HEAD_DIM=launch.head_dim,
+        SINKS=sinks,
+        WARPS=warps,
+        FORWARD_WARPS=WARPS,
+        QUERY_ROWS=launch.config.rows,
+    )
+
+
+_EACH_OPTION = (
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows with and without tensor cores, dtypes, head dims and loads in pairs; options.
+
+    Each launch in both feeds: that of blocks holds their ids, and needs more registers. Integers
+    lie in blocks.
+    """
+    plain = FlashOptions()
+    launches = [
+        decode_launch(arch, "float16", head_dim, rows, 8 * VECTOR_BYTES // cache_bits(cache), cache)
+        for cache, by_head_dim in _tensor_cores(arch).items()
+        for head_dim in by_head_dim
+        for rows in (8, 16)
+    ]
+    launches += [
+        decode_launch(
+            arch, dtype, head_dim, rows, INTEGER_ITEMS if whole else 8 // INTEGER_BITS[cache], cache
+        )
+        for dtype, cache, head_dim, rows, whole in pairs(
+            STORAGE, INTEGER_BITS, (32, 80, 128, 256), (4, 8), (True, False)
+        )
+    ]
+    launches += [
+        decode_launch(
+            arch,
+            dtype,
+            head_dim,
+            rows,
+            VECTOR_BYTES // STORAGE[dtype] if whole else 1,
+            tensor_cores=False,
+        )
+        for dtype, head_dim, rows, whole in pairs(
+            STORAGE, (32, 80, 128, 256), (4, 8), (True, False)
+        )
+    ]
+    for launch in dict.fromkeys(launches):
+        for feed in FEEDS if launch.cache in STORAGE else FEEDS[:1]:
+            yield forward(launch, plain, feed)
+    for launch in (launches[0], launches[-1]):
+        for parts in (COMBINE_PARTS, COMBINE_PARTS + 1):
+            yield combine(launch, "void", parts)
+        for options in _EACH_OPTION:
+            for feed in FEEDS:
+                yield forward(launch, options, feed)

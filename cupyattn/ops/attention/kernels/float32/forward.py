@@ -1,0 +1,195 @@
+"""Launch configurations of the float32 forward of attention, for sm_75."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    option_macros,
+    pairs,
+    row_of,
+    rows_for,
+    with_gates,
+)
+from cupyattn.kernels.spec import Gates, KernelSpec, Specialisation
+from cupyattn.ops.attention.kernels import parameters
+from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import (
+    EACH_OPTION,
+    EACH_PAGED_OPTION,
+    PLAIN,
+    FlashOptions,
+)
+
+KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", parameters.FLASH)
+PAGED = KernelSpec(
+    "attention_forward_paged_f32", "attention/float32/forward_paged.cu", parameters.PAGED
+)
+VARLEN = KernelSpec(
+    "attention_forward_varlen_f32", "attention/float32/forward_varlen.cu", parameters.VARLEN
+)
+SPLIT = KernelSpec(
+    "attention_forward_split_f32", "attention/float32/forward_split.cu", parameters.SPLIT
+)
+KERNELS = (KERNEL, PAGED, VARLEN, SPLIT)
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
+
+    column_lanes: int
+    pairs: int
+    warps: int
+    ctas_per_sm: int
+    reason: str
+    gates: Gates = Gates()
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return 8 * WARP_SIZE // self.column_lanes
+
+    @property
+    def tile_k(self) -> int:
+        """Keys per tile."""
+        return self.column_lanes * 2 * self.pairs
+
+
+# The first row whose head dim is not below max(D, Dv).
+_TURING = {
+    64: FlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+    128: FlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+    160: FlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+    256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
+}
+_GATES = {
+    64: Gates(0.99, items=0.97, options=0.95, most_spills=176),
+    128: Gates(0.99),
+    160: Gates(0.98, most_spills=32),
+    256: Gates(0.98),
+}
+FLASH = {75: with_gates(_TURING, _GATES)}
+DTYPES = ("float32", "bfloat16", "float16")
+"""What Turing's tensor cores do not take; and float16, for cards that have none."""
+VECTOR_ITEMS = 4
+"""Items that the float32 kernel loads at once where rows are aligned to so many."""
+_PANEL_KEYS = 16  # of V at a time
+_SLICE_ROW = 16 * FLOAT_BYTES  # bytes of a row of a slice of Q or K
+
+
+def flash_row(arch: int, head_dim: int, head_dim_v: int) -> FlashConfig:
+    """Return the table row for these head dims."""
+    return row_of(FLASH, arch, head_dim, head_dim_v)
+
+
+@cache
+def flash(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, otherwise 1."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return _specialise(KERNEL, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
+def varlen(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of packed sequences."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return _specialise(VARLEN, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
+def split(
+    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
+) -> Specialisation:
+    """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
+    row = flash_row(arch, head_dim, head_dim_v)
+    return _specialise(SPLIT, row, dtype, (head_dim, head_dim_v), vec, options)
+
+
+@cache
+def paged(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    cache: str | None = None,
+) -> Specialisation:
+    """Specialise the kernel over a paged cache: of `dtype`, or of that of integers."""
+    row = flash_row(arch, head_dim, head_dim)
+    dims = head_dim, head_dim
+    return _specialise(PAGED, row, dtype, dims, vec, options, CACHE=cache or dtype)
+
+
+def _specialise(
+    spec: KernelSpec,
+    row: FlashConfig,
+    dtype: str,
+    dims: tuple[int, int],
+    vec: int,
+    options: FlashOptions,
+    **macros: Any,
+) -> Specialisation:
+    head_dim, head_dim_v = dims
+    return modified(spec, options.modified).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_flash_shared_bytes(row, head_dim_v),
+        gates=row.gates,
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=row.warps,
+        COLUMN_LANES=row.column_lanes,
+        PAIRS=row.pairs,
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        **macros,
+        **option_macros(options),
+    )
+
+
+def _flash_shared_bytes(config: FlashConfig, head_dim_v: int) -> int:
+    """Two stages, each a slice of Q and K or a panel of V, and P (Smem in forward.cu)."""
+    columns = -(-head_dim_v // config.column_lanes)
+    columns += columns % 4 == 3
+    stage = max(
+        (config.tile_q + config.tile_k) * _SLICE_ROW,
+        _PANEL_KEYS * config.column_lanes * columns * FLOAT_BYTES,
+    )
+    return 2 * stage + config.tile_q * 2 * config.column_lanes * FLOAT_BYTES
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim, dtypes and loads in pairs; options by one."""
+    for dtype, head_dim, vec in pairs(DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1)):
+        yield flash(arch, dtype, head_dim, head_dim, vec)
+    for options in EACH_OPTION:
+        yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options)
+    for number, head_dim in enumerate(rows_for(FLASH, arch)):  # in turns
+        turn = DTYPES[number % 2], VECTOR_ITEMS if number % 3 else 1
+        yield paged(arch, turn[0], head_dim, turn[1])
+        yield varlen(arch, turn[0], head_dim, head_dim, turn[1])
+        yield split(arch, turn[0], head_dim, head_dim, turn[1])
+    for options in EACH_PAGED_OPTION:
+        yield paged(arch, "float32", 64, VECTOR_ITEMS, options)
+    for dtype, head_dim, vec, integers in pairs(
+        DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1), INTEGER_BITS
+    ):
+        yield paged(arch, dtype, head_dim, vec, cache=integers)
+    for options in EACH_OPTION:
+        yield varlen(arch, "float32", 64, 64, VECTOR_ITEMS, options)

@@ -1,0 +1,88 @@
+"""Which options a call of attention has, as the kernels' macros tell them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cupyattn.ops.attention.kernels.modifiers import Modifiers
+
+
+class FlashOptions(NamedTuple):
+    """Which options a call has; dtype names of arrays, "void" for those it has not."""
+
+    bias: str = "void"
+    bias_vec: int = 1
+    """Neighbouring keys of the bias that are read at once: 4, 2 or 1."""
+    mask: bool = False
+    mask_vec: int = 1
+    """The same for the mask."""
+    slopes: str = "void"
+    softcap: bool = False
+    sinks: str = "void"
+    dropout: bool = False
+    modified: Modifiers | None = None
+    """The expressions of score_mod and mask_mod."""
+
+
+PLAIN = FlashOptions()
+
+SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout", "modified")
+"""The options that every backward kernel of the scores is told."""
+
+EACH_OPTION = (
+    FlashOptions(bias="float16"),
+    FlashOptions(bias="float16", bias_vec=2),
+    FlashOptions(bias="float32", bias_vec=2),
+    FlashOptions(mask=True),
+    FlashOptions(mask=True, mask_vec=2),
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+    FlashOptions(dropout=True),
+)
+"""One option each: what the resource gates hold beside the plain kernels."""
+
+EACH_PAGED_OPTION = (
+    FlashOptions(slopes="float32"),
+    FlashOptions(softcap=True),
+    FlashOptions(sinks="float32"),
+)
+"""The same of the kernels over a paged cache."""
+
+
+class BackwardOptions(NamedTuple):
+    """Which options a backward on tensor cores has; dtype names as of `FlashOptions`.
+
+    dbias names what the kernel writes: the bias's dtype, or float32 for scratch memory. With
+    dbias_accumulate that of dk and dv adds each term to what its own item holds.
+    """
+
+    bias: str = "void"
+    mask: bool = False
+    score_vec: int = 1
+    """Neighbouring keys of bias, mask and dbias that are read or written at once: up to 4, or 1."""
+    slopes: str = "void"
+    softcap: bool = False
+    dropout: bool = False
+    modified: Modifiers | None = None
+    dbias: str = "void"
+    dbias_accumulate: bool = False
+
+
+PLAIN_BACKWARD = BackwardOptions()
+
+EACH_BACKWARD_OPTION = (
+    BackwardOptions(bias="float16", dbias="float16"),
+    BackwardOptions(bias="float32"),
+    BackwardOptions(mask=True),
+    BackwardOptions(slopes="float32"),
+    BackwardOptions(softcap=True),
+    BackwardOptions(dropout=True),
+)
+"""One option each, as above."""
+BACKWARD_QUADS = (
+    BackwardOptions(bias="float16", dbias="float16", score_vec=4),
+    BackwardOptions(bias="float32", score_vec=4),
+    BackwardOptions(mask=True, score_vec=4),
+)
+"""Those with items of bias or mask that are read four at a time."""

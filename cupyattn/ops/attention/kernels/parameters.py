@@ -1,0 +1,84 @@
+"""The parameters that attention kernels share."""
+
+from __future__ import annotations
+
+from cupyattn.kernels.spec import Parameter, Pointer, inputs
+from cupyattn.ops.attention.structs import (
+    ATTENTION_STRUCT,
+    PAGED_STRUCT,
+    ROTARY_TABLES_STRUCT,
+    SPLIT_STRUCT,
+    VARLEN_BACKWARD_STRUCT,
+    VARLEN_STRUCT,
+)
+
+POSITIONS = inputs("q_offset", "seqused_k", optional=True)
+SCORE_INPUTS = inputs("bias", "mask", "alibi_slopes", optional=True)
+
+FORWARD: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *POSITIONS,
+)
+"""Of every forward kernel, before what its options bring."""
+
+FLASH: tuple[Parameter, ...] = (
+    *FORWARD,
+    *SCORE_INPUTS,
+    *inputs("sinks", optional=True),
+    ATTENTION_STRUCT,
+)
+"""Of the forward kernels with every option."""
+
+ROTARY: tuple[Parameter, ...] = (
+    *FLASH[:-1],
+    *inputs("cos", "sin"),
+    *(ATTENTION_STRUCT, ROTARY_TABLES_STRUCT),
+)
+"""The same of the kernel that rotates queries."""
+SPLIT: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    *(Pointer(name) for name in ("partial_out", "partial_sums")),
+    *(*POSITIONS, *SCORE_INPUTS),
+    SPLIT_STRUCT,
+)
+"""Of those that have a part of the keys each, with every option but sinks."""
+
+PAGED: tuple[Parameter, ...] = (
+    *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
+    *inputs("cu_seqlens_q", "k_scales", "v_scales", "alibi_slopes", "sinks", optional=True),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    PAGED_STRUCT,
+)
+"""Of the forward kernels over a paged cache."""
+
+PACKED = inputs("cu_seqlens_q", "cu_seqlens_k")
+
+VARLEN: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v"),
+    Pointer("out"),
+    Pointer("lse", optional=True),
+    *(*PACKED, *POSITIONS, *SCORE_INPUTS),
+    *inputs("sinks", optional=True),
+    VARLEN_STRUCT,
+)
+"""Of the forward kernels of packed sequences."""
+
+ROTARY_VARLEN: tuple[Parameter, ...] = (
+    *VARLEN[:-1],
+    *inputs("cos", "sin"),
+    *(VARLEN_STRUCT, ROTARY_TABLES_STRUCT),
+)
+"""The same of the kernel that rotates queries."""
+
+
+def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters of a backward kernel as that of packed sequences has them."""
+    at = parameters.index(POSITIONS[0])
+    return (*parameters[:at], *PACKED, *parameters[at:-1], VARLEN_BACKWARD_STRUCT)
+
+
+FLOAT_GRADIENT = inputs("dout", "q", "k", "v", "lse", "delta")
+"""Inputs of the float32 backward kernels that come after delta."""

@@ -1,0 +1,254 @@
+"""Launch configurations of dK and dV on tensor cores, and of dQ in the same pass, for sm_75."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.tables import (
+    FLOAT_BYTES,
+    cpp_bool,
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+)
+from cupyattn.kernels.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import (
+    BACKWARD_QUADS,
+    EACH_BACKWARD_OPTION,
+    PLAIN_BACKWARD,
+    BackwardOptions,
+)
+from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
+from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+
+_DKDV_PARAMETERS: tuple[Parameter, ...] = (
+    *inputs("q", "k", "v", "dout", "stats", "scales"),
+    Pointer("cta_scales"),
+    *(Pointer("dq_acc", optional=True), Pointer("dk"), Pointer("dv")),
+    Pointer("dbias", optional=True),
+    *(*POSITIONS, *SCORE_INPUTS),
+    BACKWARD_STRUCT,
+)
+DKDV_KERNEL = KernelSpec(
+    "attention_backward_dkdv", "attention/tensor_core/backward_dkdv.cu", _DKDV_PARAMETERS
+)
+DKDV_PAIRED_KERNEL = KernelSpec(
+    "attention_backward_dkdv_paired",
+    "attention/tensor_core/backward_dkdv_paired.cu",
+    _DKDV_PARAMETERS,
+)
+_DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL)
+VARLEN = {
+    kernel: KernelSpec(
+        f"{kernel.entry}_varlen",
+        kernel.source.replace(".cu", "_varlen.cu"),
+        of_packed(kernel.parameters),
+    )
+    for kernel in _DENSE
+}
+"""The same of packed sequences."""
+KERNELS = (*_DENSE, *VARLEN.values())
+
+SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem
+
+
+@dataclass(frozen=True)
+class DkdvConfig:
+    """One CTA per warps * m_tiles * 16 keys; tile_q queries a tile, 8 * sub_q of them at once."""
+
+    m_tiles: int
+    warps: int
+    tile_q: int
+    sub_q: int
+    dq_row_warps: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps * self.warp_keys
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys per warp."""
+        return self.m_tiles * 16
+
+
+@dataclass(frozen=True)
+class PairedConfig:
+    """One CTA per warps / 2 * 16 keys, each 16 of them of two warps; tile_q queries a tile."""
+
+    warps: int
+    tile_q: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
+
+    @property
+    def tile_keys(self) -> int:
+        """Keys per CTA."""
+        return self.warps // 2 * self.warp_keys
+
+    @property
+    def warp_keys(self) -> int:
+        """Keys per pair of warps."""
+        return 16
+
+
+# In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
+# utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
+# 2026-11-20 and 21, +-0.05): no Turing card has been measured. Keys and values stay in registers
+# with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
+# 16 to 128, and beyond that 16 keys of two warps. With options, tiles of 16 queries spill less at
+# head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by
+# rows, were slower on an H200 when the table was made; by columns no GPU has timed them.)
+_TURING_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.66, and 0.61 with 16 queries at once"),
+    64: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.69; 16 queries at once spill"),
+    80: DkdvConfig(
+        1, 8, 64, 1, 1, 1, "models 0.65, and 0.64 with dQ shared out by rows; 0.60 with 16 queries"
+    ),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67 and fills the 64 KB; 0.57 with 32 queries"),
+    128: DkdvConfig(1, 8, 32, 1, 2, 1, "models 0.65, and 0.62 with dQ shared out by columns alone"),
+    160: PairedConfig(
+        8, 32, 1, "models 0.55 of its bound of 0.67, for the warps of values; 0.46 with 16 queries"
+    ),
+    192: PairedConfig(8, 32, 1, "models 0.56 and 0.65; 0.51 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.54 for the warps of values; K takes half of the 64 KB"),
+}
+_TURING_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 1, 1, 2, "models 0.73, and 0.70 with 16 queries at once"),
+    64: DkdvConfig(
+        2, 4, 32, 1, 1, 2, "models 0.79 as two CTAs, whose barriers do not bind each other"
+    ),
+    80: DkdvConfig(1, 8, 64, 1, 4, 1, "models 0.68, and 0.60 with tiles of 32 queries"),
+    96: DkdvConfig(1, 8, 64, 1, 2, 1, "models 0.67"),
+    128: DkdvConfig(
+        1, 8, 32, 1, 1, 1, "models 0.67, and 0.55 as two CTAs of 4 warps or packed with 16 queries"
+    ),
+    160: PairedConfig(8, 32, 1, "models 0.57, and 0.50 with tiles of 16 queries"),
+    192: PairedConfig(8, 32, 1, "models 0.58, and 0.54 with tiles of 16 queries"),
+    256: PairedConfig(8, 16, 1, "models 0.53; two tiles of 32 queries do not fit"),
+}
+
+
+# From sm_80 on the products of scores take two steps of columns in one instruction, and tiles of
+# head dim 128 come to L2 ahead of their loads, as the forward's do. The backward of 65,536 tokens,
+# 16 heads of 128, took an H200 357.2 ms so, and 373.3 without; under causal order 174.1 for 175.3,
+# and deterministic 426.6 for 455.3 and 205.7 for 210.9. With tiles alone, and the statistics of
+# queries left to the loads, one pass gained nothing: 373.3 and 178.2 (sm_90 code, 2026-11-24,
+# medians of 3 by replaced rows in one process).
+_L2_AHEAD = {128: 2}
+_ONE_PASS_GATES = {
+    40: Gates(0.67, scalar=0.59, items=0.43, kernels=0.65),
+    64: Gates(0.72, items=0.35, options=0.65, most_spills=64),
+    80: Gates(0.64, scalar=0.60, items=0.59, kernels=0.63),
+    96: Gates(0.68, kernels=0.67),
+    128: Gates(0.62, scalar=0.57, items=0.54, most_spills=64),
+    160: Gates(0.56),
+    192: Gates(0.65, scalar=0.55, kernels=0.62),
+    256: Gates(0.59, 48, kernels=0.55, most_spills=160),
+}
+_DETERMINISTIC_GATES = {
+    40: Gates(0.71, kernels=0.70),
+    64: Gates(0.81, scalar=0.74, options=0.79, kernels=0.79),
+    80: Gates(0.69, kernels=0.67),
+    96: Gates(0.69, scalar=0.65, kernels=0.66),
+    128: Gates(0.67, 16, most_spills=64),
+    160: Gates(0.60, scalar=0.53),
+    192: Gates(0.65, kernels=0.64),
+    256: Gates(0.63, 16, scalar=0.50, most_spills=32),
+}
+ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEAD)
+DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
+
+
+def dkdv_row(
+    arch: int, head_dim: int, head_dim_v: int, one_pass: bool
+) -> DkdvConfig | PairedConfig:
+    """Return the table row of dk and dv for these head dims."""
+    return row_of(ONE_PASS if one_pass else DETERMINISTIC, arch, head_dim, head_dim_v)
+
+
+@cache
+def dkdv(
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    one_pass: bool,
+    options: BackwardOptions = PLAIN_BACKWARD,
+    packed: bool = False,
+) -> Specialisation:
+    """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
+    row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
+    dense = DKDV_PAIRED_KERNEL if isinstance(row, PairedConfig) else DKDV_KERNEL
+    return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
+        gates=row.gates,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        WARPS=row.warps,
+        TILE_Q=row.tile_q,
+        ONE_PASS=cpp_bool(one_pass),
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=row.mma_k,
+        L2_AHEAD=row.l2_ahead,
+        **option_macros(options),
+        **({} if isinstance(row, PairedConfig) else _shape_of_a_warp(row)),
+    )
+
+
+def _shape_of_a_warp(row: DkdvConfig) -> dict[str, Any]:
+    return {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q, "DQ_ROW_WARPS": row.dq_row_warps}
+
+
+def _dkdv_shared_bytes(
+    config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
+) -> int:
+    """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    keys = config.tile_keys
+    buffers = 1 if one_pass else 2
+    parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
+    if one_pass:
+        parts += [keys * row]
+    if one_pass or isinstance(config, PairedConfig):
+        parts += [keys * config.tile_q * 2]  # dS
+    if isinstance(config, PairedConfig):
+        parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
+    walk = sum(round_up(part, SMEM_UNIT) for part in parts)
+    return round_up(max(walk, keys * row, keys * row_v), SMEM_UNIT)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim in every way, scalar loads in one; options by one."""
+    for number, head_dim in enumerate(rows_for(ONE_PASS, arch)):
+        yield dkdv(arch, head_dim, head_dim, 8, True)
+        yield dkdv(arch, head_dim, head_dim, 8, False)
+        yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
+        yield dkdv(arch, head_dim, head_dim, 8, True, packed=True)
+        yield dkdv(arch, head_dim, head_dim, 8, False, packed=True)
+    for options in EACH_BACKWARD_OPTION:
+        yield dkdv(arch, 64, 64, 8, True, options)
+    for head_dim, options in itertools.product((40, 64, 80, 128), BACKWARD_QUADS):
+        yield dkdv(arch, head_dim, head_dim, 8, True, options)

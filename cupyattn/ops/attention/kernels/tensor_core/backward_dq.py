@@ -1,0 +1,183 @@
+"""Launch configurations of the deterministic dQ on tensor cores, a pass of its own, for sm_75."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.kernels.arch import TURING, WARP_SIZE
+from cupyattn.kernels.configs.tables import (
+    limit_of,
+    option_macros,
+    round_up,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+    with_mma_k,
+)
+from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import (
+    BACKWARD_QUADS,
+    EACH_BACKWARD_OPTION,
+    PLAIN_BACKWARD,
+    BackwardOptions,
+)
+from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
+from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import SMEM_UNIT
+from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+
+DQ_KERNEL = KernelSpec(
+    "attention_backward_dq",
+    "attention/tensor_core/backward_dq.cu",
+    (
+        *inputs("q", "k", "v", "dout", "stats", "scales"),
+        Pointer("cta_scales"),
+        Pointer("dq"),
+        *(*POSITIONS, *SCORE_INPUTS),
+        BACKWARD_STRUCT,
+    ),
+)
+DQ_VARLEN_KERNEL = KernelSpec(
+    "attention_backward_dq_varlen",
+    "attention/tensor_core/backward_dq_varlen.cu",
+    of_packed(DQ_KERNEL.parameters),
+)
+"""The same of packed sequences."""
+KERNELS = (DQ_KERNEL, DQ_VARLEN_KERNEL)
+
+
+@dataclass(frozen=True)
+class DqConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+
+    With full_loop the tiles that need no mask have a loop of their own.
+    """
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    full_loop: bool = True
+    mma_k: int = 8
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
+
+
+_TURING_DQ = {
+    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys", False),
+    64: DqConfig(2, 4, 32, 2, "models 0.84, as with 16 keys, which are slower on an H200"),
+    80: DqConfig(2, 4, 16, 2, "models 0.80; 32 keys spill; 0.79 with one loop, 0.64 under ALiBi"),
+    96: DqConfig(2, 4, 16, 2, "models 0.79, and 0.61 with 16 rows a warp"),
+    128: DqConfig(1, 8, 32, 1, "models 0.72, and 0.69 as two CTAs of 4 warps"),
+    160: DqConfig(1, 8, 16, 1, "models 0.68; 32 keys spill"),
+    192: DqConfig(1, 8, 16, 1, "models 0.69; 32 keys spill"),
+    256: DqConfig(
+        1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill", False
+    ),
+}
+# Items of a bias or a mask, read ahead, wait in registers for as long as the products take; the
+# addresses of those that are read one by one take some.
+_TURING_DQ_SCORE_ITEMS = {
+    40: DqConfig(2, 4, 32, 2, "models 0.61 with a mask by 4, and 0.60 with 48 keys"),
+    64: DqConfig(2, 4, 16, 2, "models 0.55 with a bias, 0.73 by 4, and 0.52 and 0.77 with 32 keys"),
+}
+# With a block mask one loop for both kinds of tiles spills (the model of 2026-11-23).
+_TURING_DQ_BLOCKS = {
+    40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill"),
+}
+
+_GATES = {
+    40: Gates(0.79, scalar=0.53, most_spills=128),
+    64: Gates(0.89, 80, scalar=0.74, options=0.70, kernels=0.84, most_spills=112),
+    80: Gates(0.80, 80, scalar=0.53, items=0.70, kernels=0.78, most_spills=96),
+    96: Gates(0.78, 96, scalar=0.51, most_spills=112),
+    128: Gates(0.73, 48, scalar=0.64, items=0.67, options=0.71, most_spills=80),
+    160: Gates(0.65, scalar=0.44),
+    192: Gates(0.70, 48, scalar=0.40),
+    256: Gates(0.50, 304, scalar=0.41),
+}
+_SCORE_ITEMS_GATES = {40: Gates(0.58, 16), 64: Gates(0.55)}
+_BLOCKS_GATES = {40: Gates(0.75)}
+
+DQ = with_l2_ahead(with_gates(_TURING_DQ, _GATES), {128: 2})  # backward_dkdv.py says what it gains
+DQ_SCORE_ITEMS = with_mma_k(with_gates(_TURING_DQ_SCORE_ITEMS, _SCORE_ITEMS_GATES))
+DQ_BLOCKS = with_mma_k(with_gates(_TURING_DQ_BLOCKS, _BLOCKS_GATES))
+
+
+def dq_row(
+    arch: int, head_dim: int, head_dim_v: int, options: BackwardOptions = PLAIN_BACKWARD
+) -> DqConfig:
+    """Return the table row of dq for these head dims and options."""
+    rows = rows_for(DQ, arch)
+    limit = limit_of(rows, head_dim, head_dim_v)
+    if options.bias != "void" or options.mask:
+        return rows_for(DQ_SCORE_ITEMS, arch).get(limit, rows[limit])
+    if options.modified is not None and options.modified.blocks:
+        return rows_for(DQ_BLOCKS, arch).get(limit, rows[limit])
+    return rows[limit]
+
+
+_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
+
+
+@cache
+def dq(
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: BackwardOptions = PLAIN_BACKWARD,
+    packed: bool = False,
+) -> Specialisation:
+    """Specialise the deterministic dQ kernel, which writes no dbias."""
+    row = dq_row(arch, head_dim, head_dim_v, options)
+    return modified(DQ_VARLEN_KERNEL if packed else DQ_KERNEL, options.modified).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
+        gates=row.gates,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=row.m_tiles,
+        WARPS=row.warps,
+        TILE_K=row.tile_k,
+        FULL_LOOP=int(row.full_loop),
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=row.mma_k,
+        L2_AHEAD=row.l2_ahead,
+        **option_macros(options, _DQ_OPTIONS),
+    )
+
+
+def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
+    row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
+    walk = sum(round_up(2 * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
+    return round_up(max(walk, config.tile_rows * max(row, row_v)), SMEM_UNIT)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield rows at their largest head dim in every way; options by one."""
+    for head_dim, vec in itertools.product(rows_for(DQ, arch), (8, 1)):
+        yield dq(arch, head_dim, head_dim, vec)
+    for head_dim in rows_for(DQ, arch):
+        yield dq(arch, head_dim, head_dim, 8, packed=True)
+    for options in EACH_BACKWARD_OPTION:
+        yield dq(arch, 64, 64, 8, options)
+    for head_dim, options in itertools.product((40, 64, 80, 128), BACKWARD_QUADS):
+        yield dq(arch, head_dim, head_dim, 8, options)

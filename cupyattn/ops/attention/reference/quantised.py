@@ -1,0 +1,194 @@
+"""Attention over keys and values that are kept as integers: what the kernel and the format cost.
+
+Three bounds. `stored_attention_bound` and `dequantised_attention_bound` are the kernels', those
+that decode and those of prompts: how far they may be from the reference on the same integers,
+beyond what `bounds` says of keys and values that are floats. `quantisation_error` is the format's:
+how far exact attention over what was stored may be from that over what was given. Letters as in
+`bounds`; s_j and t_j are the scales of key and value j, c is `BIAS`.
+
+Decoding, for one row (kernels in float32 have no bias, and no weights in float16):
+
+    ds  = (D + 4) u32 |softmax_scale| max_j s_j sum_d |q_d| (|K_jd| + 2 c)
+    |out - ref| <= 4 ds (P |V|) + 4 u32 (P |V|) + 2**-24 max_j t_j sum_j |V_j / t_j|
+                   + (2 c (n + 8 T) + 2**11) u32 sum_j P_j t_j, of 4 bits alone
+    |lse - ref| <= 2 ds
+
+- On tensor cores an integer of K counts from -c on, and c sum_d q_d is taken off its product: two
+  sums of D terms whose sizes add up to |q| (|K| + 2 c). Scaling them rounds twice more.
+- A weight times t_j is kept in float16, in units of a power of two that is at most twice max t_j.
+  The row's largest weight is at least 1. So what a weight loses below 2**-14 of the unit is 2**-25
+  of it; then it meets an integer. Its other roundings are those of any weight, and 2 u32 of the
+  scaling.
+- An integer of V of 4 bits counts from -c on too, and c sum_j P_j t_j is taken off at the end: each
+  of the two sums over n keys, in T tiles of 16, errs by that much.
+- Such an integer is as many 2**-24, a subnormal. 2**11 is for tensor cores that align the products
+  of a step as if each were 2**-14, and cut off what is below 2 u32 of that, or 2**10 units of the
+  largest weight. That they do is inferred from one figure: on an H200 a value of 0 beside one whose
+  scale is 5,000 times as large was 3.2e-5 off, for 6e-7 by float32 sums
+  (tests/attention/test_paged_attention.py, 2026-11-26). K has shown nothing of it.
+
+Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
+
+    ds  = |softmax_scale| max_j sum_d |q_d| (r |K_jd| + t)
+    |out - ref| <= (4 ds + r) (P |V|) + t
+    |lse - ref| <= 2 ds
+
+- In float32 an integer times its scale is rounded once: r = u32, t = 2**-126.
+- In float16 the scale is rounded first, times 64 or 4 and the integer by as much less. So r is
+  2 u16 and u16**2 more; and where the one or the other is subnormal, t = (2 + 1) 2**-25.
+
+The format: with e_j a bound of the error of score j, P exact and p = exp(s) / sum exp(s) of the
+quantised scores, p_j / P_j lies within exp(-e_j) / up and exp(e_j) / down, where up and down are
+sum_j P_j exp(+-e_j), a sink among them with e = 0. Both weights add up to 1, so that with V* the
+quantised values and any vector w, out* - out = sum_j p_j (V*_j - V_j) + sum_j (p_j - P_j) (V_j -
+w); w is out. e_j = |softmax_scale| sum_d |q_d| |K*_jd - K_jd|, since a softcap's slope is at most
+1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound
+from cupyattn.ops.attention.reference.dense import attention
+from cupyattn.ops.attention.reference.scores import ScoreBlocks, probabilities
+from cupyattn.reference.precision import TINY32, U32, Float64
+
+BIAS = {"int8": 128, "uint8": 8}
+"""What is added to an integer of K on tensor cores."""
+_ALIGNED = 2.0**11
+"""What is cut off of products with values that are subnormal, in units of u32."""
+
+
+def stored_attention_bound(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    k_scales: NDArray[Any],
+    v_scales: NDArray[Any],
+    /,
+    **options: Any,
+) -> tuple[Float64, Float64]:
+    """Bound what integers add to `attention_bound` of the dequantised k and v.
+
+    Parameters
+    ----------
+    q : (B, Sq, H, D)
+        The kernel's precision follows from its dtype.
+    k, v : (B, Sk, G, D) int8 or (B, Sk, G, D / 2) uint8, k_scales, v_scales : (B, Sk, G)
+        Zeros behind a sequence's end.
+    **options
+        See `scores.ScoreBlocks`.
+
+    Returns
+    -------
+    out_bound : (B, Sq, H, D), lse_bound : (B, H, Sq)
+    """
+    group = q.shape[2] // max(k.shape[2], 1)
+    half = q.dtype == np.float16
+    ones = np.ones(k_scales.shape)
+    integers = [np.abs(dequantise(stored, ones)) for stored in (k, v)]
+    head_dim = q.shape[-1]
+    scale = options.get("softmax_scale") or head_dim**-0.5
+    largest = integers[0] + (2 * BIAS[k.dtype.name] if half else 0)
+    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), _heads(largest, group))
+    reach = reach * _heads(k_scales, group, -1).transpose(0, 2, 1)[:, :, None]
+    ds = (head_dim + 4) * U32 * abs(scale) * np.max(reach, axis=-1, initial=0.0)
+
+    weighted, _ = attention(
+        q, dequantise(k, k_scales), integers[1] * v_scales[..., None], **options
+    )
+    out_bound = (4 * np.swapaxes(ds, 1, 2)[..., None] + 4 * U32) * weighted
+    if half:
+        unit = np.max(v_scales, axis=1, initial=0.0)[..., None]
+        out_bound += _heads(2.0**-24 * unit * integers[1].sum(axis=1), group)[:, None]
+    if half and v.dtype == np.uint8:
+        count = k.shape[1]
+        shares, _ = attention(q, dequantise(k, k_scales), v_scales[..., None], **options)
+        roundings = count + 8 * -(-count // 16)
+        out_bound += (2 * BIAS["uint8"] * roundings + _ALIGNED) * U32 * shares
+    return out_bound, 2 * ds
+
+
+def dequantised_attention_bound(
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    k_scales: NDArray[Any],
+    v_scales: NDArray[Any],
+    /,
+    **options: Any,
+) -> tuple[Float64, Float64]:
+    """Bound what integers that become floats first add to `attention_bound`.
+
+    Parameters and results are those of `stored_attention_bound`.
+    """
+    group = q.shape[2] // max(k.shape[2], 1)
+    relative, least = (2.001 * 2.0**-11, 3 * 2.0**-25) if q.dtype == np.float16 else (U32, TINY32)
+    keys, values = dequantise(k, k_scales), dequantise(v, v_scales)
+    off = _heads(relative * np.abs(keys) + least, group)
+    reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), off)
+    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
+    ds = abs(scale) * np.max(reach, axis=-1, initial=0.0)
+    weighted, _ = attention(q, keys, np.abs(values), **options)
+    return (4 * np.swapaxes(ds, 1, 2)[..., None] + relative) * weighted + least, 2 * ds
+
+
+def _heads(x: NDArray[Any], group: int, axis: int = -2) -> Float64:
+    """Repeat the axis of key-value heads for each query head."""
+    return np.repeat(x.astype(np.float64), group, axis=axis)
+
+
+def quantisation_error(
+    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], bits: int, /, **options: Any
+) -> tuple[Float64, Float64]:
+    """Bound how far exact attention over quantised k and v is from that over k and v.
+
+    Parameters
+    ----------
+    q : (B, Sq, H, D), k, v : (B, Sk, G, D) floats
+        What was given.
+    bits : int
+        Of an item: 8 or 4.
+    **options
+        See `scores.ScoreBlocks`; without rotary and dropout.
+
+    Returns
+    -------
+    out_bound : (B, Sq, H, D), lse_bound : (B, H, Sq)
+        It grows as exp of the largest score's error does: of 4 bits it is often a multiple of what
+        is measured.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 64, 1, 32)) / 2
+    >>> bounds = [quantisation_error(q, k, v, bits)[0].max() for bits in (8, 4)]
+    >>> f"{bounds[0]:.3f} {bounds[1]:.3f}"
+    '0.017 0.412'
+    """
+    out, lse = attention(q, k, v, **options)
+    off_k, off_v = (quantisation_bound(x, bits)[0] for x in (k, v))
+    blocks = ScoreBlocks(q, k, v, **options)
+    out_bound, lse_bound = np.zeros(out.shape), np.zeros(lse.shape)
+    for block in blocks:
+        p = probabilities(block.scores, lse[block.at])
+        e = abs(blocks.scale) * np.abs(block.q) @ off_k[block.b, block.keys, block.g].T
+        rest = 1 - p.sum(axis=-1, keepdims=True) if blocks.sinks is not None else 0.0
+        up = (p * np.exp(e)).sum(axis=-1, keepdims=True) + rest
+        down = (p * np.exp(-e)).sum(axis=-1, keepdims=True) + rest
+        seen = np.isfinite(lse[block.at])[:, None]
+        up, down = np.where(seen, up, 1.0), np.where(seen, down, 1.0)
+        change = p * np.maximum(np.exp(e) / down - 1, 1 - np.exp(-e) / up)
+        row = block.rows_of(out)
+        bound = (p * np.exp(e) / down) @ off_v[block.b, block.keys, block.g]
+        for i in range(len(row)):  # a row at a time: (keys, D)
+            bound[i] += change[i] @ np.abs(block.v - row[i])
+        if blocks.sinks is not None:
+            bound += rest * np.maximum(1 / down - 1, 1 - 1 / up) * np.abs(row)
+        out_bound[block.b, block.rows, block.h] = bound
+        lse_bound[block.at] = np.maximum(np.log(up), -np.log(down))[:, 0]
+    return out_bound, lse_bound
