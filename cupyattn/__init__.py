@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cupyattn.fork import no_fork
+from cupyattn.runtime.fork import no_fork
 
 __version__ = "0.1.0"
 

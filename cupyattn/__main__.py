@@ -6,7 +6,7 @@ from collections.abc import Sequence
 try:  # they take most of a second
     from cupyattn import cli
     from cupyattn.benchmark import report, tune
-    from cupyattn.kernels.cache import end_process
+    from cupyattn.runtime.kernel_cache import end_process
 except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     sys.exit(130)  # cli.INTERRUPTED, which may not be there yet

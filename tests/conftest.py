@@ -17,16 +17,16 @@ from support.devices import KERNELS
 from support.readme import ROOT
 from support.recording_device import Recorder
 
-from cupyattn import folders
-from cupyattn.folders import cache_directory, temporary_directory
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels import cache, compile
-from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.kernels.source import Unit
-from cupyattn.kernels.target import ARCH_VARIABLE
+from cupyattn.runtime import compile, folders
+from cupyattn.runtime import kernel_cache as cache
+from cupyattn.runtime.compile import nvrtc_version
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.folders import cache_directory, temporary_directory
+from cupyattn.runtime.source import Unit
+from cupyattn.runtime.target import ARCH_VARIABLE
 
-COMPILED = ("cupyattn.functional.backend.backend", "cupyattn.functional.kernel.Kernel")
+COMPILED = ("cupyattn.runtime.backend.backend", "cupyattn.runtime.kernel.Kernel")
 """Doctests that compile a kernel."""
 MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
 
@@ -217,6 +217,6 @@ def side(request: pytest.FixtureRequest) -> Iterator[Any]:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """What the public functions take for the GPU."""
     recorder = Recorder()
-    backend_module = sys.modules["cupyattn.functional.backend"]  # the function has its name
+    backend_module = sys.modules["cupyattn.runtime.backend"]  # the function has its name
     monkeypatch.setattr(backend_module, "cuda_device", lambda ordinal: recorder)
     return recorder

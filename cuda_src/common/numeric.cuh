@@ -4,7 +4,7 @@
 // NVIDIA GPU): a quantity in that base ends in _log2, and x_log2 = x * log2(e).
 #pragma once
 
-#ifdef BFLOAT16  // where an item may be one (kernels/spec.py): it is 5 of the 21 ms before the first line of ours
+#ifdef BFLOAT16  // where an item may be one (runtime/spec.py): it is 5 of the 21 ms before the first line of ours
 #include <cuda_bf16.h>
 #endif
 #include <cuda_fp16.h>

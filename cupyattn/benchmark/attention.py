@@ -17,19 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark import libraries
 from cupyattn.benchmark.cases import Case, Harness, Implementation, NotAskedError, products_of
 from cupyattn.benchmark.command import Benchmark, Option, every, with_defaults
 from cupyattn.benchmark.libraries import BACKENDS, names_among, swapped, tensor_of
 from cupyattn.benchmark.timer import READ, Round
 from cupyattn.cli.arguments import integer
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.api_modifiers import ScoreMod
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.tables import rope_tables
+from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 PLAIN = "plain"
 FEWER_SCORES = ["causal", "window"]

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark.libraries import ARRAY_CODE, BASELINES, SLOW, NotAskedError, float_array
 from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ, Call, Round, Samples
-from cupyattn.progress import progress
+from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.progress import progress
 
 Row = dict[str, Any]
 

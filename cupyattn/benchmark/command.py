@@ -35,10 +35,10 @@ from cupyattn.benchmark.table import show_result
 from cupyattn.benchmark.timer import Timer, measured_ceilings, peak_bytes
 from cupyattn.cli.arguments import integer, positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.device.cuda import cuda_device
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.errors import error
 
 NO_GPU = (
     "there is no CUDA device, and this times kernels on one; run it on a machine with a GPU "

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option, every, with_defaults
 from cupyattn.benchmark.libraries import (
@@ -27,12 +26,13 @@ from cupyattn.benchmark.libraries import (
 )
 from cupyattn.benchmark.timer import COPY, READ, Call, Round
 from cupyattn.cli.arguments import integer
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.reference.cache_formats import quantise
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 LAYOUTS = ("paged", "dense")
 CACHES = {"float": None, "int8": 8, "int4": 4}

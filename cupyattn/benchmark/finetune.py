@@ -23,11 +23,11 @@ from cupyattn.benchmark.libraries import BASELINES, missing_library
 from cupyattn.benchmark.other_models import transformers_config
 from cupyattn.benchmark.timer import Timer
 from cupyattn.cli.arguments import integer
-from cupyattn.cupy_library import load_cupy
 from cupyattn.models import training
 from cupyattn.models.training.budget import Training, budget_of
 from cupyattn.models.training.lora_options import LoraOptions
-from cupyattn.progress import progress
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.progress import progress
 
 
 class Size(NamedTuple):

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
 
 KERNEL = KernelSpec(
     "fma_rate", "benchmark/fma_rate.cu", (Pointer("sums"), Scalar("x", np.dtype(np.float32)))

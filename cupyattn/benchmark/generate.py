@@ -17,7 +17,6 @@ import numpy as np
 
 import cupyattn
 from cupyattn import models
-from cupyattn.arrays import dtype_of
 from cupyattn.benchmark.cases import Harness, Row, row_of, without
 from cupyattn.benchmark.command import Benchmark, Option, every
 from cupyattn.benchmark.libraries import BASELINES
@@ -27,7 +26,8 @@ from cupyattn.cli.arguments import integer
 from cupyattn.models.activations import activated
 from cupyattn.models.quantised import QUANTIZE, quantises_to
 from cupyattn.models.weights import empty
-from cupyattn.progress import progress
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.progress import progress
 
 T4_GB_PER_S = 320.0
 """The memory of a T4 by its data sheet."""

@@ -19,10 +19,10 @@ import cupyattn
 from cupyattn.benchmark.cases import Harness, Row, row_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.cli.recorder import attention_launch
-from cupyattn.cupy_library import load_cupy
-from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
-from cupyattn.kernels.launch import start
 from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
+from cupyattn.runtime.launch import start
 
 GOAL_WITH_OUT_US = 12.0
 GOAL_US = 20.0

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark import libraries
 from cupyattn.benchmark.cases import Arrays, Case, Harness, Implementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.timer import COPY, Call, Round, torch_stream
-from cupyattn.kernels.configs.dtypes import STORAGE
+from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.storage import STORAGE
 
 HEAD_DIM = 128
 _DROPOUT_P = 0.1

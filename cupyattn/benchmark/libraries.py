@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
 from cupyattn.benchmark.timer import Round, torch_stream
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error
 
 BASELINES = {
     **{name: f"torch {name}" for name in ("eager", "cudnn", "flash", "efficient", "math")},

@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.benchmark import libraries
 from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.read_weight import CTAS_PER_SM, read_weight
 from cupyattn.benchmark.timer import READ, Round
-from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.kernels.launch import launch
 from cupyattn.ops.linear.problem import ACTIVATIONS
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight, empty
 from cupyattn.ops.linear.weight_formats import FORMATS, blocks_for, pieces
+from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.launch import launch
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
 """(M, N, K) of products that arithmetic bounds."""

@@ -21,7 +21,7 @@ from cupyattn.benchmark.results import device_of, place_of, results_of
 from cupyattn.benchmark.table import label_text, seconds_text
 from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ
 from cupyattn.cli.terminal import Result, fail
-from cupyattn.errors import error
+from cupyattn.runtime.errors import error
 
 FORMATS = ["svg", "png"]
 TEACHING = ("cupyattn naive", "cupyattn tiled")

@@ -22,10 +22,10 @@ from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.benchmark.table import show_machine
 from cupyattn.cli.table_rows import kernel_name
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
-from cupyattn.errors import error
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.kernels.registry import KERNELS
+from cupyattn.registry import KERNELS
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.errors import error
 
 RECORD = Path(__file__).with_name("h200.json")
 """Profiles of the Turing code on an H200."""

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 
 KERNEL = KernelSpec(
     "read_weight",

@@ -25,11 +25,11 @@ from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, Call, copy_rate
 from cupyattn.cli.arguments import positive
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
-from cupyattn.functional.backend import running_on
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing import (
     MACHINES,
     MARGIN,

@@ -15,11 +15,11 @@ import numpy as np
 
 import cupyattn
 from cupyattn.cli.terminal import Result
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error, shown
-from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.device.cuda import CudaDevice
-from cupyattn.kernels.target import arch_override
+from cupyattn.runtime.compile import nvrtc_version
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.target import arch_override
 
 
 def this_host() -> dict[str, Any]:

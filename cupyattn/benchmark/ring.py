@@ -19,12 +19,12 @@ from cupyattn.benchmark.cases import Harness, Row, row_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.timer import PRODUCTS, Timer
 from cupyattn.cli.arguments import integer
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.placement import PLACEMENTS
 from cupyattn.distributed.threads import TRANSPORTS
-from cupyattn.errors import error
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 GOALS = {"forward": 0.95, "forward + backward": 0.93}
 _FLOPS = {"forward": 4, "forward + backward": 14}

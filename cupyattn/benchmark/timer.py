@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.benchmark import fma_rate, read_weight
-from cupyattn.cupy_library import load_cupy
-from cupyattn.kernels.arch import SUB_PARTITIONS
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.configs.linear import mma_rate
-from cupyattn.kernels.device.cuda import CudaDevice
-from cupyattn.kernels.launch import launch
+from cupyattn.runtime.arch import SUB_PARTITIONS
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device import mma_rate
+from cupyattn.runtime.device.cuda import CudaDevice
+from cupyattn.runtime.launch import launch
+from cupyattn.runtime.storage import VECTOR_BYTES
 
 Call = Callable[[], Any]
 Round = Sequence[Call]

@@ -1,6 +1,6 @@
 """``python -m cupyattn tune``: find the configurations that are fastest on the GPU at hand.
 
-A plan whose table has several admissible configurations asks `cupyattn.kernels.choices` which to
+A plan whose table has several admissible configurations asks `cupyattn.runtime.tuning` which to
 take. This command makes calls whose plans ask, times each answer, and keeps one that is faster than
 the default.
 """
@@ -21,12 +21,12 @@ from cupyattn.benchmark.table import show_machine
 from cupyattn.benchmark.timer import Round, Timer
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.cupy_library import load_cupy
-from cupyattn.kernels.choices import TUNED_VARIABLE, Asked, Choices, file_of, keep
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.progress import progress
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.progress import progress
+from cupyattn.runtime.tables import MAX_HEAD_DIM
+from cupyattn.runtime.tuning import TUNED_VARIABLE, Asked, Choices, file_of, keep
 
 ATTENTION = "--batch 4 --seqlen 2048 --heads 16 --dtype float16 --implementation flash"
 PRODUCTS = {

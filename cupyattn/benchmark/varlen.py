@@ -19,8 +19,8 @@ from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.timer import Call, Round
 from cupyattn.cli.arguments import integer
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 LAYOUTS = ("dense", "equal", "ragged")
 FACTORS = {"forward": 1.0, "backward": 2.5}

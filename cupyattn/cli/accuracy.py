@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.kernels.arch import Arch
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.runtime.arch import Arch
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from dataclasses import asdict
 from typing import Any
 
 import cupyattn
-from cupyattn.arrays import Array
 from cupyattn.cli.accuracy import Expected, Problem
 from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.cli.recorder import Launch, attention_launch
 from cupyattn.cli.terminal import Result
-from cupyattn.cupy_library import load_cupy
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.device.cuda import CudaDevice, cuda_device
-from cupyattn.kernels.target import tensor_cores_override
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.compile import CompilationError
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
+from cupyattn.runtime.target import tensor_cores_override
 
 TIMED_CALLS = 20
 """Calls on a GPU, of which the median is shown."""

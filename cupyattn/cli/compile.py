@@ -18,12 +18,12 @@ from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.compiled_kernel import compiled_kernel, spill_bytes
 from cupyattn.cli.table_rows import add_row_options, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
-from cupyattn.kernels.arch import ARCHS, TURING, Arch
-from cupyattn.kernels.choices import tuned_override
-from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.target import arch_override
-from cupyattn.progress import progress
+from cupyattn.runtime.arch import ARCHS, TURING, Arch
+from cupyattn.runtime.compile import nvrtc_version
+from cupyattn.runtime.progress import progress
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.target import arch_override
+from cupyattn.runtime.tuning import tuned_override
 
 
 def add_parser(commands: Any) -> None:

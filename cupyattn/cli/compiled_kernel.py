@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from cupyattn.cli.table_rows import row_name
-from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.compile import compile_cubin
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import Arch
+from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.spec import Specialisation
 
 
 def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any]:

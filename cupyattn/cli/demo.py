@@ -11,9 +11,9 @@ from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
 from cupyattn.cli.compiled_kernel import spill_bytes
 from cupyattn.cli.table_rows import configuration
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 GPU_SEQLEN = 2048
 EMULATED_SEQLEN = 128  # about half a second for the tiled kernel

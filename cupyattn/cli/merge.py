@@ -13,11 +13,11 @@ from cupyattn import models
 from cupyattn.cli.arguments import add_json_option
 from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.errors import error, explaining, size_text
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.writing import require_source, write_folder
 from cupyattn.models.device import DTYPES
 from cupyattn.models.training import LoraAdapters
+from cupyattn.runtime.errors import error, explaining, size_text
 
 
 def add_parser(commands: Any) -> None:

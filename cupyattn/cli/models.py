@@ -13,10 +13,10 @@ import numpy as np
 from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
 from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE, quantises_to
 from cupyattn.models.training import LoraAdapters
+from cupyattn.runtime.errors import size_text
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 """Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""

@@ -21,7 +21,7 @@ from cupyattn.cli.profiled_call import (
 from cupyattn.cli.profiled_lines import figures
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.arch import TURING
+from cupyattn.runtime.arch import TURING
 
 SHOWN_LINES = 12
 """Of each kernel."""

@@ -10,9 +10,9 @@ import numpy as np
 
 import cupyattn
 from cupyattn.cli.arguments import integer
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 
 class ProfiledCall(NamedTuple):

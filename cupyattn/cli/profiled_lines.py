@@ -10,7 +10,7 @@ from typing import Any
 
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access, LineReport
-from cupyattn.kernels.source import source_root
+from cupyattn.runtime.source import source_root
 
 # Cycles for which one warp instruction keeps a pipe of a Turing SM busy: 32 lanes over the results
 # per cycle and SM of the CUDA C++ Programming Guide, "Throughput of Native Arithmetic

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyattn.arrays import Array, adopt
-from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.device.simulated import SimulatedDevice
-from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
+from cupyattn.runtime.arch import Arch
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.device.simulated import SimulatedDevice
+from cupyattn.runtime.spec import Specialisation
 
 
 class Launch(NamedTuple):

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
 from cupyattn.cli.arguments import integer
-from cupyattn.errors import error
-from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.kernels.registry import KERNELS, catalogue
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.registry import KERNELS, catalogue
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 Macros = Mapping[str, int | str]
 

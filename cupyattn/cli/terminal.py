@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cupyattn.cli import layout
-from cupyattn.progress import has_rich
+from cupyattn.runtime.progress import has_rich
 
 Cell = layout.Cell
 Result = dict[str, Any]

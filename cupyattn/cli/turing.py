@@ -12,9 +12,9 @@ import cupyattn
 from cupyattn.cli.arguments import add_json_option
 from cupyattn.cli.table_rows import add_row_options, row_name, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
-from cupyattn.kernels.compile import nvrtc_version
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.progress import progress
+from cupyattn.runtime.compile import nvrtc_version
+from cupyattn.runtime.progress import progress
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing import (
     MACHINES,
     MARGIN,

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
 from cupyattn.distributed.group import Group
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 _DIGEST = 32
 _NUMBER = 8

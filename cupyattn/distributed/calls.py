@@ -17,12 +17,12 @@ from cupyattn import (
     attention_varlen,
     attention_varlen_backward,
 )
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.options import OF_ROWS
 from cupyattn.distributed.plan import Call
 from cupyattn.distributed.problem import RingProblem
 from cupyattn.distributed.scores import Places, blocks_of, moved, place_of, with_four_axes
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 
 BLOCK = ("k", "v")
 """What a call takes rows of a block of; of all else it takes rows of the rank's own."""

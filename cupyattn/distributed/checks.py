@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cupyattn import BlockMask, DropoutSeed, MaskMod, ScoreMod
-from cupyattn.arrays import Array, Operands, adopt
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.scores import with_four_axes
-from cupyattn.errors import bool_fix, error, shown
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.errors import bool_fix, error, shown
 
 DROPOUT_KEYS = 32
 """Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""

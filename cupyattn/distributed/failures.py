@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cupyattn.distributed.presence import Presence
-from cupyattn.errors import error, explaining, shown
-from cupyattn.reading import read_text
+from cupyattn.runtime.errors import error, explaining, shown
+from cupyattn.runtime.reading import read_text
 
 ALIKE = "all ranks make the same calls in the same order"
 PATIENCE = "look what that rank does, or pass a longer timeout"

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.adapters import communicator_of
 from cupyattn.distributed.communicators.carrier import Carrier
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures, seconds_of
 from cupyattn.distributed.watch import Watch
-from cupyattn.errors import error, shown
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 TIMEOUT = 300.0
 _NAMED = 8  # ranks in an error

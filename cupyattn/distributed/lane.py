@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.group import Group
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 
 Mark = Any
 """A point in the order of what computes: an event; None for NumPy arrays, which need none."""

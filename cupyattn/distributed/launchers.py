@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from cupyattn.distributed.placement import require_rank
-from cupyattn.errors import error, shown
+from cupyattn.runtime.errors import error, shown
 
 _OUR_OWN = ("CUPYATTN_RANK", "CUPYATTN_SIZE", "CUPYATTN_LOCAL_RANK")
 _LAUNCHERS = (

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import merge_attention
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.plan import RingPlan, Rows
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 
 Part = tuple[Array, Array]
 """out (B, rows, H, Dv) and lse (B, H, rows) of some queries to some keys."""

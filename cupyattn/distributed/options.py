@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import BlockMask, MaskMod, ScoreMod
-from cupyattn.arrays import Array
 from cupyattn.distributed.agreement import fingerprint
 from cupyattn.distributed.scores import with_four_axes
+from cupyattn.runtime.arrays import Array
 
 ARRAYS = ("seqused_k", "mask", "bias", "alibi_slopes", "sinks")
 """The options that are arrays, apart from tables and from what expressions name."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.errors import error, shown
+from cupyattn.runtime.errors import error, shown
 
 PLACEMENTS = ("zigzag", "contiguous", "striped")
 

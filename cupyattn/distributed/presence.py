@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from cupyattn.reading import read_text
+from cupyattn.runtime.reading import read_text
 
 _QUESTION = "question"
 _MOST_BYTES = 100

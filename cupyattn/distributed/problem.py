@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import BlockMask, attention, rope
-from cupyattn.arrays import Array, adopt
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.checks import (
     require_blocks,
@@ -36,7 +34,9 @@ from cupyattn.distributed.placement import (
     token_positions,
 )
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
-from cupyattn.errors import error, shown
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 
 @dataclass(frozen=True)

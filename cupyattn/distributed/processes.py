@@ -7,14 +7,14 @@ import os
 import tempfile
 from pathlib import Path
 
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.nccl import ID_BYTES, load_nccl, new_id, of_id
 from cupyattn.distributed.failures import FolderFailures, seconds_of
 from cupyattn.distributed.group import TIMEOUT, Group
 from cupyattn.distributed.launchers import launched
 from cupyattn.distributed.placement import require_rank
 from cupyattn.distributed.rendezvous import shared_id
-from cupyattn.errors import error, shown
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 
 def unique_id() -> bytes:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cupyattn.distributed.communicators.nccl import ID_BYTES, new_id
 from cupyattn.distributed.failures import leave_in
-from cupyattn.errors import error
-from cupyattn.reading import read_bytes
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.reading import read_bytes
 
 _ID, _GO = "id", "go"
 _MOST_BYTES = 1 << 20

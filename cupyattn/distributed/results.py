@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import AttentionGrads
-from cupyattn.arrays import Array, address, adopt
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.errors import error, made_beforehand
+from cupyattn.runtime.arrays import Array, address, adopt
+from cupyattn.runtime.errors import error, made_beforehand
 
 
 class Wanted(NamedTuple):

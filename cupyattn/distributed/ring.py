@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from cupyattn import BlockMask, MaskMod, Rotary, ScoreMod
-from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.checks import refuse, require_flags
 from cupyattn.distributed.group import Group
@@ -16,6 +15,7 @@ from cupyattn.distributed.merged import Merged, exact_dtype
 from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.problem import ring_problem
 from cupyattn.distributed.results import Wanted, given_results, lifted, own_block, results_of
+from cupyattn.runtime.arrays import Array
 
 
 def ring_attention(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import AttentionGrads, BlockMask, MaskMod, Rotary, ScoreMod, add_to
-from cupyattn.arrays import Array
 from cupyattn.distributed.calls import Calls
 from cupyattn.distributed.checks import refuse, require_flags
 from cupyattn.distributed.group import Group
@@ -19,6 +18,7 @@ from cupyattn.distributed.plan import Call
 from cupyattn.distributed.problem import RingProblem, ring_problem
 from cupyattn.distributed.results import Wanted, given_gradients, lifted, own_block, results_of
 from cupyattn.distributed.scores import place_of, with_four_axes
+from cupyattn.runtime.arrays import Array
 
 
 def ring_attention_backward(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import BlockMask, MaskMod, ScoreMod
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.plan import Call
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 
 _AT = "ring_at"
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.arrays import Array, adopt
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.checks import require_array
 from cupyattn.distributed.placement import (
     Placement,
@@ -22,7 +20,9 @@ from cupyattn.distributed.placement import (
     sequence_bounds,
     token_positions,
 )
-from cupyattn.errors import error, shown
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 
 def shard(

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
-from cupyattn.arrays import Array, adopt
 from cupyattn.distributed.checks import require_array, require_device, require_group
 from cupyattn.distributed.group import Group
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.errors import error
 
 
 def all_reduce(x: Array, /, *, group: Group) -> Array:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.failures import ALIKE, PATIENCE, Failures
+from cupyattn.runtime.cupy_library import load_cupy
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_TO_LAST_LOOK = 0.5

@@ -6,11 +6,7 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 
 from inspect import isfunction
 
-from cupyattn.functional.backend import backend
-from cupyattn.functional.device_info import device_info
-from cupyattn.functional.kernel import Kernel
-from cupyattn.functional.ranges import ranged
-from cupyattn.functional.rules import (
+from cupyattn.autodiff.rules import (
     attention,
     attention_varlen,
     cross_entropy,
@@ -30,7 +26,7 @@ from cupyattn.functional.rules import (
     softmax,
     swiglu,
 )
-from cupyattn.functional.vjp import vjp
+from cupyattn.autodiff.vjp import vjp
 from cupyattn.ops.activations.api import gelu_backward, silu_backward
 from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
@@ -71,6 +67,10 @@ from cupyattn.ops.softmax.api import softmax_backward
 from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
+from cupyattn.runtime.backend import backend
+from cupyattn.runtime.device_info import device_info
+from cupyattn.runtime.kernel import Kernel
+from cupyattn.runtime.ranges import ranged
 
 __all__ = [
     "AttentionGrads",

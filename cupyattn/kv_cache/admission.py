@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.pool import OutOfBlocksError
 from cupyattn.kv_cache.requests import Run
+from cupyattn.runtime.errors import error, shown
 
 
 class Admission:

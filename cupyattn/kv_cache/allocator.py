@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from operator import index as as_int
 from typing import Literal
 
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens, uncopied
 from cupyattn.kv_cache.invariants import require_sound
 from cupyattn.kv_cache.pool import HELD, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
 from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime.errors import error, shown
 
 MOST_BLOCKS = 2**31 - 1  # ids are int32
 

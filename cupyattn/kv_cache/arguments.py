@@ -7,7 +7,7 @@ from collections.abc import Set as AnySet
 from operator import index as as_int
 from typing import Any, NoReturn
 
-from cupyattn.errors import bool_fix, error, shown
+from cupyattn.runtime.errors import bool_fix, error, shown
 
 
 def as_count(name: str, value: int, lowest: int, highest: int | None = None) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 
-from cupyattn.errors import error, size_text
+from cupyattn.runtime.errors import error, size_text
 
 if sys.platform == "win32":
 

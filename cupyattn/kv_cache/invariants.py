@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cupyattn.errors import error
 from cupyattn.kv_cache.pool import FREED, HELD, HERE, SWAPPED, Pool, Pools
+from cupyattn.runtime.errors import error
 
 if TYPE_CHECKING:
     from cupyattn.kv_cache.sequence import Sequence

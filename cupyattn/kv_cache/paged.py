@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.functional import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
@@ -16,6 +14,8 @@ from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.statistics import CacheStatistics, statistics_of
 from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import Storage, as_format, require_library
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 SLOTS_OF_A_LOAD = 16
 """Block sizes are multiples of it: so many tokens the kernels take at once."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cupyattn.errors import error, shown
-from cupyattn.fork import no_fork
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.fork import no_fork
 
 BACKGROUNDS = {"free": "white", "cached": "0.85", "used": "0.4"}
 """Of blocks that belong to no sequence that is drawn."""

@@ -9,9 +9,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
-from cupyattn.errors import error
 from cupyattn.kv_cache.host_memory import require_host_memory
 from cupyattn.kv_cache.prefix_index import Node, PrefixIndex
+from cupyattn.runtime.errors import error
 
 HELD = -1
 """In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""

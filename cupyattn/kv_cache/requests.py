@@ -7,11 +7,11 @@ from collections.abc import Sequence as Items
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count, as_tokens, uncopied
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime.errors import error, shown
 
 
 class SchedulerCache(Protocol):

@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from threading import Lock
 from typing import Literal
 
-from cupyattn.errors import error
 from cupyattn.kv_cache.admission import Admission, as_left
 from cupyattn.kv_cache.arguments import as_count, as_ends, as_tokens, uncopied
 from cupyattn.kv_cache.moves import Moves
@@ -26,6 +25,7 @@ from cupyattn.kv_cache.requests import (
     require_forward,
 )
 from cupyattn.kv_cache.taken import Taken, going
+from cupyattn.runtime.errors import error
 
 
 class Scheduler:

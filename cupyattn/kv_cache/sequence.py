@@ -6,10 +6,10 @@ from array import array
 from collections.abc import Iterable
 from weakref import ref
 
-from cupyattn.errors import error
 from cupyattn.kv_cache.arguments import as_count, as_tokens, uncopied
 from cupyattn.kv_cache.pool import EVICTED, FREED, HERE, SWAPPED, Copy, Pools, moved
 from cupyattn.kv_cache.prefix_index import Prefix
+from cupyattn.runtime.errors import error
 
 
 class Sequence:

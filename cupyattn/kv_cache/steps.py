@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, adopt_one
-from cupyattn.errors import error, shown
 from cupyattn.functional import append_kv, paged_attention
-from cupyattn.functional.outputs import named_out
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of, require_tables
+from cupyattn.runtime.arrays import Array, adopt_one
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.outputs import named_out
 
 _GIVEN = ("k_scales", "v_scales", "cu_seqlens_q", "max_seqlen_q")
 """Options of `paged_attention` that a cache and its tables have."""

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, address, dtype_of
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache.arguments import as_copies
 from cupyattn.kv_cache.pool import Copy
+from cupyattn.runtime.arrays import Array, address, dtype_of
+from cupyattn.runtime.errors import error, shown
 
 MOST_PITCH = 2**31 - 1
 """Bytes from one row to the next that a strided copy of CUDA may have."""

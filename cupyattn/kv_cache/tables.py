@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count, uncopied
 from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 UNUSED = -1
 """An entry of the block table, or of the slot mapping, that stands for nothing."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cupyattn.fork import no_fork
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
 from cupyattn.models.generation import Generation, Generator, Prompt
@@ -22,6 +21,7 @@ from cupyattn.models.random_weights import random
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product, Weights
+from cupyattn.runtime.fork import no_fork
 
 __all__ = [
     "PRESETS",

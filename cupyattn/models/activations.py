@@ -16,8 +16,8 @@ from cupyattn import (
     swiglu,
     swiglu_backward,
 )
-from cupyattn.arrays import Array
 from cupyattn.models.config import GATED
+from cupyattn.runtime.arrays import Array
 
 FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope_tables
-from cupyattn.errors import error, shown
+from cupyattn.runtime.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
 

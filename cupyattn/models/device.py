@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn import device_info
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error, shown
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 DTYPES = ("float16", "float32", "bfloat16")
 

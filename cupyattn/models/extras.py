@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from cupyattn.errors import error
-from cupyattn.fork import no_fork
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.fork import no_fork
 
 
 def extra(module: str, does: str) -> Any:

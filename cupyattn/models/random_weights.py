@@ -8,13 +8,13 @@ import numpy as np
 
 import cupyattn
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.device import model_dtype, model_library
 from cupyattn.models.quantised import quantises_to
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import empty, named_parts
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 _AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes
 

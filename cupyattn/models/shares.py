@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.ops.linear.weight_formats import FORMATS, UNIT
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: Any) -> Any:

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
-from cupyattn.arrays import Array
 from cupyattn.distributed import Group
-from cupyattn.errors import error, shown
 from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend, hidden_states
@@ -20,6 +18,8 @@ from cupyattn.models.generation import Generates
 from cupyattn.models.loss import mean_loss
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays, named_parts
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 
 class Model(Generates):

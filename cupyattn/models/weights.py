@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.ops.linear.quantized_weight import empty as empty_weight
 from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
+from cupyattn.runtime.arrays import Array, dtype_of
 
 PRODUCTS = ("qkv", "output", "up", "down")
 """The products of a layer, by their names in `Layer`."""

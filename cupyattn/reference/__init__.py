@@ -88,8 +88,8 @@ from cupyattn.ops.softmax.reference import (
     softmax,
     softmax_backward,
 )
-from cupyattn.reference.philox import attention_keep, element_keep, philox4x32_10
-from cupyattn.reference.precision import error_ratio
+from cupyattn.runtime.philox import attention_keep, element_keep, philox4x32_10
+from cupyattn.runtime.precision import error_ratio
 
 __all__ = [
     "activation",

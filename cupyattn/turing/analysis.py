@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.compile import compile_cubin
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing.counts import LoopFigures, loop_figures
 from cupyattn.turing.disassembler import disassemble
 from cupyattn.turing.loops import MATRIX, steady_path, working_loops

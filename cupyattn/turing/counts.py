@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cupyattn.kernels.arch import SUB_PARTITIONS
+from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.turing.loops import Work, steady_path
 from cupyattn.turing.machine import T4, Machine
 from cupyattn.turing.pipes import (

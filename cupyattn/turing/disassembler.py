@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cupyattn.errors import error, explaining
+from cupyattn.runtime.errors import error, explaining
 
 WHEEL = "nvidia-cuda-nvdisasm"
 _TOOL = "nvdisasm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from cupyattn.kernels.arch import WARP_SIZE
+from cupyattn.runtime.arch import WARP_SIZE
 from cupyattn.turing.pipes import pipe_of
 from cupyattn.turing.sass import Instruction
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cupyattn.emulator import Report
-from cupyattn.kernels.arch import SUB_PARTITIONS
+from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.turing.machine import T4, Machine
 
 _SECTOR_BYTES = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cupyattn.kernels.arch import WARP_SIZE
+from cupyattn.runtime.arch import WARP_SIZE
 from cupyattn.turing.machine import Machine
 from cupyattn.turing.sass import Instruction
 

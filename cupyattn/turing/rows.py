@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from cupyattn.errors import error, shown
-from cupyattn.kernels.registry import KERNELS, catalogue
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.registry import KERNELS, catalogue
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.spec import Specialisation
 
 
 def row(entry: str, /, **macros: int | str) -> Specialisation:

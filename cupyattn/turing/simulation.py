@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from cupyattn.kernels.arch import SUB_PARTITIONS
+from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.turing.loops import Work
 from cupyattn.turing.machine import T4, Machine
 from cupyattn.turing.pipes import (

@@ -11,8 +11,6 @@ from support.search import deep
 import cupyattn
 from cupyattn import reference
 from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.functional.backend import running_on
-from cupyattn.kernels.arch import TURING
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     FLASH,
     TALL,
@@ -20,6 +18,8 @@ from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     flash_longest_tile,
     flash_row,
 )
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.backend import running_on
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -21,15 +21,15 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
-from cupyattn.arrays import contiguous
 from cupyattn.emulator import Report
-from cupyattn.kernels.configs.tables import pairs
 from cupyattn.ops.attention import backward, dbias, varlen
 from cupyattn.ops.attention.dbias import shared_out
 from cupyattn.ops.attention.kernels.float32.backward import DKDV as DKDV_F32
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.ops.attention.kernels.tensor_core.backward_dq import DQ
 from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SUMMED_DBIAS
+from cupyattn.runtime.arrays import contiguous
+from cupyattn.runtime.tables import pairs
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

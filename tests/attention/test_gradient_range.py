@@ -23,11 +23,11 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import ScoreMod, reference
-from cupyattn.arrays import array_within
-from cupyattn.kernels.device.cuda import CudaDevice
-from cupyattn.ops import plan
 from cupyattn.ops.attention.bounds_backward import range_log2
 from cupyattn.ops.attention.reference.scores import ScoreBlocks
+from cupyattn.runtime import plan
+from cupyattn.runtime.arrays import array_within
+from cupyattn.runtime.device.cuda import CudaDevice
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -24,16 +24,16 @@ from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
-from cupyattn.arrays import adopt, contiguous
-from cupyattn.functional.backend import device_of
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.spec import Pointer, Scalar
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
-from cupyattn.ops.plan import Output, Plan, run
+from cupyattn.runtime.arrays import adopt, contiguous
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Output, Plan, run
+from cupyattn.runtime.spec import Pointer, Scalar
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
 T4 = Card(75, 40)

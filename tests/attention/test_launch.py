@@ -10,10 +10,10 @@ from support.recording_device import Recorder, backward_call, device_array, laun
 from support.strategies import dtype_of
 
 from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
-from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention import checks as attention_checks
 from cupyattn.ops.attention import params as attention_params
 from cupyattn.ops.attention.structs import UNBOUNDED
+from cupyattn.runtime.spec import Specialisation
 
 
 def test_what_attention_passes_to_its_kernel(recorder):

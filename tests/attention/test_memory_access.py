@@ -16,7 +16,7 @@ from support.search import deep, mostly_deep
 import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
-from cupyattn.kernels.source import source_root
+from cupyattn.runtime.source import source_root
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.deep]
 

@@ -14,10 +14,10 @@ from support.strategies import AttentionProblem
 import cupyattn
 from cupyattn import emulator, reference
 from cupyattn.emulator.machine.global_memory import GlobalMemory
-from cupyattn.kernels.arch import TURING, Arch, arch_of
-from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.device import emulated as emulated_device
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING, Arch, arch_of
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.device import emulated as emulated_device
+from cupyattn.runtime.spec import Specialisation
 
 pytestmark = pytest.mark.nvrtc
 

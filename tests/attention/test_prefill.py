@@ -14,9 +14,9 @@ from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.tables import pairs
 from cupyattn.ops.attention.reference.cache_formats import dequantise
 from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.runtime.tables import pairs
 
 pytestmark = pytest.mark.nvrtc
 

@@ -180,7 +180,7 @@ def test_calls_whose_forward_rotates_queries(changed, turns, monkeypatch):
     if not KERNELS.device.tensor_cores:
         pytest.skip("a GPU without tensor cores: float32 kernels run")
     entries = []
-    module = sys.modules["cupyattn.ops.plan"]
+    module = sys.modules["cupyattn.runtime.plan"]
     started = module.start
     monkeypatch.setattr(
         module, "start", lambda d, s, *more: (entries.append(s.spec.entry), started(d, s, *more))

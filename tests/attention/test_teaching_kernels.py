@@ -23,7 +23,7 @@ from support.strategies import FRUGAL, VIEWS, AttentionProblem, attention_proble
 import cupyattn
 from cupyattn import AttentionGrads
 from cupyattn.emulator import Report
-from cupyattn.kernels.source import source_root
+from cupyattn.runtime.source import source_root
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

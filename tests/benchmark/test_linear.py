@@ -14,8 +14,8 @@ from cupyattn.benchmark import linear as command
 from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.linear import LARGE, QUANTISED, Inputs, Product, products
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.ops.linear.weight_formats import FORMATS
+from cupyattn.runtime.device.emulated import EmulatedDevice
 
 HERE = Harness(np, cold=False)
 FEW = Product("thin", 2, 16, 40, "float32", "nk", None)

@@ -14,8 +14,8 @@ from cupyattn.benchmark import fma_rate
 from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.timer import Timer, peak_bytes
 from cupyattn.emulator import Checks, Report
-from cupyattn.kernels.device.emulated import EmulatedDevice
-from cupyattn.kernels.launch import launch
+from cupyattn.runtime.device.emulated import EmulatedDevice
+from cupyattn.runtime.launch import launch
 
 
 class FakeCupy:
@@ -229,7 +229,7 @@ def test_every_thread_makes_its_multiply_adds():
 
 @pytest.mark.gpu
 def test_ceilings_of_a_gpu():
-    from cupyattn.kernels.device.cuda import cuda_device
+    from cupyattn.runtime.device.cuda import cuda_device
 
     found = ceilings.measured_ceilings(cuda_device(0))
     assert 0.5 < found["read_gb_per_s"] / found["copy_gb_per_s"] < 2

@@ -20,9 +20,9 @@ from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.linear import LARGE, Inputs, Product
 from cupyattn.benchmark.tune import TunedCall, tuned_calls
 from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.functional.backend import running_on
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.choices import USUAL
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.tuning import USUAL
 
 HERE = Harness(np, cold=False)
 

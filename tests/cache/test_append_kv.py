@@ -15,10 +15,10 @@ from support.search import deep, examples, mostly_deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import compile_ptx
 from cupyattn.ops.cache import append_problem as checks
 from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_append
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import compile_ptx
 
 pytestmark = pytest.mark.nvrtc
 

@@ -13,7 +13,6 @@ from support.appends import AppendProblem
 from support.devices import everywhere
 
 import cupyattn
-from cupyattn.arrays import contiguous
 from cupyattn.ops.cache import (
     append,
     append_problem,
@@ -22,6 +21,7 @@ from cupyattn.ops.cache import (
     gather,
     gather_problem,
 )
+from cupyattn.runtime.arrays import contiguous
 
 PROBLEM = AppendProblem((6,), H=4, G=2, D=8, dtype="float32", half=4)
 STORED = replace(PROBLEM, bits=8)

@@ -12,11 +12,11 @@ import cupyattn
 from cupyattn.__main__ import main
 from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
 from cupyattn.cli.compiled_kernel import compiled_kernel
-from cupyattn.folders import cache_directory
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.softmax import kernels as softmax
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.folders import cache_directory
 
 COMMANDS = (
     "demo", "generate", "chat", "finetune", "merge", "info", "compile", "profile", "turing",

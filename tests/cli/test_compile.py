@@ -18,10 +18,10 @@ from support.search import Search
 
 from cupyattn.cli import INTERRUPTED, compile, main, table_rows
 from cupyattn.cli.compiled_kernel import compiled_kernel
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.registry import catalogue
-from cupyattn.kernels.spec import KernelSpec
 from cupyattn.ops.softmax import kernels as softmax
+from cupyattn.registry import catalogue
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec
 
 
 def asked(capsys, *arguments: str) -> dict:
@@ -253,7 +253,7 @@ def test_compile_stops_at_ctrl_c(tmp_path):
 
 END_WHILE_A_THREAD_WRITES = """
 import pathlib, sys, threading, time
-from cupyattn.kernels.cache import end_process, write_atomically
+from cupyattn.runtime.kernel_cache import end_process, write_atomically
 
 def write():
     for number in range(10**9):
@@ -278,7 +278,7 @@ def test_a_process_that_ends_at_once_leaves_no_half_written_file(tmp_path):
 
 FORK_WHILE_A_THREAD_WRITES = """
 import os, pathlib, sys, threading
-from cupyattn.kernels.cache import write_atomically
+from cupyattn.runtime.kernel_cache import write_atomically
 
 folder, stop = pathlib.Path(sys.argv[1]), threading.Event()
 

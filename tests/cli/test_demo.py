@@ -12,10 +12,10 @@ import cupyattn
 from cupyattn.cli import attention_runs, main
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.emulator import SharedMemoryRaceError
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import CompilationError, nvrtc_version
 from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import CompilationError, nvrtc_version
+from cupyattn.runtime.device_info import device_count
 
 NO_GPU = pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
 SMALL_DEMO = ("demo", "--seqlen", "40")

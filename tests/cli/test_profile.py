@@ -16,7 +16,7 @@ from cupyattn.cli.profile import SHOWN_LINES
 from cupyattn.cli.profiled_lines import busy_cycles, instruction_at, source_of
 from cupyattn.emulator import OutOfBoundsError
 from cupyattn.emulator.report import LineReport
-from cupyattn.kernels.source import source_root
+from cupyattn.runtime.source import source_root
 
 SMALL = ("--implementation", "tiled", "--seqlen", "40", "--heads", "1")
 

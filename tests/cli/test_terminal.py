@@ -12,11 +12,11 @@ import pytest
 from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
 from support.search import deep
 
-import cupyattn.progress as progress_module
+import cupyattn.runtime.progress as progress_module
 from cupyattn.cli import compile, demo, info, layout, main, profile, turing
 from cupyattn.cli.table_rows import rows_of
 from cupyattn.cli.terminal import RichTerminal, Terminal
-from cupyattn.progress import progress
+from cupyattn.runtime.progress import progress
 from cupyattn.turing import KernelFigures, LoopFigures, Utilisation
 
 WIDTH = 80

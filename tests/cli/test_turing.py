@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn.cli import main, turing
 from cupyattn.cli.table_rows import head_dim_of, row_name
-from cupyattn.kernels.registry import catalogue
+from cupyattn.registry import catalogue
 from cupyattn.turing import MACHINES, DisassemblerError, KernelFigures, LoopFigures, Utilisation
 
 LOOP = LoopFigures(

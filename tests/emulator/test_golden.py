@@ -25,9 +25,9 @@ from support.golden.tolerance import allowed_error, is_exact
 from support.golden.warp_level import MMA, MMA_DEPTH, MMA_PROBLEMS, WARP_LEVEL, mma_case
 
 from cupyattn import emulator
-from cupyattn.kernels.arch import Arch
-from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.spec import Pointer, Specialisation
+from cupyattn.runtime.arch import Arch
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.spec import Pointer, Specialisation
 
 pytestmark = pytest.mark.nvrtc
 

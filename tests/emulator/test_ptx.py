@@ -18,7 +18,7 @@ from cupyattn.emulator.ptx.mangling import readable
 from cupyattn.emulator.ptx.model import Function
 from cupyattn.emulator.ptx.parser import parse_module
 from cupyattn.emulator.ptx.variables import parse_variable
-from cupyattn.kernels.device import emulated
+from cupyattn.runtime.device import emulated
 
 
 def body(text: str) -> Function:

@@ -14,10 +14,10 @@ from support.recording_device import device_array
 from support.search import deep, mostly_deep
 
 from cupyattn import BlockAllocator, PagedKVCache, attention, backend
-from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.kv_cache import StepTables, steps
 from cupyattn.kv_cache import tables as tables_module
 from cupyattn.reference import dequantise
+from cupyattn.runtime.device.emulated import EmulatedDevice
 
 NAMES = ("block_table", "seqlens_k", "cu_seqlens_q", "slot_mapping", "positions")
 

@@ -26,10 +26,10 @@ from cupyattn import (
     reference,
     vjp,
 )
-from cupyattn.arrays import adopt
 from cupyattn.ops.linear import backward, forward
 from cupyattn.ops.linear.checks import backward_problem, forward_problem
 from cupyattn.reference import error_ratio
+from cupyattn.runtime.arrays import adopt
 
 
 def made(recorder):

@@ -18,11 +18,7 @@ from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.registry import catalogue
 from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
 from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
 from cupyattn.ops.linear import kernels_quantised_thin_rows as quantised_thin_rows
@@ -31,6 +27,10 @@ from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
+from cupyattn.registry import catalogue
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.card import Card
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

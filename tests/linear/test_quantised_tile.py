@@ -22,16 +22,16 @@ from support.tensor_core_linear import tensor_core_alone
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.choices import Asked, Choices
 from cupyattn.ops.linear import backward, choice, forward, quantised_float32, quantised_tile
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
 from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.tuning import Asked, Choices
 
 pytestmark = pytest.mark.nvrtc
 

@@ -16,18 +16,18 @@ from support.tensor_core_linear import tensor_core_alone
 
 import cupyattn
 from cupyattn import emulator
-from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.kernels.arch import TURING, arch_of
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.device import emulated
-from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear import tensor_core
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling
+from cupyattn.runtime.arch import TURING, arch_of
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.device import emulated
+from cupyattn.runtime.spec import Specialisation
 
 pytestmark = pytest.mark.nvrtc
 

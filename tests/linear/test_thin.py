@@ -15,13 +15,13 @@ from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.arrays import adopt
 from cupyattn.emulator import Report
-from cupyattn.kernels.arch import TURING
 from cupyattn.ops.linear import kernels_thin as thin
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.kernels_thin import thin_rows
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import adopt
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

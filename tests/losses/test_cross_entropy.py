@@ -18,8 +18,8 @@ from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.arrays import adopt
 from cupyattn.ops.losses.plan import reduce_losses
+from cupyattn.runtime.arrays import adopt
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -290,7 +290,7 @@ def test_error_names_the_first_label_out_of_range(label, where, backward, side):
 @pytest.mark.parametrize("label", [-1, 8, 2**31 - 1, -(2**31)])
 def test_unchecked_label_out_of_range_gives_nan_in_its_row_alone(side, label, monkeypatch):
     """The emulator's checks find any read outside the logits."""
-    monkeypatch.setattr("cupyattn.functional.layers.rows.checks_values", lambda _: False)
+    monkeypatch.setattr("cupyattn.runtime.call_rows.checks_values", lambda _: False)
     logits = side.put(np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32))
     labels = side.put(np.array([1, label, IGNORED], np.int32))
     losses, lse = cupyattn.cross_entropy(logits, labels, reduction="none", return_lse=True)

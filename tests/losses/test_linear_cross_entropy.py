@@ -21,8 +21,8 @@ from support.search import deep, examples
 
 import cupyattn
 from cupyattn import LinearCrossEntropyGrads, reference, vjp
-from cupyattn.ops.plan import allot
 from cupyattn.reference import error_ratio
+from cupyattn.runtime.plan import allot
 
 RNG = np.random.default_rng(0)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}

@@ -200,7 +200,7 @@ def test_a_folder_named_smollm2_wins(copy, monkeypatch):
 
 def test_progress_is_a_counter_on_a_terminal_and_nothing_in_a_pipe(monkeypatch, capsys):
     """Both without rich; a short load in a pipe does not get as far as its first line."""
-    monkeypatch.setattr("cupyattn.progress.has_rich", lambda: False)
+    monkeypatch.setattr("cupyattn.runtime.progress.has_rich", lambda: False)
     models.load(FOLDER / "phi", xp=np)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -17,7 +17,6 @@ from support.tiny_models import TINY
 import cupyattn
 from cupyattn import QuantizedWeight, models
 from cupyattn.distributed import Group, RankFailedError, run
-from cupyattn.functional.device_info import device_count
 from cupyattn.models import loading, parallel
 from cupyattn.models.checkpoints import copying
 from cupyattn.models.config import GATED
@@ -26,6 +25,7 @@ from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.transformer import Model
 from cupyattn.ops.linear.weight_formats import FORMATS
+from cupyattn.runtime.device_info import device_count
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]

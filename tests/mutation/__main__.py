@@ -14,8 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from itertools import islice
 from pathlib import Path
 
-from cupyattn.kernels.registry import KERNELS
-from cupyattn.kernels.source import source_root
+from cupyattn.registry import KERNELS
+from cupyattn.runtime.source import source_root
 from mutation.bugs import draw
 from mutation.coverage import Coverage, folder_of_tests, measure
 from mutation.trial import (

@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cupyattn.kernels.source import include_closure, source_root
+from cupyattn.runtime.source import include_closure, source_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Nobody reads what an assertion compared. To have it said takes a second of the two until the first

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import CompilationError, compile_ptx
-from cupyattn.kernels.source import source_root
-from cupyattn.kernels.spec import KernelSpec, Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import CompilationError, compile_ptx
+from cupyattn.runtime.source import source_root
+from cupyattn.runtime.spec import KernelSpec, Specialisation
 from mutation.bugs import Bug
 from mutation.coverage import Kernel
 

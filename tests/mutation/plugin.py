@@ -32,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def compile_from(folder: Path) -> None:
     """Let every module that asks for the folder of sources get this one."""
-    from cupyattn.kernels.source import source_root
+    from cupyattn.runtime.source import source_root
 
     for module in list(sys.modules.values()):
         if getattr(module, "source_root", None) is source_root:
@@ -41,9 +41,9 @@ def compile_from(folder: Path) -> None:
 
 def note_loads() -> None:
     """Note under the running test each kernel that it compiles, or loads compiled."""
-    from cupyattn.kernels import compile
-    from cupyattn.kernels.device.cuda import CudaDevice
-    from cupyattn.kernels.device.emulated import EmulatedDevice
+    from cupyattn.runtime import compile
+    from cupyattn.runtime.device.cuda import CudaDevice
+    from cupyattn.runtime.device.emulated import EmulatedDevice
 
     for owner, name in ((CudaDevice, "load"), (EmulatedDevice, "load"), (compile, "_compile")):
         setattr(owner, name, noting(getattr(owner, name)))
@@ -51,7 +51,7 @@ def note_loads() -> None:
 
 def noting(call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that notes the specialisation among its arguments, and calls the given one."""
-    from cupyattn.kernels.spec import Specialisation
+    from cupyattn.runtime.spec import Specialisation
 
     def noted(*arguments: Any) -> Any:
         test = NOTES.get(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])

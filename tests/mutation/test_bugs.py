@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from cupyattn.kernels.source import source_root
+from cupyattn.runtime.source import source_root
 from mutation.bugs import KINDS, Bug, bugs_in, draw
 
 EXAMPLES = {

@@ -11,8 +11,8 @@ from support.recording_device import device_array
 from support.search import Search, deep
 
 from cupyattn import ScoreMod, attention
-from cupyattn.kernels.registry import KERNELS
-from cupyattn.kernels.source import source_root
+from cupyattn.registry import KERNELS
+from cupyattn.runtime.source import source_root
 from mutation.__main__ import too_few_caught
 from mutation.bugs import Bug
 from mutation.coverage import ROOT, Coverage, folder_of_tests, measure, most_new_first

@@ -136,7 +136,7 @@ def test_non_finite_gradients_reach_the_state():
 
 @pytest.mark.nvrtc
 def test_another_step_reuses_the_plan():
-    from cupyattn.ops import elements
+    from cupyattn.runtime import elements
 
     arrays = state(0, "float32", 8)
     with cupyattn.backend("emulator"):

@@ -17,8 +17,8 @@ from support.strategies import SoftmaxProblem, dtype_of, softmax_problems
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.kernels.configs.tables import pairs
 from cupyattn.ops.softmax.kernels import HELD
+from cupyattn.runtime.tables import pairs
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -15,7 +15,7 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
-from cupyattn.functional.rounding import round_into
+from cupyattn.runtime.rounding import round_into
 
 GRADIENTS = AttentionGrads._fields
 

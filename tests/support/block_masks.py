@@ -11,7 +11,7 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, BlockMask, MaskMod, block_mask, reference
-from cupyattn.functional.rounding import round_into
+from cupyattn.runtime.rounding import round_into
 
 
 def arrays(dtype: str, sq: int, sk: int, head_dim: int = 8, heads: int = 2) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from cupyattn.folders import cache_directory
+from cupyattn.runtime.folders import cache_directory
 
 if sys.dont_write_bytecode and (_folder := cache_directory()) is not None:
     sys.dont_write_bytecode = False

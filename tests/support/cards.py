@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 from support.devices import KERNELS
 
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.device.tensor_cores import TensorCores
-from cupyattn.kernels.source import include_closure, source_root
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.target import TENSOR_CORES_VARIABLE
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.device.tensor_cores import TensorCores
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.source import include_closure, source_root
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.target import TENSOR_CORES_VARIABLE
 
 _MMA = re.compile(r"^\s*mma\.", re.MULTILINE)
 

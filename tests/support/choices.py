@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.devices import KERNELS
 
-from cupyattn.kernels.choices import Choices
+from cupyattn.runtime.tuning import Choices
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, question: str, name: str) -> None:

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
-from cupyattn.arrays import Layout
 from cupyattn.emulator import Checks
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.device.cuda import cuda_device
-from cupyattn.kernels.device.emulated import EmulatedDevice
-from cupyattn.ops.spans import span
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device.emulated import EmulatedDevice
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.spans import span
 
 SENTINEL = 77.0
 """What stands in memory that a call must not write, or must write in full."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import compile_cubin, nvrtc_version
-from cupyattn.kernels.spec import GATES_NVRTC, Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import compile_cubin, nvrtc_version
+from cupyattn.runtime.spec import GATES_NVRTC, Specialisation
 from cupyattn.turing import DisassemblerError, analyse, disassembler_version
 
 MODEL_TOLERANCE = 0.03

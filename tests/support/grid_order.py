@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.kernels.card import Card
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, forward_rows
+from cupyattn.runtime.card import Card
 
 CARDS = {
     "T4": Card(75, 40),

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.arrays import dtype_of
 from cupyattn.benchmark import decode, layers
 from cupyattn.benchmark.cases import Harness
 from cupyattn.benchmark.linear import Inputs, Product
 from cupyattn.emulator import Checks, Report
-from cupyattn.functional.backend import running_on
-from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.ops.linear.weight_formats import FORMATS, pieces
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.turing.memory import MemoryFigures, memory_figures
 
 HERE = Harness(np, cold=False)

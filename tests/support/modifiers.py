@@ -14,8 +14,8 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import MaskMod, ScoreMod, reference
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.runtime.rounding import round_into
 
 Put = Callable[[np.ndarray], Any]
 CAP = 2.0

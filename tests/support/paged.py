@@ -15,8 +15,6 @@ from support.dtypes import dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.device.emulated import EmulatedDevice
 from cupyattn.ops.attention import decode
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES
 from cupyattn.ops.attention.reference.cache_formats import quantise
@@ -25,6 +23,8 @@ from cupyattn.ops.attention.reference.quantised import (
     dequantised_attention_bound,
     stored_attention_bound,
 )
+from cupyattn.runtime.device.emulated import EmulatedDevice
+from cupyattn.runtime.device_info import device_count
 
 # One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)

@@ -12,8 +12,8 @@ from typing import Any
 
 from support.search import Search
 
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.configs.tables import pairs
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.tables import pairs
 
 
 def attention_kernels(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from support.devices import KERNELS
 
-from cupyattn.kernels.launch import launch
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer
+from cupyattn.runtime.launch import launch
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer
 
 PROBES = Path(__file__).resolve().parent.parent / "host" / "probes"
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn import emulator
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.compile import compile_ptx
-from cupyattn.kernels.source import texts_named_in
-from cupyattn.kernels.spec import KernelSpec
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.source import texts_named_in
+from cupyattn.runtime.spec import KernelSpec
 
 KERNELS = Path(__file__).parent.parent / "emulator" / "kernels"
 

@@ -13,8 +13,8 @@ import pytest
 
 from cupyattn import attention
 from cupyattn.cli.recorder import Launch, LaunchRecorder, RecordedKernel
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import Specialisation
 
 
 def device_array(

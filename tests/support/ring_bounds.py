@@ -26,7 +26,7 @@ from cupyattn import AttentionGrads, reference
 from cupyattn.distributed.placement import Placement
 from cupyattn.ops.attention.bounds import ROTATION, pair_norms
 from cupyattn.ops.rope.reference import pairs_of, rotate
-from cupyattn.reference.precision import U32, precision_of
+from cupyattn.runtime.precision import U32, precision_of
 
 TILE_K = 16  # the shortest of any kernel: a bound for all
 Arrays = dict[str, np.ndarray]

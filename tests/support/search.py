@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import settings
 
-from cupyattn.functional.device_info import device_count
+from cupyattn.runtime.device_info import device_count
 
 DEEPER = 2
 """How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
@@ -47,7 +47,7 @@ NOT_QUICK = (
     "host/test_collection",
     "host/test_compile",
     "host/test_folders",
-    "host/test_fork.py::test_a_child_imports",
+    "runtime/test_fork.py::test_a_child_imports",
     "host/test_no_mma",
     "host/test_packaging",
     "host/test_results",
@@ -56,8 +56,8 @@ NOT_QUICK = (
     "kv_cache/test_paged_cache.py::test_the_kernels",
     "kv_cache/test_step_tables.py::test_both_calls",
     "kv_cache/test_step_tables.py::test_rows_behind",
-    "host/test_vjp.py::test_options_get_their_gradients",
-    "host/test_vjp_functions.py::test_functions_that_make_one_call_of_kernels",
+    "autodiff/test_vjp.py::test_options_get_their_gradients",
+    "autodiff/test_vjp_functions.py::test_functions_that_make_one_call_of_kernels",
 )
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""Every configuration of the tables stays within its gates (`cupyattn.kernels.spec.Gates`).
+"""Every configuration of the tables stays within its gates (`cupyattn.runtime.spec.Gates`).
 
 Gates are registers, spilled bytes and CTAs per SM, as ptxas reports them, and the utilisation that
 the model of a T4 gives. They hold for one release of NVRTC.
@@ -21,16 +21,16 @@ from support.search import deep, mostly_deep
 
 from cupyattn.benchmark.fma_rate import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, LIKE_FLOAT32, LIKE_TUNED, TUNED
-from cupyattn.kernels.arch import TURING, arch_of
-from cupyattn.kernels.compile import compile_cubin
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.registry import KERNELS, catalogue
-from cupyattn.kernels.spec import GATES_NVRTC, Gates, Specialisation
 from cupyattn.ops.attention.kernels import decode, float32
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.ops.attention.kernels.options import BackwardOptions, FlashOptions
 from cupyattn.ops.attention.kernels.teaching import forward as teaching
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq, forward
+from cupyattn.registry import KERNELS, catalogue
+from cupyattn.runtime.arch import TURING, arch_of
+from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.spec import GATES_NVRTC, Gates, Specialisation
+from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.turing import MACHINES, analyse, row
 
 CONSTRAINTS = ROOT / ".ci" / "constraints.txt"

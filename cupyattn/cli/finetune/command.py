@@ -15,11 +15,11 @@ from cupyattn.cli.finetune.preparation import planned, prepared
 from cupyattn.cli.finetune.training_run import trained
 from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.errors import size_text
 from cupyattn.models.device import DTYPES
 from cupyattn.models.quantised import OF_THE_FILE
 from cupyattn.models.training.optimizer import STATES
 from cupyattn.models.training.schedules import SCHEDULES
+from cupyattn.runtime.errors import size_text
 
 _INTERRUPTED = 130  # what shells report for SIGINT
 _NUMBERS = (

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from cupyattn.errors import error, explaining
+from cupyattn.runtime.errors import error, explaining
 
 _NAME = ".training"
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.terminal import Result
-from cupyattn.errors import error, explaining
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import require_source
 from cupyattn.models.device import model_library
@@ -20,7 +19,8 @@ from cupyattn.models.training import checkpoint
 from cupyattn.models.training.budget import Training, budget_of, require_room
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.packing import digest
-from cupyattn.reading import open_regular
+from cupyattn.runtime.errors import error, explaining
+from cupyattn.runtime.reading import open_regular
 
 _LR = {"adapters": 2e-4, "full": 2e-5}
 _CALLED = {

@@ -20,11 +20,11 @@ from cupyattn import models
 from cupyattn.cli.finetune.preparation import Prepared
 from cupyattn.cli.models import device_name, memory_held
 from cupyattn.cli.terminal import Result
-from cupyattn.errors import explaining, size_text
 from cupyattn.models import training
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import curve
-from cupyattn.progress import progress
+from cupyattn.runtime.errors import explaining, size_text
+from cupyattn.runtime.progress import progress
 
 _ASKED = b"\nending behind this step, with a checkpoint; Ctrl-C again ends it at once\n"
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
 from cupyattn.distributed.communicators.nccl import NCCLCommunicator, load_nccl
 from cupyattn.distributed.communicators.protocol import Communicator
-from cupyattn.errors import error, shown
-from cupyattn.fork import no_fork
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.fork import no_fork
 
 _TAG = 17
 _SECONDS_BETWEEN_LOOKS = 0.02

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.adapters import may_keep_the_host
 from cupyattn.distributed.communicators.aside import aside
 from cupyattn.distributed.communicators.protocol import Communicator
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error
 
 
 class Carrier:

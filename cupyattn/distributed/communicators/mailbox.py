@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.failures import SharedFailures
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error
 
 
 @dataclass(eq=False)

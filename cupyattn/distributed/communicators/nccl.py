@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
 from cupyattn.distributed.communicators.aside import aside
 from cupyattn.distributed.communicators.meeting import Meeting
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
-from cupyattn.errors import error
-from cupyattn.fork import no_fork
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.fork import no_fork
 
 ID_BYTES = 128
 # NVLink multicast (NVLS) serves all-reduce. A ring sends and receives, and gains nothing by it; but

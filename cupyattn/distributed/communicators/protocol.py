@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from cupyattn.arrays import Array
+from cupyattn.runtime.arrays import Array
 
 
 class Communicator(Protocol):

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.errors import error, shown, size_text
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
 from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
-from cupyattn.reading import parsed
+from cupyattn.runtime.errors import error, shown, size_text
+from cupyattn.runtime.reading import parsed
 
 STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

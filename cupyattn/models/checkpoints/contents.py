@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import Naming
 from cupyattn.models.checkpoints.tensors import AnyTensor
 from cupyattn.models.config import Config
+from cupyattn.runtime.errors import error
 
 
 class Checkpoint(NamedTuple):

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import QuantizedWeight, dequantize, quantize
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.contents import Checkpoint
 from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
@@ -22,7 +20,9 @@ from cupyattn.ops.linear.weight_formats import (
     rows_apart,
     rows_of_piece,
 )
-from cupyattn.progress import progress
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.progress import progress
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""

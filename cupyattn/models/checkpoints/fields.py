@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.contents import damaged
+from cupyattn.runtime.errors import error, shown
 
 _LARGEST_COUNT = 2**31 - 1  # kernels count in int32
 _LARGEST_ID = 2**32 - 1  # GGUF has ids in uint32, of which the last stands for none

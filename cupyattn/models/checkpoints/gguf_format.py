@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error, shown, size_text
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_blocks import kept_blocks
 from cupyattn.models.checkpoints.tensors import AnyTensor, Tensor
 from cupyattn.models.extras import extra
-from cupyattn.reading import open_regular
+from cupyattn.runtime.errors import error, shown, size_text
+from cupyattn.runtime.reading import open_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

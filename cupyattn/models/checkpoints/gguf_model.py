@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.contents import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gguf_format import GGUFFile, read_gguf
@@ -17,6 +16,7 @@ from cupyattn.models.checkpoints.names import GGUF, Naming
 from cupyattn.models.checkpoints.tensors import QuantisedTensor, Tensor
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 from cupyattn.models.tokenizer import tokenizer_of_gguf
+from cupyattn.runtime.errors import error, shown
 
 _FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
 _SCALINGS = ("none", "linear", "yarn")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.int4_groups import (
     PER_WORD,
@@ -22,6 +21,7 @@ from cupyattn.models.checkpoints.int4_groups import (
 )
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
+from cupyattn.runtime.errors import error
 
 
 def unpacked_gptq(

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.contents import Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face_config import config_of
@@ -15,7 +14,8 @@ from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.checkpoints.quantization_config import unpacking_of
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.tokenizer import tokenizer_of_folder
-from cupyattn.reading import read_json
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.reading import read_json
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20

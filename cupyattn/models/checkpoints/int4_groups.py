@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.ops.linear.weight_formats import FORMATS, Blocks, blocks_for
+from cupyattn.runtime.errors import error
 
 PER_WORD = 8
 _SCALES = ("F16", "BF16", "F32")

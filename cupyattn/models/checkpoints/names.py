@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
 from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Norm, Product, Weights
 from cupyattn.ops.linear.weight_formats import Blocks
+from cupyattn.runtime.arrays import Array
 
 
 class Naming(NamedTuple):

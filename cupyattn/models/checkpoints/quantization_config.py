@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from cupyattn.errors import error, shown
 from cupyattn.models.checkpoints.awq import unpacked_awq
 from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.gptq import unpacked_gptq
 from cupyattn.models.checkpoints.safetensors_files import Stored
 from cupyattn.models.checkpoints.tensors import AnyTensor
+from cupyattn.runtime.errors import error, shown
 
 Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
 """From the tensors of files, by their names, to those that a model takes."""

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import dtype_of
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.tensors import Tensor
 from cupyattn.models.extras import extra
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.errors import error
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
 

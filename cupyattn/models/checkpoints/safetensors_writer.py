@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.whole_files import write_whole
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8",

@@ -6,13 +6,13 @@ import json
 import shutil
 from pathlib import Path
 
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.names import HUGGING_FACE, places
 from cupyattn.models.checkpoints.safetensors_writer import require_finite, write_tensors
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights
+from cupyattn.runtime.errors import error
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from cupyattn import PagedKVCache, Scheduler
 from cupyattn.distributed.agreement import fingerprint
-from cupyattn.errors import error, shown
 from cupyattn.kv_cache import Work
 from cupyattn.models.generation.calls import Calls
 from cupyattn.models.generation.continuations import Generation
@@ -34,6 +33,7 @@ from cupyattn.models.generation.options import (
 from cupyattn.models.generation.room import blocks_at_hand
 from cupyattn.models.generation.steps import Part, packed_step
 from cupyattn.models.parallel import agreed
+from cupyattn.runtime.errors import error, shown
 
 MAX_BATCH = 32
 LONGEST = 2048

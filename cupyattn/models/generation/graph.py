@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.cupy_library import load_cupy
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 
 WARM_UPS = 2
 """The first loads kernels and constants, the second leaves the pool what the capture takes."""

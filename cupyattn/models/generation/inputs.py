@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
 from cupyattn.kv_cache import Sequence as CachedSequence
 from cupyattn.models.generation.graph import upload
 from cupyattn.models.generation.options import Sampling
+from cupyattn.runtime.arrays import Array
 
 _ALIGNMENT = 16
 _KINDS = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "repetition_penalty": "f4"}

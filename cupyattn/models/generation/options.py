@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error, shown
 from cupyattn.models.generation.text import Tokenizer
+from cupyattn.runtime.errors import error, shown
 
 SEED_BITS = 63
 MOST_TOP_K = 2**31 - 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.errors import error
 from cupyattn.models.generation.options import as_count
+from cupyattn.runtime.errors import error
 
 SHARE = 0.9
 """Of the free memory; the rest is for what steps compute in."""

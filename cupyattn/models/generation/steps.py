@@ -9,12 +9,12 @@ import numpy as np
 
 import cupyattn
 from cupyattn import PagedKVCache
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.kv_cache import Sequence as CachedSequence
 from cupyattn.kv_cache import StepTables
 from cupyattn.models.forward import Attend
 from cupyattn.models.generation.inputs import Draw, StepInputs, used_options
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 def paged_attend(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.errors import error
-from cupyattn.fork import no_fork
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.template_budget import budget
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.fork import no_fork
 
 MOST_TEMPLATE = 1 << 17
 """The most characters of a template; the longest that models come with have some 40,000."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.byte_level import byte_level
 from cupyattn.models.tokenizer.chat_template import MOST_TEMPLATE
 from cupyattn.models.tokenizer.panics import panics_as_errors
 from cupyattn.models.tokenizer.text import Tokenizer
-from cupyattn.reading import read_bytes, read_json, read_text
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.reading import read_bytes, read_json, read_text
 
 _END = "<|endoftext|>"
 _MOST_BYTES = 256 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.byte_level import KINDS, byte_level
 from cupyattn.models.tokenizer.text import Tokenizer
+from cupyattn.runtime.errors import error, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _PREFIX = "tokenizer.ggml."

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from operator import index
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.models.tokenizer.chat_template import rendered
 from cupyattn.models.tokenizer.panics import panics_as_errors
+from cupyattn.runtime.errors import error, shown
 
 
 class Tokenizer:

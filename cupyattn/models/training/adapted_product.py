@@ -16,13 +16,13 @@ from cupyattn import (
     linear,
     linear_backward,
 )
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.activations import activated
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.places import Gradients
 from cupyattn.models.weights import Product
 from cupyattn.ops.linear.weight_formats import rows_apart
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 _AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
 

@@ -24,7 +24,6 @@ from cupyattn import (
     linear_backward,
     rms_norm_backward,
 )
-from cupyattn.arrays import Array
 from cupyattn.models.activations import activated, activation_backward
 from cupyattn.models.beside import Beside
 from cupyattn.models.forward import hidden_states
@@ -35,6 +34,7 @@ from cupyattn.models.training.places import Gradients
 from cupyattn.models.training.sample_attention import SampleAttention
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product
+from cupyattn.runtime.arrays import Array
 
 _ONE_AFTER_THE_OTHER = Beside(np)  # many rows fill a GPU, and memory is counted once
 

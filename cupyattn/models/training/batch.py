@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 _LARGEST = np.iinfo(np.int32).max
 IGNORED = -100

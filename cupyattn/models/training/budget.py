@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import dtype_of
-from cupyattn.errors import error
 from cupyattn.models.checkpoints.names import HUGGING_FACE, modules_of
 from cupyattn.models.config import Config
 from cupyattn.models.loss import rows_at_once
@@ -20,6 +18,8 @@ from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.memory import working_bytes
 from cupyattn.models.training.optimizer import state_bytes
 from cupyattn.models.weights import Quantises, Weights, empty, named_arrays
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.errors import error
 
 _MASTER_BYTES = 4
 _SPARE = 0.125

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, explaining, size_text
 from cupyattn.models.checkpoints.safetensors_writer import DTYPES, bytes_of, write_tensors
 from cupyattn.models.extras import extra
-from cupyattn.reading import open_regular, parsed
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, explaining, size_text
+from cupyattn.runtime.reading import open_regular, parsed
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

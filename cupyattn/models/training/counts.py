@@ -7,7 +7,7 @@ from numbers import Real
 from operator import index
 from typing import Any
 
-from cupyattn.errors import error, shown
+from cupyattn.runtime.errors import error, shown
 
 LARGEST = 1e38  # of what kernels take in float32
 

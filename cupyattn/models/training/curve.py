@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cupyattn.errors import error, explaining, shown
-from cupyattn.fork import no_fork
 from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.checkpoint import way_on
-from cupyattn.reading import lines_of, parsed
+from cupyattn.runtime.errors import error, explaining, shown
+from cupyattn.runtime.fork import no_fork
+from cupyattn.runtime.reading import lines_of, parsed
 
 _LONGEST_LINE = 1 << 16
 _SMOOTHING = 0.9

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error, shown
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.training.batch import Sample
-from cupyattn.reading import lines_of, parsed
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.reading import lines_of, parsed
 
 _FORMS = (
     'each line is {"text": ...}, {"prompt": ..., "completion": ...} or '

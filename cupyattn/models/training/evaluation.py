@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.loss import mean_loss
 from cupyattn.models.training.batch import IGNORED, Batch, Sample, moved
 from cupyattn.models.training.packing import Packing
 from cupyattn.models.training.sample_attention import SampleAttention
 from cupyattn.models.training.trainable import require_samples
 from cupyattn.models.transformer import Model
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 def batch_loss(model: Model, batch: Batch) -> Array:

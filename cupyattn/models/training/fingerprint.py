@@ -8,9 +8,9 @@ from hashlib import sha256
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights, named_arrays, named_parts
+from cupyattn.runtime.arrays import Array
 
 _OF_A_MODEL = (
     "architecture", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
+from cupyattn.runtime.arrays import Array
 
 ALIGNMENT = 256
 """Items: a block of an 8-bit state is one array's alone."""

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyattn import QuantizedWeight
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
 from cupyattn.models.training.backward import loss_and_gradients
@@ -18,6 +16,8 @@ from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, named_parts
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 class FullWeights:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, dtype_of
 from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
 from cupyattn.models.loss import loss_dtype
 from cupyattn.models.training import peft
@@ -23,6 +22,7 @@ from cupyattn.models.training.places import Gradients, Place
 from cupyattn.models.training.trainable import require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
+from cupyattn.runtime.arrays import Array, dtype_of
 
 _SEEDS = 2**64
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error, shown
 from cupyattn.models.training.counts import as_float
 from cupyattn.models.training.module_patterns import matcher, require_pattern
+from cupyattn.runtime.errors import error, shown
 
 ALL_LINEAR = "all-linear"
 _MOST_RANK = 1 << 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupyattn.arrays import dtype_of
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.loss import rows_at_once
+from cupyattn.runtime.arrays import dtype_of
 
 _LSE_BYTES = 4
 _MOST_PARTS_BYTES = 1 << 26

@@ -12,8 +12,8 @@ import time
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.errors import error, shown
 from cupyattn.models.extras import extra
+from cupyattn.runtime.errors import error, shown
 
 SECONDS = 2.0
 """The time for all matches of one set of patterns; 500 modules take some milliseconds."""

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.models.training.counts import positive_number
 from cupyattn.models.training.flat import ALIGNMENT, flatten, zeros
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 STATES = ("float32", "8bit")
 _BLOCK = 256  # items that share a scale of an 8-bit state

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error
 from cupyattn.models.training.batch import Batch, Sample, packed
 from cupyattn.models.training.counts import count_of
+from cupyattn.runtime.errors import error
 
 _WINDOW = 1024
 """Samples that are packed with one another: enough to fill batches, few enough to mix."""

@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, explaining, shown
 from cupyattn.models.checkpoints.contents import damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_object
@@ -24,6 +22,8 @@ from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.training.fingerprint import config_fingerprint, fingerprint, kept_in
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.transformer import Model
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, explaining, shown
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

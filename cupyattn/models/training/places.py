@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import embedding_backward
-from cupyattn.arrays import Array
+from cupyattn.runtime.arrays import Array
 
 
 class Place(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import AttentionGrads, attention_varlen, attention_varlen_backward
-from cupyattn.arrays import Array
 from cupyattn.models.forward import heads_of
 from cupyattn.models.training.batch import Batch
 from cupyattn.models.transformer import Model
+from cupyattn.runtime.arrays import Array
 
 
 class SampleAttention:

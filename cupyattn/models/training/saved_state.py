@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.models.training.checkpoint import damaged
 from cupyattn.models.training.counts import LARGEST, as_float
 from cupyattn.models.training.packing import DIGEST, Packing, Position
 from cupyattn.models.training.scaling import MOST_SKIPPED
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 _LARGEST_COUNT = 2**63 - 1
 _LEAST = {"v": 0, "m_scales": 0, "v_scales": 0}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cupyattn.errors import error
 from cupyattn.models.training.counts import count_of, positive_number
+from cupyattn.runtime.errors import error
 
 FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24

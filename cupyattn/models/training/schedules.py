@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cupyattn.errors import error, shown
 from cupyattn.models.training.counts import count_of, positive_number
+from cupyattn.runtime.errors import error, shown
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.models.config import Config
 from cupyattn.models.training.batch import IGNORED, Batch, Sample
 from cupyattn.models.transformer import Model
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 def require_whole(model: Model) -> None:

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error, shown
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batch import IGNORED, Batch, moved
 from cupyattn.models.training.counts import count_of
@@ -27,6 +25,8 @@ from cupyattn.models.training.saved_state import (
 from cupyattn.models.training.scaling import LossScale
 from cupyattn.models.training.schedules import Schedule
 from cupyattn.models.training.trainable import Trainable
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import error, shown
 
 
 class TrainedStep(NamedTuple):

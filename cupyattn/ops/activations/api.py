@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
-from cupyattn.functional.layers.elements import call_elements
 from cupyattn.ops.activations.kernels import ACTIVATIONS, BACKWARD, FORWARD
-from cupyattn.ops.elements import Part
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.call_elements import call_elements
+from cupyattn.runtime.elements import Part
+from cupyattn.runtime.errors import error, shown
 
 _GRADS = {"dx": Part("grads")}
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.errors import error
-from cupyattn.functional.layers.elements import call_elements
-from cupyattn.functional.outputs import named_grads, require_grads
 from cupyattn.ops.activations.kernels_dropout import DROPOUT
 from cupyattn.ops.activations.plan_dropout import Draw
-from cupyattn.ops.checks import require_bool
-from cupyattn.ops.elements import Part
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.call_elements import call_elements
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.elements import Part
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.outputs import named_grads, require_grads
 
 
 class DropoutGrads(NamedTuple):

@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.errors import error
-from cupyattn.functional.layers.elements import call_elements
-from cupyattn.functional.outputs import named_grads
 from cupyattn.ops.activations.api import gelu_kind
 from cupyattn.ops.activations.kernels import ACTIVATIONS, GATED, GATED_BACKWARD
-from cupyattn.ops.checks import require_bool
-from cupyattn.ops.elements import Part
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.call_elements import call_elements
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.elements import Part
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.outputs import named_grads
 
 
 class GatedGrads(NamedTuple):

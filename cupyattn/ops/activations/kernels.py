@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.elements import ElementKernel, catalogue_of
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.element_kernel import ElementKernel, catalogue_of
+from cupyattn.runtime.spec import Specialisation
 
 ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": "Relu"}
 """Activations, with the struct of activations.cuh that computes each."""

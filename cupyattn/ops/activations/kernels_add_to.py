@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.elements import ElementKernel
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.element_kernel import ElementKernel
+from cupyattn.runtime.spec import Specialisation
 
 ADD_TO = ElementKernel(
     "add_to", "activations/add_to.cu", updated=("total",), inputs=("x",), float32=("total",)

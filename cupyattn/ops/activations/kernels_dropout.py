@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.elements import ElementKernel
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.element_kernel import ElementKernel
+from cupyattn.runtime.spec import Specialisation
 
 DROPOUT = ElementKernel(
     "dropout",

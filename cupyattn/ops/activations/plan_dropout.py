@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error, shown
-from cupyattn.ops.numbers import integer, real
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer, real
 
 FIELDS = 65536
 """Values of an item's random field."""

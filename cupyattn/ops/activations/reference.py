@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _SMALLEST, _FLUSHED = 2.0**-126, 2.0**-118

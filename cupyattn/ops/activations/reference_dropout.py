@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.philox import element_keep
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.philox import element_keep
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cupyattn.reference.precision import Float64, precision_of
+from cupyattn.runtime.precision import Float64, precision_of
 
 
 def add_to(total: ArrayLike, x: ArrayLike) -> Float64:

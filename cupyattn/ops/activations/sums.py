@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.functional.layers.elements import call_elements
 from cupyattn.ops.activations.kernels_add_to import ADD_TO
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.call_elements import call_elements
 
 
 def add_to(total: Array, x: Array, /) -> None:

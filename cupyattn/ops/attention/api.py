@@ -6,10 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
 from cupyattn.ops.attention.call import attention_call, reference_options
@@ -17,8 +13,12 @@ from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.rope.api import Rotary
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.rounding import round_into
 
 
 def attention(

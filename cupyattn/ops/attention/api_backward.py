@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_grads
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod, python_gradient
@@ -20,8 +16,12 @@ from cupyattn.ops.attention.checks import backward_problem
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.rope.api import Rotary
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.rounding import round_into
 
 
 def attention_backward(

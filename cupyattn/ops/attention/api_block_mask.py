@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.cupy_library import load_cupy
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.device_info import device_count
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.device.cuda import cuda_device
 from cupyattn.ops.attention.api_modifiers import MaskMod, arrays_of, python_function, user_function
 from cupyattn.ops.attention.block_mask import require_block_mask, run_block_mask
 from cupyattn.ops.attention.kernels.block_mask import TILE
 from cupyattn.ops.attention.modifiers import Blocks, UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_q_offset
 from cupyattn.ops.attention.problem import MAX_LENGTH
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.value_checks import on_host
 
 
 class BlockMask:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_out
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.merge import merge_problem, run_merge
-from cupyattn.ops.checks import fixes_of_results
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = fixes_of_results("out", "lse")
 

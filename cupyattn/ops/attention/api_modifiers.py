@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.ops.attention.kernels.modifiers import CPP_WORDS, TAKEN_NAMES, parameter_name
 from cupyattn.ops.attention.modifiers import UserFunction
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 _OF_SCORES = re.compile(r"\b(score|grad)\b")
 _REFUSED = (

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_out
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
 from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
 from cupyattn.ops.attention.problem import FORWARD_FIXES
-from cupyattn.ops.checks import require_bool
-from cupyattn.ops.numbers import integer
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
 

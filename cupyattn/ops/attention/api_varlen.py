@@ -7,10 +7,6 @@ from functools import partial
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_out
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
 from cupyattn.ops.attention.call import attention_call, reference_options
@@ -18,8 +14,12 @@ from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.varlen import varlen_forward
 from cupyattn.ops.attention.varlen_problem import forward_problem
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.rope.api import Rotary
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.rounding import round_into
 
 
 def attention_varlen(

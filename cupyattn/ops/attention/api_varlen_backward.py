@@ -7,9 +7,6 @@ from functools import partial
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_grads
 from cupyattn.ops.attention.api_backward import rounded_gradients
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod, python_gradient
@@ -19,8 +16,11 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.attention.varlen import varlen_backward
 from cupyattn.ops.attention.varlen_problem import backward_problem
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.rope.api import Rotary
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.outputs import named_grads
 
 
 def attention_varlen_backward(

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cupyattn.arrays import Array, Operands
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
@@ -19,8 +15,12 @@ from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
-from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.storage import STORAGE
 
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.backward_plan, ALL_OPTIONS),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.arrays import Layout
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import attention_params, row_strides, score_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import BACKWARD_PARAMS
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.record import record
 
 
 def backward_params(

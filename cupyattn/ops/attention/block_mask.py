@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Operands, layouts_of, starts_of
-from cupyattn.errors import error
-from cupyattn.kernels.device import Device
 from cupyattn.ops.attention.kernels import block_mask as configs
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE, WARPS
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS
@@ -24,8 +21,11 @@ from cupyattn.ops.attention.modifiers import (
     strides_of,
 )
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Output, Plan, Step
+from cupyattn.runtime.arrays import Array, Description, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Output, Plan, Step
 
 EMPTY, PARTIAL, FULL = range(3)
 """What a tile may be: no, some or all of its scores are seen."""

@@ -56,7 +56,7 @@ from numpy.typing import DTypeLike, NDArray
 from cupyattn.ops.attention.reference.dense import attention
 from cupyattn.ops.attention.reference.scores import ScoreBlock, ScoreBlocks, probabilities
 from cupyattn.ops.rope.reference import pairs_of
-from cupyattn.reference.precision import TINY32, U32, Float64, Precision, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
 
 # tanh as 1 - 2 / (1 + exp(2 x)): the exponential's and the reciprocal's errors, a few u32. Not
 # tanh.approx, whose 2**-11 is 0.024 in a score of softcap 50.

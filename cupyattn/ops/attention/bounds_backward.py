@@ -52,7 +52,7 @@ from cupyattn.ops.attention.reference.dense import (
 )
 from cupyattn.ops.attention.reference.scores import ScoreBlock, ScoreBlocks, probabilities
 from cupyattn.ops.rope.reference import pairs_of
-from cupyattn.reference.precision import TINY32, U32, Float64, Precision, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
 
 # In cuda_src/attention/tensor_core/gradient_scale.cuh.
 _MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cupyattn.arrays import Operands, adopt, exports_memory
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import arrays_of, python_function, user_function
 from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_names
 from cupyattn.ops.attention.options import DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS, AttentionProblem
 from cupyattn.ops.rope.api import checked_rotary
+from cupyattn.runtime.arrays import Operands, adopt, exports_memory
 
 _NO_SEED = DropoutSeed(0)
 _Problem = TypeVar("_Problem", bound=AttentionProblem)

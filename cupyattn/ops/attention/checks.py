@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.modifiers import require_valid_arrays, shown_names
 from cupyattn.ops.attention.options import (
@@ -29,7 +26,8 @@ from cupyattn.ops.attention.problem import (
     AttentionProblem,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     FLOATS,
     INTEGERS,
@@ -44,8 +42,10 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.tables import MAX_HEAD_DIM
+from cupyattn.runtime.value_checks import checks_values
 
 _CACHED_PROBLEMS = 4096
 _WINDOW_SIZE = AttentionOptions._fields.index("window_size")

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Layout, contiguous
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.kernels.tensor_core import passes
 from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SummedDbiasConfig
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import DBIAS_PARAMS
-from cupyattn.ops.plan import Step
+from cupyattn.runtime.arrays import Layout, contiguous
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.record import record
 
 _FLOAT32 = np.dtype(np.float32)
 _ENOUGH_CTAS = 512

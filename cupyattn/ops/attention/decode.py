@@ -9,12 +9,6 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Array, Layout, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.kernels import decode
 from cupyattn.ops.attention.layouts import require_lengths, score_options, whole_vectors
@@ -22,8 +16,14 @@ from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.attention.structs import DECODE_PARAMS
-from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 WHOLE_KEYS = 512
 """Of a block table: sequences up to there are not shared, which saves the second launch. A step of

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.arrays import Layout
-from cupyattn.errors import error
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     FLOATS,
     require_dtype,
     require_shape,
     require_whole_item_strides,
 )
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.tables import MAX_HEAD_DIM
 
 
 def require_caches(q: Layout, k: Layout, v: Layout) -> None:

@@ -8,16 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import (
-    Array,
-    Description,
-    Layout,
-    Operands,
-    contiguous,
-    layouts_of,
-    starts_of,
-)
-from cupyattn.errors import error
 from cupyattn.ops.attention.decode_layouts import (
     require_caches,
     require_option_arrays,
@@ -39,7 +29,16 @@ from cupyattn.ops.attention.packed import (
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.attention.values import require_alibi, require_sinks
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
     require_arrays,
@@ -52,9 +51,10 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output
-from cupyattn.ops.value_checks import checks_values, on_host
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output
+from cupyattn.runtime.value_checks import checks_values, on_host
 
 MAX_QUERIES = 16
 """Query tokens of a sequence that are decoded although a forward has the keys, paged or dense.

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 
-from cupyattn.arrays import contiguous
-from cupyattn.kernels.card import Card
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.dbias import sum_step
@@ -18,7 +16,9 @@ from cupyattn.ops.attention.params import gradient_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+from cupyattn.runtime.arrays import contiguous
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Plan, Step, lay_out_scratch
 
 _FLOAT32 = np.dtype(np.float32)
 _SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds

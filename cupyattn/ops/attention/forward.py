@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from cupyattn.arrays import Array, Operands
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
@@ -17,8 +13,12 @@ from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, Dropou
 from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
-from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.storage import STORAGE
 
 IMPLEMENTATIONS = register(
     ("flash", STORAGE, float32.forward_plan, ALL_OPTIONS),

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupyattn.kernels.card import Card
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.runtime.card import Card
 
 _TIMES_L2 = 2
 """So many times the bytes of L2 may K and V of the heads have. A CTA of 128 rows alone does 128

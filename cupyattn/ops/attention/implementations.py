@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from cupyattn.errors import error
 from cupyattn.ops.attention.modifiers import without_expression
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.checks import require_kernel_dtype
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.checks import require_kernel_dtype
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan
 
 _CPU = "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cupyattn.errors import error
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
+from cupyattn.runtime.errors import error
 
 Starts = Mapping[str, int]
 """By how many bytes each array of a problem misses a vector's alignment."""

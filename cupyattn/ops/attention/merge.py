@@ -8,7 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import (
+from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
+from cupyattn.ops.attention.params import row_strides, sum_strides
+from cupyattn.ops.attention.problem import LSE_DTYPE
+from cupyattn.ops.attention.structs import MERGE_PARAMS
+from cupyattn.runtime.arrays import (
     Array,
     Description,
     Layout,
@@ -17,14 +21,7 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
-from cupyattn.ops.attention.params import row_strides, sum_strides
-from cupyattn.ops.attention.problem import LSE_DTYPE
-from cupyattn.ops.attention.structs import MERGE_PARAMS
-from cupyattn.ops.checks import (
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     require_arrays,
     require_contiguous_rows,
@@ -36,8 +33,11 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output, Plan, Step, run
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.record import record
 
 _OUTS, _LSES = ("out_a", "out_b"), ("lse_a", "lse_b")
 

@@ -6,12 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cupyattn.arrays import Array, Layout, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.compile import CompilationError
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.source import NAMED
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.kernels.block_mask import TILE
 from cupyattn.ops.attention.kernels.modifiers import (
     ARRAYS,
@@ -31,8 +25,14 @@ from cupyattn.ops.attention.kernels.modifiers import (
     modified_strides,
     parameter_name,
 )
-from cupyattn.ops.checks import require_dtype, require_whole_item_strides
-from cupyattn.ops.plan import Plan, run
+from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.checks import require_dtype, require_whole_item_strides
+from cupyattn.runtime.compile import CompilationError
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.source import NAMED
 
 BLOCK_MASK = BLOCK_STATES.name
 """The name of a block mask's tiles among the arrays of a call."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error, shown
 from cupyattn.ops.attention.modifiers import UserFunction
-from cupyattn.ops.checks import require_bool
-from cupyattn.ops.numbers import integer, real
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer, real
 
 TEACHING_OPTIONS = frozenset({"causal", "softmax_scale"})
 """Every kernel has these options. The kernels that are there to be read have no others."""

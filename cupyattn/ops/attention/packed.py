@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, contiguous
-from cupyattn.errors import error, shown
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.checks import (
     INTEGERS,
     require_dtype,
     require_rank,
     require_whole_item_strides,
 )
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.value_checks import on_host
 
 
 def require_bounds(name: str, bounds: Layout, of: str = "q") -> int:

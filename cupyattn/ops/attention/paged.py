@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from cupyattn.arrays import Array, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.device import Device
 from cupyattn.ops.attention.decode import decode_attention
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES, DecodeProblem
 from cupyattn.ops.attention.prefill import has_prefill, prefill_attention
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
 
 TABLE_FIXES = {
     "block_table": "pass an int32 array of shape (B, max_blocks)",

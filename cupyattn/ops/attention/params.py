@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Layout
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
@@ -22,7 +20,9 @@ from cupyattn.ops.attention.structs import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.record import record
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     ATTENTION_PARAMS: (),

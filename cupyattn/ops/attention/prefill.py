@@ -6,13 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Array, Layout, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.decode_problem import DecodeProblem
 from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.kernels import float32, tensor_core
@@ -21,8 +14,15 @@ from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import PAGED_PARAMS
-from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
-from cupyattn.ops.plan import Plan, Step, run
+from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.storage import vector_items
 
 _GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh: blocks are whole groups of tokens
 _LARGEST_UNIT = 2**20

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cupyattn.arrays import Layout, contiguous
 from cupyattn.ops.attention.problem import BACKWARD_RESULTS, LSE_DTYPE, AttentionProblem
-from cupyattn.ops.plan import Output
+from cupyattn.runtime.arrays import Layout, contiguous
+from cupyattn.runtime.plan import Output
 
 Outputs = tuple[tuple[str, Output], ...]
 

@@ -9,18 +9,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyattn.arrays import Layout, contiguous
-from cupyattn.errors import error
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.kernels import rotary
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import ROTARY_PARAMS
-from cupyattn.ops.checks import require_kernel_dtype
-from cupyattn.ops.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
 from cupyattn.ops.rope.kernels import rope_config, specialise_rotation
 from cupyattn.ops.rope.plan import slot_items
+from cupyattn.runtime.arrays import Layout, contiguous
+from cupyattn.runtime.checks import require_kernel_dtype
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
+from cupyattn.runtime.record import record
 
 _MOST_THREADS = 2**32 - 1
 _TABLES = ("cos", "sin")

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.layouts import score_options
@@ -22,7 +19,10 @@ from cupyattn.ops.attention.params import attention_params, forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, result_layouts
 from cupyattn.ops.attention.structs import SPLIT_PARAMS
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Plan, Step, lay_out_scratch
+from cupyattn.runtime.record import record
+from cupyattn.runtime.spec import Specialisation
 
 LEAST_KEYS = 256
 """Of a part."""

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays import Layout
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.spec import Specialisation
 from cupyattn.ops.attention.kernels.teaching import backward, forward
 from cupyattn.ops.attention.layouts import Starts
 from cupyattn.ops.attention.params import row_strides, sum_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS, TEACHING_PARAMS
-from cupyattn.ops.plan import Plan, Step
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Plan, Step
+from cupyattn.runtime.spec import Specialisation
 
 
 def naive_plan(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.tensor_core import forward
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
@@ -28,7 +25,10 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.structs import ROTARY_TABLES
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 _TALL_GAIN = 1.05
 """How many more rows tall tiles may compute: they model 1.12 of the others' speed."""

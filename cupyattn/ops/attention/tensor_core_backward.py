@@ -6,10 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyattn.arrays import Layout
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import round_up
 from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import BlockLists, block_lists
 from cupyattn.ops.attention.dbias import SummedDbias, four_axes, shared_out, sum_step
@@ -32,7 +28,11 @@ from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import gradient_params, score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs, result_layouts
-from cupyattn.ops.plan import Plan, Step, lay_out_scratch, spanning
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step, lay_out_scratch, spanning
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import round_up
 
 _MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
 _QUAD = 4  # neighbouring keys that are read together

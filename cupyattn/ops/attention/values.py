@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.ops.attention.options import MAX_OFFSET
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.value_checks import on_host
 
 INTEGERS = ("q_offset", "seqused_k")
 """The arrays of a few numbers for each batch element."""

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cupyattn.arrays import Array, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.device import Device
 from cupyattn.ops.attention import (
     backward,
     float32,
@@ -27,8 +22,13 @@ from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
 from cupyattn.ops.attention.problem import MAX_LENGTH
-from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.storage import STORAGE
 
 FORWARD = register(("flash", STORAGE, float32.forward_plan, ALL_OPTIONS))
 BACKWARD = register(("flash", STORAGE, float32.backward_plan, ALL_OPTIONS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.checks import checked_problem, described_problem, require_gradients
 from cupyattn.ops.attention.options import AttentionOptions
@@ -18,14 +17,15 @@ from cupyattn.ops.attention.packed import (
 )
 from cupyattn.ops.attention.problem import BACKWARD_RESULTS, FORWARD_RESULTS, SHOWN_AS
 from cupyattn.ops.attention.values import check_values
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import (
     require_arrays,
     require_contiguous_rows,
     require_output,
     require_rank,
     require_shape,
 )
-from cupyattn.ops.overlaps import Overlaps
+from cupyattn.runtime.overlaps import Overlaps
 
 _OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})

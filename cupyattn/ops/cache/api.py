@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.cache.append import run_append
 from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
 from cupyattn.ops.cache.caches import WRITTEN_FIXES
-from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.rope.api import Rotary, checked_rotary
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = {
     "slot_mapping": "pass an int32 array with a slot for each token, of shape k.shape[:-2]",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, exports_memory
-from cupyattn.functional.backend import device_of
 from cupyattn.ops.cache.caches import WRITTEN_FIXES
 from cupyattn.ops.cache.copies import run_copies
 from cupyattn.ops.cache.copies_problem import WRITTEN, copies_problem, pairs_of
-from cupyattn.ops.checks import require_given
+from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_given
 
 
 def copy_blocks(

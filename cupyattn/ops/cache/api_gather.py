@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.dtypes import float_dtype
-from cupyattn.functional.outputs import named_out
-from cupyattn.functional.rounding import round_into
 from cupyattn.ops.attention.paged import TABLE_FIXES
 from cupyattn.ops.cache.gather import run_gather
 from cupyattn.ops.cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
-from cupyattn.ops.checks import fixes_of_results
-from cupyattn.ops.numbers import integer
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.float_dtypes import float_dtype
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = {**TABLE_FIXES, **fixes_of_results(*SHOWN_AS.values())}
 

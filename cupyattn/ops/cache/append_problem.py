@@ -7,8 +7,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
 from cupyattn.ops.cache.caches import (
     CACHES,
     SCALES,
@@ -17,7 +15,8 @@ from cupyattn.ops.cache.caches import (
     require_positions,
     require_slots,
 )
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
     require_arrays,
@@ -29,8 +28,9 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.value_checks import checks_values
 
 WRITTEN = (*CACHES, *SCALES, "q")
 """What a call writes, all of it in place."""

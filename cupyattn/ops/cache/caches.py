@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout
-from cupyattn.errors import error
-from cupyattn.kernels.configs.tables import MAX_HEAD_DIM
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     fixes_of_results,
     require_arrays,
@@ -22,7 +20,9 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.tables import MAX_HEAD_DIM
+from cupyattn.runtime.value_checks import on_host
 
 CACHES = ("k_cache", "v_cache")
 SCALES = ("k_scales", "v_scales")

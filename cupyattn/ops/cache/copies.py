@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Layout, Operands
-from cupyattn.errors import error
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.axes import merge_axes
 from cupyattn.ops.cache.copies_problem import WRITTEN, CopiesProblem, Pairs
 from cupyattn.ops.cache.kernels import COPY_THREADS, WORDS, specialise_copies
 from cupyattn.ops.cache.structs import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
-from cupyattn.ops.checks import require_item_alignment
-from cupyattn.ops.plan import Plan, Step, run
+from cupyattn.runtime.arrays import Layout, Operands
+from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.record import record
 
 _MOST_THREADS = 2**32 - 1
 _POOL_RANK = 5

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error, shown
 from cupyattn.ops.cache.caches import CACHES, SCALES, Caches, require_caches
-from cupyattn.ops.checks import INTEGERS, require_dtype, require_whole_item_strides
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.value_checks import checks_values, on_host
+from cupyattn.runtime.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import INTEGERS, require_dtype, require_whole_item_strides
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.value_checks import checks_values, on_host
 
 WRITTEN = (*CACHES, *SCALES)
 Pairs = tuple[tuple[int, int], ...]

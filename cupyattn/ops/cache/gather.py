@@ -6,18 +6,18 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import Array, Layout, Operands, contiguous
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.cache.caches import CACHES, SCALES
 from cupyattn.ops.cache.gather_problem import RESULTS, GatherProblem
 from cupyattn.ops.cache.kernels import THREADS, specialise_gather, stored_bytes
 from cupyattn.ops.cache.strides import rows_aligned, scale_strides, slot_strides
 from cupyattn.ops.cache.structs import GATHER_PARAMS
-from cupyattn.ops.checks import most_tokens, require_item_alignment, require_kernel_dtype
-from cupyattn.ops.plan import Plan, Step, run
+from cupyattn.runtime.arrays import Array, Layout, Operands, contiguous
+from cupyattn.runtime.checks import most_tokens, require_item_alignment, require_kernel_dtype
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 _MOST_THREADS = 2**32 - 1
 

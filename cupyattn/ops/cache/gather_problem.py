@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
 from cupyattn.ops.cache.caches import Caches, first_where, require_caches
-from cupyattn.ops.checks import (
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import (
     INTEGERS,
     require_arrays,
     require_dtype,
@@ -19,9 +18,10 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output
-from cupyattn.ops.value_checks import checks_values, on_host
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output
+from cupyattn.runtime.value_checks import checks_values, on_host
 
 RESULTS = ("k", "v")
 SHOWN_AS = {name: f"out's {name}" for name in RESULTS}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.cache.structs import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 APPEND = KernelSpec(
     "append_kv",

@@ -21,7 +21,7 @@ from cupyattn.ops.attention.reference.cache_formats import (
 from cupyattn.ops.attention.reference.paged import gathered
 from cupyattn.ops.rope.bounds import rope_bound
 from cupyattn.ops.rope.reference import rotate
-from cupyattn.reference.precision import U32, precision_of
+from cupyattn.runtime.precision import U32, precision_of
 
 
 def rotated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cupyattn.arrays import Layout
+from cupyattn.runtime.arrays import Layout
 
 
 def slot_strides(layout: Layout) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.kernels.spec import Struct
+from cupyattn.runtime.spec import Struct
 
 _SLOT_STRIDES = np.dtype([(axis, np.int64) for axis in ("outer", "inner", "head")], align=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import require_grads
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.embedding.plan import embedding_problem, run_embedding
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = fixes_of_results("out")
 

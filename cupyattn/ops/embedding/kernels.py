@@ -7,12 +7,12 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.elements import ElementConfig, ElementTable
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.kernels.structs.walks import elements_struct
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.element_kernel import ElementConfig, ElementTable
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
+from cupyattn.runtime.walks import elements_struct
 
 _INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.uint32))
 

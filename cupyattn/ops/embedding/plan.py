@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cupyattn.arrays import (
+from cupyattn.ops.embedding import kernels as configs
+from cupyattn.runtime.arrays import (
     Array,
     Description,
     Layout,
@@ -15,11 +16,8 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.ops.axes import Strides, merge_axes, walk_params
-from cupyattn.ops.checks import (
+from cupyattn.runtime.axes import Strides, merge_axes, walk_params
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
     require_arrays,
@@ -34,10 +32,12 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.embedding import kernels as configs
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.value_checks import checks_values, require_within
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.value_checks import checks_values, require_within
 
 _GRADS = {"dtable": "grads"}
 _MOST_UNITS = 2**32 - 1

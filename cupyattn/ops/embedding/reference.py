@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def embedding(table: ArrayLike, ids: ArrayLike) -> Float64:

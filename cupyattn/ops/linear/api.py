@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.ops.linear.problem import ARRAY_FIXES, LinearProblem
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.weights import weight_arrays
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = {**ARRAY_FIXES, **fixes_of_results("out", "preactivation")}
 

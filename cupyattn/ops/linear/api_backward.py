@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, Operands, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_grads
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_bool
 from cupyattn.ops.linear import backward as ops
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.linear.weights import weight_arrays
+from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.rounding import round_into
 
 
 def linear_backward(

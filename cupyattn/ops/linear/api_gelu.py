@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
 from cupyattn.ops.linear.api import linear
 from cupyattn.ops.linear.api_backward import linear_backward
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
 
 _ACTIVATIONS = {"tanh": "gelu_tanh", "none": "gelu"}
 

@@ -7,12 +7,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error, shown
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.dtypes import float_dtype
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.linear.quantised import (
     dequantize_problem,
     quantize_blocks,
@@ -21,6 +15,12 @@ from cupyattn.ops.linear.quantised import (
 )
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.weight_formats import FORMATS, Blocks
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.float_dtypes import float_dtype
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = fixes_of_results("out")
 

@@ -54,7 +54,7 @@ from cupyattn.ops.linear.reference import (
     linear_backward,
 )
 from cupyattn.ops.linear.reference_quantised import dequantised_rows, weight_error
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
 STEEPEST_SLOPE = 0.8

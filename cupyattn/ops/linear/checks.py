@@ -6,28 +6,6 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.arrays import (
-    Description,
-    Layout,
-    Operands,
-    contiguous,
-    layouts_of,
-    starts_of,
-)
-from cupyattn.errors import error, made_beforehand, shown
-from cupyattn.ops.axes import merge_axes
-from cupyattn.ops.checks import (
-    CPU_FLOATS,
-    require_arrays,
-    require_contiguous_rows,
-    require_dtype,
-    require_output,
-    require_rank,
-    require_same_dtype,
-    require_shape,
-    require_whole_item_strides,
-    require_workspace,
-)
 from cupyattn.ops.linear.problem import (
     ACTIVATIONS,
     BACKWARD_RESULTS,
@@ -40,9 +18,24 @@ from cupyattn.ops.linear.problem import (
     WeightFormat,
 )
 from cupyattn.ops.linear.weight_formats import FORMATS
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output
-from cupyattn.ops.spans import overlaps_itself
+from cupyattn.runtime.arrays import Description, Layout, Operands, contiguous, layouts_of, starts_of
+from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.checks import (
+    CPU_FLOATS,
+    require_arrays,
+    require_contiguous_rows,
+    require_dtype,
+    require_output,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.runtime.errors import error, made_beforehand, shown
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output
+from cupyattn.runtime.spans import overlaps_itself
 
 MAX_EXTENT = 2**31 - 1024
 """Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cupyattn.kernels.card import Card
 from cupyattn.ops.linear import (
     float32,
     quantised_float32,
@@ -14,6 +13,7 @@ from cupyattn.ops.linear import (
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.nested_scales import NESTED, behind_expansion, expanded
 from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.runtime.card import Card
 
 PLANS = (*thin.PLANS, *tensor_core.PLANS, *float32.PLANS)
 """Kernels for few rows, then those on tensor cores for many, then those that take everything.

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error
 from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
 
 
 def differentiated(

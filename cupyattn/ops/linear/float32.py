@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear import kernels_float32 as configs
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.structs import FLOAT_PRODUCT_PARAMS
-from cupyattn.ops.plan import Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.record import record
+from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.runtime.storage import STORAGE, vector_items
 
 
 def forward_plan(problem: LinearProblem, card: Card) -> Launches:

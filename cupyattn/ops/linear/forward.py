@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cupyattn.arrays import Array, Operands
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.device import Device
-from cupyattn.ops.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.plan import Plan, lay_out_scratch, run
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Plan, lay_out_scratch, run
 
 
 def linear_forward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from cupyattn.kernels.card import Card
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.plan import Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Step
 
 
 class Launches(NamedTuple):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.linear.structs import FLOAT_PRODUCT_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 
 FORWARD = KernelSpec(
     "linear_forward_f32",

@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import FLOAT_BYTES
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.tables import FLOAT_BYTES
 
 _COUNT = Scalar("count", np.dtype(np.uint32))
 NEST = KernelSpec(

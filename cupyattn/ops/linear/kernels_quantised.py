@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import cpp_bool, pairs
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.linear.structs import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import cpp_bool, pairs
 
 QUANTIZE = KernelSpec(
     "quantize",

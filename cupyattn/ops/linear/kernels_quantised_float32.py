@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.linear import kernels_float32 as float32
 from cupyattn.ops.linear.kernels_float32 import ProductConfig
 from cupyattn.ops.linear.kernels_quantised import CODEBOOK_BYTES, FORMATS
 from cupyattn.ops.linear.structs import QUANTISED_FLOAT_STRUCT
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import pairs, rows_for
 
 _WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

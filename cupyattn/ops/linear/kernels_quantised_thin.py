@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
-from cupyattn.kernels.spec import KernelSpec, Specialisation, inputs
 from cupyattn.ops.linear.kernels_float32 import STRUCTS
 from cupyattn.ops.linear.kernels_quantised import FORMATS
 from cupyattn.ops.linear.kernels_quantised_thin_rows import TABLE, QuantisedThinConfig, kind_of
 from cupyattn.ops.linear.kernels_thin import EPILOGUE
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Specialisation, inputs
+from cupyattn.runtime.storage import VECTOR_BYTES
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, rows_for
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin",

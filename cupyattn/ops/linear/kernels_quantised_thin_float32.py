@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs
-from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.linear.kernels_float32 import STRUCTS
 from cupyattn.ops.linear.kernels_quantised import FORMATS
 from cupyattn.ops.linear.kernels_quantised_thin import PRODUCT as ON_TENSOR_CORES
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", ON_TENSOR_CORES.parameters

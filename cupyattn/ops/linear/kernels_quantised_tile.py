@@ -6,10 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.linear.kernels_quantised import FORMATS
 from cupyattn.ops.linear.kernels_tensor_core import ACTIVATIONS
 from cupyattn.ops.linear.kernels_tiles import (
@@ -21,6 +17,10 @@ from cupyattn.ops.linear.kernels_tiles import (
     specialise_tile,
 )
 from cupyattn.ops.linear.structs import QUANTISED_TILE_STRUCT
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

@@ -7,10 +7,6 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.ops.linear.kernels_tiles import (
     ACROSS,
     ALONG,
@@ -24,6 +20,10 @@ from cupyattn.ops.linear.kernels_tiles import (
     specialise_tile,
 )
 from cupyattn.ops.linear.structs import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 
 FORWARD = KernelSpec(
     "linear_forward",

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.choices import USUAL, Choices
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, cpp_bool, rows_for
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.ops.linear.kernels_float32 import STRUCTS
 from cupyattn.ops.linear.structs import THIN_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, rows_for
+from cupyattn.runtime.tuning import USUAL, Choices
 
 EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from cupyattn.kernels.arch import WARP_SIZE
-from cupyattn.kernels.spec import Gates, KernelSpec, Specialisation
+from cupyattn.runtime.arch import WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 
 
 class Moves(NamedTuple):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Layout
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output
+from cupyattn.runtime.storage import VECTOR_BYTES
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 GATED = {"swiglu": "silu", "geglu": "gelu"}

@@ -7,22 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, Operands, contiguous, layouts_of, starts_of
-from cupyattn.errors import error, shown
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.checks import (
-    FLOATS,
-    require_arrays,
-    require_dtype,
-    require_item_alignment,
-    require_kernel_dtype,
-    require_own_items,
-    require_rank,
-    require_whole_item_strides,
-    require_workspace,
-)
 from cupyattn.ops.linear.kernels_quantised import (
     MADE,
     THREADS,
@@ -41,10 +25,26 @@ from cupyattn.ops.linear.nested_scales import (
 )
 from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
 from cupyattn.ops.linear.weight_formats import FORMATS, INT4_LARGEST, Blocks, pieces, require_blocks
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.overlaps import Overlaps, require_apart
-from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.runtime.arrays import Array, Layout, Operands, contiguous, layouts_of, starts_of
+from cupyattn.runtime.checks import (
+    FLOATS,
+    require_arrays,
+    require_dtype,
+    require_item_alignment,
+    require_kernel_dtype,
+    require_own_items,
+    require_rank,
+    require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.overlaps import Overlaps, require_apart
+from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.value_checks import checks_values
 
 _OF_OUT = {name: f"out.{name}" for name in ("codes", "scales", "super_scales", "scale_table")}
 _MADE = (*MADE, NESTED)

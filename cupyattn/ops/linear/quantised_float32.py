@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear import kernels_float32 as float_configs
 from cupyattn.ops.linear import kernels_quantised_float32 as configs
 from cupyattn.ops.linear.float32 import db_plan, float_params, whole_halves, whole_out
@@ -14,7 +11,10 @@ from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.structs import QUANTISED_FLOAT_PARAMS
-from cupyattn.ops.plan import Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import STORAGE
 
 
 def forward_plan(problem: LinearProblem, card: Card) -> Launches:

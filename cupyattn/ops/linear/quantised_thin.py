@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.ops.linear import kernels_quantised_thin_float32 as in_float32
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.kernels_quantised_thin import MAX_ROWS, SPAN_BYTES, thin, thin_launch
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.thin_launches import thin_launches, thin_params
 from cupyattn.ops.linear.weight_formats import FORMATS
-from cupyattn.ops.plan import Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 
 _MOST_VECTORS = 2**31
 """Of codes: kernels count them in 32 bits."""

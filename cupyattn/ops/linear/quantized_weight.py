@@ -7,16 +7,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-from cupyattn.arrays import (
-    ALIGNMENT,
-    Array,
-    Layout,
-    adopt,
-    is_contiguous,
-    layouts_of,
-    starts_of,
-)
-from cupyattn.errors import RefusalError, error, shown
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     Blocks,
@@ -26,6 +16,16 @@ from cupyattn.ops.linear.weight_formats import (
     rows_apart,
     rows_of_piece,
 )
+from cupyattn.runtime.arrays import (
+    ALIGNMENT,
+    Array,
+    Layout,
+    adopt,
+    is_contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.errors import RefusalError, error, shown
 
 _WORD = 4
 """Bytes: all arrays but codes start at a multiple of that, codes of `ALIGNMENT`."""

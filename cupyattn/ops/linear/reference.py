@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
 from cupyattn.ops.activations.reference import activation as activation_of
 from cupyattn.ops.activations.reference import activation_derivative
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference_quantised import quantised_product
+from cupyattn.runtime.arrays import Array
 
 
 class LinearGrads(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.kernels.spec import Struct
+from cupyattn.runtime.spec import Struct
 
 # FloatProductParams in cuda_src/linear/float32/product.cuh
 FLOAT_PRODUCT_PARAMS = np.dtype(

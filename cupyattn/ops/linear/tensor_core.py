@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.structs import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
-from cupyattn.ops.plan import ABSENT, SCRATCH_DTYPE, Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import ABSENT, SCRATCH_DTYPE, Step
+from cupyattn.runtime.record import record
+from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
 _MOST_TILE_LINES = 256

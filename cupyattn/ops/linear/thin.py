@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import vector_items
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.kernels_thin import MAX_ROWS, thin, thin_launch
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.thin_launches import thin_launches
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.storage import vector_items
 
 _MOST = (MAX_ROWS, 2**27, 2**30)
 """M, K and N at most: kernels count bursts times parts of K, and columns, in 32 bits."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.kernels.spec import Specialisation
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.kernels_thin import merge, merge_ctas
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.structs import THIN_PARAMS
-from cupyattn.ops.plan import ABSENT, Step
+from cupyattn.runtime.plan import ABSENT, Step
+from cupyattn.runtime.record import record
+from cupyattn.runtime.spec import Specialisation
 
 _PARTIALS = "forward_partials"
 

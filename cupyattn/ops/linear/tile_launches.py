@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from cupyattn.kernels.card import Card
 from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling, whole_vector
-from cupyattn.ops.plan import ABSENT, Step
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import ABSENT, Step
 
 
 def product_launches(

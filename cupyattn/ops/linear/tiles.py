@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn.kernels.card import Card
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.spec import KernelSpec, Specialisation
-from cupyattn.kernels.structs.record import record
 from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
 from cupyattn.ops.linear import kernels_tensor_core as tensor_core
 from cupyattn.ops.linear.kernels_tiles import Lines, ProductConfig, Shape, shapes_for
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.linear.weight_formats import UNIT
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.record import record
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.storage import vector_items
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down

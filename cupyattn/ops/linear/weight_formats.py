@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.errors import error, shown
+from cupyattn.runtime.errors import error, shown
 
 
 class Format(NamedTuple):

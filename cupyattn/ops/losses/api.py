@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.rows import call_rows
-from cupyattn.functional.outputs import require_grads
-from cupyattn.ops.checks import require_bool, require_given
 from cupyattn.ops.losses import kernels
 from cupyattn.ops.losses.losses import (
     label_check,
@@ -20,9 +15,14 @@ from cupyattn.ops.losses.losses import (
     without_scalars,
 )
 from cupyattn.ops.losses.plan import checked_options, require_reduction
-from cupyattn.ops.overlaps import require_apart
-from cupyattn.ops.plan import Output, allot
-from cupyattn.ops.rows import array_fixes, row_problem, statistics_dtype
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.call_rows import call_rows
+from cupyattn.runtime.checks import require_bool, require_given
+from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.overlaps import require_apart
+from cupyattn.runtime.plan import Output, allot
+from cupyattn.runtime.rows import array_fixes, row_problem, statistics_dtype
 
 
 def cross_entropy(

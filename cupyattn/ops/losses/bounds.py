@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
 from cupyattn.ops.softmax.bounds import QUIET, log_sum_bound, logsumexp_bound, weight_error
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def cross_entropy_bound(

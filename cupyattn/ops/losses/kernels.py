@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.rows import INTEGERS, Result, RowKernel
-from cupyattn.kernels.configs.tables import cpp_bool
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation
-from cupyattn.kernels.structs.walks import rows_struct
 from cupyattn.ops.softmax.kernels import STREAMED
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.row_kernel import INTEGERS, Result, RowKernel
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.runtime.tables import cpp_bool
+from cupyattn.runtime.walks import rows_struct
 
 _LOSS: dict[str, Any] = {
     "integers": ("labels",),

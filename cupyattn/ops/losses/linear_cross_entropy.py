@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn.arrays import Array
-from cupyattn.functional.outputs import named_grads
-from cupyattn.ops.checks import require_bool, require_dtype, require_given, require_shape
 from cupyattn.ops.linear.api_backward import linear_backward
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
@@ -15,7 +12,10 @@ from cupyattn.ops.losses.logit_chunks import ChunkedCall, as_rows
 from cupyattn.ops.losses.losses import reduced, require_dloss, spread, targets, without_scalars
 from cupyattn.ops.losses.plan import checked_options, layout_of, require_reduction
 from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
-from cupyattn.ops.plan import Output
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.checks import require_bool, require_dtype, require_given, require_shape
+from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.plan import Output
 
 
 def linear_cross_entropy(

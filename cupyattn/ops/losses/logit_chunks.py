@@ -8,12 +8,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, adopt, contiguous, is_contiguous
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.kernels.device import Device
-from cupyattn.ops.axes import merge_axes
-from cupyattn.ops.checks import (
+from cupyattn.ops.linear import backward, forward
+from cupyattn.ops.linear.api import linear
+from cupyattn.ops.linear.checks import described_backward, described_forward
+from cupyattn.ops.linear.weights import weight_arrays
+from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
+from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    adopt,
+    contiguous,
+    is_contiguous,
+)
+from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import (
     INTEGERS,
     fixes_of_results,
     require_dtype,
@@ -21,17 +33,13 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.linear import backward, forward
-from cupyattn.ops.linear.api import linear
-from cupyattn.ops.linear.checks import described_backward, described_forward
-from cupyattn.ops.linear.weights import weight_arrays
-from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
-from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
-from cupyattn.ops.numbers import integer
-from cupyattn.ops.overlaps import require_apart
-from cupyattn.ops.plan import Output, allot
-from cupyattn.ops.rows import statistics_dtype
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.overlaps import require_apart
+from cupyattn.runtime.plan import Output, allot
+from cupyattn.runtime.rows import statistics_dtype
+from cupyattn.runtime.value_checks import checks_values
 
 _SHOWN_AS = {name: f"grads.{name}" for name in LinearCrossEntropyGrads._fields}
 _FIXES = {"labels": "pass an int32 array with an item for each row, of shape x.shape[:-1]"}

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import require_dtype, require_shape
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of, reduce_losses
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import require_dtype, require_shape
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.rounding import round_into
 
 
 def without_scalars(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of
-from cupyattn.errors import error, shown
-from cupyattn.kernels.device import Device
-from cupyattn.ops.axes import row_params
 from cupyattn.ops.losses.kernels import reduction
-from cupyattn.ops.numbers import factor, integer, real
-from cupyattn.ops.plan import Output, Plan, Step, run
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of
+from cupyattn.runtime.axes import row_params
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import factor, integer, real
+from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.value_checks import on_host
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOAT32 = np.dtype(np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cupyattn.ops.softmax.reference import by_rows
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.precision import Float64
 
 REDUCTIONS = ("mean", "sum", "none")
 

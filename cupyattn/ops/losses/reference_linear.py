@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.arrays import Array
 from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.ops.linear.reference import linear_backward
 from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
 from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward
-from cupyattn.reference.precision import Float64, precision_of
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.precision import Float64, precision_of
 
 
 class LinearCrossEntropyGrads(NamedTuple):

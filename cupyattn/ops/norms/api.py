@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cupyattn import reference
-from cupyattn.arrays import Array
-from cupyattn.functional.layers.rows import call_rows
-from cupyattn.functional.outputs import named_grads, named_out
-from cupyattn.ops.checks import require_bool, require_given
 from cupyattn.ops.norms import kernels as norms
-from cupyattn.ops.numbers import factor
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.call_rows import call_rows
+from cupyattn.runtime.checks import require_bool, require_given
+from cupyattn.runtime.numbers import factor
+from cupyattn.runtime.outputs import named_grads, named_out
 
 
 class LayerNormGrads(NamedTuple):

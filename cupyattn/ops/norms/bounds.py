@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from cupyattn.ops.norms.reference import Float64, column_sum, norm, norm_backward, row_mean, terms
-from cupyattn.reference.precision import TINY32, U32, precision_of
+from cupyattn.runtime.precision import TINY32, U32, precision_of
 
 
 def additions(items: int) -> float:

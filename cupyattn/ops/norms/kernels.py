@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
-from cupyattn.kernels.configs.tables import with_gates
-from cupyattn.kernels.spec import Gates, Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
+from cupyattn.runtime.spec import Gates, Specialisation
+from cupyattn.runtime.tables import with_gates
 
 # Rows of 768, 2048 and 4096 are the best of some that `python -m cupyattn.benchmark layers` timed,
 # on an H200 as compute_75 code, 2026-11-22, float16, 8192 rows.

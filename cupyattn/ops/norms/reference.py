@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.precision import Float64
 
 Results = tuple[Float64, Float64 | None, Float64, Float64]
 Gradients = tuple[Float64, Float64 | None, Float64 | None]

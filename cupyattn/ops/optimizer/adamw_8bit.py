@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, exports_memory
-from cupyattn.functional.backend import device_of
-from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_8bit import WRITTEN, eight_bit_problem, run_eight_bit
+from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
 
 _FIXES = fixes_of_results(*WRITTEN)
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, exports_memory
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.layers.elements import call_elements
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.optimizer.kernels import ADAMW
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_global_norm import OUTPUT, norm_problem, run_norm
+from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.call_elements import call_elements
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.rounding import round_into
 
 _NORM_FIXES = fixes_of_results("out")
 _UNPACKED = "unpack it, as in global_norm(*arrays)"

@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.ops.optimizer.kernels import NUMBERS
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 
 BLOCK = 256
 """Items that share a scale; a warp has them."""

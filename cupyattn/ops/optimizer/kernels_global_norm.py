@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
 
 NORM_ARRAYS = 8
 """Arrays that one launch of norm_partials takes."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from cupyattn.errors import error, shown
-from cupyattn.ops.numbers import factor, integer, real
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import factor, integer, real
 
 
 class AdamwNumbers(NamedTuple):

@@ -8,21 +8,28 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import Description, Layout, Operands, is_contiguous, layouts_of, starts_of
-from cupyattn.errors import error, made_beforehand
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.device import Device
-from cupyattn.ops.checks import (
+from cupyattn.ops.optimizer import kernels_8bit as config
+from cupyattn.ops.optimizer.plan import AdamwNumbers
+from cupyattn.runtime.arrays import (
+    Description,
+    Layout,
+    Operands,
+    is_contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.checks import (
     require_arrays,
     require_dtype,
     require_item_alignment,
     require_own_items,
     require_shape,
 )
-from cupyattn.ops.optimizer import kernels_8bit as config
-from cupyattn.ops.optimizer.plan import AdamwNumbers
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Plan, Step, run
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error, made_beforehand
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.storage import VECTOR_BYTES
 
 WRITTEN = ("param", "m", "v", "m_scales", "v_scales")
 _DTYPES = {

@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.axes import merge_axes
-from cupyattn.ops.checks import (
+from cupyattn.ops.optimizer import kernels_global_norm as configs
+from cupyattn.ops.optimizer.kernels_global_norm import NORM_ARRAYS, NORM_PARAMS
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     require_dtype,
     require_item_alignment,
@@ -24,10 +22,12 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.optimizer import kernels_global_norm as configs
-from cupyattn.ops.optimizer.kernels_global_norm import NORM_ARRAYS, NORM_PARAMS
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 OUTPUT = Output((), np.dtype(np.float32))
 _OWN = ("out", "workspace")

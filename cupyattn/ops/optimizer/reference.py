@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.reference.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def adamw_step(

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt
-from cupyattn.errors import error
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import require_grads
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.checks import fixes_of_results, require_bool
 from cupyattn.ops.rope.plan import RopeProblem, rope_problem, run_rope
+from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.rounding import round_into
 
 _FIXES = {
     "positions": "pass an int32 array of shape (S,) or (B, S), for example numpy.arange(S)",

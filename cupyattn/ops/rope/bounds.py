@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from cupyattn.ops.rope.reference import pairs_of, rope
-from cupyattn.reference.precision import TINY32, U32, precision_of
+from cupyattn.runtime.precision import TINY32, U32, precision_of
 
 
 def rope_bound(

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import cpp_bool, pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
-from cupyattn.kernels.structs.strides import TOKEN_STRIDES
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.strides import TOKEN_STRIDES
+from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 # RopeParams in cuda_src/rope/rope.cu
 ROPE_PARAMS = np.dtype(

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cupyattn.arrays import (
+from cupyattn.ops.rope.kernels import ROPE_PARAMS, rope_config, specialise_rope
+from cupyattn.runtime.arrays import (
     Array,
     Description,
     Layout,
@@ -15,11 +16,7 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.checks import (
+from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
     most_tokens,
@@ -34,10 +31,13 @@ from cupyattn.ops.checks import (
     require_shape,
     require_whole_item_strides,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output, Plan, Step, run
-from cupyattn.ops.rope.kernels import ROPE_PARAMS, rope_config, specialise_rope
-from cupyattn.ops.value_checks import checks_values, require_within
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.value_checks import checks_values, require_within
 
 _MOST_THREADS = 2**32 - 1
 

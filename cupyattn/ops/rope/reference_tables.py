@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.precision import Float64
 
 
 class LinearScaling(NamedTuple):

@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.errors import error, shown
-from cupyattn.functional.dtypes import float_dtype
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.numbers import integer, real
 from cupyattn.ops.rope.reference_tables import (
     LinearScaling,
     Llama3Scaling,
@@ -19,6 +15,10 @@ from cupyattn.ops.rope.reference_tables import (
     RopeScaling,
     YarnScaling,
 )
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.float_dtypes import float_dtype
+from cupyattn.runtime.numbers import integer, real
+from cupyattn.runtime.rounding import round_into
 
 _MOST = 2**31 - 1
 """Positions, and features: kernels count in int32."""

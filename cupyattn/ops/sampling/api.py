@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, exports_memory
-from cupyattn.functional.backend import device_of
-from cupyattn.ops.checks import fixes_of_results
 from cupyattn.ops.sampling.options import SampleNumbers
 from cupyattn.ops.sampling.plan import run_sample, sample_problem
+from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results
 
 _FIXES = {"previous": "pass an int32 array of shape (B, T)", **fixes_of_results("out")}
 _NUMBERS = (float, int, type(None))

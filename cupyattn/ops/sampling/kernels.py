@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import cpp_bool, option_macros, pairs
-from cupyattn.kernels.spec import (
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
     Parameter,
@@ -21,6 +19,8 @@ from cupyattn.kernels.spec import (
     Struct,
     inputs,
 )
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import cpp_bool, option_macros, pairs
 
 # SampleParams in cuda_src/sampling/sampling.cuh
 SAMPLE_PARAMS = np.dtype(

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array
-from cupyattn.errors import error, shown
-from cupyattn.ops.numbers import integer, real
-from cupyattn.ops.value_checks import on_host
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer, real
+from cupyattn.runtime.value_checks import on_host
 
 DTYPES = {
     "seed": ("uint64", "int64"),

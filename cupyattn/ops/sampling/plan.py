@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.errors import error
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES
-from cupyattn.kernels.device import Device
-from cupyattn.kernels.spec import Scalar, Specialisation
-from cupyattn.kernels.structs.record import record
-from cupyattn.ops.checks import (
+from cupyattn.ops.sampling import kernels as configs
+from cupyattn.ops.sampling.kernels import OPTIONS, SAMPLE_PARAMS, SampleConfig
+from cupyattn.ops.sampling.options import DTYPES, SampleNumbers, require_values
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.checks import (
     FLOATS,
     require_arrays,
     require_contiguous_rows,
@@ -27,12 +25,14 @@ from cupyattn.ops.checks import (
     require_whole_item_strides,
     require_workspace,
 )
-from cupyattn.ops.overlaps import Overlaps
-from cupyattn.ops.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.sampling import kernels as configs
-from cupyattn.ops.sampling.kernels import OPTIONS, SAMPLE_PARAMS, SampleConfig
-from cupyattn.ops.sampling.options import DTYPES, SampleNumbers, require_values
-from cupyattn.ops.value_checks import checks_values
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.record import record
+from cupyattn.runtime.spec import Scalar, Specialisation
+from cupyattn.runtime.storage import VECTOR_BYTES
+from cupyattn.runtime.value_checks import checks_values
 
 MOST_TOKENS = 2**18
 _INT32 = np.dtype(np.int32)

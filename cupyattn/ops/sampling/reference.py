@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.philox import philox4x32_10
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.philox import philox4x32_10
+from cupyattn.runtime.precision import Float64
 
 Float32 = NDArray[np.float32]
 UInt64 = NDArray[np.uint64]

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 from cupyattn import reference
-from cupyattn.arrays import Array, adopt, is_contiguous, layouts_of
-from cupyattn.errors import error, made_beforehand
-from cupyattn.functional.backend import device_of
-from cupyattn.functional.outputs import named_grads
-from cupyattn.functional.rounding import round_into
-from cupyattn.ops.broadcast import broadcast_layout
-from cupyattn.ops.checks import require_arrays, require_bool, require_kernel_dtype
-from cupyattn.ops.numbers import factor, integer
-from cupyattn.ops.overlaps import require_apart
-from cupyattn.ops.plan import Output, allot
 from cupyattn.ops.softmax.dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
 from cupyattn.ops.softmax.kernels import BACKWARD, FORWARD
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
+from cupyattn.runtime.arrays import Array, adopt, is_contiguous, layouts_of
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.broadcast import broadcast_layout
+from cupyattn.runtime.checks import require_arrays, require_bool, require_kernel_dtype
+from cupyattn.runtime.errors import error, made_beforehand
+from cupyattn.runtime.numbers import factor, integer
+from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.overlaps import require_apart
+from cupyattn.runtime.plan import Output, allot
+from cupyattn.runtime.rounding import round_into
 
 _SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
 _BYTES = np.dtype(np.uint8)

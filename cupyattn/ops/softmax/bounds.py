@@ -35,7 +35,7 @@ from cupyattn.ops.softmax.reference import (
     softmax,
     softmax_backward,
 )
-from cupyattn.reference.precision import TINY32, U32, precision_of
+from cupyattn.runtime.precision import TINY32, U32, precision_of
 
 QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore"}
 

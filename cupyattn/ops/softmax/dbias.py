@@ -8,7 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.arrays import (
+from cupyattn.ops.softmax import kernels_dbias as config
+from cupyattn.runtime.arrays import (
     Array,
     Description,
     Layout,
@@ -17,12 +18,11 @@ from cupyattn.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.kernels.configs.dtypes import VECTOR_BYTES, vector_items
-from cupyattn.kernels.configs.rows import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.kernels.device import Device
-from cupyattn.ops.axes import row_params
-from cupyattn.ops.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
-from cupyattn.ops.softmax import kernels_dbias as config
+from cupyattn.runtime.axes import row_params
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 ROW_SUM_DTYPE = np.dtype(np.float32)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.rows import Result, RowConfig, RowKernel, RowTable
-from cupyattn.kernels.configs.tables import with_gates
-from cupyattn.kernels.spec import Gates, Specialisation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
+from cupyattn.runtime.spec import Gates, Specialisation
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import with_gates
 
 _HELD = {
     128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn import reference
-from cupyattn.arrays import Array
 from cupyattn.ops.softmax import kernels
 from cupyattn.ops.softmax.bias_gradient import softmax_gradients
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
+from cupyattn.runtime.arrays import Array
 
 
 def log_softmax(

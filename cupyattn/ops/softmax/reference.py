@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.precision import Float64
 
 _ITEMS_PER_BLOCK = 2**18  # float64 intermediates of 2 MiB
 

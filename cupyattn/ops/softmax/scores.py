@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays import Array, Layout, adopt
-from cupyattn.functional.layers.rows import call_rows
-from cupyattn.functional.outputs import require_grads
-from cupyattn.kernels.configs.rows import Result, RowKernel
-from cupyattn.ops.broadcast import broadcast_layout
-from cupyattn.ops.checks import require_bool, require_contiguous_axis
-from cupyattn.ops.numbers import factor
-from cupyattn.ops.rows import array_fixes
+from cupyattn.runtime.arrays import Array, Layout, adopt
+from cupyattn.runtime.broadcast import broadcast_layout
+from cupyattn.runtime.call_rows import call_rows
+from cupyattn.runtime.checks import require_bool, require_contiguous_axis
+from cupyattn.runtime.numbers import factor
+from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.row_kernel import Result, RowKernel
+from cupyattn.runtime.rows import array_fixes
 
 
 class SoftmaxGrads(NamedTuple):

@@ -17,7 +17,7 @@ from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.flat import flatten
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
 from cupyattn.models.weights import named_arrays
-from cupyattn.ops import plan
+from cupyattn.runtime import plan
 
 SHAPES = {"norm": (5,), "a": (3, 7), "b": (2, 130), "bias": (1,)}
 

@@ -10,11 +10,11 @@ from support.tiny_models import TINY
 from support.training import adapters_of, batch_of, gradients_of, model_of, num_labels
 
 from cupyattn import models
-from cupyattn.arrays import dtype_of
 from cupyattn.models.training.batch import moved
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.weights import named_arrays
+from cupyattn.runtime.arrays import dtype_of
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,6 @@ from support.training import batch_of
 import cupyattn
 from cupyattn import models
 from cupyattn.cli.recorder import LaunchRecorder
-from cupyattn.kernels.arch import TURING
 from cupyattn.models import Model
 from cupyattn.models.loss import LOGITS_BYTES
 from cupyattn.models.quantised import quantises_to
@@ -26,6 +25,7 @@ from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.memory import working_bytes
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
 from cupyattn.models.weights import empty
+from cupyattn.runtime.arch import TURING
 
 PHI_2 = models.PRESETS["phi-2"]
 QLORA = Training(PHI_2, "float16", "nf4", LoraOptions(), "float32", 2048, 2)
@@ -156,7 +156,7 @@ class Idle(LaunchRecorder):
 
 def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options):
     """The most bytes that NumPy had at once beside those that it had before."""
-    backend = importlib.import_module("cupyattn.functional.backend")
+    backend = importlib.import_module("cupyattn.runtime.backend")
     monkeypatch.setattr(backend, "_device", lambda *choice: Idle(TURING))
     config = models.PRESETS[name]._replace(num_layers=LAYERS)
     if full:

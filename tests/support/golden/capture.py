@@ -23,9 +23,9 @@ import numpy as np
 from support.golden import vectors
 from support.golden.catalogue import CASES
 
-from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.compile import compile_ptx, nvrtc_version
-from cupyattn.kernels.spec import Specialisation
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.compile import compile_ptx, nvrtc_version
+from cupyattn.runtime.spec import Specialisation
 
 
 def execute(

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING, Arch
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -6,7 +6,7 @@ import numpy as np
 from support.golden.case import FOLDER, Case, make_case
 from support.golden.values import random_bits
 
-from cupyattn.kernels.arch import TURING, arch_of
+from cupyattn.runtime.arch import TURING, arch_of
 
 _LANES = np.arange(32, dtype=np.uint32)
 

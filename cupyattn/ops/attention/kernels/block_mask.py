@@ -7,10 +7,10 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import cpp_bool
-from cupyattn.kernels.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.ops.attention.kernels.modifiers import Modifiers, modified
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.tables import cpp_bool
 
 TILE = 16
 """Queries and keys of a tile: what the tiles of all kernels are multiples of."""

@@ -11,18 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE, VECTOR_BYTES
-from cupyattn.kernels.configs.tables import (
-    FLOAT_BYTES,
-    option_macros,
-    pairs,
-    round_up,
-    rows_for,
-)
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.structs import DECODE_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
+from cupyattn.runtime.tables import FLOAT_BYTES, option_macros, pairs, round_up, rows_for
 
 FORWARD = KernelSpec(
     "attention_decode",

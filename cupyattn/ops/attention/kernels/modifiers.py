@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.kernels.configs.tables import cpp_bool
-from cupyattn.kernels.source import NAMED
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Struct
+from cupyattn.runtime.source import NAMED
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Struct
+from cupyattn.runtime.tables import cpp_bool
 
 SCORE_NAMES = ("score", "b", "h", "q_idx", "k_idx")
 """What an expression for a score may name besides its arrays."""

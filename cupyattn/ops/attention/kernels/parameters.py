@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cupyattn.kernels.spec import Parameter, Pointer, inputs
 from cupyattn.ops.attention.structs import (
     ATTENTION_STRUCT,
     PAGED_STRUCT,
@@ -11,6 +10,7 @@ from cupyattn.ops.attention.structs import (
     VARLEN_BACKWARD_STRUCT,
     VARLEN_STRUCT,
 )
+from cupyattn.runtime.spec import Parameter, Pointer, inputs
 
 POSITIONS = inputs("q_offset", "seqused_k", optional=True)
 SCORE_INPUTS = inputs("bias", "mask", "alibi_slopes", optional=True)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE, vector_items
-from cupyattn.kernels.configs.tables import pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.parameters import PACKED, POSITIONS
 from cupyattn.ops.attention.structs import ATTENTION_STRUCT, ROTARY_STRUCT, VARLEN_STRUCT
 from cupyattn.ops.rope.kernels import TABLE, specialise_rotation
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import pairs, rows_for
 
 _ARRAYS = inputs("x0", "x1", "cos", "sin")
 _RESULTS = Pointer("out0"), Pointer("out1")

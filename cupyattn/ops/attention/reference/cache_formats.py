@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.reference.precision import TINY32, U32
+from cupyattn.runtime.precision import TINY32, U32
 
 LARGEST = {8: 127, 4: 7}
 """The integer that a head's largest item is stored as, by the bits of an item."""

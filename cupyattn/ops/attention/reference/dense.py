@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.arrays import Array
 from cupyattn.ops.attention.reference.scores import (
     ScoreBlock,
     ScoreBlocks,
@@ -15,7 +14,8 @@ from cupyattn.ops.attention.reference.scores import (
     probabilities,
 )
 from cupyattn.ops.rope.reference import rotate
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.precision import Float64
 
 
 class AttentionGrads(NamedTuple):

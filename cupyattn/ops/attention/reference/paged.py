@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cupyattn.ops.attention.reference.cache_formats import dequantise
 from cupyattn.ops.attention.reference.dense import attention
-from cupyattn.reference.precision import U32, Float64, precision_of
+from cupyattn.runtime.precision import U32, Float64, precision_of
 
 
 def gathered(

@@ -55,7 +55,7 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound
 from cupyattn.ops.attention.reference.dense import attention
 from cupyattn.ops.attention.reference.scores import ScoreBlocks, probabilities
-from cupyattn.reference.precision import TINY32, U32, Float64
+from cupyattn.runtime.precision import TINY32, U32, Float64
 
 BIAS = {"int8": 128, "uint8": 8}
 """What is added to an integer of K on tensor cores."""

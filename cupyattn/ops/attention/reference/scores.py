@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cupyattn.ops.rope.reference import rotate, table_rows
-from cupyattn.reference.philox import attention_keep
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.philox import attention_keep
+from cupyattn.runtime.precision import Float64
 
 # Scores computed at a time. Every float64 intermediate of a block then takes 2 MiB, which a core's
 # caches hold.

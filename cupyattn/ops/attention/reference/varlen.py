@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention.reference.dense import AttentionGrads, attention, attention_backward
-from cupyattn.reference.precision import Float64
+from cupyattn.runtime.precision import Float64
 
 
 class PackedSequence(NamedTuple):

@@ -7,19 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import (
-    FLOAT_BYTES,
-    MAX_HEAD_DIM,
-    ByArch,
-    cpp_bool,
-    option_macros,
-    pairs,
-    rows_for,
-    with_gates,
-)
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import PLAIN, SCORE_MACROS, FlashOptions
 from cupyattn.ops.attention.kernels.parameters import (
@@ -29,6 +16,19 @@ from cupyattn.ops.attention.kernels.parameters import (
     of_packed,
 )
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT, VARLEN_BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import (
+    FLOAT_BYTES,
+    MAX_HEAD_DIM,
+    ByArch,
+    cpp_bool,
+    option_macros,
+    pairs,
+    rows_for,
+    with_gates,
+)
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_f32_delta",

@@ -7,16 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import (
-    FLOAT_BYTES,
-    option_macros,
-    pairs,
-    row_of,
-    rows_for,
-    with_gates,
-)
-from cupyattn.kernels.spec import Gates, KernelSpec, Specialisation
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
 from cupyattn.ops.attention.kernels.modifiers import modified
@@ -26,6 +16,9 @@ from cupyattn.ops.attention.kernels.options import (
     PLAIN,
     FlashOptions,
 )
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
+from cupyattn.runtime.tables import FLOAT_BYTES, option_macros, pairs, row_of, rows_for, with_gates
 
 KERNEL = KernelSpec("attention_forward_f32", "attention/float32/forward.cu", parameters.FLASH)
 PAGED = KernelSpec(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from cupyattn.kernels.arch import TURING
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import FLOAT_BYTES, MAX_HEAD_DIM
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import FLOAT_BYTES, MAX_HEAD_DIM
 
 NAIVE_KERNEL = KernelSpec(
     "attention_backward_naive",

@@ -7,17 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import (
-    FLOAT_BYTES,
-    MAX_HEAD_DIM,
-    round_up,
-    row_of,
-    rows_for,
-)
-from cupyattn.kernels.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.structs import TEACHING_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import FLOAT_BYTES, MAX_HEAD_DIM, round_up, row_of, rows_for
 
 _PARAMETERS: tuple[Parameter, ...] = (
     *inputs("q", "k", "v"),

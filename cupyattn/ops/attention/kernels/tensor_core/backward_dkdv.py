@@ -8,18 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import (
-    FLOAT_BYTES,
-    cpp_bool,
-    option_macros,
-    round_up,
-    row_of,
-    rows_for,
-    with_gates,
-    with_l2_ahead,
-)
-from cupyattn.kernels.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
     BACKWARD_QUADS,
@@ -29,6 +17,18 @@ from cupyattn.ops.attention.kernels.options import (
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
+from cupyattn.runtime.tables import (
+    FLOAT_BYTES,
+    cpp_bool,
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+)
 
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
     *inputs("q", "k", "v", "dout", "stats", "scales"),

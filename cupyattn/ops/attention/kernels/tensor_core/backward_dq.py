@@ -7,17 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import (
-    limit_of,
-    option_macros,
-    round_up,
-    rows_for,
-    with_gates,
-    with_l2_ahead,
-    with_mma_k,
-)
-from cupyattn.kernels.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
     BACKWARD_QUADS,
@@ -28,6 +17,17 @@ from cupyattn.ops.attention.kernels.options import (
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import SMEM_UNIT
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.tables import (
+    limit_of,
+    option_macros,
+    round_up,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+    with_mma_k,
+)
 
 DQ_KERNEL = KernelSpec(
     "attention_backward_dq",

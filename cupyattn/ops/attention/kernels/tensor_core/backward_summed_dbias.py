@@ -8,16 +8,12 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.tables import (
-    option_macros,
-    round_up,
-    row_of,
-    rows_for,
-    with_gates,
-    with_mma_k,
-)
-from cupyattn.kernels.spec import (
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import BackwardOptions
+from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
+from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
     Parameter,
@@ -26,10 +22,14 @@ from cupyattn.kernels.spec import (
     Specialisation,
     inputs,
 )
-from cupyattn.ops.attention.kernels.modifiers import modified
-from cupyattn.ops.attention.kernels.options import BackwardOptions
-from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
-from cupyattn.ops.attention.structs import BACKWARD_STRUCT
+from cupyattn.runtime.tables import (
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_gates,
+    with_mma_k,
+)
 
 _DENSE_PARAMETERS: tuple[Parameter, ...] = (
     *inputs("q", "k", "v", "dout", "stats", "scales"),

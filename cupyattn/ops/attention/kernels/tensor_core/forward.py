@@ -6,15 +6,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import vector_items
-from cupyattn.kernels.configs.tables import (
-    cpp_bool,
-    option_macros,
-    round_up,
-    rows_for,
-)
-from cupyattn.kernels.spec import KernelSpec, Specialisation
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
 from cupyattn.ops.attention.kernels.modifiers import modified
@@ -33,6 +24,10 @@ from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     flash_row,
     paged_row,
 )
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import cpp_bool, option_macros, round_up, rows_for
 
 KERNEL = KernelSpec("attention_forward", "attention/tensor_core/forward.cu", parameters.FLASH)
 PAGED = KernelSpec(

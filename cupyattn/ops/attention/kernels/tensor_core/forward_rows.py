@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cupyattn.kernels.configs.tables import (
+from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
+from cupyattn.ops.attention.kernels.options import PLAIN, FlashOptions
+from cupyattn.runtime.spec import Gates
+from cupyattn.runtime.tables import (
     limit_of,
     row_of,
     rows_for,
@@ -12,9 +15,6 @@ from cupyattn.kernels.configs.tables import (
     with_l2_ahead,
     with_mma_k,
 )
-from cupyattn.kernels.spec import Gates
-from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
-from cupyattn.ops.attention.kernels.options import PLAIN, FlashOptions
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from cupyattn.kernels.arch import TURING, WARP_SIZE
-from cupyattn.kernels.configs.dtypes import STORAGE
-from cupyattn.kernels.configs.tables import pairs, rows_for
-from cupyattn.kernels.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.ops.attention.kernels.parameters import PACKED
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT, DBIAS_STRUCT, VARLEN_BACKWARD_STRUCT
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.tables import pairs, rows_for
 
 DELTA_KERNEL = KernelSpec(
     "attention_backward_delta",

@@ -1,0 +1,280 @@
+"""The one library call that a function makes, recorded for `vjp` while the function runs.
+
+The function gets stand-ins for its arrays, which it can only pass on, and a stand-in for what the
+call returns. So the call is all that the function does to them: its derivative is the call's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from operator import is_
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.differentiable import Rule, names, recorder
+from cupyattn.runtime.errors import RefusalError, error
+
+_FUNCTIONS = "cupyattn.functional."
+_RECORDING = {__name__, f"{_FUNCTIONS}vjp"}
+
+
+@dataclass(slots=True)
+class Place:
+    """Where an array stands among the arguments of a call."""
+
+    parameter: str
+    index: int | None
+    """In a tuple of arrays; None for an argument that is one array."""
+
+    @property
+    def gradient(self) -> str:
+        """What the argument's gradient is called."""
+        return f"d{self.parameter}"
+
+
+class StandIn:
+    """An array that a function may pass on, and ask for its shape, ndim, dtype and class."""
+
+    __slots__ = ("_array", "_name", "_place", "_recording")
+
+    def __init__(self, recording: Recording, name: str, array: Array) -> None:
+        self._recording = recording
+        self._name = name
+        self._array = array
+        self._place: Place | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self._recording.title}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "ndim", "dtype"):
+            return getattr(self._array, name)
+        _refuse(self)
+
+    @property  # type: ignore[misc]  # isinstance asks for it: is this CuPy's array, or NumPy's?
+    def __class__(self) -> type:
+        return type(self._array) if is_array(self._array) else StandIn  # rope's result is a pair
+
+    __hash__ = object.__hash__
+
+
+def _refuse(stand_in: StandIn, *_: Any, **__: Any) -> NoReturn:
+    recording = stand_in._recording
+    recording.refused = recording.refusal(f"uses {stand_in._name} itself")
+    raise recording.refused
+
+
+# Python looks operators up in the class, and NumPy its conversion.
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHER = (
+    "lt le eq ne gt ge neg pos abs invert bool int float complex index len iter contains getitem "
+    "setitem delitem array copy deepcopy reduce_ex"
+)
+for _operator in f"{_BINARY} r{_BINARY.replace(' ', ' r')} {_OTHER}".split():
+    setattr(StandIn, f"__{_operator}__", _refuse)
+
+
+class Call(NamedTuple):
+    """A call as it was made, with the arrays themselves, and all that it returned."""
+
+    rule: Rule
+    arguments: dict[str, Any]
+    results: dict[str, Array]
+    """By name, with those that were only asked for to be saved."""
+    visible: tuple[str, ...]
+    """The results that the caller sees."""
+
+    @property
+    def returned(self) -> Any:
+        """What the caller gets."""
+        return _one_or_all([self.results[name] for name in self.visible])
+
+
+class Recording:
+    """What a function does with its arrays, while it runs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._stand_ins: list[StandIn] = []
+        self._passed_on = 0
+        self._call: Call | None = None
+        self._returned: Any = None
+        self.refused: RefusalError | None = None
+        """What a stand-in refused: the function may have caught it, and gone on without."""
+
+    @property
+    def title(self) -> str:
+        """The function's name, for people."""
+        return name_of(self._function)
+
+    def refusal(self, did: str) -> RefusalError:
+        """Make the error for a function of which no call can be recorded."""
+        return error(
+            RefusalError,
+            f"vjp of {self.title}, which {did}",
+            "a function passes its arguments on as they are, to one call of "
+            f"{', '.join(names)}, and returns what that returns",
+            "compute outside of it what else there is, and chain pullbacks for several calls",
+        )
+
+    def stand_in(self, name: str, value: Any) -> Any:
+        """Return a stand-in for an array, or for those in a tuple; a number stays what it is."""
+        if isinstance(value, tuple):
+            return each(lambda item: self.stand_in(name, item) if is_array(item) else item, value)
+        if not is_array(value):
+            return value
+        stand_in = StandIn(self, name, value)
+        self._stand_ins.append(stand_in)
+        return stand_in
+
+    def run(self, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
+        """Call the function and return the call that it made.
+
+        Raises
+        ------
+        TypeError
+            If it did anything else with its arguments.
+        """
+        if not callable(self._function):
+            raise self.refusal("cannot be called")
+        token = recorder.set(self._record)
+        try:
+            return self._checked(self._function(*args, **options))
+        except RefusalError as failure:
+            name = _function_without_backward(failure.__traceback__)
+            if name is None:
+                raise
+            called = "" if name == self.title else f"calls {name}, which "
+            raise self.refusal(f"{called}has no backward") from None
+        finally:
+            recorder.reset(token)
+            # Stand-ins know the recording: in a circle the arrays would outlive their last use.
+            self._stand_ins.clear()
+            self._returned = self.refused = None
+
+    def _checked(self, returned: Any) -> Call:
+        if self.refused is not None:
+            raise self.refused
+        if self._call is None:
+            raise self.refusal("makes no such call with its arguments")
+        if not _same(returned, self._returned):
+            raise self.refusal(f"returns something else than {self._call.rule.name} returned")
+        for stand_in in self._stand_ins:
+            if stand_in._place is None:
+                raise self.refusal(f"does not pass {stand_in._name} on")
+        return self._call
+
+    def _record(self, rule: Rule, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Make a call of a differentiable function; record it if stand-ins are among its arrays."""
+        passed_on = self._passed_on
+        taken = [self._take(rule, *given) for given in zip(rule.parameters, args, strict=False)]
+        taken_options = {name: self._take(rule, name, value) for name, value in options.items()}
+        if self._passed_on == passed_on:
+            return rule.function(*args, **options)
+        taken += args[len(taken) :]  # too many, of which the function says so
+        self._call = call = _call(rule, taken, taken_options)
+        self._returned = _one_or_all(
+            [StandIn(self, f"the result {name}", call.results[name]) for name in call.visible]
+        )
+        return self._returned
+
+    def _take(self, rule: Rule, parameter: str, value: Any, index: int | None = None) -> Any:
+        """Return the array of a stand-in, and keep where it came to; those in a tuple likewise."""
+        if isinstance(value, StandIn):
+            self._pass_on(rule, value, parameter, index)
+            return value._array
+        if isinstance(value, tuple) and index is None:
+            places = count()
+            return each(lambda item: self._take(rule, parameter, item, next(places)), value)
+        return value
+
+    def _pass_on(self, rule: Rule, stand_in: StandIn, parameter: str, index: int | None) -> None:
+        if stand_in._recording is not self:
+            _refuse(stand_in)
+        if self._call is not None:
+            raise self.refusal(f"calls {self._call.rule.name} and then {rule.name}")
+        if stand_in._place is not None:
+            first = stand_in._place.parameter
+            raise self.refusal(f"passes {stand_in._name} on as {first} and as {parameter}")
+        stand_in._place = Place(parameter, index)
+        self._passed_on += 1
+
+
+def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
+    if options.get("out") is not None:
+        raise error(
+            TypeError,
+            f"vjp of {rule.name} with out=",
+            "the pullback keeps the result, which must stay as it is",
+            "leave out out=, or call the function and its backward yourself",
+        )
+    asked = True
+    if rule.saved_by is not None:
+        asked = options.get(rule.saved_by, False)
+        require_bool(rule.saved_by, asked)
+        options[rule.saved_by] = True
+    returned = rule.function(*args, **options)
+    several = len(rule.results) + len(rule.saved) > 1  # one result may be a tuple: that of (q, k)
+    values = returned if several and isinstance(returned, tuple) else (returned,)
+    visible = rule.results[: len(values) - len(rule.saved)]
+    all_names = visible + rule.saved
+    return Call(
+        rule,
+        {**dict(zip(rule.parameters, args, strict=False)), **options},
+        dict(zip(all_names, values, strict=True)),
+        all_names if asked else visible,
+    )
+
+
+def _function_without_backward(traceback: TracebackType | None) -> str | None:
+    """Return which of the library's functions a stand-in was given to, and none could go through.
+
+    It is the first of the library's that the refusal came by; stand-ins and vjp do not count.
+    """
+    for frame, _ in walk_tb(traceback):
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith(_FUNCTIONS) and module not in _RECORDING and name in frame.f_globals:
+            return None if name in names else name
+    return None
+
+
+def each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply a function to a value, or to every item of a tuple."""
+    if not isinstance(value, tuple):
+        return function(value)
+    items = map(function, value)
+    return value._make(items) if hasattr(value, "_make") else tuple(items)
+
+
+def place_of(value: Any) -> Place | None:
+    """Return where a stand-in was passed on to, and None for what is none."""
+    return value._place if isinstance(value, StandIn) else None
+
+
+def name_of(function: Any) -> str:
+    """Return what people call a function; of a partial, that of what it calls."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", None) or f"an object of type {type(function).__name__}"
+
+
+def is_array(value: Any) -> bool:
+    """Tell whether a value claims to be an array, of any library."""
+    return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _same(returned: Any, expected: Any) -> bool:
+    """Tell whether two are one object, or tuples of the same objects."""
+    if isinstance(returned, tuple) and isinstance(expected, tuple):
+        return len(returned) == len(expected) and all(map(is_, returned, expected))
+    return returned is expected

@@ -1,0 +1,135 @@
+"""The functions that `vjp` differentiates, each with its backward: one entry a function."""
+
+from cupyattn.ops.activations.api import gelu as _gelu
+from cupyattn.ops.activations.api import gelu_backward, silu_backward
+from cupyattn.ops.activations.api import silu as _silu
+from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
+from cupyattn.ops.activations.dropout import dropout as _dropout
+from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
+from cupyattn.ops.activations.gated import geglu as _geglu
+from cupyattn.ops.activations.gated import swiglu as _swiglu
+from cupyattn.ops.attention.api import attention as _attention
+from cupyattn.ops.attention.api_backward import attention_backward
+from cupyattn.ops.attention.api_varlen import attention_varlen as _attention_varlen
+from cupyattn.ops.attention.api_varlen_backward import attention_varlen_backward
+from cupyattn.ops.attention.reference.dense import AttentionGrads
+from cupyattn.ops.embedding.api import embedding as _embedding
+from cupyattn.ops.embedding.api import embedding_backward
+from cupyattn.ops.linear.api import linear as _linear
+from cupyattn.ops.linear.api_backward import linear_backward
+from cupyattn.ops.linear.api_gelu import linear_gelu as _linear_gelu
+from cupyattn.ops.linear.api_gelu import linear_gelu_backward
+from cupyattn.ops.linear.differentiated import differentiated
+from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
+from cupyattn.ops.losses.api import cross_entropy_backward
+from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
+from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
+from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.ops.norms.api import (
+    LayerNormGrads,
+    RMSNormGrads,
+    layer_norm_backward,
+    rms_norm_backward,
+)
+from cupyattn.ops.norms.api import layer_norm as _layer_norm
+from cupyattn.ops.norms.api import rms_norm as _rms_norm
+from cupyattn.ops.rope.api import rope as _rope
+from cupyattn.ops.rope.api import rope_backward
+from cupyattn.ops.softmax.api import softmax as _softmax
+from cupyattn.ops.softmax.api import softmax_backward
+from cupyattn.ops.softmax.bias_gradient import require_bias_gradient
+from cupyattn.ops.softmax.log_softmax import log_softmax as _log_softmax
+from cupyattn.ops.softmax.log_softmax import log_softmax_backward
+from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
+from cupyattn.ops.softmax.logsumexp import logsumexp_backward
+from cupyattn.ops.softmax.scores import SoftmaxGrads
+from cupyattn.runtime.differentiable import differentiable
+
+attention = differentiable(
+    _attention,
+    attention_backward,
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=AttentionGrads._fields,
+)
+attention_varlen = differentiable(
+    _attention_varlen,
+    attention_varlen_backward,
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=AttentionGrads._fields,
+)
+softmax = differentiable(
+    _softmax,
+    softmax_backward,
+    gradients=SoftmaxGrads._fields,
+    on_demand={"bias": require_bias_gradient},
+)
+gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
+silu = differentiable(_silu, silu_backward, gradients=("dx",))
+swiglu = differentiable(_swiglu, swiglu_backward, gradients=GatedGrads._fields)
+geglu = differentiable(_geglu, geglu_backward, gradients=GatedGrads._fields)
+dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
+rope = differentiable(_rope, rope_backward, gradients=("dx",))
+embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))
+log_softmax = differentiable(
+    _log_softmax,
+    log_softmax_backward,
+    gradients=SoftmaxGrads._fields,
+    on_demand={"bias": require_bias_gradient},
+)
+logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
+cross_entropy = differentiable(
+    _cross_entropy,
+    cross_entropy_backward,
+    results=("loss",),
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=("dlogits",),
+)
+
+# With a residual the second result, x + residual, is what the backward takes as x, and dx is the
+# gradient of both terms.
+layer_norm = differentiable(
+    _layer_norm,
+    layer_norm_backward,
+    results=("out", "total"),
+    saved=("mean", "rstd"),
+    saved_by="return_stats",
+    gradients=LayerNormGrads._fields,
+    taken_from={"x": "total"},
+    same={"dresidual": "dx"},
+)
+rms_norm = differentiable(
+    _rms_norm,
+    rms_norm_backward,
+    results=("out", "total"),
+    saved=("rstd",),
+    saved_by="return_stats",
+    gradients=RMSNormGrads._fields,
+    taken_from={"x": "total"},
+    same={"dresidual": "dx"},
+)
+linear = differentiable(
+    _linear,
+    differentiated(linear_backward, residual=True),
+    saved=("preactivation",),
+    saved_by="return_preactivation",
+    gradients=(*LinearGrads._fields, "dresidual"),
+)
+linear_gelu = differentiable(
+    _linear_gelu,
+    differentiated(linear_gelu_backward, residual=False),
+    saved=("preactivation",),
+    saved_by="return_preactivation",
+    gradients=LinearGrads._fields,
+)
+linear_cross_entropy = differentiable(
+    _linear_cross_entropy,
+    linear_cross_entropy_backward,
+    results=("loss",),
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=LinearCrossEntropyGrads._fields,
+)

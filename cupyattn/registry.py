@@ -1,0 +1,95 @@
+"""Every kernel of the library, as the modules of `cupyattn.kernels.configs` declare them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cupyattn.ops.activations import kernels as activations
+from cupyattn.ops.activations import kernels_add_to as add_to
+from cupyattn.ops.activations import kernels_dropout as dropout
+from cupyattn.ops.attention.kernels import (
+    block_mask,
+    combine,
+    decode,
+    float32,
+    merge,
+    rotary,
+    teaching,
+    tensor_core,
+)
+from cupyattn.ops.cache import kernels as kv_cache
+from cupyattn.ops.embedding import kernels as embedding
+from cupyattn.ops.linear import kernels_float32 as linear_float32
+from cupyattn.ops.linear import kernels_nested_scales as nested_scales
+from cupyattn.ops.linear import kernels_quantised as quantised
+from cupyattn.ops.linear import kernels_quantised_float32 as quantised_float32
+from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
+from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
+from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
+from cupyattn.ops.linear import kernels_tensor_core as linear_tensor_core
+from cupyattn.ops.linear import kernels_thin as thin
+from cupyattn.ops.losses import kernels as cross_entropy
+from cupyattn.ops.norms import kernels as norms
+from cupyattn.ops.optimizer import kernels as adamw
+from cupyattn.ops.optimizer import kernels_8bit as adamw_8bit
+from cupyattn.ops.optimizer import kernels_global_norm as global_norm
+from cupyattn.ops.rope import kernels as rope
+from cupyattn.ops.sampling import kernels as sampling
+from cupyattn.ops.softmax import kernels as softmax
+from cupyattn.ops.softmax import kernels_dbias as softmax_dbias
+from cupyattn.runtime import column_sums
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device import mma_rate
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+
+_MODULES = (
+    teaching.forward,
+    tensor_core.forward,
+    float32.forward,
+    tensor_core.backward_dkdv,
+    tensor_core.backward_dq,
+    tensor_core.backward_summed_dbias,
+    tensor_core.passes,
+    float32.backward,
+    teaching.backward,
+    combine,
+    decode,
+    merge,
+    rotary,
+    block_mask,
+    kv_cache,
+    softmax,
+    activations,
+    dropout,
+    adamw,
+    adamw_8bit,
+    add_to,
+    global_norm,
+    embedding,
+    rope,
+    sampling,
+    cross_entropy,
+    norms,
+    column_sums,
+    softmax_dbias,
+    linear_float32,
+    mma_rate,
+    thin,
+    quantised_thin,
+    quantised_thin_float32,
+    linear_tensor_core,
+    quantised,
+    nested_scales,
+    quantised_float32,
+    quantised_tile,
+)
+
+KERNELS: dict[str, KernelSpec] = {
+    kernel.entry: kernel for module in _MODULES for kernel in module.KERNELS
+}
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield the rows of every table: what is compiled ahead, and gated by the tests."""
+    for module in _MODULES:
+        yield from module.catalogue(arch)

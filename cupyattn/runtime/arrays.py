@@ -1,0 +1,346 @@
+"""Arrays as they come in: NumPy or CuPy as they are, other libraries' CUDA arrays by DLPack.
+
+Nothing here copies or converts. CuPy is looked up only when a CUDA array has been seen, so that
+NumPy users need not have it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Number
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.errors import RefusalError, error, made_beforehand, shown
+from cupyattn.runtime.fork import no_fork
+
+Array = Any
+"""A numpy.ndarray or a cupy.ndarray."""
+
+ALIGNMENT = 16
+"""Bytes: what a thread loads or stores at once starts at a multiple of that."""
+
+_CUDA_DLPACK_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_INTERFACE_VERSIONS = (0, 1, 2, 3)
+
+_ARRAYS = (
+    "arrays are numpy.ndarray, cupy.ndarray, or CUDA arrays with __cuda_array_interface__ or "
+    "__dlpack__"
+)
+
+
+WORKSPACE_FIX = "pass an array of 'uint8', or none"
+
+
+class Layout(NamedTuple):
+    """What is known of an array without its memory: hashable, a key for caches."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def dtype_text(self) -> str:
+        """The dtype's name, and its byte order where that is not the machine's."""
+        if self.dtype.kind in "US":  # whose names count bits: str32 has one letter
+            return {"U": "str", "S": "bytes"}[self.dtype.kind]
+        return self.dtype.name + ("" if self.dtype.isnative else " in foreign byte order")
+
+    def __str__(self) -> str:
+        return f"{self.dtype_text} {self.shape}"
+
+
+def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
+    """Return the layout of an array that is contiguous in C order.
+
+    Examples
+    --------
+    >>> contiguous((2, 3, 4), np.dtype(np.float32)).strides
+    (48, 16, 4)
+    """
+    strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return Layout(shape, tuple(strides), dtype)
+
+
+def is_contiguous(layout: Layout) -> bool:
+    """Tell whether the items lie one behind the other in C order."""
+    dense = contiguous(layout.shape, layout.dtype).strides
+    return 0 in layout.shape or all(
+        extent == 1 or stride == expected
+        for extent, stride, expected in zip(layout.shape, layout.strides, dense, strict=True)
+    )
+
+
+Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
+"""Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
+beyond a multiple of `ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them,
+and to look them up, takes as long as for all the rest."""
+
+
+@dataclass(slots=True)  # made in each call: a named tuple takes longer
+class Operands:
+    """The arrays of one call by name, absent ones left out, all of one library and one device."""
+
+    device_id: int | None
+    """CUDA ordinal; None for NumPy arrays."""
+    arrays: dict[str, Array]
+    places: dict[str, int]
+    """Where the first item of each array is, in its own memory space."""
+    description: Description
+    """All that checks and plans depend on: a key for caches."""
+
+
+def layouts_of(description: Description) -> dict[str, Layout]:
+    """Return the layout of each array by name."""
+    return {
+        name: contiguous(shape, dtype) if strides is None else Layout(shape, strides, dtype)
+        for name, shape, strides, dtype, _ in description
+    }
+
+
+def starts_of(description: Description) -> dict[str, int]:
+    """Return by how many bytes each array starts beyond a multiple of `ALIGNMENT`, by name."""
+    return {name: start for name, *_, start in description}
+
+
+def adopt(
+    candidates: dict[str, Any],
+    fixes: Mapping[str, str] = MappingProxyType({}),
+    shown_as: Mapping[str, str] = MappingProxyType({}),
+) -> Operands:
+    """Take the arrays of a call, by name; None stands for an option that was not given.
+
+    `fixes` has what to pass by the names in errors, where converting what is no array would not
+    do: of a result nobody would see the copy. `shown_as` has what errors call an array that callers
+    know by another name.
+
+    Raises
+    ------
+    TypeError
+        For something that is no array or cannot be taken, and for a mixture of NumPy and CuPy
+        arrays.
+    ValueError
+        For arrays on different devices.
+    """
+    # One pass: in a call on a GPU this loop costs more than anything but the driver.
+    arrays: dict[str, Array] = {}
+    places: dict[str, int] = {}
+    description = []
+    devices: set[int | None] = set()
+    for name, array in candidates.items():
+        if array is None:
+            continue
+        if type(array) is not _device_array and type(array) is not _host_array:
+            array = adopt_one(shown_as.get(name, name), array, fixes)
+        strides: tuple[int, ...] | None
+        if type(array) is _host_array:
+            device_id, place, strides = None, array.ctypes.data, array.strides
+        else:
+            pointer = array.data
+            device_id, place = pointer.device_id, pointer.ptr
+            strides = None if array._c_contiguous else array.strides
+        devices.add(device_id)
+        arrays[name] = array
+        places[name] = place
+        description.append((name, array.shape, strides, array.dtype, place % ALIGNMENT))
+    if len(devices) > 1:
+        shown = {shown_as.get(name, name): array for name, array in arrays.items()}
+        raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
+    return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
+
+
+_host_array = np.ndarray
+_device_array: Any = None
+"""CuPy's, once one has been seen: arrays of these two types are taken as they are."""
+
+
+def exports_memory(candidate: Any) -> bool:
+    """Tell whether something is meant as an array; `adopt` then says if it can be taken."""
+    if isinstance(candidate, type):
+        return False
+    try:
+        return hasattr(candidate, "__dlpack__") or hasattr(candidate, "__cuda_array_interface__")
+    except Exception:
+        return True
+
+
+def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxyType({})) -> Array:
+    """Take one array as `adopt` does."""
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and type(candidate) is cupy.ndarray:
+        global _device_array
+        _device_array = cupy.ndarray
+        return candidate
+    if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
+        return candidate.view(np.ndarray)
+    protocol = None if isinstance(candidate, type) else _cuda_protocol(name, candidate)
+    if protocol is None:
+        raise _no_array(name, candidate, fixes)
+    return _cuda_array(name, candidate, protocol)
+
+
+def _cuda_protocol(name: str, candidate: Any) -> str | None:
+    """Return by which protocol something exports memory of a GPU, None if by none."""
+    protocol = "__dlpack__"  # first: it has a name for bfloat16
+    try:
+        if hasattr(candidate, "__dlpack_device__"):
+            device_type, _ = candidate.__dlpack_device__()
+            if int(device_type) in _CUDA_DLPACK_DEVICES:
+                return protocol
+        protocol = "__cuda_array_interface__"
+        if hasattr(candidate, protocol):
+            version = candidate.__cuda_array_interface__["version"]
+            if version not in _INTERFACE_VERSIONS:
+                raise ValueError(f"version {shown(version)}")
+            return protocol
+    except RefusalError:
+        raise
+    except Exception as failure:  # whatever another library's code may raise
+        raise _broken(name, candidate, protocol, failure) from failure
+    return None
+
+
+def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
+    """Take an array of another library, which stays its owner."""
+    try:
+        cupy = load_cupy()
+    except ImportError as failure:
+        raise error(
+            TypeError,
+            f"{name} is a CUDA array, and CuPy did not import ({_cause(failure)})",
+            "CUDA arrays need CuPy",
+            "install it, for example with 'pip install cupy-cuda12x', or pass NumPy arrays",
+        ) from failure
+    try:
+        array = (cupy.from_dlpack if protocol == "__dlpack__" else cupy.asarray)(candidate)
+        if array.data.device_id < 0:
+            raise ValueError("its memory is on no GPU")
+    except Exception as failure:
+        if type(failure).__name__ == "CUDARuntimeError" and not cupy.cuda.is_available():
+            raise error(
+                TypeError,
+                f"{name} is a {_kind(candidate)} with {protocol}, and there is no GPU here "
+                f"({_cause(failure)})",
+                "CUDA arrays need a GPU and its driver",
+                "pass NumPy arrays, which run on the CPU",
+            ) from failure
+        raise _broken(name, candidate, protocol, failure) from failure
+    return array
+
+
+def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
+    passed = f"{name} is a {_kind(candidate)}"
+    own = name.rpartition("'s ")[2]  # as the caller's code has it: score_mod's t is t
+    written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
+    fix = f"convert it, for example numpy.asarray({own}) or cupy.asarray({own})"
+    if isinstance(candidate, type):
+        passed = f"{name} is the class {candidate.__module__}.{candidate.__qualname__} itself"
+        fix = "pass an array, which calling a function such as numpy.zeros makes"
+    elif isinstance(candidate, np.ma.MaskedArray):
+        fix = (
+            "pass its .data, whose items are written whatever the mask says"
+            if written
+            else f"pass {own}.filled(...) of a value that you choose; what a function is to leave "
+            "out, say with mask= where it takes one (True = keep: a numpy.ma mask is the opposite)"
+        )
+    elif name in fixes:
+        fix = fixes[name]
+    elif name == "workspace":
+        fix = WORKSPACE_FIX
+    elif written:  # grads, or one of them, grads.dx
+        fix = made_beforehand(name)
+    elif isinstance(candidate, Number | np.generic):  # an array of one has no axes
+        fix = (
+            "pass an array of the documented shape and dtype, for example "
+            f"numpy.full(shape, {own}, dtype)"
+        )
+    elif _is_dlpack_alone(candidate):
+        fix = f"convert it, for example numpy.from_dlpack({own})"
+    return error(TypeError, passed, _ARRAYS, fix)
+
+
+def _is_dlpack_alone(candidate: Any) -> bool:
+    """Tell whether NumPy takes something by DLPack alone: asarray would hold it as one object."""
+    kind, others = type(candidate), ("__array__", "__array_interface__", "__array_struct__")
+    return hasattr(kind, "__dlpack__") and not any(hasattr(kind, name) for name in others)
+
+
+def _broken(name: str, candidate: Any, protocol: str, failure: Exception) -> TypeError:
+    return error(
+        TypeError,
+        f"{name} is a {_kind(candidate)} whose {protocol} cannot be used ({_cause(failure)})",
+        _ARRAYS,
+        f"pass one of these: the fault is in {name}, or it has to be made ready to be exported",
+    )
+
+
+def _kind(candidate: Any) -> str:
+    return f"{type(candidate).__module__}.{type(candidate).__qualname__}"
+
+
+def _cause(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+
+def _mixed_libraries(arrays: dict[str, Array]) -> TypeError:
+    kinds = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
+    listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
+    return error(
+        TypeError,
+        listed,
+        "all arrays of a call are NumPy, or all are CuPy",
+        "move them to one side with cupy.asarray(...) or cupy.asnumpy(...)",
+    )
+
+
+def _mixed_devices(arrays: dict[str, Array]) -> ValueError:
+    listed = ", ".join(f"{name} on device {a.data.device_id}" for name, a in arrays.items())
+    return error(
+        ValueError,
+        listed,
+        "all arrays of a call are on one device",
+        "copy them there inside 'with cupy.cuda.Device(...)'",
+    )
+
+
+def address(array: Array) -> int:
+    """Return where the array's first item is, in its own memory space."""
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def array_within(memory: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    """Return an array in the memory of another in C order, `offset` bytes behind its start.
+
+    Examples
+    --------
+    >>> array_within(np.arange(6, dtype=np.int64), 16, (2, 2), np.dtype(np.int64))
+    array([[2, 3],
+           [4, 5]])
+    """
+    if isinstance(memory, np.ndarray):
+        end = offset + math.prod(shape) * dtype.itemsize
+        return memory.reshape(-1).view(np.uint8)[offset:end].view(dtype).reshape(shape)
+    # At once: of CuPy's arrays a slice and a view of it take twice as long.
+    return type(memory)(shape, dtype, memory.data + offset)
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the dtype of a name; NumPy alone does not know bfloat16.
+
+    Examples
+    --------
+    >>> dtype_of("bfloat16").itemsize
+    2
+    """
+    if name == "bfloat16":
+        with no_fork():
+            import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

@@ -1,0 +1,247 @@
+"""A GPU, through CuPy: the only place that loads modules."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arch import TURING, Arch, arch_of
+from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.compile import compile_cubin, compile_ptx
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device import card_of
+from cupyattn.runtime.device.arguments import PackedArguments
+from cupyattn.runtime.device.tensor_cores import (
+    IN_CAPTURE,
+    TensorCores,
+    measured,
+    without_measuring,
+)
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.fork import no_fork
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.target import ARCH_VARIABLE, arch_override, target_of
+from cupyattn.runtime.tuning import choices_for
+
+_STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a kernel may have without opting in
+_MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9  # CUfunction_attribute
+
+
+@cache
+def cuda_device(ordinal: int) -> CudaDevice:
+    """Return the CUDA device of this ordinal, the same object each time."""
+    return CudaDevice(ordinal)
+
+
+class CudaDevice:
+    """A GPU, through CuPy: kernels come as modules and start on the device's current stream."""
+
+    null = 0
+    _card: Card | None = None
+
+    def __init__(self, ordinal: int) -> None:
+        cupy = load_cupy()
+
+        self._cupy = cupy
+        self._current_device = cupy.cuda.runtime.getDevice
+        self.ordinal = ordinal
+        self.capability = int(cupy.cuda.Device(ordinal).compute_capability)
+        self.arch = _arch_for(self.capability)
+        runtime = cupy.cuda.runtime
+        self.multiprocessors, self.l2_bytes = (
+            int(runtime.deviceGetAttribute(attribute, ordinal))
+            for attribute in (
+                runtime.cudaDevAttrMultiProcessorCount,
+                runtime.cudaDevAttrL2CacheSize,
+            )
+        )
+        self._tensor_cores = without_measuring(self.capability, self.name)
+        self.choices = choices_for(self.name, self.arch.real)
+        self._kernels: dict[Specialisation, CudaKernel] = {}
+        self._loading = threading.Lock()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a fact of the device; plans have to see it from then on."""
+        super().__setattr__(name, value)
+        super().__setattr__("_card", None)
+
+    @property
+    def card(self) -> Card:
+        """What plans depend on, put together once: each call asks."""
+        return self._card or self._make_card()
+
+    def _make_card(self) -> Card:
+        card = card_of(self)
+        if self._tensor_cores is not None:  # in a capture it is only taken to have them
+            super().__setattr__("_card", card)
+        return card
+
+    @property
+    def name(self) -> str:
+        """The product name, as the driver has it."""
+        properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
+        return properties["name"].decode()
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether products of float16 run on them; otherwise in float32 arithmetic."""
+        return (self._tensor_cores or self.find_tensor_cores()).present
+
+    def find_tensor_cores(self) -> TensorCores:
+        """Return whether it has tensor cores, and how that is known.
+
+        If its name does not tell, it is measured once: a kernel of at most 0.1 ms, for which this
+        waits. Within a CUDA graph capture nothing can wait: there it is taken to have them.
+        """
+        if self._tensor_cores is None:
+            with self._cupy.cuda.Device(self.ordinal):
+                if self._cupy.cuda.get_current_stream().is_capturing():
+                    return IN_CAPTURE
+                self._tensor_cores = measured(self)
+        return self._tensor_cores
+
+    @property
+    def loaded(self) -> tuple[Specialisation, ...]:
+        """What this process has loaded here so far."""
+        return tuple(self._kernels)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        """Return an uninitialised array from CuPy's current memory pool."""
+        if self._current_device() == self.ordinal:
+            return self._cupy.ndarray(shape, dtype)
+        with self._cupy.cuda.Device(self.ordinal):
+            return self._cupy.ndarray(shape, dtype)
+
+    def zero(self, array: Any) -> None:
+        """Fill an array of this device with zeros; CuPy would do it on the current device."""
+        if self._current_device() == self.ordinal:
+            array.fill(0)
+            return
+        with self._cupy.cuda.Device(self.ordinal):
+            array.fill(0)
+
+    def arguments(self, operands: Operands) -> dict[str, Any]:
+        """Return the addresses of a call's arrays by name."""
+        return {**operands.places}
+
+    def argument(self, array: Any) -> int:
+        """Return the address of an array."""
+        return array.data.ptr
+
+    def argument_within(self, memory: Any, offset: int, *_: Any) -> int:
+        """Return the address of an array in the memory of another, without making it."""
+        return memory.data.ptr + offset
+
+    def load(self, specialisation: Specialisation) -> CudaKernel:
+        """Return the kernel; the first time, compile it (or find it on disk) and load it.
+
+        Raises
+        ------
+        RuntimeError
+            If that first time falls into a CUDA graph capture, which loading would break.
+        """
+        kernel = self._kernels.get(specialisation)
+        return kernel if kernel is not None else self._load(specialisation)
+
+    def _load(self, specialisation: Specialisation) -> CudaKernel:
+        with self._cupy.cuda.Device(self.ordinal), self._loading:
+            if specialisation in self._kernels:
+                return self._kernels[specialisation]
+            if self._cupy.cuda.get_current_stream().is_capturing():
+                raise error(
+                    RuntimeError,
+                    f"the first call of {specialisation.spec.entry} with these options came "
+                    "inside a CUDA graph capture",
+                    "a capture can only hold kernels that are loaded already",
+                    "call once first, outside the capture",
+                )
+            kernel = CudaKernel(self, specialisation)
+            self._kernels[specialisation] = kernel
+            return kernel
+
+
+class CudaKernel:
+    """A kernel of a module, loaded on one GPU."""
+
+    def __init__(self, device: CudaDevice, specialisation: Specialisation) -> None:
+        cupy = device._cupy
+        with no_fork():
+            from cupy_backends.cuda.api import driver
+
+        # Looked up once: each dot of cupy.cuda.runtime.getDevice would cost every launch.
+        self._launch = driver.launchKernel
+        self._on_device = cupy.cuda.Device
+        self._current_device = cupy.cuda.runtime.getDevice
+        self._current_stream = cupy.cuda.get_current_stream
+        self.specialisation = specialisation
+        self._ordinal = device.ordinal
+        # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
+        compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
+        code = compiler(specialisation, device.arch).code
+        self.target = target_of(code)
+        # Not RawModule, which reads a file by its path: this is the code that was checked.
+        module = cupy.cuda.function.Module()
+        module.load(code)
+        self._function = module.get_function(specialisation.spec.entry)
+        self._address = self._function.ptr
+        if specialisation.shared_bytes > _STATIC_LIMIT:
+            driver.funcSetAttribute(
+                self._address, _MOST_DYNAMIC_SHARED_BYTES, specialisation.shared_bytes
+            )
+        if specialisation.shared_bytes:
+            # Percent: without it the driver may leave Turing at 32 KB and one CTA an SM.
+            driver.funcSetAttribute(self._address, _SHARED_MEMORY_CARVEOUT, 100)
+        self._threads = specialisation.threads
+        self._shared_bytes = specialisation.shared_bytes
+        self._of_thread = threading.local()
+
+    def start(
+        self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Any, ...]
+    ) -> None:
+        """Start it on the current stream of its device; nothing waits for it."""
+        if self._current_device() != self._ordinal:
+            with self._on_device(self._ordinal):
+                self.start(grid, addresses, values)
+            return
+        try:
+            packed: PackedArguments = self._of_thread.packed
+        except AttributeError:
+            # A thread's first launch goes through CuPy, which makes the GPU's context current.
+            pointers = map(np.uint64, addresses)
+            self._function(grid, (self._threads, 1, 1), (*pointers, *values), self._shared_bytes)
+            self._of_thread.packed = PackedArguments(self.specialisation.spec)
+            return
+        packed.fill(addresses, values)
+        x, y, z = grid
+        self._launch(  # one by one: with stars a call first makes a list of them
+            self._address, x, y, z, self._threads, 1, 1, self._shared_bytes,
+            self._current_stream(self._ordinal).ptr, packed.address, 0,
+        )  # fmt: skip
+
+
+def _arch_for(capability: int) -> Arch:
+    """Return what to compile for: the device's own architecture, or the one CUPYATTN_ARCH names."""
+    if capability < TURING.number:
+        raise error(
+            RuntimeError,
+            f"this GPU has compute capability {capability / 10:.1f}",
+            "7.5 (Turing) is the oldest supported",
+            "use a newer GPU, or NumPy arrays, which run on the CPU",
+        )
+    override = arch_override()
+    if override is None:
+        return arch_of(capability)
+    if override.number > capability:
+        raise error(
+            ValueError,
+            f"{ARCH_VARIABLE}={override.number} on a device of compute capability "
+            f"{capability / 10:.1f}",
+            "it is not above the device's own",
+            f"set {ARCH_VARIABLE}=75, or unset it",
+        )
+    return override

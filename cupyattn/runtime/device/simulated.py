@@ -1,0 +1,47 @@
+"""What devices without a GPU have in common: NumPy arrays, which their kernels get themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arrays import Operands, array_within
+from cupyattn.runtime.card import T4_L2_BYTES, Card
+from cupyattn.runtime.device import Device, card_of
+from cupyattn.runtime.tuning import USUAL, Choices
+
+
+class SimulatedDevice:
+    """A `Device` but for its kernels, which get arrays, not addresses: arrays have ends."""
+
+    l2_bytes = T4_L2_BYTES
+    choices: Choices = USUAL
+    null = None
+
+    @property
+    def card(self: Device) -> Card:
+        """What plans depend on."""
+        return card_of(self)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialised NumPy array."""
+        return np.empty(shape, dtype)
+
+    def zero(self, array: np.ndarray) -> None:
+        """Fill an array with zeros."""
+        array.fill(0)
+
+    def arguments(self, operands: Operands) -> dict[str, Any]:
+        """Return the arrays of a call by name."""
+        return {**operands.arrays}
+
+    def argument(self, array: Any) -> Any:
+        """Return the array."""
+        return array
+
+    def argument_within(
+        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Any:
+        """Return an array in the memory of another."""
+        return array_within(memory, offset, shape, dtype)

@@ -1,0 +1,33 @@
+"""The option dtype: what a result is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.checks import CPU_FLOATS
+from cupyattn.runtime.errors import error, shown
+
+
+def float_dtype(given: Any) -> np.dtype:
+    """Return a floating-point dtype that is given as NumPy's, its name or its type.
+
+    Raises
+    ------
+    TypeError
+        For any other.
+    """
+    try:
+        dtype = dtype_of(given) if isinstance(given, str) else np.dtype(given)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.name not in CPU_FLOATS:
+        raise error(
+            TypeError,
+            f"dtype = {shown(given)}",
+            f"allowed are {', '.join(CPU_FLOATS)}",
+            "pass one of them, 'float32' most often",
+        )
+    return dtype

@@ -1,0 +1,127 @@
+"""The folder of files that outlive the process, and a temporary one of the process.
+
+``CUPYATTN_CACHE_DIR`` names the folder; without it, it is below the platform's cache folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+from cupyattn.runtime.trust import UntrustedError, make_private_folder, require_trusted_folder
+
+CACHE_VARIABLE = "CUPYATTN_CACHE_DIR"
+
+_told: set[str | type | None] = set()
+"""The warnings given so far: named folders, None for the platform's, an error for files."""
+
+
+@lru_cache(maxsize=1)
+def cache_directory() -> Path | None:
+    """Return the folder where files are kept, made if need be; None if there is none to use.
+
+    It may be one that can only be read, warmed by root. One that somebody else can write is not
+    used (see `cupyattn.runtime.trust`), and one that cannot even be made (a user without a home) cannot be.
+    The user is told either, once.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    try:
+        directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
+        directory = directory.absolute()  # the same when the process goes to another folder
+        make_private_folder(directory)
+        if not named and sys.platform == "win32":
+            _require_own_profile(directory)
+        require_trusted_folder(directory)
+        next(directory.iterdir(), None)  # a folder that cannot be listed is of no use
+    except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home
+        tell_unused(failure)
+        return None
+    return directory
+
+
+def tell_unused(why: Exception) -> None:
+    """Warn the user, once, that the cache folder is not used, or cannot be written."""
+    named = os.environ.get(CACHE_VARIABLE) or None
+    if named in _told:
+        return
+    _told.add(named)
+    folder = f"{CACHE_VARIABLE}={named!r}" if named else "the folder of compiled kernels"
+    if isinstance(why, UntrustedError):
+        passed = (
+            f"{folder} is not used: {why}; kernels are run as they are read, so they are kept only "
+            "where this user and root alone can write, in the folders above too; what is compiled "
+            "now stays in memory and is lost when this process ends"
+        )
+        fix = f"{why.fix}, or set {CACHE_VARIABLE} to a folder of your own"
+    else:
+        passed = (
+            f"{folder} cannot be written ({why}); what is compiled now stays in memory and is lost "
+            "when this process ends"
+        )
+        fix = f"set {CACHE_VARIABLE} to a folder that can be written"
+    unset = ", or unset it" if named else ""
+    warnings.warn(f"{passed}; {fix}{unset}", stacklevel=_users_level())
+
+
+def tell_untrusted_file(why: UntrustedError) -> None:
+    """Warn the user, once, that a file of the cache is not used."""
+    if UntrustedError in _told:
+        return
+    _told.add(UntrustedError)
+    warnings.warn(
+        f"a file of the folder of compiled kernels is not read: {why}; what is read there is run, "
+        "so it is read only where this user and root alone can write; look into who wrote the "
+        f"file, and {why.fix}",
+        stacklevel=_users_level(),
+    )
+
+
+def _users_level() -> int:
+    """Return how far above the function that calls this the user's line is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cupyattn":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+@lru_cache(maxsize=1)
+def temporary_directory() -> Path:
+    """Return a folder of this process, which is removed at its end."""
+    directory = Path(tempfile.mkdtemp(prefix="cupyattn-"))
+    atexit.register(_remove, directory, os.getpid())
+    return directory
+
+
+def remove_temporary_directory() -> None:
+    """Remove that folder, if there is one: for a process that ends without its exit handlers."""
+    if temporary_directory.cache_info().currsize:
+        _remove(temporary_directory(), os.getpid())
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends while its parent still needs the files
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _platform_directory() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def _require_own_profile(directory: Path) -> None:
+    """Raise unless a folder lies in the user's profile, which Windows closes to others."""
+    home = Path.home()
+    if not directory.resolve().is_relative_to(home.resolve()):
+        raise UntrustedError(
+            f"{directory} is not in the profile folder of this user, {home}",
+            f"set {CACHE_VARIABLE}={directory} if nobody else can write there",
+        )

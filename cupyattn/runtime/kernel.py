@@ -1,0 +1,224 @@
+"""A kernel of the user's own, by the way of the library's: compiled, cached, checked, launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import fixes_of_results, require_given, require_item_alignment
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.launch import MAX_GRID_X
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
+
+_MOST_THREADS = 1024  # of a CTA, on any GPU
+
+
+class Kernel:
+    """A CUDA kernel of your own, which runs where the library's kernels run.
+
+    CuPy arrays run it on their GPU, on the current stream. NumPy arrays run it inside of
+    ``with backend("emulator")``, with every check of `cupyattn.emulator` on. It is compiled at its
+    first call and kept on disk.
+
+    Parameters
+    ----------
+    source : str or path-like
+        The ``.cu`` file. What it includes is looked for beside it, and in this library's CUDA
+        sources (``#include "common/reduce.cuh"``). It is compiled anew when any of that changes, so
+        a line that includes a file names it: ``#include MACRO``, ``#include_next`` and
+        ``__has_include`` are refused.
+    inputs : iterable of str
+        The parameters that are arrays to be read, ``const T*``, by their names. They come first.
+    outputs : iterable of str
+        Those that are arrays to be written, ``T*``, and perhaps read too. They come next.
+    scalars : mapping of str to dtype
+        Those that are numbers, with their dtypes. They come last.
+    threads : int
+        Of a CTA (cooperative thread array, CUDA's thread block), 1 to 1024: ``blockDim.x``.
+    shared_bytes : int
+        Dynamic shared memory of a CTA in bytes, up to 65,536.
+    entry : str, optional
+        The ``extern "C" __global__`` function. By default it has the name of the file.
+    macros : mapping of str to int or str
+        What the source is compiled with, beside the macros THREADS and SHARED_BYTES.
+
+    Attributes
+    ----------
+    specialisation : Specialisation
+        What is compiled: `cupyattn.turing.analyse` takes it.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such source.
+    TypeError, ValueError
+        If an argument is something else than described.
+
+    Notes
+    -----
+    A call, ``kernel(ctas, *arguments)``, takes the size of the grid, which is flat
+    (``blockIdx.x``), then the inputs, outputs and scalars in their order in C. It returns nothing:
+    outputs are written in place. Arrays are contiguous, as the kernel gets no strides. A grid of 0
+    starts nothing.
+
+    A call raises TypeError for arguments that do not fit, ValueError for arrays that are not
+    contiguous and for a source that includes a file without its name, NotImplementedError for NumPy
+    arrays outside of the emulator, RuntimeError with the compiler's words for a source that it
+    rejects, and on the emulator what `cupyattn.emulator.checks` lists.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import cupyattn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     source = Path(folder) / "scale.cu"
+    ...     _ = source.write_text('''
+    ...         extern "C" __global__ void scale(const float* x, float* y, float factor, int n) {
+    ...           const int i = blockIdx.x * THREADS + threadIdx.x;
+    ...           if (i < n) y[i] = factor * x[i];
+    ...         }''')
+    ...     scale = cupyattn.Kernel(
+    ...         source, inputs=["x"], outputs=["y"], threads=32,
+    ...         scalars={"factor": "float32", "n": "int32"},
+    ...     )
+    ...     x = np.arange(5, dtype=np.float32)
+    ...     y = np.empty_like(x)
+    ...     with cupyattn.backend("emulator"):
+    ...         scale(1, x, y, 0.5, 5)
+    >>> y
+    array([0. , 0.5, 1. , 1.5, 2. ], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        source: str | PathLike[str],
+        /,
+        *,
+        inputs: Iterable[str] = (),
+        outputs: Iterable[str],
+        scalars: Mapping[str, Any] = MappingProxyType({}),
+        threads: int,
+        shared_bytes: int = 0,
+        entry: str | None = None,
+        macros: Mapping[str, int | str] = MappingProxyType({}),
+    ) -> None:
+        path = Path(fspath(source)).resolve()
+        if not path.is_file():
+            raise error(
+                FileNotFoundError,
+                f"{path} is no file",
+                "the source of a Kernel is a .cu file",
+                "write it, or mend the path",
+            )
+        spec = KernelSpec(
+            path.stem if entry is None else entry, str(path), _parameters(inputs, outputs, scalars)
+        )
+        self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
+        self.specialisation = Specialisation(
+            spec,
+            tuple(macros.items()),
+            threads=_within("threads", threads, 1, _MOST_THREADS),
+            shared_bytes=_within("shared_bytes", shared_bytes, 0, TURING.shared_bytes_per_cta),
+        )
+
+    def __call__(self, ctas: int, /, *arguments: Any) -> None:
+        """Start it with a grid of `ctas`; the class says more."""
+        spec = self.specialisation.spec
+        if len(arguments) != len(spec.parameters):
+            raise error(
+                TypeError,
+                f"{spec.entry} got {len(arguments)} arguments",
+                f"it takes {', '.join(each.name for each in spec.parameters)}",
+                "pass each of them, behind the size of the grid",
+            )
+        count = len(spec.pointers)
+        by_name = {p.name: array for p, array in zip(spec.pointers, arguments, strict=False)}
+        for name, array in by_name.items():
+            require_given(name, array)
+        operands = adopt(by_name, self._fixes)
+        _require_addresses_to_be_enough(operands)
+        device = device_of(operands)
+        if device is None:
+            raise error(
+                NotImplementedError,
+                f"{spec.entry} got NumPy arrays",
+                "a kernel of your own runs on CuPy arrays, and on NumPy arrays on the emulator",
+                "call it inside 'with cupyattn.backend(\"emulator\"):'",
+            )
+        step = Step.of(
+            self.specialisation, _within("ctas", ctas, 0, MAX_GRID_X), *arguments[count:]
+        )
+        run(device, Plan((step,), outputs=()), operands)
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"
+
+
+def _parameters(
+    read: Iterable[str], written: Iterable[str], scalars: Mapping[str, Any]
+) -> tuple[Parameter, ...]:
+    outputs = _names("outputs", written)
+    if not outputs:
+        raise error(
+            ValueError, "outputs is empty", "a kernel writes into an array", "name it in outputs"
+        )
+    by_value = [Scalar(name, np.dtype(scalars[name])) for name in _names("scalars", scalars)]
+    parameters: tuple[Parameter, ...] = (
+        *inputs(*_names("inputs", read)),
+        *map(Pointer, outputs),
+        *by_value,
+    )
+    names = [each.name for each in parameters]
+    if len({*names}) < len(names):
+        raise error(
+            ValueError,
+            f"the parameters are {', '.join(names)}",
+            "each has a name of its own",
+            "name each of them once, an array that is read and written in outputs",
+        )
+    return parameters
+
+
+def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:
+    found = () if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) for name in found):
+        raise error(
+            TypeError,
+            f"{option} is {shown(names)}",
+            "it has the names of parameters",
+            f"pass for example {option}=['x']",
+        )
+    return found
+
+
+def _within(name: str, value: Any, least: int, most: int) -> int:
+    allowed = f"it is {least} to {most}"
+    number = integer(name, value, f"{allowed}, an integer")
+    if not least <= number <= most:
+        raise error(ValueError, f"{name} = {number}", allowed, "choose a number within")
+    return number
+
+
+def _require_addresses_to_be_enough(operands: Operands) -> None:
+    layouts = layouts_of(operands.description)
+    require_item_alignment(layouts, starts_of(operands.description))
+    for name, layout in layouts.items():
+        if not is_contiguous(layout):
+            raise error(
+                ValueError,
+                f"{name} of shape {layout.shape} has strides {layout.strides}",
+                "a kernel of your own gets no strides: its arrays are contiguous in C order",
+                f"pass ascontiguousarray({name}), for a result an array made so beforehand",
+            )

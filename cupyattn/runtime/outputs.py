@@ -1,0 +1,72 @@
+"""What a caller gives to be written: several results as a tuple, gradients as their named tuple."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cupyattn.runtime.errors import error
+
+
+def named_out(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arrays of out= by the names of the results: one array, or a tuple of several.
+
+    Raises
+    ------
+    TypeError
+        If there are more or fewer, or None among several.
+    """
+    if out is None:
+        return {}
+    if len(names) == 1 and not isinstance(out, tuple):
+        return {names[0]: out}
+    fits = isinstance(out, tuple) and len(out) == len(names) > 1
+    if fits and all(array is not None for array in out):
+        return dict(zip(names, out, strict=True))
+    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    if len(names) == 1:
+        raise error(TypeError, f"out is {passed}", "this call has one result", "pass one array")
+    listed = ", ".join(names)
+    raise error(
+        TypeError,
+        f"out is {passed}",
+        f"it is a tuple of arrays, one for each of the {len(names)} results of this call",
+        f"pass out=({listed})",
+    )
+
+
+def named_grads(
+    kind: type[Any], grads: Any, accumulate: bool, fields: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the arrays of grads=, a named tuple of this kind, by name.
+
+    `fields` are those that errors propose, by default all.
+
+    Raises
+    ------
+    TypeError
+        If it is anything else.
+    ValueError
+        If there is nothing to add to.
+    """
+    fix = f"pass grads={kind.__name__}({', '.join(fields or kind._fields)})"
+    if isinstance(grads, kind):
+        return dict(grads._asdict())
+    if grads is not None:
+        article = "an" if kind.__name__.startswith(("A", "RMS")) else "a"
+        raise error(
+            TypeError,
+            f"grads is a {type(grads).__name__}",
+            f"it is {article} {kind.__name__} of {', '.join(kind._fields)}: arrays or None",
+            fix,
+        )
+    require_grads(grads, accumulate, fix)
+    return {}
+
+
+def require_grads(
+    grads: Any, accumulate: bool, fix: str = "pass an array to add to", shown: str = "grads"
+) -> None:
+    """Raise ValueError if there is nothing to add to; `shown` is what callers call it."""
+    if accumulate and grads is None:
+        passed = f"accumulate=True without {shown}"
+        raise error(ValueError, passed, f"it adds to what is in {shown}", fix)

@@ -1,0 +1,101 @@
+"""How far a long piece of work is, on stderr, which leaves stdout to the result."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Protocol
+
+from cupyattn.runtime.fork import no_fork
+
+SECONDS_BETWEEN_LINES = 5.0
+"""In a file or a pipe: often enough to be seen alive, and seldom enough for a log."""
+
+
+class Advance(Protocol):
+    """Says that a step is done, and perhaps a few words about it, which stand until the next."""
+
+    def __call__(self, told: str = "", /) -> None:
+        """Take the step."""
+        ...
+
+
+def has_rich() -> bool:
+    """Tell whether rich is installed."""
+    return find_spec("rich") is not None
+
+
+@contextmanager
+def progress(doing: str, total: int, done: int = 0) -> Iterator[Advance]:
+    """Show how many of `total` steps are done: a bar on a terminal, now and then a line elsewhere.
+
+    `done` are done already. A process without stderr (pythonw, a closed descriptor) shows nothing.
+
+    Yields
+    ------
+    callable
+        To be called after each step.
+    """
+    if sys.stderr is None:
+        yield _nothing
+    elif sys.stderr.isatty():
+        with (_bar if has_rich() else _counter)(doing, total, done) as step:
+            yield step
+    else:
+        yield _lines(doing, total, done)
+
+
+def _nothing(told: str = "", /) -> None:
+    pass
+
+
+@contextmanager
+def _bar(doing: str, total: int, done: int) -> Iterator[Advance]:
+    with no_fork():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = (
+        "{task.description}",
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "{task.fields[told]}",
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=total, completed=done, told="")
+
+        def step(told: str = "", /) -> None:
+            bar.update(task, advance=1, told=told)
+
+        yield step
+
+
+@contextmanager
+def _counter(doing: str, total: int, done: int) -> Iterator[Advance]:
+    def step(told: str = "", /) -> None:
+        nonlocal done
+        done += 1
+        line = f"{doing} {done}/{total} {told}".rstrip()
+        print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield step
+    finally:
+        print(file=sys.stderr)
+
+
+def _lines(doing: str, total: int, done: int) -> Advance:
+    last = time.monotonic()
+
+    def step(told: str = "", /) -> None:
+        nonlocal done, last
+        done += 1
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            print(f"{doing} {done}/{total} {told}".rstrip(), file=sys.stderr, flush=True)
+
+    return step

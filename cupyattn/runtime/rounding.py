@@ -1,0 +1,39 @@
+"""From the reference's float64 to the dtype of a result."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupyattn.runtime.arrays import Array
+
+
+def round_into(
+    given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> np.ndarray:
+    """Round once, into the array given or a new one. Too large for the dtype becomes inf.
+
+    A new array is in C order, or with `transposed` the transpose of one that is.
+    """
+    target = given
+    if target is None:
+        target = np.empty(exact.shape, dtype, order="F" if transposed else "C")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if dtype.name == "bfloat16":  # ml_dtypes goes through float32, which would round twice
+            exact = _float32_to_odd(exact)
+        target[...] = exact.astype(dtype)
+    return target
+
+
+def _float32_to_odd(exact: np.ndarray) -> np.ndarray:
+    """Round to float32 so that rounding on is as if from `exact`: to the odd neighbour if inexact.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd" (IEEE Transactions on Computers, 2008).
+    """
+    nearest = exact.astype(np.float32)
+    bits = nearest.view(np.uint32)
+    wide = nearest.astype(np.float64)
+    inexact = (wide != exact) & ~np.isnan(exact)
+    bits -= inexact & (np.abs(wide) > np.abs(exact))  # towards zero
+    bits |= inexact
+    return nearest

@@ -1,0 +1,319 @@
+"""Kernels of one pass over rows (cuda_src/common/rows.cuh): how they are declared and configured.
+
+A row kernel reads arrays of one shape row by row, and perhaps arrays with an item for each column,
+and writes rows, an item for each row, or sums over all rows. One table serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Parameter,
+    Pointer,
+    Scalar,
+    Specialisation,
+    inputs,
+)
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows_for
+from cupyattn.runtime.walks import rows_struct
+
+
+class Result(Enum):
+    """What a row kernel writes."""
+
+    ROW = auto()
+    """An array of the rows' shape and dtype, with strides of its own."""
+    PER_ROW = auto()
+    """One float32 for each row: statistics. On the CPU float64 for float64 rows."""
+    COLUMN_SUM = auto()
+    """One item for each column, summed over all rows: gradients of column parameters."""
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How many threads share a row, and how much of it each keeps in registers."""
+
+    threads: int
+    lanes: int
+    items: int
+    """Items of a row that a thread holds; 0 where the row is read again in each pass."""
+    reason: str
+    in_flight: int = 0
+    """Where it is read in each pass, items that a thread loads before it uses the first of them."""
+    summing_ctas: int = 4
+    """With sums over columns, CTAs for each multiprocessor, which walk over the rows: enough to
+    fill it, and few, because each leaves a partial sum."""
+    gates: Gates = Gates()
+
+    @property
+    def rows_per_cta(self) -> int:
+        """Rows that one CTA works on side by side."""
+        return self.threads // self.lanes
+
+    def items_of(self, length: int) -> int:
+        """Return how many items of a row of that length a thread holds, or has in flight."""
+        if not self.items:
+            return self.in_flight
+        return min(self.items, round_up(-(-length // self.lanes), _ITEMS_STEP))
+
+
+_ITEMS_STEP = 8
+"""Items that a thread holds come in steps of a vector of 16-bit ones."""
+
+Macros = tuple[tuple[str, int | str], ...]
+RowTable = Mapping[int, Mapping[int | None, RowConfig]]
+
+# The first row whose length is not below that of the array's last axis; None takes the rest.
+ROWS: RowTable = {
+    75: {
+        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
+        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
+        8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
+        None: RowConfig(512, 512, 0, "longer than registers hold: two reads"),
+    }
+}
+
+OF_THE_PLAN = ("accumulate", "queries")
+"""What a plan knows by itself: whether a call adds to what its results hold (sums over columns need
+not be told), a choice or a number of the kernel, and the extent of the axis before the last."""
+
+INTEGERS = ("int32", "int64")
+"""Of arrays such as labels, by the names that the kernels have for them."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowKernel:
+    """A row kernel: its names are those of the C parameters, in the order of these attributes.
+
+    Attributes
+    ----------
+    entry, source : str
+        As of a `KernelSpec`.
+    rows : tuple of str
+        Arrays that are read row by row.
+    columns : tuple of str
+        Arrays (length,) of the rows' dtype.
+    per_row : tuple of str
+        Arrays with one item for each row, in the dtype of statistics, of any strides.
+    integers : tuple of str
+        The same, int32 or int64: the macro <NAME>_DTYPE says which.
+    broadcast : mapping
+        Arrays that broadcast to the rows' shape, with the dtypes that they may have: the macro
+        <NAME>_DTYPE says which. Where <NAME>_WHOLE, items of neighbouring columns come in vectors
+        as those of rows do; otherwise the number <name>_stride says how far apart they are, 0 for
+        one item that serves all columns.
+    results : mapping
+        What is written, by name. A COLUMN_SUM is passed as float32 partial sums (CTAs, length).
+    optional : tuple of str
+        Arrays that may be absent, results too; the macro WITH_<NAME> says whether one is there.
+    follows : mapping
+        Results that are there exactly if an optional input is, whose macro speaks for both.
+    shown_as : mapping
+        What errors call an array that callers know by another name.
+    in_place : mapping
+        Results that may be an input itself, because each item is read before it is written.
+    choices : mapping
+        Macros that a call decides, each with its values.
+    scalars : mapping
+        Numbers passed by value, with their dtypes. Those of `OF_THE_PLAN` follow from the call, and
+        so do such choices.
+    table : RowTable
+        By architecture and length.
+    """
+
+    entry: str
+    source: str
+    rows: tuple[str, ...]
+    results: Mapping[str, Result]
+    columns: tuple[str, ...] = ()
+    per_row: tuple[str, ...] = ()
+    integers: tuple[str, ...] = ()
+    broadcast: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
+    follows: Mapping[str, str] = field(default_factory=dict)
+    shown_as: Mapping[str, str] = field(default_factory=dict)
+    in_place: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
+    table: RowTable = field(default_factory=lambda: ROWS)
+
+    def results_of(self, kind: Result) -> tuple[str, ...]:
+        """Return the names of the results of a kind."""
+        return tuple(name for name, result in self.results.items() if result is kind)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What is read, in the order of the parameters."""
+        return (*self.rows, *self.columns, *self.per_row, *self.integers, *self.broadcast)
+
+    @property
+    def whole_rows(self) -> tuple[str, ...]:
+        """The arrays of rows, read or written."""
+        return (*self.rows, *self.results_of(Result.ROW))
+
+    @property
+    def strided(self) -> tuple[str, ...]:
+        """The arrays that RowsParams has strides for, in their order there."""
+        return (
+            *self.rows,
+            *self.per_row,
+            *self.integers,
+            *self.broadcast,
+            *self.results_of(Result.ROW),
+            *self.results_of(Result.PER_ROW),
+        )
+
+    def may_be_absent(self, name: str) -> bool:
+        """Whether a call may be without an array."""
+        return name in self.optional or name in self.follows
+
+    @cached_property
+    def spec(self) -> KernelSpec:
+        """What is compiled and launched."""
+        parameters: tuple[Parameter, ...] = (
+            *(Pointer(name, const=True, optional=self.may_be_absent(name)) for name in self.inputs),
+            *(Pointer(name, optional=self.may_be_absent(name)) for name in self.results),
+            *(Scalar(f"{name}_stride", np.dtype(np.int64)) for name in self.broadcast),
+            *(Scalar(name, np.dtype(kind)) for name, kind in self.scalars.items()),
+            rows_struct(len(self.strided)),
+        )
+        return KernelSpec(self.entry, self.source, parameters)
+
+    def config(self, arch: int, length: int) -> RowConfig:
+        """Return the table row for rows of `length` items."""
+        rows = rows_for(self.table, arch).items()
+        return next(row for limit, row in rows if limit is None or length <= limit)
+
+    def macros_of(
+        self,
+        present: Container[str],
+        dtypes: Mapping[str, str],
+        choices: Mapping[str, Any],
+        whole: Container[str] = (),
+    ) -> Macros:
+        """Return the macros of a call.
+
+        Parameters
+        ----------
+        present : container of str
+            Those of the optional arrays that are there.
+        dtypes : mapping
+            Those of the arrays of integers, and of the arrays that broadcast and are there.
+        choices : mapping
+            What the call decides.
+        whole : container of str
+            The arrays that broadcast and come in vectors.
+        """
+        macros: dict[str, int | str] = {
+            f"WITH_{name.upper()}": cpp_bool(name in present) for name in self.optional
+        }
+        macros |= {f"{name.upper()}_DTYPE": dtypes[name] for name in self.integers}
+        for name, allowed in self.broadcast.items():
+            macros[f"{name.upper()}_DTYPE"] = dtypes.get(name, allowed[0])
+            macros[f"{name.upper()}_WHOLE"] = cpp_bool(name in whole)
+        for name in self.choices:
+            value = choices[name]
+            macros[name.upper()] = cpp_bool(value) if isinstance(value, bool) else value
+        return tuple(macros.items())
+
+    def specialise(
+        self, arch: int, dtype: str, length: int, vec: int, macros: Macros | None = None
+    ) -> Specialisation:
+        """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth.
+
+        Without `macros` no optional array is there, and choices are the first of their values.
+        """
+        macros = self._plainest if macros is None else macros
+        config = self.config(arch, length)
+        return _specialise(self, config, config.items_of(length), dtype, vec, macros)
+
+    @cached_property
+    def _plainest(self) -> Macros:
+        choices = {name: values[0] for name, values in self.choices.items()}
+        return self.macros_of((), dict.fromkeys(self.integers, INTEGERS[0]), choices)
+
+    def catalogue(self, arch: int = TURING.number) -> Iterator[Specialisation]:
+        """Yield every row of the table with dtypes, loads, optional arrays and choices in pairs."""
+        limits = rows_for(self.table, arch)
+        beyond = max(filter(None, limits)) + 1
+        optional = [name for name in self.optional if name not in self.broadcast]
+        absent = [(True, False)] * len(optional)
+        integers = [INTEGERS] * len(self.integers)
+        broadcast = [self._ways_of(name) for name in self.broadcast]
+        for dtype, limit, vectors, *more in pairs(
+            STORAGE, limits, (True, False), *absent, *integers, *broadcast, *self.choices.values()
+        ):
+            rest = iter(more)
+            present = [name for name in optional if next(rest)]
+            dtypes = {name: next(rest) for name in self.integers}
+            ways = {name: next(rest) for name in self.broadcast}
+            present += [name for name, way in ways.items() if way]
+            dtypes |= {name: way[0] for name, way in ways.items() if way}
+            whole = [name for name, way in ways.items() if way and way[1] and vectors]
+            choices = dict(zip(self.choices, rest, strict=True))
+            macros = self.macros_of(present, dtypes, choices, whole)
+            vec = vector_items(dtype) if vectors else 1
+            yield self.specialise(arch, dtype, limit or beyond, vec, macros)
+
+    def _ways_of(self, name: str) -> list[tuple[str, bool] | None]:
+        """Return how an array that broadcasts may come: dtype and whether in vectors, or absent."""
+        allowed = self.broadcast[name]
+        ways = (allowed[0], True), (allowed[-1], False)
+        return [*ways, None] if self.may_be_absent(name) else [*ways]
+
+
+@cache
+def _specialise(
+    kernel: RowKernel, config: RowConfig, items: int, dtype: str, vec: int, macros: Macros
+) -> Specialisation:
+    decided: dict[str, Any] = dict(macros)
+    return kernel.spec.specialise(
+        threads=config.threads,
+        gates=config.gates,
+        DTYPE=dtype,
+        LANES=config.lanes,
+        STRIPS=max(items // vec, 1),
+        VEC=vec,
+        RESIDENT=cpp_bool(bool(config.items)),
+        **decided,
+    )
+
+
+COLUMN_SUMS = KernelSpec(
+    "column_sums",
+    "common/column_sums.cu",
+    (
+        *inputs("partials"),
+        *inputs("more_partials", optional=True),
+        Pointer("sums"),
+        Pointer("more_sums", optional=True),
+        *(Scalar(name, np.dtype(np.int64)) for name in ("count", "length")),
+        Scalar("accumulate", np.dtype(np.int32)),
+    ),
+)
+"""Adds the partial sums that a row kernel left, in a fixed order."""
+
+COLUMN_SUMS_COLUMNS = 32
+"""Columns of one CTA: a warp reads 128 bytes of a row of partial sums at a time."""
+_COLUMN_SUMS_THREADS = 512
+
+
+@cache
+def column_sums(dtype: str) -> Specialisation:
+    """Specialise the kernel that adds partial sums to a result of a dtype."""
+    return COLUMN_SUMS.specialise(
+        threads=_COLUMN_SUMS_THREADS,
+        static_shared_bytes=_COLUMN_SUMS_THREADS * FLOAT_BYTES,
+        DTYPE=dtype,
+    )

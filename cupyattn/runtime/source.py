@@ -1,0 +1,216 @@
+"""Where the CUDA sources are, and what the compiler is given of one: its text and its includes.
+
+The compiler gets every file of ours and of the user's as text, under a name that does not depend on
+where the file lies. It can read no other file but the toolkit's headers, so what is compiled
+follows from these texts, and they are what its cache is keyed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.includes import Include, Unfollowed, includes_in, with_names
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_MARK = Path("common", "config.cuh")  # in every copy of the folder of CUDA sources
+
+NAMED = "/cupyattn/"
+"""The beginning of all names: an absolute path, to which compilers add no other folder."""
+
+_FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
+
+
+@lru_cache(maxsize=1)
+def source_root() -> Path:
+    """Return the folder of CUDA sources: inside the installed package, or beside it in a checkout.
+
+    Raises
+    ------
+    FileNotFoundError
+        If neither place has them: the installation is broken.
+    """
+    candidates = (_PACKAGE / "_cuda_src", _PACKAGE.parent / "cuda_src")
+    for candidate in candidates:
+        if (candidate / _MARK).is_file():
+            return candidate
+    raise FileNotFoundError(
+        f"the CUDA sources are in neither {candidates[0]} nor {candidates[1]}; "
+        "reinstall cupyattn, or run it from a complete checkout"
+    )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source with all that it includes, directly or not.
+
+    Attributes
+    ----------
+    source : Path
+        The file that is compiled.
+    files : dict of Path to str
+        The name that each file has for the compiler; the source is the first.
+    texts : dict of str to bytes
+        By these names, what the compiler is given: includes are by these names too.
+    looked_at : frozenset of Path
+        Where a file was, or could have been.
+    """
+
+    source: Path
+    files: dict[Path, str]
+    texts: dict[str, bytes]
+    looked_at: frozenset[Path]
+
+    @property
+    def digest(self) -> str:
+        """A hash of names and texts."""
+        digest = hashlib.sha256()
+        for name, text in self.texts.items():
+            digest.update(f"{name}\0{len(text)}\0".encode(errors="surrogateescape") + text)
+        return digest.hexdigest()
+
+    def with_paths(self, log: str) -> str:
+        """Return what the compiler said, with the paths of files in the place of their names."""
+        for path, name in sorted(self.files.items(), key=lambda item: -len(item[1])):
+            log = log.replace(name, str(path))
+        return log
+
+
+_Stamp = tuple[int, int, int]
+_remembered: dict[tuple[Path, Path], tuple[dict[Path, _Stamp | None], str, dict[Path, str]]] = {}
+"""Stamps, digest and files by source and folder of sources."""
+_SETTLED = 2.0  # seconds since a file's last change, beyond which another one has another time
+
+
+def include_closure(source: Path) -> tuple[Path, ...]:
+    """Return `source` and every project file that it includes, directly or not, sorted by path."""
+    return tuple(sorted(read_unit(source).files))
+
+
+def source_digest(source: Path) -> str:
+    """Hash the text of `source` and of its include closure: it changes when any of them does."""
+    return _digest_and_files(source)[0]
+
+
+def _digest_and_files(source: Path) -> tuple[str, dict[Path, str]]:
+    """Return the digest and the files of a source's unit.
+
+    To read thirty files takes ten milliseconds. So it is remembered for as long as each of them
+    has the size and the times that it had, and there is none where there was none.
+    """
+    place = source, source_root()
+    stamps, digest, files = _remembered.get(place, ({}, "", {}))
+    if digest and all(_stamp(path) == stamp for path, stamp in stamps.items()):
+        return digest, files
+    unit = read_unit(source)
+    stamps, digest = {path: _stamp(path) for path in unit.looked_at}, unit.digest
+    newest = max(max(stamp[:2]) for stamp in stamps.values() if stamp is not None)
+    if time.time() - newest / 1e9 > _SETTLED:
+        _remembered[place] = stamps, digest, unit.files
+    return digest, unit.files
+
+
+def read_unit(source: Path) -> Unit:
+    """Read a source and what it includes.
+
+    A name in quotes is looked for beside the including file first. Then, as one in angle brackets,
+    beside `source` and below the folder of CUDA sources. What is in neither is left to the
+    compiler, which has the toolkit's headers and its own: their version is part of the cache key.
+
+    Raises
+    ------
+    ValueError
+        If a line includes a file that it does not name, or asks whether there is one.
+    """
+    source = source.absolute()
+    looked_at: set[Path] = set()
+    read: dict[Path, bytes] = {}
+    found: dict[Path, dict[Include, Path]] = {}
+    pending = [source]
+    while pending:
+        spelled = pending.pop()
+        path = spelled.resolve()
+        looked_at |= {spelled, path}
+        if path in found:
+            continue
+        read[path] = path.read_bytes()
+        found[path] = {}
+        for include in includes_in(read[path]):
+            if isinstance(include, Unfollowed):
+                raise _unfollowed(path, include)
+            beside = (spelled.parent, path.parent) if include.quoted else ()
+            for folder in dict.fromkeys((*beside, source.parent, source_root())):
+                candidate = folder / os.fsdecode(include.name)
+                looked_at.add(candidate)
+                if candidate.is_file():
+                    found[path][include] = candidate.resolve()
+                    pending.append(candidate)
+                    break
+    first = source.resolve()
+    files = dict(_named(first, [first, *sorted(found.keys() - {first})]))
+    texts = {
+        name: with_names(
+            read[path],
+            {include: os.fsencode(files[there]) for include, there in found[path].items()},
+        )
+        for path, name in files.items()
+    }
+    return Unit(source, files, texts, frozenset(looked_at))
+
+
+def texts_named_in(ptx: str, source: Path) -> dict[str, str]:
+    """Return the text of the files in use by the names that the PTX of a source has for them."""
+    paths = {name: path for path, name in _digest_and_files(source)[1].items()}
+    texts = {}
+    for name in _FILE.findall(ptx):
+        known = name.replace("\\\\", "/")
+        known = known[max(known.find(NAMED), 0) :]  # Windows puts a drive in front
+        if known in paths:
+            texts[name] = paths[known].read_text(encoding="utf-8", errors="replace")
+    return texts
+
+
+def _unfollowed(path: Path, line: Unfollowed) -> ValueError:
+    return error(
+        ValueError,
+        f"{path}, line {line.line}, is {line.text!r}",
+        'a file is included by its name, as in #include "name.cuh" or #include <name>: a kernel is '
+        "compiled anew when a file that it includes changes, and which file this is cannot be seen",
+        "write the name there, in each branch of an #if if need be",
+    )
+
+
+def _named(source: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield names that are the same wherever the files lie: below their folder of sources."""
+    ours = source_root().resolve()
+    copies = (folder for folder in source.parents if (folder / _MARK).is_file())
+    tree = ours if ours in source.parents else next(copies, None)
+    folders = {source.parent: "kernel", ours: "cuda_src"}
+    if tree is not None:
+        folders = {tree: "cuda_src"} | ({} if tree == ours else {ours: "library"})
+    for path in paths:
+        for folder, name in folders.items():
+            if folder in path.parents:
+                yield path, f"{NAMED}{name}/{path.relative_to(folder).as_posix()}"
+                break
+        else:
+            try:
+                relative = Path(os.path.relpath(path, source.parent))
+            except ValueError:  # on another drive
+                relative = path
+            yield path, f"{NAMED}kernel/{relative.as_posix()}"
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size

@@ -1,0 +1,49 @@
+"""Whether a call looks at the values in its arrays, beside their shapes and dtypes."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+import numpy as np
+
+from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.errors import error
+
+on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
+"""Set by `backend`."""
+
+
+def checks_values(operands: Operands) -> bool:
+    """Tell whether to: always, but on a GPU only where asked, for it has to be waited for.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn.runtime.arrays import adopt
+    >>> checks_values(adopt({"x": np.zeros(3)}))
+    True
+    """
+    return operands.device_id is None or on_gpu.get()
+
+
+def require_within(name: str, numbers: Array, count: int, allowed: str, fix: str) -> None:
+    """Raise ValueError for the first of an array's numbers that is not 0 to count - 1.
+
+    Those of an array on a GPU are waited for. `allowed` is what has so many, with a verb.
+    """
+    outside = (numbers < 0) | (numbers >= count)
+    if not bool(outside.any()):
+        return
+    at = np.unravel_index(int(outside.argmax()), numbers.shape)
+    index = ", ".join(str(int(i)) for i in at)
+    raise error(
+        ValueError,
+        f"{name}[{index}] is {int(numbers[tuple(at)])}",
+        f"{allowed} rows 0 to {count - 1}" if count else f"{allowed} no rows",
+        fix,
+    )
+
+
+def on_host(array: Array) -> np.ndarray:
+    """Return an array's items in NumPy; those on a GPU are waited for."""
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,0 +1,124 @@
+"""Choices among rows of a table: what is asked, what is kept for a device, who takes it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cupyattn import backend, device_info
+from cupyattn.cli import main
+from cupyattn.runtime import tuning as choices
+from cupyattn.runtime.tuning import (
+    TUNED_VARIABLE,
+    USUAL,
+    Asked,
+    Choices,
+    choices_for,
+    file_of,
+    keep,
+    read,
+)
+
+ROWS = {"a": 1, "b": 2, "c": 3}
+CARD = ("A Card (8 GB)", "sm_75")
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
+@pytest.fixture(autouse=True)
+def not_set(monkeypatch):
+    monkeypatch.delenv(TUNED_VARIABLE, raising=False)
+
+
+def pick(among, chosen, usual="a"):
+    return Choices({"kernel 1 2": chosen}).pick("kernel", (1, 2), among, usual=usual)
+
+
+def test_the_usual_row_stands_where_nothing_was_chosen():
+    assert USUAL.pick("kernel", (1, 2), ROWS, usual="b") == 2
+    assert pick(ROWS, "c") == 3
+    assert Choices({"kernel 1 3": "c"}).pick("kernel", (1, 2), ROWS, usual="a") == 1
+
+
+def test_a_row_that_is_not_admissible_is_passed_over():
+    assert pick({"a": 1, "b": 2}, "c", usual="b") == 2
+
+
+def test_questions_are_noted_once_the_usual_row_first():
+    asked = Asked({"kernel 2": "c"})
+    assert [asked.pick("kernel", (n,), ROWS, usual="b") for n in (1, 2, 1)] == [2, 3, 2]
+    assert asked.questions == [("kernel 1", ("b", "a", "c")), ("kernel 2", ("b", "a", "c"))]
+
+
+@pytest.mark.nvrtc
+def test_what_is_kept_is_taken_where_it_is_asked_for(monkeypatch):
+    assert read(*CARD) is None
+    path = keep(*CARD, {"kernel 1 2": "c"}, date="2026-11-23")
+    assert path == file_of(*CARD)
+    assert path.name == "tuned-a-card-8-gb-sm_75.json"
+    assert choices_for(*CARD) is USUAL
+    monkeypatch.setenv(TUNED_VARIABLE, "1")
+    assert choices_for(*CARD).chosen == {"kernel 1 2": "c"}
+    assert choices_for("Another", "sm_75") is USUAL
+    assert choices_for(CARD[0], "sm_80") is USUAL
+
+
+@pytest.mark.nvrtc
+def test_later_choices_stand_beside_earlier_ones():
+    keep(*CARD, {"one": "a", "two": "a"}, date="2026-11-22")
+    keep(*CARD, {"two": "b"}, date="2026-11-23")
+    kept = read(*CARD)
+    assert (kept["chosen"], kept["date"]) == ({"one": "a", "two": "b"}, "2026-11-23")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", '{"made_from": 1, "chosen": {}}', "damaged", "[" * 100_000,
+        {"made_from": "other kernels"}, {"chosen": {"one": ["a"]}}, {"chosen": [1]},
+    ],
+)  # fmt: skip
+def test_what_is_damaged_or_of_other_kernels_is_not_taken(content, monkeypatch):
+    path = keep(*CARD, {"one": "a"})
+    if isinstance(content, dict):
+        content = json.dumps({**json.loads(path.read_text("utf-8")), **content})
+    path.write_text(content, encoding="utf-8")
+    monkeypatch.setenv(TUNED_VARIABLE, "1")
+    assert read(*CARD) is None
+    assert choices_for(*CARD) is USUAL
+
+
+@pytest.mark.nvrtc
+def test_without_a_compiler_nothing_is_taken(monkeypatch):
+    keep(*CARD, {"one": "a"})
+
+    def missing():
+        raise RuntimeError("no NVRTC")
+
+    monkeypatch.setattr(choices, "_made_from", missing)
+    assert read(*CARD) is None
+
+
+@pytest.mark.nvrtc
+def test_it_is_made_from_tables_kernels_and_compiler(monkeypatch):
+    before = choices._made_from.__wrapped__()
+    assert choices._made_from.__wrapped__() == before
+    monkeypatch.setattr(choices, "nvrtc_version", lambda: (99, 0))
+    assert choices._made_from.__wrapped__() != before
+
+
+@pytest.mark.parametrize("text", ["2", "yes", "-1"])
+def test_another_value_is_refused(monkeypatch, text):
+    monkeypatch.setenv(TUNED_VARIABLE, text)
+    for use in (device_info, lambda: backend("emulator").__enter__()):
+        with pytest.raises(ValueError, match=r"^CUPYATTN_TUNED='.*'; it is 1 to .*; set .*=0 or"):
+            use()
+
+
+@pytest.mark.parametrize(("text", "says"), [("1", "CUPYATTN_TUNED 1"), ("0", "not set")])
+def test_info_tells(monkeypatch, capsys, text, says):
+    monkeypatch.setenv(TUNED_VARIABLE, text)
+    assert device_info()["uses_tuned"] is (text == "1")
+    assert main(["info"]) == 0
+    assert says in " ".join(capsys.readouterr().out.split())
