@@ -116,7 +116,7 @@ _CACHE_NAMES = {
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator
-    from cupyattn.functional import *
+    from cupyattn.functions import *
     from cupyattn.kv_cache import (
         BlockAllocator,
         Copy,
@@ -133,7 +133,7 @@ else:  # a type checker would accept any name
         with no_fork():
             if name in _MODULES:
                 return import_module(f"cupyattn.{name}")
-            home = "kv_cache" if name in _CACHE_NAMES else "functional"
+            home = "kv_cache" if name in _CACHE_NAMES else "functions"
             value = getattr(import_module(f"cupyattn.{home}"), name)
         globals()[name] = value  # the next look-up does not come here
         return value

@@ -1,1 +1,1 @@
-"""autodiff."""
+"""vjp: gradients of functions made of the library's functions."""

@@ -20,7 +20,7 @@ from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import Rule, names, recorder
 from cupyattn.runtime.errors import RefusalError, error
 
-_FUNCTIONS = "cupyattn.functional."
+_FUNCTIONS = "cupyattn.functions."
 _RECORDING = {__name__, f"{_FUNCTIONS}vjp"}
 
 

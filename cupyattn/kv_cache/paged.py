@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cupyattn.functional import copy_blocks
+from cupyattn.functions import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
 from cupyattn.kv_cache.picture import draw

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.functional import append_kv, paged_attention
+from cupyattn.functions import append_kv, paged_attention
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence

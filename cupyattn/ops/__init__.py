@@ -1,6 +1,5 @@
-"""Operations on a device: validate, allocate, configure, launch.
+"""Operations: a folder per family, the same file names in each.
 
-A call is first described by the layouts of its arrays and its options, all hashable: what follows
-from that description alone (the checks, the strides a kernel is passed, its configuration) is
-worked out once and cached, so that a repeated call costs little more than its launch.
+``api`` has the public functions, ``kernels`` the specs and configurations, ``reference`` NumPy in
+float64, ``bounds`` the derived error bounds. The folders of cuda_src and tests have the same names.
 """

@@ -1,1 +1,1 @@
-"""runtime."""
+"""From arrays to a launched kernel; no module here names an operation."""

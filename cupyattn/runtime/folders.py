@@ -26,9 +26,9 @@ _told: set[str | type | None] = set()
 def cache_directory() -> Path | None:
     """Return the folder where files are kept, made if need be; None if there is none to use.
 
-    It may be one that can only be read, warmed by root. One that somebody else can write is not
-    used (see `cupyattn.runtime.trust`), and one that cannot even be made (a user without a home) cannot be.
-    The user is told either, once.
+    A folder that can only be read, warmed by root, is fine. A folder that somebody else can write
+    is not used (see `cupyattn.runtime.trust`), nor one that cannot be made, as for a user without
+    a home. Either is reported once.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:

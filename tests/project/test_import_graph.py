@@ -388,7 +388,7 @@ def test_import_loads_no_functions_and_a_first_function_no_heavy_library(tmp_pat
         "cupyattn.runtime.fork",
     }
     assert "numpy" not in imported
-    assert "cupyattn.functional" in used
+    assert "cupyattn.functions" in used
     assert not [name for name in used if name.startswith(("cupyattn.emulator", "cupyattn.models"))]
     assert not {name.partition(".")[0] for name in used} & LAZY
     assert not cache_folder.exists()
@@ -413,7 +413,7 @@ def test_modules_are_imported_when_they_are_first_used():
 
 def test_every_public_name_is_found_where_it_is_defined():
     for name in set(cupyattn.__all__) - {"__version__"}:
-        home = cupyattn.functional if name in cupyattn.functional.__all__ else cupyattn.kv_cache
+        home = cupyattn.functions if name in cupyattn.functions.__all__ else cupyattn.kv_cache
         assert getattr(cupyattn, name) is getattr(home, name)
         assert name in dir(cupyattn)
 

@@ -123,7 +123,7 @@ from importlib.machinery import PathFinder
 import numpy as np
 import cupyattn
 
-if "MODULE" != "cupyattn.functional":
+if "MODULE" != "cupyattn.functions":
     cupyattn.softmax
 
 def call():
@@ -161,7 +161,7 @@ EMULATED = """
 """
 
 FIRST_IMPORTS = {  # of a module: a first call that imports it
-    "cupyattn.functional": EMULATED,
+    "cupyattn.functions": EMULATED,
     "cupyattn.emulator": EMULATED,
     "cupyattn.runtime.device.emulated": EMULATED,
     "cupy": EMULATED,
@@ -226,7 +226,7 @@ def test_a_child_launches_though_another_thread_did_at_the_fork():
 @pytest.mark.parametrize(
     "module",
     mostly_deep(
-        FIRST_IMPORTS, ("cupyattn.functional", "cupy_backends.cuda.libs.nvrtc", "ml_dtypes")
+        FIRST_IMPORTS, ("cupyattn.functions", "cupy_backends.cuda.libs.nvrtc", "ml_dtypes")
     ),
 )
 @pytest.mark.nvrtc

@@ -1,1 +1,1 @@
-"""activations."""
+"""GELU, SiLU, their gated forms, dropout, and sums into an array."""

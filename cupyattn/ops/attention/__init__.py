@@ -1,1 +1,1 @@
-"""Attention on a device."""
+"""Attention: dense, packed and paged, forward and backward."""

@@ -1,1 +1,1 @@
-"""cache."""
+"""Operations on a paged KV cache: append, copy blocks, gather."""

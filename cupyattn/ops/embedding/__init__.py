@@ -1,1 +1,1 @@
-"""embedding."""
+"""Embedding lookup and its gradient."""

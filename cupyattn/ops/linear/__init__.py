@@ -1,1 +1,1 @@
-"""Products with a weight, on a device: the checked problem, the table of kernels, the plans."""
+"""Products with a weight: the checked problem, the configurations, the plans."""

@@ -1,1 +1,1 @@
-"""losses."""
+"""Cross entropy of logits and of a product with a weight."""

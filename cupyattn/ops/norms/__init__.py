@@ -1,1 +1,1 @@
-"""norms."""
+"""Layer norm and RMS norm."""

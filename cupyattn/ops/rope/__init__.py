@@ -1,1 +1,1 @@
-"""rope."""
+"""Rotary position embedding and its tables."""

@@ -1,1 +1,1 @@
-"""sampling."""
+"""Drawing tokens from logits."""

@@ -1,1 +1,1 @@
-"""kernels."""
+"""Specs and configurations of the attention kernels, a module per kind."""

@@ -1,1 +1,1 @@
-"""reference."""
+"""Attention in NumPy float64."""

@@ -1,1 +1,0 @@
-"""Attention: the public functions, forward and backward."""

@@ -1,1 +1,0 @@
-"""Fused layers: the public functions."""

@@ -1,1 +1,0 @@
-"""Products with a weight: the public functions."""

@@ -1,1 +1,0 @@
-"""Attention, by the folders of its kernels in `cuda_src/attention`."""

@@ -1,1 +1,0 @@
-"""Products with a weight, by the kernels in `cuda_src/linear`."""

@@ -1,1 +1,0 @@
-"""Paged KV caches: their storage formats, and what is done to them."""

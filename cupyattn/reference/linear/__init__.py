@@ -1,1 +1,0 @@
-"""Products with a weight in NumPy, and bounds of the kernels' errors."""
