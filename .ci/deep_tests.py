@@ -15,7 +15,20 @@ import zlib
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-KERNEL_FAMILIES = ("attention", "kv_cache", "layers", "linear")
+KERNEL_FAMILIES = (
+    "activations",
+    "attention",
+    "cache",
+    "embedding",
+    "linear",
+    "losses",
+    "norms",
+    "ops",
+    "optimizer",
+    "rope",
+    "sampling",
+    "softmax",
+)
 SHARDS = 4
 MOST_FAMILIES = 2
 SIX_HOURS = 6 * 60 * 60

@@ -27,6 +27,7 @@ from cupyattn.autodiff.rules import (
     swiglu,
 )
 from cupyattn.autodiff.vjp import vjp
+from cupyattn.environment import device_info
 from cupyattn.ops.activations.api import gelu_backward, silu_backward
 from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
@@ -64,11 +65,10 @@ from cupyattn.ops.rope.reference_tables import LinearScaling, Llama3Scaling, NTK
 from cupyattn.ops.rope.tables import rope_tables
 from cupyattn.ops.sampling.api import sample
 from cupyattn.ops.softmax.api import softmax_backward
-from cupyattn.ops.softmax.log_softmax import log_softmax_backward
+from cupyattn.ops.softmax.api_log import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.runtime.backend import backend
-from cupyattn.runtime.device_info import device_info
 from cupyattn.runtime.kernel import Kernel
 from cupyattn.runtime.ranges import ranged
 

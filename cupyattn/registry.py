@@ -1,4 +1,4 @@
-"""Every kernel of the library, as the modules of `cupyattn.kernels.configs` declare them."""
+"""Every kernel of the library, as the families declare them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kTotal, kX, kArrays };
 using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_to(float* total_g, const DTYPE* x_g, const Walk::Params params) {

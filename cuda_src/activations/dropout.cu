@@ -21,7 +21,7 @@
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kX, kResidual, kOut, kArrays };
 using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(8 % VEC == 0, "a vector has the fields of one Philox call");
 
 extern "C" __global__ void __launch_bounds__(THREADS)

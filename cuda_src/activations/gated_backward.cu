@@ -20,7 +20,7 @@
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kDout, kGate, kUp, kDgate, kDup, kArrays };
 using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     gated_backward(const DTYPE* dout_g, const DTYPE* gate_g, const DTYPE* up_g, DTYPE* dgate_g, DTYPE* dup_g,

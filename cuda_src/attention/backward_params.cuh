@@ -9,7 +9,7 @@
 
 #include "params.cuh"
 
-// Field for field the structured dtype BACKWARD_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype BACKWARD_PARAMS of cupyattn/ops/attention/structs.
 struct BackwardParams {
   AttentionParams attention;  // of the forward; out and lse are inputs here
   Strides dout, dlse, dq, dk, dv;
@@ -21,7 +21,7 @@ struct BackwardParams {
   int accumulate;   // gradients are added to what their arrays hold
   float scale;      // softmax_scale
 };
-static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 

@@ -9,14 +9,14 @@
 
 #include "key_walk.cuh"
 
-// Field for field the structured dtype SPLIT_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype SPLIT_PARAMS of cupyattn/ops/attention/structs.
 struct SplitParams {
   AttentionParams attention;
   int splits;      // CTAs for each tile of query rows: the most parts
   int least_keys;  // of a part, if it is not the last one
   int batch;
 };
-static_assert(sizeof(SplitParams) == SPLIT_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(SplitParams) == SPLIT_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // How the key tiles of each tile of kTileQ query rows of a sequence are cut.
 template <int kTileQ, int kTileK>

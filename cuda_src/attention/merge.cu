@@ -18,13 +18,13 @@
 #include "../common/vec.cuh"
 #include "params.cuh"
 
-// Field for field the structured dtype MERGE_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype MERGE_PARAMS of cupyattn/ops/attention/structs.
 struct MergeParams {
   Strides out_a, lse_a, out_b, lse_b, out, lse;
   int64 rows;
   int heads, seq, dim;
 };
-static_assert(sizeof(MergeParams) == MERGE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(MergeParams) == MERGE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_merge(const DTYPE_A* out_a_g, const float* lse_a_g, const DTYPE_B* __restrict__ out_b_g,

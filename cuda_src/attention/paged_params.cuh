@@ -23,7 +23,7 @@ struct ScaleLayout {
   CacheUnits units;
 };
 
-// Field for field the structured dtype PAGED_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype PAGED_PARAMS of cupyattn/ops/attention/structs.
 struct PagedParams {
   AttentionParams attention;  // sq is the most queries of a sequence, sk what the table can hold; packed arrays have a
                               // batch stride of 0
@@ -38,7 +38,7 @@ struct PagedParams {
   CacheUnits units;
   ScaleLayout scales;  // of caches of integers
 };
-static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // Packed rows of one sequence: within what is there, whatever the array says.
 struct QuerySpan {

@@ -43,7 +43,7 @@ __device__ __forceinline__ Philox4 dropout_words(const ScoreParams& params, int 
                        params.first_counter);
 }
 
-// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype ATTENTION_PARAMS of cupyattn/ops/attention/structs.
 struct AttentionParams {
   Strides q, k, v, out, lse;
   BatchIntegers q_offsets, seqused_k;
@@ -59,7 +59,7 @@ struct AttentionParams {
   int kv_together;  // key-value heads whose tiles of keys do: a divisor of B * G
   int batches;      // batch elements among them, whose like heads are neighbours: a divisor of B
 };
-static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(AttentionParams) == ATTENTION_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 __device__ __forceinline__ int64 batch_integer(const void* items, BatchIntegers layout, int batch) {
   return layout.is_int64 ? static_cast<const int64*>(items)[batch * layout.stride]

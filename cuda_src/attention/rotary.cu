@@ -2,7 +2,7 @@
 //
 //   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ what is there, with ACCUMULATE)
 //
-// for each pair (a, b) of the first R features, as in ../rope/rope.cu (Su et al., arXiv:2104.09864, equation 34), with
+// for each pair (a, b) of the first R features, as in ../rope/rotate.cu (Su et al., arXiv:2104.09864, equation 34), with
 // query i at position i + q_offset and key j at j. sin times `sign` -1 is the inverse: with s = (R_i q) . (R_j k), dq is
 // R_i^T times the gradient of the rotated q, likewise dk.
 //

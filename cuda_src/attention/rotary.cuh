@@ -10,7 +10,7 @@
 
 constexpr int kRotaryArrays = 2;  // queries (q or dq) and keys (k or dk)
 
-// Field for field the structured dtype ROTARY_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype ROTARY_PARAMS of cupyattn/ops/attention/structs. Strides are in items.
 struct RotaryParams {
   Strides x[kRotaryArrays], out[kRotaryArrays];
   int64 cos_stride, sin_stride;  // of a position
@@ -21,7 +21,7 @@ struct RotaryParams {
   uint32 slots, rotated_slots, half, dim;  // of a head: half is R/2, dim D
   float sign;
 };
-static_assert(sizeof(RotaryParams) == ROTARY_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(RotaryParams) == ROTARY_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 struct RotaryArrays {
   const DTYPE *q_g, *k_g;

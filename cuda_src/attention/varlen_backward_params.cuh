@@ -10,13 +10,13 @@
 #include "backward_params.cuh"
 #include "varlen_params.cuh"
 
-// Field for field the structured dtype VARLEN_BACKWARD_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype VARLEN_BACKWARD_PARAMS of cupyattn/ops/attention/structs.
 struct VarlenBackwardParams {
   BackwardParams backward;  // rows_padded are those of all sequences together
   PackedBatch packed;
 };
 static_assert(sizeof(VarlenBackwardParams) == VARLEN_BACKWARD_PARAMS_BYTES,
-              "cupyattn/kernels/structs describes another struct");
+              "its dtype in Python describes another struct");
 
 // Of one sequence.
 __device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& longest, const PackedSequence& sequence) {

@@ -13,12 +13,12 @@ struct PackedBatch {
   int ends_with_keys;  // the last query stands at the last key in use; otherwise q_offset says where
 };
 
-// Field for field the structured dtype VARLEN_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype VARLEN_PARAMS of cupyattn/ops/attention/structs.
 struct VarlenParams {
   AttentionParams attention;  // sq and sk are those of the longest sequence; packed arrays have a batch stride of 0
   PackedBatch packed;
 };
-static_assert(sizeof(VarlenParams) == VARLEN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(VarlenParams) == VARLEN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 struct PackedPointers {
   const void *cu_seqlens_q_g, *cu_seqlens_k_g, *q_offsets_g, *seqused_k_g;

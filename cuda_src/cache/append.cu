@@ -20,7 +20,7 @@
 #include "../rope/rotation.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype APPEND_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype APPEND_PARAMS of cupyattn/ops/cache/structs. Strides are in items.
 struct RowStrides {
   int64 outer, inner, head;  // of a batch element and a token of it, or of a block and a token in it
 };
@@ -36,7 +36,7 @@ struct AppendParams {
   uint32 half, dim;  // R/2 and D
   uint32 block_size;
 };
-static_assert(sizeof(AppendParams) == APPEND_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(AppendParams) == APPEND_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 template <typename Table>
 struct Rotation {

@@ -20,7 +20,7 @@ constexpr int kCopyAxes = 4;
 constexpr int kPassed = 32;
 constexpr int kBatch = 8;
 
-// Field for field the structured dtype COPY_BLOCKS_PARAMS of cupyattn/kernels/structs. Strides are in words.
+// Field for field the structured dtype COPY_BLOCKS_PARAMS of cupyattn/ops/cache/structs. Strides are in words.
 struct CopyBlocksParams {
   int64 block_stride[kCopyArrays];
   int64 strides[kCopyArrays][kCopyAxes];
@@ -32,8 +32,7 @@ struct CopyBlocksParams {
   int passed;
   int src[kPassed], dst[kPassed];
 };
-static_assert(sizeof(CopyBlocksParams) == COPY_BLOCKS_PARAMS_BYTES,
-              "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(CopyBlocksParams) == COPY_BLOCKS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 using Data = Word<WORD>::Type;
 

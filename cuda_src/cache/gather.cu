@@ -14,7 +14,7 @@
 #endif
 #include "formats.cuh"
 
-// Field for field the structured dtype GATHER_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype GATHER_PARAMS of cupyattn/ops/cache/structs. Strides are in items.
 struct GatherStrides {
   int64 outer, inner, head;  // of a block and a token in it, or of a sequence and a token of it
 };
@@ -26,7 +26,7 @@ struct GatherParams {
   uint32 block_size;
   int num_blocks, max_blocks;
 };
-static_assert(sizeof(GatherParams) == GATHER_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(GatherParams) == GATHER_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 using Items = Vec<DTYPE, VEC>;
 using CacheItem = Format<CACHE>::Item;

@@ -1,6 +1,6 @@
 // Words that every kernel uses: integer widths, the shape of a warp, and rounding of compile-time counts.
 //
-// A kernel takes its tile sizes and dtypes as macros from the launch-configuration tables (cupyattn/kernels/configs)
+// A kernel takes its tile sizes and dtypes as macros from the launch configurations (kernels.py of a family)
 // and has no defaults of its own: a missing macro is an #error, and each is restated by a static_assert.
 #pragma once
 

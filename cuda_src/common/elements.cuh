@@ -12,7 +12,7 @@
 
 constexpr int kElementsAxes = 4;  // axes before the rows, after merging those that lie evenly in memory
 
-// Field for field the structured dtype elements_params(arrays) of cupyattn/kernels/structs.
+// Field for field the structured dtype elements_params(arrays) of cupyattn/runtime/walks.
 template <int kArrays>
 struct ElementsParams {
   int64 shape[kElementsAxes];

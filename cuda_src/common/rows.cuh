@@ -10,7 +10,7 @@
 
 constexpr int kOuterAxes = 4;  // axes before the last, after merging those that lie evenly in memory
 
-// Field for field the structured dtype rows_params(arrays) of cupyattn/kernels/structs. Axes that are not there have
+// Field for field the structured dtype rows_params(arrays) of cupyattn/runtime/walks. Axes that are not there have
 // one entry and come last, so that rows of arrays without gaps cost no division.
 template <int kArrays>
 struct RowsParams {

@@ -22,7 +22,7 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 enum Array { kLogits, kDloss, kLse, kDlse, kLabels, kDlogits };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(!Rows::kResident, "a row is read once, and not kept");
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -23,7 +23,7 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<4>;
 enum Array { kLogits, kLabels, kLosses, kLse };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(!Rows::kResident, "a row is read once, and not kept");
 
 using Batch = float[Rows::kStrips][Rows::kVec];

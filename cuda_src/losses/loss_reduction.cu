@@ -15,7 +15,7 @@
 
 using Params = RowsParams<1>;
 enum Array { kLabels };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     loss_reduction(const float* losses_g, const float* dloss_g, const LABELS_DTYPE* labels_g, float* result_g,

@@ -17,14 +17,14 @@
 #include "../common/streaming.cuh"
 #include "../common/vec.cuh"
 
-// Field for field the structured dtype NORM_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype NORM_PARAMS of cupyattn/ops/optimizer/kernels.
 struct NormParams {
   int64 length[ARRAYS], stride[ARRAYS];  // of a row, and from one to the next
   int64 units[ARRAYS], rows[ARRAYS];     // units of a row
   uint32 first_cta[ARRAYS + 1];
   uint32 first_partial;
 };
-static_assert(sizeof(NormParams) == NORM_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(NormParams) == NORM_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(ARRAYS == 8, "the entry has eight pointers");
 
 constexpr int kUnitItems = THREADS * VECTORS * VEC;

@@ -22,8 +22,8 @@
     !defined(FILTERED) || !defined(CANDIDATES)
 #error "DTYPE, THREADS, PART, ALIGNED, PENALISED, FILTERED and CANDIDATES come from a launch-configuration table"
 #endif
-#include "sampling.cuh"
-#include "sampling_bins.cuh"
+#include "logits.cuh"
+#include "bins.cuh"
 
 using Part = PartTraits<DTYPE, THREADS, PART, ALIGNED, PENALISED>;
 using Scan = BinScan<THREADS>;

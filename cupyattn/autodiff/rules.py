@@ -38,9 +38,9 @@ from cupyattn.ops.rope.api import rope as _rope
 from cupyattn.ops.rope.api import rope_backward
 from cupyattn.ops.softmax.api import softmax as _softmax
 from cupyattn.ops.softmax.api import softmax_backward
+from cupyattn.ops.softmax.api_log import log_softmax as _log_softmax
+from cupyattn.ops.softmax.api_log import log_softmax_backward
 from cupyattn.ops.softmax.bias_gradient import require_bias_gradient
-from cupyattn.ops.softmax.log_softmax import log_softmax as _log_softmax
-from cupyattn.ops.softmax.log_softmax import log_softmax_backward
 from cupyattn.ops.softmax.logsumexp import logsumexp as _logsumexp
 from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads

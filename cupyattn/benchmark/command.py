@@ -36,8 +36,7 @@ from cupyattn.benchmark.timer import Timer, measured_ceilings, peak_bytes
 from cupyattn.cli.arguments import integer, positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
 
 NO_GPU = (

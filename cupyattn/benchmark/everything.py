@@ -22,7 +22,7 @@ from cupyattn.benchmark.libraries import baseline_names
 from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.cli.arguments import positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.folders import temporary_directory
 
 QUICK_MINUTES, MINUTES = 7.5, 24 * 60.0

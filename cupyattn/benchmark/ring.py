@@ -22,7 +22,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.distributed.placement import PLACEMENTS
 from cupyattn.distributed.threads import TRANSPORTS
 from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 

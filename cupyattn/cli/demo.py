@@ -11,7 +11,7 @@ from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
 from cupyattn.cli.compiled_kernel import spill_bytes
 from cupyattn.cli.table_rows import configuration
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 

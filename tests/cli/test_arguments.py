@@ -14,8 +14,7 @@ from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
 from cupyattn.cli.compiled_kernel import compiled_kernel
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.folders import cache_directory
 
 COMMANDS = (

@@ -15,7 +15,7 @@ from cupyattn.emulator import SharedMemoryRaceError
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import CompilationError, nvrtc_version
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 NO_GPU = pytest.mark.skipif(device_count() > 0, reason="tells what happens without a GPU")
 SMALL_DEMO = ("demo", "--seqlen", "40")

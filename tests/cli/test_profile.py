@@ -65,7 +65,7 @@ def test_a_line_of_what_is_included_too(capsys):
         text = (source_root() / line["file"]).read_text().splitlines()[line["line"] - 1]
         assert line["source"] == text.strip()
     names = {line["file"] for line in result["kernels"][0]["lines"]}
-    assert {"softmax/softmax_forward.cu", "common/vec.cuh"} <= names
+    assert {"softmax/forward.cu", "common/vec.cuh"} <= names
 
 
 @pytest.mark.nvrtc

@@ -31,7 +31,7 @@ from cupyattn.distributed.communicators import adapters, nccl
 from cupyattn.distributed.communicators.adapters import communicator_of
 from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.threads import _ends
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 
 def on_threads(case: Case, kind: Any) -> list[Any]:

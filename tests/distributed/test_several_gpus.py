@@ -28,7 +28,7 @@ from cupyattn.distributed import (
     unshard,
 )
 from cupyattn.distributed.communicators.nccl import nccl_is_there
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 pytestmark = [
     pytest.mark.gpu,

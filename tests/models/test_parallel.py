@@ -25,7 +25,7 @@ from cupyattn.models.shares import columns_of, rows_of
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.transformer import Model
 from cupyattn.ops.linear.weight_formats import FORMATS
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]

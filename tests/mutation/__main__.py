@@ -17,7 +17,7 @@ from pathlib import Path
 from cupyattn.registry import KERNELS
 from cupyattn.runtime.source import source_root
 from mutation.bugs import draw
-from mutation.coverage import Coverage, folder_of_tests, measure
+from mutation.coverage import Coverage, folders_of_tests, measure
 from mutation.trial import (
     CAUGHT,
     NOT_COMPILED,
@@ -60,7 +60,7 @@ def outcomes(arguments: argparse.Namespace, work: Path) -> list[Outcome]:
         raise SystemExit(f"no kernel has {arguments.kernel!r} in its name; there are {[*KERNELS]}")
     measured = work / "coverage.json"
     if not measured.exists():
-        folders = {folder_of_tests(KERNELS[entry].source) for entry in entries}
+        folders = set().union(*(folders_of_tests(KERNELS[entry].source) for entry in entries))
         measure(arguments.tests or sorted(folders), measured, arguments.jobs)
     coverage = Coverage.read(measured, entries)
     files = coverage.all_files()

@@ -102,10 +102,13 @@ class Coverage:
         return most_new_first(chosen, seconds)
 
 
-def folder_of_tests(source: str) -> str:
-    """Where the tests of a kernel are, by its source: attention over a cache's has the cache's."""
-    of_a_cache = "paged" in source or source.startswith(("attention/decode/", "attention/merge"))
-    return "tests/kv_cache" if of_a_cache else f"tests/{source.partition('/')[0]}"
+def folders_of_tests(source: str) -> set[str]:
+    """Return the folders with the tests of a kernel, by its source: its family's, and tests/ops.
+
+    tests/ops tests what several families have in common.
+    """
+    family = source.partition("/")[0]
+    return {"tests/ops"} if family == "common" else {f"tests/{family}", "tests/ops"}
 
 
 def most_new_first(features: Mapping[_Key, set], costs: Mapping[_Key, float]) -> list[_Key]:

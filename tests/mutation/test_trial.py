@@ -15,7 +15,7 @@ from cupyattn.registry import KERNELS
 from cupyattn.runtime.source import source_root
 from mutation.__main__ import too_few_caught
 from mutation.bugs import Bug
-from mutation.coverage import ROOT, Coverage, folder_of_tests, measure, most_new_first
+from mutation.coverage import ROOT, Coverage, folders_of_tests, measure, most_new_first
 from mutation.planted import makes_a_difference
 from mutation.plugin import NOTES, noting
 from mutation.trial import (
@@ -32,7 +32,7 @@ from mutation.trial import (
 
 pytestmark = pytest.mark.nvrtc
 
-FILE = "softmax/softmax_backward.cu"
+FILE = "softmax/backward.cu"
 MODULE = "tests/softmax/test_kernels.py"
 OF_NUMBERS = f"{MODULE}::test_row_lengths_around_the_tables_limits[128-float16-1]"
 OF_STRIDES = f"{MODULE}::test_outer_axes_of_any_strides"
@@ -74,11 +74,12 @@ def test_coverage_of_one_kernel(file: Path):
     assert entries == {"softmax_forward"}
 
 
-def test_every_kernel_has_a_folder_of_tests():
-    folders = {entry: folder_of_tests(kernel.source) for entry, kernel in KERNELS.items()}
-    assert all((ROOT / folder).is_dir() for folder in folders.values())
-    assert folders["attention_decode"] == folders["append_kv"] == "tests/kv_cache"
-    assert folders["attention_forward"] == "tests/attention"
+def test_every_kernel_has_a_folders_of_tests():
+    folders = {entry: folders_of_tests(kernel.source) for entry, kernel in KERNELS.items()}
+    assert all((ROOT / folder).is_dir() for each in folders.values() for folder in each)
+    assert folders["append_kv"] == {"tests/cache", "tests/ops"}
+    assert folders["attention_decode"] == folders["attention_forward"]
+    assert folders["column_sums"] == {"tests/ops"}
 
 
 @pytest.mark.parametrize(

@@ -22,73 +22,45 @@ PACKAGE = Path(cupyattn.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-# Room: the rooms that it may import besides itself. A room is a folder or a module at the top; ""
-# is the package's own __init__.
-BOTTOM = {
-    "reference",
-    "gradients",
-    "quantized_weight",
-    "weight_formats",
-    "arrays",
-    "cupy_library",
-    "folders",
-    "trust",
-    "progress",
-    "fork",
-    "reading",
-    "errors",
+# Room: the rooms that it may import besides itself. A room is a folder, a family of `ops`, or a
+# module at the top; "" is the package's own __init__. The order is that of the layers, lowest first.
+FAMILIES = {
+    "ops.norms": set(),
+    "ops.softmax": set(),
+    "ops.activations": set(),
+    "ops.rope": set(),
+    "ops.embedding": set(),
+    "ops.optimizer": set(),
+    "ops.sampling": set(),
+    "ops.linear": {"ops.activations"},
+    "ops.losses": {"ops.linear", "ops.softmax"},
+    "ops.attention": {"ops.rope"},
+    "ops.cache": {"ops.attention", "ops.rope"},
 }
 ROOMS = {
-    "errors": set(),
-    "reading": {"errors"},
-    "fork": set(),
-    "progress": {"fork"},
-    "trust": set(),
-    "folders": {"trust"},
-    "cupy_library": {"folders", "trust", "fork", "errors"},
     "emulator": set(),
-    "arrays": {"cupy_library", "fork", "errors"},
-    "weight_formats": {"errors"},
-    "quantized_weight": {"weight_formats", "arrays", "errors"},
-    "gradients": {"arrays"},
-    "reference": {"gradients", "quantized_weight", "weight_formats"},
-    "kernels": {
-        *("arrays", "cupy_library", "folders", "trust", "fork", "reading", "errors", "emulator")
+    "runtime": {"emulator"},
+    "ops": set(),
+    **{family: {"runtime", "ops", *others} for family, others in FAMILIES.items()},
+    "registry": {"runtime", *FAMILIES},
+    "reference": {"runtime", *FAMILIES},
+    "environment": {"runtime", "registry"},
+    "autodiff": {"runtime", *FAMILIES},
+    "functions": {"runtime", "autodiff", "environment", *FAMILIES},
+    "kv_cache": {"runtime", "functions"},
+    "": {"runtime", "functions", "kv_cache", "emulator"},
+    "turing": {"runtime", "registry", "emulator"},
+    "distributed": {"", "runtime"},
+    "models": {"", "runtime", "distributed", "kv_cache", "ops.linear"},
+    "cli": {
+        *("", "models", "environment", "reference", "registry", "turing", "emulator", "runtime"),
+        "ops.attention",
     },
-    "turing": {"kernels", "emulator", "errors"},
-    "ops": {"kernels", "quantized_weight", "weight_formats", "arrays", "errors"},
-    "functional": {"ops", "kernels", "emulator", *BOTTOM},
-    "kv_cache": {"functional", *BOTTOM},
-    "": {"functional", "kv_cache", "emulator", "fork"},
-    "distributed": {"", "arrays", "cupy_library", "fork", "reading", "errors"},
-    "models": {
-        "",
-        "distributed",
-        "kv_cache",
-        "quantized_weight",
-        "weight_formats",
-        "arrays",
-        "cupy_library",
-        "progress",
-        "fork",
-        "reading",
-        "errors",
-    },
-    "cli": {"", "models", "functional", "ops", "turing", "kernels", "emulator", *BOTTOM},
     "benchmark": {
-        "",
-        "cli",
-        "models",
-        "distributed",
-        "kv_cache",
-        "functional",
-        "ops",
-        "turing",
-        "kernels",
-        "emulator",
-        *BOTTOM,
+        *("", "cli", "models", "distributed", "kv_cache", "environment", "registry", "turing"),
+        *("runtime", "emulator", "ops.attention", "ops.cache", "ops.linear", "ops.rope"),
     },
-    "__main__": {"cli", "benchmark", "kernels"},
+    "__main__": {"cli", "benchmark", "runtime"},
 }
 
 
@@ -110,8 +82,8 @@ NAMES = {name_of(path): path for path in MODULES}
 
 
 def room_of(module: str) -> str:
-    _, _, inner = module.partition(".")
-    return inner.partition(".")[0]
+    _, *parts = module.split(".")
+    return ".".join(parts[: 1 + (parts[:1] == ["ops"])])
 
 
 @cache

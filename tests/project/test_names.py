@@ -278,7 +278,7 @@ def test_no_file_repeats_its_folders_name():
     """The folder has said it: what is in it says what else it is."""
     for told in ("models/model.py", "kv_cache/test_kv_cache_memory.py", "linear/test_linear.py"):
         assert repeats_its_folder(Path(told))
-    for more in ("kv_cache/test_paged_cache.py", "models/modelling.py", "norms/test_norms.py"):
+    for more in ("kv_cache/test_paged_cache.py", "models/modelling.py", "norms/test_calls.py"):
         assert not repeats_its_folder(Path(more))
     root = Path(__file__).parents[2]
     files = [

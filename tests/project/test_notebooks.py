@@ -22,7 +22,7 @@ from support.processes import environment
 from support.readme import ROOT
 
 from cupyattn.runtime.compile import nvrtc_version
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PUBLIC = (

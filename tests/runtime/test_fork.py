@@ -32,10 +32,10 @@ def in_a_thread(work):
 """
 
 COMPILE = """
-from cupyattn.kernels import compile
+from cupyattn.runtime import compile
 from cupyattn.runtime.arch import arch_of
 from cupyattn.ops.attention.kernels.teaching import forward
-from cupyattn.kernels.configs.layers import softmax
+from cupyattn.ops.softmax import kernels as softmax
 TURING = arch_of(75)
 FIRST = softmax.BACKWARD.specialise(75, "float32", 100, 1)
 ONE = forward.tiled(75, "float16", 64, 64)

@@ -100,7 +100,7 @@ def test_the_text_of_includes_is_part_of_the_key(empty_cache, sources, compilati
     assert compile_cubin(SMALL, TURING).path == first.path
     seen = {first.path}
     for changed in (
-        "softmax/softmax_forward.cu",
+        "softmax/forward.cu",
         "common/rows.cuh",
         "common/reduce.cuh",
         "common/config.cuh",  # by way of numeric.cuh
@@ -131,7 +131,7 @@ def test_a_digest_is_remembered_until_another_text_is_read(tmp_path, sources, mo
 
 def test_what_has_just_changed_is_read_again(sources, monkeypatch):
     """A second change within a tick of the clock leaves the same time."""
-    file = sources / "layers" / "softmax_forward.cu"
+    file = sources / "softmax" / "forward.cu"
     now = time.time_ns()
     monkeypatch.setattr(source, "_stamp", lambda path: (now, now, 1))
     first = source.source_digest(file)
@@ -158,7 +158,7 @@ if "{nvrtc}" == "gone":
     nvrtc.createProgram = nvrtc.compileProgram = gone
 from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
-from cupyattn.kernels.configs.layers import softmax
+from cupyattn.ops.softmax import kernels as softmax
 for compiler in (compile_cubin, compile_ptx):
     artifact = compiler(softmax.FORWARD.specialise(75, "float32", 100, 1), arch_of(75))
     print(artifact.path.name, artifact.was_cached, artifact.resources)
@@ -217,9 +217,9 @@ def test_processes_that_compile_one_key_at_once_all_get_it(empty_cache):
 
 def test_include_closures():
     root = source.source_root()
-    closure = source.include_closure(root / "layers" / "softmax_forward.cu")
+    closure = source.include_closure(root / "softmax" / "forward.cu")
     names = {path.relative_to(root).as_posix() for path in closure}
-    assert {"softmax/softmax_forward.cu", "common/rows.cuh", "common/config.cuh"} <= names
+    assert {"softmax/forward.cu", "common/rows.cuh", "common/config.cuh"} <= names
     assert not any("philox" in name or "tile" in name for name in names)
     assert list(closure) == sorted(closure)
 

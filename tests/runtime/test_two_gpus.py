@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 from support.strategies import AttentionProblem
 
 from cupyattn import attention, attention_backward, vjp
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")]
 PROBLEM = AttentionProblem(B=2, Sq=130, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16")

@@ -12,8 +12,8 @@ from support.devices import KERNELS
 
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.device.tensor_cores import TensorCores
-from cupyattn.runtime.device_info import device_count
 from cupyattn.runtime.source import include_closure, source_root
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.target import TENSOR_CORES_VARIABLE

@@ -22,9 +22,8 @@ from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
-from cupyattn.runtime.device_info import device_count
 from cupyattn.runtime.spans import span
 
 SENTINEL = 77.0

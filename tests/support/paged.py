@@ -23,8 +23,8 @@ from cupyattn.ops.attention.reference.quantised import (
     dequantised_attention_bound,
     stored_attention_bound,
 )
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
-from cupyattn.runtime.device_info import device_count
 
 # One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
 LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)

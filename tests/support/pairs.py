@@ -12,7 +12,7 @@ from typing import Any
 
 from support.search import Search
 
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.tables import pairs
 
 

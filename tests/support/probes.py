@@ -1,4 +1,4 @@
-"""Small kernels that try one thing of the CUDA sources each (tests/host/probes)."""
+"""Small kernels that try one thing of the CUDA sources each (tests/runtime/probes)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.devices import KERNELS
 from cupyattn.runtime.launch import launch
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer
 
-PROBES = Path(__file__).resolve().parent.parent / "host" / "probes"
+PROBES = Path(__file__).resolve().parent.parent / "runtime" / "probes"
 
 
 class Probe:

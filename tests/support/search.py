@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import settings
 
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 DEEPER = 2
 """How many times the examples of a plain run ``--deep`` tries, where a test does not say."""
@@ -31,28 +31,36 @@ QUICK = (
     "attention/test_window_edges.py::test_forward[flash-float16-64",
     "cli/test_arguments",
     "emulator/",
-    "host/",
+    "runtime/",
+    "project/",
+    "ops/test_errors",
+    "ops/test_configs",
+    "ops/test_views",
+    "ops/test_results",
+    "ops/test_what_to_pass",
+    "ops/test_bounds",
+    "autodiff/",
     "kv_cache/test_allocator",
-    "kv_cache/test_moves_refusals",
-    "kv_cache/test_paged_attention_refusals",
+    "cache/test_moves_refusals",
+    "attention/test_paged_refusals",
     "kv_cache/test_paged_cache",
     "kv_cache/test_scheduler",
     "kv_cache/test_step_tables",
-    "layers/test_launch",
-    "layers/test_reference",
+    "ops/test_launches",
+    "ops/test_reference",
     "softmax/test_kernels.py::test_rows_without",
 )
 NOT_QUICK = (
     "emulator/test_budget",
-    "host/test_collection",
-    "host/test_compile",
-    "host/test_folders",
+    "project/test_collection",
+    "runtime/test_compile",
+    "runtime/test_folders",
     "runtime/test_fork.py::test_a_child_imports",
-    "host/test_no_mma",
-    "host/test_packaging",
-    "host/test_results",
-    "host/test_suite",
-    "host/test_two_gpus",
+    "runtime/test_no_mma",
+    "project/test_packaging",
+    "ops/test_results",
+    "project/test_suite",
+    "runtime/test_two_gpus",
     "kv_cache/test_paged_cache.py::test_the_kernels",
     "kv_cache/test_step_tables.py::test_both_calls",
     "kv_cache/test_step_tables.py::test_rows_behind",

@@ -19,7 +19,7 @@ from support.dtypes import dtype_of
 from support.pairs import attention_kernels
 from support.search import Search
 
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import device_count
 
 TILE = 64
 LENGTHS = (0, 1, 7, 13, 31, 32, 33, 53, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257, 293, 300)

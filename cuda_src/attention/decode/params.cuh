@@ -9,7 +9,7 @@
 
 constexpr int kTileKeys = 16;  // what a warp takes at a time: within one block, whose size is a multiple of it
 
-// Field for field the structured dtype DECODE_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype DECODE_PARAMS of cupyattn/ops/attention/structs.
 struct DecodeParams {
   AttentionParams
       attention;  // of paged k and v the strides of a block, a token in it, a head; sk is max_blocks * block_size
@@ -20,7 +20,7 @@ struct DecodeParams {
   int row_tiles;    // parts of the rows that share a key-value head, each with a walk over the keys
   int ctas;         // of the forward, in equal shares; 0: one for each segment, and nothing is shared
 };
-static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // How many keys each sequence has, and where its queries stand; null where DecodeParams says that of all.
 struct Lengths {

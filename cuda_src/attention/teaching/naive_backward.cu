@@ -48,7 +48,7 @@ struct TeachingBackwardParams {
   float softmax_scale;
 };
 static_assert(sizeof(TeachingBackwardParams) == TEACHING_BACKWARD_PARAMS_BYTES,
-              "cupyattn/kernels/structs describes another struct");
+              "its dtype in Python describes another struct");
 
 struct Inputs {
   const Item *dout, *q, *k, *v, *out;

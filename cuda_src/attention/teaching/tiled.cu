@@ -47,7 +47,7 @@ struct TeachingParams {
   int causal;
   float softmax_scale;
 };
-static_assert(sizeof(TeachingParams) == TEACHING_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(TeachingParams) == TEACHING_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 struct Smem {
   alignas(16) float q[kTileQ][kDim];

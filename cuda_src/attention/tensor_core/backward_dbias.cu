@@ -11,14 +11,14 @@
 #include "../../common/reduce.cuh"
 #include "../params.cuh"
 
-// Field for field the structured dtype DBIAS_PARAMS of cupyattn/kernels/structs.
+// Field for field the structured dtype DBIAS_PARAMS of cupyattn/ops/attention/structs.
 struct DbiasParams {
   int64 shape[4];    // of dbias
   int64 repeats[4];  // items of the scratch that are summed, along each axis
   ScoreStrides source, target;
   int64 accumulate;  // dbias is added to
 };
-static_assert(sizeof(DbiasParams) == DBIAS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(DbiasParams) == DBIAS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 __device__ __forceinline__ int64 item_offset(const ScoreStrides& strides, const int64 (&at)[4]) {
   return at[0] * strides.batch + at[1] * strides.head + at[2] * strides.row + at[3] * strides.key;

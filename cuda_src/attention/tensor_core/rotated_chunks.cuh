@@ -9,13 +9,13 @@
 #include "../../rope/rotation.cuh"
 #include "tile_feed.cuh"
 
-// Field for field the structured dtype ROTARY_TABLES of cupyattn/kernels/structs.
+// Field for field the structured dtype ROTARY_TABLES of cupyattn/ops/attention/structs.
 struct RotaryTables {
   int64 cos_stride, sin_stride;  // of a position, in items: whole 16 bytes
   int64 length;                  // in positions
   int64 half;                    // pairs of features that are rotated: whole chunks of either feature
 };
-static_assert(sizeof(RotaryTables) == ROTARY_TABLES_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(RotaryTables) == ROTARY_TABLES_BYTES, "its dtype in Python describes another struct");
 
 template <int kCols, int kVec>
 struct RotatedChunks {

@@ -7,15 +7,14 @@
 #include "../../common/outer_products.cuh"
 #include "operands.cuh"
 
-// Field for field FLOAT_PRODUCT_PARAMS of cupyattn/kernels/structs. Strides are in items, from one contiguous line
+// Field for field FLOAT_PRODUCT_PARAMS of cupyattn/ops/linear/structs. Strides are in items, from one contiguous line
 // of an array to the next. Of a gated activation `half` is the width of each half, otherwise 0.
 struct FloatProductParams {
   int64 a_stride, b_stride, preactivation_stride, residual_stride, result_stride;
   int64 rows, columns, depth, half;
   int64 accumulate;
 };
-static_assert(sizeof(FloatProductParams) == FLOAT_PRODUCT_PARAMS_BYTES,
-              "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(FloatProductParams) == FLOAT_PRODUCT_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr int kThreadRows = 8, kThreadColumns = 8;
 constexpr int kGroup = 4;  // neighbouring rows or columns of a thread

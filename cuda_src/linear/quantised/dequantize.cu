@@ -15,14 +15,14 @@
 #include "../../common/vec.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype DEQUANTIZE_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype DEQUANTIZE_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
 struct DequantizeParams {
   int64 inner_stride, outer_stride;
   uint32 outer;       // N
   uint32 units;       // of a row
   uint32 block_size;  // in weights
 };
-static_assert(sizeof(DequantizeParams) == DEQUANTIZE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(DequantizeParams) == DEQUANTIZE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr int kBytes = UNIT * FORMAT::kBits / 8;
 constexpr int kPiece = kBytes < kVectorBytes ? kBytes : kVectorBytes;  // of one load

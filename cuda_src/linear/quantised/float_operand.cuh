@@ -8,7 +8,7 @@
 #include "../float32/product.cuh"
 #include "formats.cuh"
 
-// Field for field QUANTISED_FLOAT_PARAMS of cupyattn/kernels/structs. b_stride of the product is the weights of a
+// Field for field QUANTISED_FLOAT_PARAMS of cupyattn/ops/linear/structs. b_stride of the product is the weights of a
 // row.
 struct QuantisedFloatParams {
   FloatProductParams product;

@@ -28,14 +28,14 @@
 #include "../../common/vec.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype QUANTIZE_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype QUANTIZE_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
 struct QuantizeParams {
   int64 inner_stride, outer_stride;
   uint32 outer;       // N
   uint32 blocks;      // of a row
   uint32 block_size;  // in weights
 };
-static_assert(sizeof(QuantizeParams) == QUANTIZE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(QuantizeParams) == QUANTIZE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr int kUnit = 8;  // weights
 static_assert(LANES >= 1 && LANES <= kWarpSize && (LANES & (LANES - 1)) == 0, "lanes of one warp");

@@ -33,7 +33,7 @@ struct Smem : Traits::Pairs::Table {
   GroupSums groups[Traits::kGroups];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES && SHARED_BYTES <= 49152, "the table derives the shared memory");
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 using Pairs = Traits::Pairs;
 using Sums = float[Traits::kWTiles][Traits::kXTiles][2][Traits::kLineSums];  // of the two lines of a tile

@@ -49,7 +49,7 @@ struct Smem {
   float4 x[Traits::kRows][Traits::kPieces * kWarpSize];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES && SHARED_BYTES <= 49152, "the table derives the shared memory");
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 __device__ __forceinline__ int place_of(int piece, int lane) {
   return piece * kWarpSize + (lane ^ piece * (8 / Traits::kPieces));

@@ -10,7 +10,7 @@
 #include "../tensor_core/operand_feed.cuh"
 #include "tile_codes.cuh"
 
-// Field for field QUANTISED_TILE_PARAMS of cupyattn/kernels/structs. b_stride of the product is the weights of a
+// Field for field QUANTISED_TILE_PARAMS of cupyattn/ops/linear/structs. b_stride of the product is the weights of a
 // row.
 struct QuantisedTileParams {
   ProductParams product;

@@ -8,7 +8,7 @@
 
 #include "../../common/mma.cuh"
 
-// Field for field PRODUCT_PARAMS of cupyattn/kernels/structs. Strides are in items, from one contiguous line of an
+// Field for field PRODUCT_PARAMS of cupyattn/ops/linear/structs. Strides are in items, from one contiguous line of an
 // array to the next. Of a paired axis the length is that of one half.
 struct ProductParams {
   int64 a_stride, b_stride, preactivation_stride, out_stride, addend_stride;

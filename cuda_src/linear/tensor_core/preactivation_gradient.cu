@@ -21,7 +21,7 @@
 #include "../../common/vec.cuh"
 #include "../../common/activations.cuh"
 
-// Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
 struct PreactivationGradientParams {
   int64 dout_stride, preactivation_stride;
   int rows, columns;  // of a half

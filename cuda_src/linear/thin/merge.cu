@@ -11,7 +11,7 @@
 #endif
 #include "tile.cuh"
 
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 __device__ __forceinline__ float total(const float* partials_g, int64 part, int splits, float bias) {
 #pragma unroll 4

@@ -61,7 +61,7 @@ struct Smem {
   float bias[Traits::kCtaColumns];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES && sizeof(Smem) <= 32768, "the table derives the shared memory");
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 using Tile = Traits::Tile;
 using Sums = float[Traits::kChains][Traits::kWTiles][Traits::kXTiles][4];

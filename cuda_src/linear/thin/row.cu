@@ -46,7 +46,7 @@ struct Smem {
   float sums[Traits::kWarps][Traits::Tile::kColumns];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table derives the shared memory");
-static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 using Tile = Traits::Tile;
 

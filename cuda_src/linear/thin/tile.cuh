@@ -10,7 +10,7 @@
 #include "../../common/activations.cuh"
 #include "../../common/streaming.cuh"
 
-// Field for field THIN_PARAMS of cupyattn/kernels/structs. Strides lead from one contiguous line to the next, in
+// Field for field THIN_PARAMS of cupyattn/ops/linear/structs. Strides lead from one contiguous line to the next, in
 // items: a row, or of a w that lies along K a column.
 struct ThinParams {
   int64 x_stride, w_stride, residual_stride, preactivation_stride, out_stride;

@@ -14,11 +14,11 @@ ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": 
 _PUBLIC = {"ACTIVATION": ("Gelu", "GeluTanh", "Silu")}
 
 FORWARD = ElementKernel(
-    "activation", "activations/activation.cu", inputs=("x",), results=("out",), choices=_PUBLIC
+    "activation", "activations/forward.cu", inputs=("x",), results=("out",), choices=_PUBLIC
 )
 BACKWARD = ElementKernel(
     "activation_backward",
-    "activations/activation_backward.cu",
+    "activations/backward.cu",
     inputs=("dout", "x"),
     results=("dx",),
     choices=_PUBLIC,

@@ -19,8 +19,7 @@ from cupyattn.runtime.arrays import Array, Operands, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.runtime.device_info import device_count
+from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.value_checks import on_host

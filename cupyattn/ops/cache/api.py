@@ -9,7 +9,7 @@ import numpy as np
 from cupyattn import reference
 from cupyattn.ops.cache.append import run_append
 from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
-from cupyattn.ops.cache.caches import WRITTEN_FIXES
+from cupyattn.ops.cache.storage import WRITTEN_FIXES
 from cupyattn.ops.rope.api import Rotary, checked_rotary
 from cupyattn.runtime.arrays import Array, Operands, adopt
 from cupyattn.runtime.backend import device_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cupyattn import reference
-from cupyattn.ops.cache.caches import WRITTEN_FIXES
 from cupyattn.ops.cache.copies import run_copies
 from cupyattn.ops.cache.copies_problem import WRITTEN, copies_problem, pairs_of
+from cupyattn.ops.cache.storage import WRITTEN_FIXES
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_given

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 from cupyattn.ops.cache.append_problem import TABLES, AppendProblem
-from cupyattn.ops.cache.caches import CACHES, SCALES
 from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_append, stored_bytes
+from cupyattn.ops.cache.storage import CACHES, SCALES
 from cupyattn.ops.cache.strides import rows_aligned, scale_strides, slot_strides, token_strides
 from cupyattn.ops.cache.structs import APPEND_PARAMS
 from cupyattn.runtime.arrays import Operands

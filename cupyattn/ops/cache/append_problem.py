@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.ops.cache.caches import (
+from cupyattn.ops.cache.storage import (
     CACHES,
     SCALES,
     Caches,

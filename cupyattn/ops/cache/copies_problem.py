@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.ops.cache.caches import CACHES, SCALES, Caches, require_caches
+from cupyattn.ops.cache.storage import CACHES, SCALES, Caches, require_caches
 from cupyattn.runtime.arrays import Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import INTEGERS, require_dtype, require_whole_item_strides
 from cupyattn.runtime.errors import error, shown

@@ -6,9 +6,9 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.ops.cache.caches import CACHES, SCALES
 from cupyattn.ops.cache.gather_problem import RESULTS, GatherProblem
 from cupyattn.ops.cache.kernels import THREADS, specialise_gather, stored_bytes
+from cupyattn.ops.cache.storage import CACHES, SCALES
 from cupyattn.ops.cache.strides import rows_aligned, scale_strides, slot_strides
 from cupyattn.ops.cache.structs import GATHER_PARAMS
 from cupyattn.runtime.arrays import Array, Layout, Operands, contiguous

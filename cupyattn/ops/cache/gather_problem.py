@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from cupyattn.ops.cache.caches import Caches, first_where, require_caches
+from cupyattn.ops.cache.storage import Caches, first_where, require_caches
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     INTEGERS,

@@ -18,7 +18,7 @@ _INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.ui
 
 FORWARD = KernelSpec(
     "embedding",
-    "embedding/embedding.cu",
+    "embedding/forward.cu",
     (
         *inputs("table", "ids"),
         Pointer("out"),
@@ -29,7 +29,7 @@ FORWARD = KernelSpec(
 )
 IDS = KernelSpec(
     "embedding_ids",
-    "embedding/embedding_ids.cu",
+    "embedding/ids.cu",
     (
         *inputs("ids"),
         Pointer("flat"),
@@ -40,12 +40,12 @@ IDS = KernelSpec(
 )
 SORT = KernelSpec(
     "embedding_sort",
-    "embedding/embedding_sort.cu",
+    "embedding/sort.cu",
     (*inputs("ids"), Pointer("order"), Pointer("rows"), Scalar("count", _INT32)),
 )
 SUM = KernelSpec(
     "embedding_backward",
-    "embedding/embedding_backward.cu",
+    "embedding/backward.cu",
     (
         *inputs("dout", "order", "rows"),
         Pointer("dtable"),
@@ -57,7 +57,7 @@ SUM = KernelSpec(
 )
 COMBINE = KernelSpec(
     "embedding_combine",
-    "embedding/embedding_combine.cu",
+    "embedding/combine.cu",
     (
         *inputs("rows", "partials"),
         Pointer("dtable"),

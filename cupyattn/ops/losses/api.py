@@ -6,7 +6,8 @@ from typing import Any
 
 from cupyattn import reference
 from cupyattn.ops.losses import kernels
-from cupyattn.ops.losses.losses import (
+from cupyattn.ops.losses.plan import checked_options, require_reduction
+from cupyattn.ops.losses.reductions import (
     label_check,
     reduced,
     require_dloss,
@@ -14,7 +15,6 @@ from cupyattn.ops.losses.losses import (
     targets,
     without_scalars,
 )
-from cupyattn.ops.losses.plan import checked_options, require_reduction
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.call_rows import call_rows

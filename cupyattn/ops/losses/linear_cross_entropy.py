@@ -9,8 +9,8 @@ from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.losses.api import cross_entropy, cross_entropy_backward
 from cupyattn.ops.losses.logit_chunks import ChunkedCall, as_rows
-from cupyattn.ops.losses.losses import reduced, require_dloss, spread, targets, without_scalars
 from cupyattn.ops.losses.plan import checked_options, layout_of, require_reduction
+from cupyattn.ops.losses.reductions import reduced, require_dloss, spread, targets, without_scalars
 from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool, require_dtype, require_given, require_shape

@@ -67,7 +67,7 @@ BACKWARD_ROWS: RowTable = {
 
 FORWARD = RowKernel(
     "norm_forward",
-    "norms/norm_forward.cu",
+    "norms/forward.cu",
     rows=("x", "residual"),
     columns=("weight", "bias"),
     results={
@@ -87,7 +87,7 @@ FORWARD = RowKernel(
 
 BACKWARD = RowKernel(
     "norm_backward",
-    "norms/norm_backward.cu",
+    "norms/backward.cu",
     rows=("dout", "x", "dtotal"),
     columns=("weight", "bias"),
     per_row=("mean", "rstd"),

@@ -15,7 +15,7 @@ from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.strides import TOKEN_STRIDES
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
-# RopeParams in cuda_src/rope/rope.cu
+# RopeParams in cuda_src/rope/rotate.cu
 ROPE_PARAMS = np.dtype(
     [
         *((array, TOKEN_STRIDES, (2,)) for array in ("x", "out")),
@@ -36,7 +36,7 @@ ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
 
 ROPE = KernelSpec(
     "rope",
-    "rope/rope.cu",
+    "rope/rotate.cu",
     (
         *inputs("x0"),
         *inputs("x1", optional=True),

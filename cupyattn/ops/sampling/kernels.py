@@ -22,7 +22,7 @@ from cupyattn.runtime.spec import (
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import cpp_bool, option_macros, pairs
 
-# SampleParams in cuda_src/sampling/sampling.cuh
+# SampleParams in cuda_src/sampling/logits.cuh
 SAMPLE_PARAMS = np.dtype(
     [
         *((field, np.int64) for field in ("logits_stride", "previous_stride", "previous_step")),

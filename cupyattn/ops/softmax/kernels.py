@@ -70,7 +70,7 @@ _ACCUMULATE = {"accumulate": (False, True)}
 
 FORWARD = RowKernel(
     "softmax_forward",
-    "softmax/softmax_forward.cu",
+    "softmax/forward.cu",
     rows=("x",),
     results={"out": Result.ROW},
     optional=("mask", "bias"),
@@ -79,7 +79,7 @@ FORWARD = RowKernel(
 )
 BACKWARD = RowKernel(
     "softmax_backward",
-    "softmax/softmax_backward.cu",
+    "softmax/backward.cu",
     rows=("dout", "out"),
     results={"dx": Result.ROW, "row_sum": Result.PER_ROW},
     optional=("row_sum",),

@@ -24,7 +24,7 @@ SUMMING_CTAS = 4
 
 DBIAS = KernelSpec(
     "softmax_dbias",
-    "softmax/softmax_dbias.cu",
+    "softmax/dbias.cu",
     (
         *inputs("dout", "out", "row_sum"),
         Pointer("partials"),

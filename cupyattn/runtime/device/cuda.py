@@ -28,6 +28,25 @@ from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.target import ARCH_VARIABLE, arch_override, target_of
 from cupyattn.runtime.tuning import choices_for
 
+
+def device_count() -> int:
+    """Return how many CUDA devices there are: 0 without a driver, or without CuPy.
+
+    Raises
+    ------
+    RuntimeError
+        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+    """
+    try:
+        cupy = load_cupy()
+    except ImportError:
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
 _STATIC_LIMIT = 48 * 1024  # bytes of shared memory that a kernel may have without opting in
 _MOST_DYNAMIC_SHARED_BYTES, _SHARED_MEMORY_CARVEOUT = 8, 9  # CUfunction_attribute
 

@@ -13,7 +13,7 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<4>;
 enum Array { kDout, kX, kDx, kMean };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     centre_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* weight_g, Scalar* dx_g, float* mean_g,

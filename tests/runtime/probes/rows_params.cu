@@ -1,7 +1,7 @@
 // Probe of RowsParams (rows.cuh): each field is written out, and the offset of each row.
 #include "common/rows.cuh"
 
-static_assert(sizeof(RowsParams<ARRAYS>) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(RowsParams<ARRAYS>) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void probe_rows_params(long long* fields_g, long long* offsets_g,
                                              const RowsParams<ARRAYS> params) {

@@ -25,7 +25,7 @@ Decoding, for one row (kernels in float32 have no bias, and no weights in float1
   of a step as if each were 2**-14, and cut off what is below 2 u32 of that, or 2**10 units of the
   largest weight. That they do is inferred from one figure: on an H200 a value of 0 beside one whose
   scale is 5,000 times as large was 3.2e-5 off, for 6e-7 by float32 sums
-  (tests/attention/test_paged_attention.py, 2026-11-26). K has shown nothing of it.
+  (tests/attention/test_paged.py, 2026-11-26). K has shown nothing of it.
 
 Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
 

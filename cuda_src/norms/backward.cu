@@ -30,7 +30,7 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldStrip<Rows, Scalar>;
 enum Array { kDout, kX, kDtotal, kMean, kRstd, kDx };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // What fits in a thread's registers beside the float sums, and as many floats on their way: the weight, one row or two.
 constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;

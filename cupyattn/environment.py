@@ -12,7 +12,7 @@ from cupyattn.registry import KERNELS
 from cupyattn.runtime import tuning as choices
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.folders import cache_directory
 from cupyattn.runtime.target import arch_override, tensor_cores_override
 
@@ -107,24 +107,6 @@ def _device(ordinal: int) -> dict[str, Any]:
     except (RuntimeError, ValueError) as failure:  # too old or new, or below CUPYATTN_ARCH
         info["unusable_because"] = str(failure)
     return info
-
-
-def device_count() -> int:
-    """Return how many CUDA devices there are: 0 without a driver, or without CuPy.
-
-    Raises
-    ------
-    RuntimeError
-        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
-    """
-    try:
-        cupy = load_cupy()
-    except ImportError:
-        return 0
-    try:
-        return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
 
 
 def _cache() -> dict[str, Any]:

@@ -19,7 +19,7 @@
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kDout, kX, kDx, kArrays };
 using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     activation_backward(const DTYPE* dout_g, const DTYPE* x_g, DTYPE* dx_g, const Walk::Params params) {

@@ -23,7 +23,7 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<4>;
 enum Array { kX, kMask, kBias, kY };
 using Row = ScoreRow<Rows, Scalar, kX, kMask, kBias>;
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr bool kKeepsWeights = Rows::kResident && !LOGARITHM;  // between the passes: no second exponential
 

@@ -16,13 +16,13 @@
     "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, LOGARITHM, ACCUMULATE, WITH_ROW_SUM come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
-#include "softmax_gradient.cuh"
+#include "gradient.cuh"
 
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<4>;
 enum Array { kDout, kY, kDx, kRowSum };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 struct Batch {
   float dout[Rows::kStrips][Rows::kVec], y[Rows::kStrips][Rows::kVec];

@@ -12,8 +12,8 @@
 #error "DTYPE, THREADS, PART, ALIGNED and PENALISED come from a launch-configuration table"
 #endif
 #include "../common/reduce.cuh"
-#include "sampling.cuh"
-#include "sampling_bins.cuh"
+#include "logits.cuh"
+#include "bins.cuh"
 
 using Part = PartTraits<DTYPE, THREADS, PART, ALIGNED, PENALISED>;
 

@@ -16,7 +16,7 @@ constexpr int kNoToken = 0x7fffffff;  // behind every token
 // 31.5, lets nobody draw a token that is beyond 37.
 constexpr int kDistanceBits = 30, kFractionBits = 24;
 
-// Field for field the structured dtype SAMPLE_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype SAMPLE_PARAMS of cupyattn/ops/sampling/kernels. Strides are in items.
 struct SampleParams {
   int64 logits_stride, previous_stride, previous_step;
   int64 seed_stride, step_stride, temperature_stride, top_k_stride, top_p_stride, min_p_stride,
@@ -24,7 +24,7 @@ struct SampleParams {
   int32 vocabulary, width, parts;  // tokens, columns of previous, parts of a row
   int32 step_is_int64, top_k_is_int64;
 };
-static_assert(sizeof(SampleParams) == SAMPLE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(SampleParams) == SAMPLE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // An option of a row: an array's item, or what all rows have.
 template <typename T>

@@ -19,7 +19,7 @@
 #include "../common/elements.cuh"
 
 using Params = ElementsParams<1>;
-static_assert(sizeof(Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 constexpr int kInFlight = 4;  // rows of dout that are loaded at a time
 static_assert(CHUNK == kWarpSize && CHUNK % kInFlight == 0, "a lane knows one token of the chunk");
 

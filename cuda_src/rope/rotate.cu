@@ -20,7 +20,7 @@
 
 constexpr int kRopeArrays = 2;
 
-// Field for field the structured dtype ROPE_PARAMS of cupyattn/kernels/structs. Strides are in items.
+// Field for field the structured dtype ROPE_PARAMS of cupyattn/ops/rope/kernels. Strides are in items.
 struct RopeStrides {
   int64 batch, seq, head;
 };
@@ -34,7 +34,7 @@ struct RopeParams {
   uint32 slots, rotated_slots, half, dim;  // of a head: half is R/2, dim D
   float sign;
 };
-static_assert(sizeof(RopeParams) == ROPE_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(RopeParams) == ROPE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // Selected, not indexed: parameters have no index, so the struct would go through local memory.
 __device__ __forceinline__ RopeStrides either(bool other, const RopeStrides (&strides)[kRopeArrays]) {

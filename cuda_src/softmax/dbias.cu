@@ -17,12 +17,12 @@
 #error "DTYPE, THREADS, VEC, LOGARITHM and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
-#include "softmax_gradient.cuh"
+#include "gradient.cuh"
 
 using Scalar = DTYPE;
 using Params = RowsParams<3>;
 enum Array { kDout, kY, kRowSum, kArrays };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr int kColumns = kWarpSize * VEC;            // of a CTA

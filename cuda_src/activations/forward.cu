@@ -20,7 +20,7 @@
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kX, kOut, kArrays };
 using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     activation(const DTYPE* x_g, DTYPE* out_g, const Walk::Params params) {

@@ -27,7 +27,7 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldStrip<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
-static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // Where several warps share a row of few registers, a layer norm asks for as many threads a multiprocessor as 65,536
 // registers have room for without spills (sm_80 and later; Turing has room for 1024 threads of any): a row waits for

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../common/config.cuh"
-#include "sampling.cuh"
+#include "logits.cuh"
 
 constexpr int kDigitBits = 10;
 constexpr int kBins = 1 << kDigitBits;

@@ -12,7 +12,7 @@
 #include "../common/elements.cuh"
 
 using Params = ElementsParams<1>;
-static_assert(sizeof(Params) == ELEMENTS_PARAMS_BYTES, "cupyattn/kernels/structs describes another struct");
+static_assert(sizeof(Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 constexpr int kBeyond = 0x7fffffff;  // larger than any row
 
 extern "C" __global__ void __launch_bounds__(THREADS)
