@@ -51,7 +51,7 @@ from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
-from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import (
     LayerNormGrads,
     RMSNormGrads,
@@ -61,7 +61,7 @@ from cupyattn.ops.norms.api import (
 from cupyattn.ops.optimizer.adamw_8bit import adamw_step_8bit
 from cupyattn.ops.optimizer.api import adamw_step, global_norm
 from cupyattn.ops.rope.api import Rotary, rope_backward
-from cupyattn.ops.rope.reference_tables import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from cupyattn.ops.rope.reference import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
 from cupyattn.ops.rope.tables import rope_tables
 from cupyattn.ops.sampling.api import sample
 from cupyattn.ops.softmax.api import softmax_backward

@@ -5,21 +5,25 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
-from cupyattn.ops.activations.reference import (
-    activation,
-    activation_backward,
+from cupyattn.ops.activations.bounds import (
     activation_backward_bound,
     activation_bound,
-    activation_derivative,
     activation_error,
+    add_to_bound,
     derivative_error,
-    gated,
-    gated_backward,
+    dropout_bound,
     gated_backward_bound,
     gated_bound,
 )
-from cupyattn.ops.activations.reference_dropout import dropout, dropout_bound
-from cupyattn.ops.activations.reference_sums import add_to, add_to_bound
+from cupyattn.ops.activations.reference import (
+    activation,
+    activation_backward,
+    activation_derivative,
+    add_to,
+    dropout,
+    gated,
+    gated_backward,
+)
 from cupyattn.ops.attention.bounds import attention_bound
 from cupyattn.ops.attention.bounds_backward import attention_backward_bound
 from cupyattn.ops.attention.reference.block_mask import block_mask
@@ -31,44 +35,41 @@ from cupyattn.ops.attention.reference.paged import (
     paged_attention,
 )
 from cupyattn.ops.attention.reference.varlen import attention_varlen, attention_varlen_backward
-from cupyattn.ops.cache.reference import (
-    append_kv,
-    append_kv_bound,
-    copy_blocks,
-    gather,
-    gather_bound,
-    rotated,
-)
-from cupyattn.ops.embedding.reference import embedding, embedding_backward, embedding_backward_bound
+from cupyattn.ops.cache.bounds import append_kv_bound, gather_bound
+from cupyattn.ops.cache.reference import append_kv, copy_blocks, gather, rotated
+from cupyattn.ops.embedding.bounds import embedding_backward_bound
+from cupyattn.ops.embedding.reference import embedding, embedding_backward
 from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
-from cupyattn.ops.linear.reference import linear, linear_backward
-from cupyattn.ops.linear.reference_quantisation import (
+from cupyattn.ops.linear.reference import (
+    dequantised_rows,
     dequantize,
     expand_scales,
+    linear,
+    linear_backward,
     nest_scales,
     quantize,
+    with_expanded_scales,
 )
-from cupyattn.ops.linear.reference_quantised import dequantised_rows, with_expanded_scales
-from cupyattn.ops.losses.bounds import cross_entropy_backward_bound, cross_entropy_bound
-from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
-from cupyattn.ops.losses.reference_linear import (
-    linear_cross_entropy,
-    linear_cross_entropy_backward,
+from cupyattn.ops.losses.bounds import (
+    cross_entropy_backward_bound,
+    cross_entropy_bound,
     linear_cross_entropy_backward_bound,
     linear_cross_entropy_bound,
 )
+from cupyattn.ops.losses.reference import (
+    cross_entropy,
+    cross_entropy_backward,
+    linear_cross_entropy,
+    linear_cross_entropy_backward,
+    reduced,
+    spread,
+)
 from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
 from cupyattn.ops.norms.reference import norm, norm_backward
-from cupyattn.ops.optimizer.reference import (
-    adamw_step,
-    adamw_step_bound,
-    global_norm,
-    global_norm_bound,
-)
-from cupyattn.ops.optimizer.reference_8bit import adamw_step_8bit
+from cupyattn.ops.optimizer.bounds import adamw_step_bound, global_norm_bound
+from cupyattn.ops.optimizer.reference import adamw_step, adamw_step_8bit, global_norm
 from cupyattn.ops.rope.bounds import rope_bound
-from cupyattn.ops.rope.reference import rope, rope_backward
-from cupyattn.ops.rope.reference_tables import rope_frequencies, rope_tables
+from cupyattn.ops.rope.reference import rope, rope_backward, rope_frequencies, rope_tables
 from cupyattn.ops.sampling.reference import sample, sampling_probabilities
 from cupyattn.ops.softmax.bounds import (
     broadcast_sums_bound,

@@ -25,7 +25,7 @@ from cupyattn.ops.losses.api import cross_entropy as _cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy as _linear_cross_entropy
 from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
-from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import (
     LayerNormGrads,
     RMSNormGrads,

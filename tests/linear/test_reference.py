@@ -12,7 +12,7 @@ from support.quantised_weights import LARGE, MADE, made_up, number, weights
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.ops.linear.reference_quantisation import NF4_CODEBOOK, NF4_THRESHOLDS
+from cupyattn.ops.linear.reference import NF4_CODEBOOK, NF4_THRESHOLDS
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.reference import error_ratio
 

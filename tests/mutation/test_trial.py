@@ -74,7 +74,7 @@ def test_coverage_of_one_kernel(file: Path):
     assert entries == {"softmax_forward"}
 
 
-def test_every_kernel_has_a_folders_of_tests():
+def test_every_kernel_has_folders_of_tests():
     folders = {entry: folders_of_tests(kernel.source) for entry, kernel in KERNELS.items()}
     assert all((ROOT / folder).is_dir() for each in folders.values() for folder in each)
     assert folders["append_kv"] == {"tests/cache", "tests/ops"}

@@ -19,7 +19,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
 from cupyattn.ops.optimizer import kernels_8bit as config
-from cupyattn.ops.optimizer.reference_8bit import BLOCK, DECADES, decode, encode
+from cupyattn.ops.optimizer.reference import BLOCK, DECADES, decode, encode
 
 NUMBERS: dict[str, Any] = {
     "step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,

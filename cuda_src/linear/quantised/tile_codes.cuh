@@ -1,6 +1,6 @@
 // Eight neighbouring weights of a row from their codes, as tensor cores take them: in float16.
 //
-// What they lose to the exact weights is in cupyattn/ops/linear/reference_quantised.py (weight_error): integers are made
+// What they lose to the exact weights is in cupyattn/ops/linear/reference.py (weight_error): integers are made
 // without error, by placing a code in the mantissa of 1024; a product and a sum that follow round once each.
 #pragma once
 

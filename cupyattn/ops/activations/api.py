@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from cupyattn import reference
+from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.kernels import ACTIVATIONS, BACKWARD, FORWARD
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.kernels_dropout import DROPOUT
 from cupyattn.ops.activations.plan_dropout import Draw
 from cupyattn.runtime.arrays import Array

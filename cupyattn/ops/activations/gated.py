@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from cupyattn import reference
+from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.api import gelu_kind
 from cupyattn.ops.activations.kernels import ACTIVATIONS, GATED, GATED_BACKWARD
 from cupyattn.runtime.arrays import Array

@@ -30,7 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.philox import element_keep
+from cupyattn.runtime.precision import TINY32, Float64, precision_of
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _SMALLEST, _FLUSHED = 2.0**-126, 2.0**-118
@@ -133,77 +134,41 @@ def gated_backward(
         return dout * up * activation_derivative(gate, kind), dout * activation(gate, kind)
 
 
-def activation_error(x: ArrayLike, kind: str) -> Float64:
-    """Bound of what a kernel's float32 activation errs by, before it is stored."""
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        p, rest, _, g = probability(x, kind)
-        x = np.asarray(x, dtype=np.float64)
-        value = _times(x, p)
-        tail = np.where(np.minimum(p, rest) == 0, 0.0, np.abs(x) * np.minimum(p, rest) * g)
-        return U32 * (tail + 5 * np.abs(value)) + _FLUSHED
-
-
-def derivative_error(x: ArrayLike, kind: str) -> Float64:
-    """Bound of what a kernel's float32 derivative errs by, before it is stored."""
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        p, rest, slope, g = probability(x, kind)
-        x = np.asarray(x, dtype=np.float64)
-        tail = np.where(np.minimum(p, rest) == 0, 0.0, np.minimum(p, rest) * g)
-        change = np.where(slope == 0, 0.0, np.abs(x * slope) * (g + 13))
-        return U32 * (tail + 5 * p + change) + _FLUSHED
-
-
 def _stored(exact: Float64, error: Float64, dtype: DTypeLike) -> Float64:
     """Add the rounding of a result to what its float32 value errs by."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         return error + precision_of(dtype).store(np.abs(exact) + error) + TINY32
 
 
-def activation_bound(x: ArrayLike, kind: str, *, dtype: DTypeLike) -> Float64:
-    """Error bound of `activation`, of a kernel that rounds to dtype."""
-    return _stored(activation(x, kind), activation_error(x, kind), dtype)
+def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:
+    """Return x / (1 - p) where an item is kept and 0 where not, plus the residual.
+
+    p is first rounded to what the mask drops, a multiple of 1/65536; of 1 nothing is kept.
+
+    It is its own gradient: that of x is ``dropout(dout, p, seed)``.
+
+    Examples
+    --------
+    >>> dropout(np.arange(8.0), 0.5, 0)
+    array([ 0.,  2.,  4.,  6.,  0., 10.,  0.,  0.])
+    """
+    x = np.asarray(x, dtype=np.float64)
+    kept = (
+        element_keep(seed, p, np.arange(x.size)).reshape(x.shape) if p else np.ones(x.shape, bool)
+    )
+    kept_share = 1 - round(65536 * p) / 65536  # that of `element_keep`: the expectation is x
+    with np.errstate(over="ignore", invalid="ignore"):
+        out: Float64 = np.where(kept, x / (kept_share or 1.0), 0.0)
+        return out if residual is None else out + np.asarray(residual, dtype=np.float64)
 
 
-def activation_backward_bound(
-    dout: ArrayLike, x: ArrayLike, kind: str, *, dtype: DTypeLike, present: ArrayLike = 0.0
-) -> Float64:
-    """Error bound of `activation_backward`; `present` is what the gradient is added to."""
-    dout, present = np.asarray(dout, np.float64), np.asarray(present, np.float64)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        exact = activation_backward(dout, x, kind)
-        error = np.abs(dout) * derivative_error(x, kind) + U32 * (2 * np.abs(exact) + abs(present))
-    return _stored(exact + present, error, dtype)
+def add_to(total: ArrayLike, x: ArrayLike) -> Float64:
+    """Return total + x.
 
-
-def gated_bound(gate: ArrayLike, up: ArrayLike, kind: str, *, dtype: DTypeLike) -> Float64:
-    """Error bound of `gated`."""
-    up = np.asarray(up, np.float64)
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        exact = gated(gate, up, kind)
-        error = np.abs(up) * activation_error(gate, kind) + U32 * np.abs(exact)
-    return _stored(exact, error, dtype)
-
-
-def gated_backward_bound(
-    dout: ArrayLike,
-    gate: ArrayLike,
-    up: ArrayLike,
-    kind: str,
-    *,
-    dtype: DTypeLike,
-    present: tuple[ArrayLike, ArrayLike] = (0.0, 0.0),
-) -> tuple[Float64, Float64]:
-    """Error bounds of `gated_backward`; `present` is what the gradients are added to."""
-    dout, up = np.asarray(dout, np.float64), np.asarray(up, np.float64)
-    there = [np.asarray(each, np.float64) for each in present]
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        dgate, dup = gated_backward(dout, gate, up, kind)
-        errors = (
-            np.abs(dout * up) * derivative_error(gate, kind),
-            np.abs(dout) * activation_error(gate, kind),
-        )
-        first, second = (
-            _stored(exact + old, error + U32 * (3 * np.abs(exact) + np.abs(old)), dtype)
-            for exact, error, old in zip((dgate, dup), errors, there, strict=True)
-        )
-    return first, second
+    Examples
+    --------
+    >>> add_to([1.0, 2.0], [0.5, 0.25])
+    array([1.5 , 2.25])
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.asarray(total, np.float64) + np.asarray(x, np.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyattn import reference
+from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.kernels_add_to import ADD_TO
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements

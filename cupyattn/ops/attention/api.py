@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyattn import reference
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
 from cupyattn.ops.attention.call import attention_call, reference_options

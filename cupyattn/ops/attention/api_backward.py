@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
 from cupyattn.ops.attention import backward as ops
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.ops.attention.call import attention_call, reference_options

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api_modifiers import MaskMod, arrays_of, python_function, user_function
 from cupyattn.ops.attention.block_mask import require_block_mask, run_block_mask
 from cupyattn.ops.attention.kernels.block_mask import TILE

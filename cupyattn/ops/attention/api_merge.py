@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.merge import merge_problem, run_merge
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
 from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
 from cupyattn.ops.attention.problem import FORWARD_FIXES

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from cupyattn import reference
+from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api_backward import rounded_gradients
 from cupyattn.ops.attention.api_block_mask import BlockMask
 from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod, python_gradient

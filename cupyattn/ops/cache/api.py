@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.cache import reference
 from cupyattn.ops.cache.append import run_append
 from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
 from cupyattn.ops.cache.storage import WRITTEN_FIXES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cupyattn import reference
+from cupyattn.ops.cache import reference
 from cupyattn.ops.cache.copies import run_copies
 from cupyattn.ops.cache.copies_problem import WRITTEN, copies_problem, pairs_of
 from cupyattn.ops.cache.storage import WRITTEN_FIXES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
 from cupyattn.ops.attention.paged import TABLE_FIXES
+from cupyattn.ops.cache import reference
 from cupyattn.ops.cache.gather import run_gather
 from cupyattn.ops.cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
 from cupyattn.runtime.arrays import Array, adopt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.embedding import reference
 from cupyattn.ops.embedding.plan import embedding_problem, run_embedding
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of

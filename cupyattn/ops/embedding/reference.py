@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
-from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import Float64
 
 
 def embedding(table: ArrayLike, ids: ArrayLike) -> Float64:
@@ -36,19 +36,3 @@ def embedding_backward(dout: ArrayLike, rows: int, ids: ArrayLike) -> Float64:
     with np.errstate(invalid="ignore", over="ignore"):
         np.add.at(dtable, ids, dout)
     return dtable
-
-
-def embedding_backward_bound(
-    dout: ArrayLike, rows: int, ids: ArrayLike, *, dtype: DTypeLike, present: ArrayLike = 0.0
-) -> Float64:
-    """Error bound of `embedding_backward`; `present` is what it is added to.
-
-    A row of n tokens is a sum of n + 1 terms in some order, each addition rounded once: n u32 of
-    the sum of their sizes.
-    """
-    ids, present = np.asarray(ids), np.asarray(present, dtype=np.float64)
-    count = np.bincount(ids.reshape(-1), minlength=rows)[:, None]
-    sizes = embedding_backward(np.abs(np.asarray(dout, np.float64)), rows, ids) + np.abs(present)
-    error = count * (U32 * sizes + TINY32)
-    exact = embedding_backward(dout, rows, ids) + present
-    return error + precision_of(dtype).store(np.abs(exact) + error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
+from cupyattn.ops.linear import reference
 from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.ops.linear.problem import ARRAY_FIXES, LinearProblem

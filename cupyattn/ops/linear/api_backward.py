@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
 from cupyattn.ops.linear import backward as ops
+from cupyattn.ops.linear import reference
 from cupyattn.ops.linear.checks import backward_problem
 from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.linear import reference
 from cupyattn.ops.linear.quantised import (
     dequantize_problem,
     quantize_blocks,

@@ -31,7 +31,7 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
   there all of |dout| is uncertain.
 - A quantised weight w is what its codes stand for, and kernels multiply with weights that err by ew
-  (`cupyattn.ops.linear.reference_quantised.weight_error`: up to 3 2^-11 |w| on tensor cores,
+  (`cupyattn.ops.linear.bounds.weight_error`: up to 3 2^-11 |w| on tensor cores,
   where they are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
 - What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
 """
@@ -43,18 +43,46 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from cupyattn.ops.activations.reference import activation_error, derivative_error
+from cupyattn.ops.activations.bounds import activation_error, derivative_error
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import (
+    _HALF,
+    _ROUNDINGS,
+    _SMALLEST_HALF,
     GATES,
     LinearGrads,
+    _cancelling_terms,
     activated,
     activated_slope,
+    dequantised_rows,
     linear,
     linear_backward,
+    with_expanded_scales,
 )
-from cupyattn.ops.linear.reference_quantised import dequantised_rows, weight_error
 from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
+
+
+def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
+    """Return how far a kernel's weights may be from the exact ones, in float64, of its shape.
+
+    In float32 arithmetic they are formed with as many roundings as in the reference, or fewer. On
+    tensor cores they are float16: `_ROUNDINGS` of the weight itself; of "q4_k" scale and offset are
+    rounded too, before they cancel each other. What underflows loses 2^-25 in each rounding: of a
+    scale, times a code of at most 15 ("int8" keeps 128 times its scale). Kernels for few rows add
+    up codes and shifts apart: where these cancel, the roundings of both sums are left.
+    """
+    weight = with_expanded_scales(weight)
+    values = np.abs(dequantised_rows(weight).astype(np.float64))
+    terms = _cancelling_terms(weight)
+    if tensor_cores:
+        errors = (1 + _HALF) * _ROUNDINGS[weight.format] * _HALF * values + 32 * _SMALLEST_HALF
+        errors += 2 * (weight.inner + 16) * 2.0**-24 * terms
+        if weight.format == "q4_k":
+            errors += _HALF * terms
+    else:
+        errors = 4 * 2.0**-24 * terms
+    return errors if weight.transposed else errors.T
+
 
 STEEPEST = {None: 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1, "relu": 1.0}
 STEEPEST_SLOPE = 0.8

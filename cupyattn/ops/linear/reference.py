@@ -7,15 +7,241 @@ quantised weight counts as one of float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.reference import activation as activation_of
 from cupyattn.ops.activations.reference import activation_derivative
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
-from cupyattn.ops.linear.reference_quantised import quantised_product
+from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
 from cupyattn.runtime.arrays import Array
+
+NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
+"""A number above so many of them has that code: bitsandbytes compares with the same numbers."""
+
+_TINY = np.float32(2.0**-126)
+
+
+def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return codes and scales of rows w (N, K): "nf4", "int8" or "int4".
+
+    A block that is not finite has scale NaN, and stands for NaN, as does one of "int4" whose scale
+    is beyond float16; subnormal numbers are 0.
+    """
+    rows, inner = w.shape
+    x = _flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
+    with np.errstate(all="ignore"):
+        codes, scales = _QUANTISERS[kind](x)
+    return codes.reshape(rows, -1), scales
+
+
+def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return codes of absmax, (span, offset) of each group of them, and what codes stand for.
+
+    "nf4_nested" has 256 even steps within each group; one that is not finite has NaN.
+    """
+    size, half = FORMATS["nf4_nested"].group or 0, np.float32(127.5)
+    flat = _flushed(absmax.reshape(-1))
+    padded = np.pad(flat, (0, -len(flat) % size), mode="edge").reshape(-1, size)
+    with np.errstate(all="ignore"):
+        low, high = padded.min(axis=-1), padded.max(axis=-1)
+        finite = np.isfinite(low) & np.isfinite(high)  # their sum may not be
+        low, high = (np.where(finite, each, np.float32(np.nan)) for each in (low, high))
+        offset = _flushed(low * np.float32(0.5)) + _flushed(high * np.float32(0.5))
+        span = np.maximum(_flushed(high - offset), _flushed(offset - low))
+        share = _quotient(_flushed(padded - offset[:, None]), span)
+        codes = np.rint(_flushed(share * half) + half)
+        codes = np.clip(np.where(np.isnan(codes), 0, codes), 0, 255).astype(np.uint8)
+    table = np.arange(-255, 256, 2, dtype=np.float32) / np.float32(255)
+    assert len(table) == TABLE
+    return (
+        codes.reshape(-1)[: len(flat)].reshape(absmax.shape),
+        np.stack([span, offset], axis=-1),
+        table,
+    )
+
+
+def expand_scales(
+    scales: np.ndarray, super_scales: np.ndarray, scale_table: np.ndarray
+) -> np.ndarray:
+    """Return the absmax that codes of all rows stand for, in float32 as bitsandbytes rounds."""
+    above = super_scales.repeat(FORMATS["nf4_nested"].group or 0, axis=0)[: scales.size]
+    with np.errstate(all="ignore"):
+        products = _flushed(_flushed(scale_table)[scales.reshape(-1)] * _flushed(above[:, 0]))
+        return _flushed(products + _flushed(above[:, 1])).reshape(scales.shape)
+
+
+def dequantize(
+    kind: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    super_scales: np.ndarray | None,
+    block_size: int,
+) -> np.ndarray:
+    """Return the rows (N, K) that a quantised weight stands for, in float32."""
+    rows = len(codes)
+    with np.errstate(all="ignore"):
+        if kind == "int8":
+            w = codes.reshape(rows, -1, block_size) * scales[..., None]
+            return _flushed_like(w, scales).reshape(rows, -1)
+        w = _pairs(kind == "nf4")[codes].view(np.float32).reshape(rows, -1, block_size)
+        if kind == "nf4":
+            w *= scales[..., None]
+            w = _flushed_like(w, scales)
+        elif kind == "int4":
+            scale, zero = _columns(scales)
+            w -= zero
+            w *= scale
+        elif kind == "q4_1":
+            scale, offset = _columns(scales)
+            w *= scale
+            w += offset
+        elif super_scales is not None:
+            repeats = scales.shape[1] // super_scales.shape[1]
+            own, above = _columns(scales), _columns(super_scales.repeat(repeats, axis=1))
+            w *= above[0] * own[0]
+            w -= above[1] * own[1]
+        else:
+            raise ValueError(f"{kind} has super_scales")
+    return w.reshape(rows, -1)
+
+
+def _nf4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    absmax = _absmax(x)
+    normal, q = _quotient(x, absmax), np.zeros(x.shape, np.uint8)
+    for threshold in NF4_THRESHOLDS:
+        q += normal > threshold
+    return q[..., ::2] << 4 | q[..., 1::2], absmax
+
+
+def _int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = _flushed(_absmax(x) / np.float32(127))
+    return np.rint(_quotient(x, scale)).astype(np.int8), scale
+
+
+def _int4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    low, high = x.min(axis=-1, initial=0), x.max(axis=-1, initial=0)
+    step = (high - low) / np.float32(15)
+    stored = np.where(np.isfinite(_absmax(x)), step, np.float32(np.nan)).astype(np.float16)
+    scale = stored.astype(np.float32)
+    zero = np.minimum(np.rint(_quotient(np.float32(0) - low[..., None], scale)), np.float32(15))
+    q = np.clip(np.rint(_quotient(x, scale)) + zero, 0, 15).astype(np.uint8)
+    return q[..., ::2] | q[..., 1::2] << 4, np.stack([stored, zero[..., 0].astype(np.float16)], -1)
+
+
+_QUANTISERS = {"nf4": _nf4, "int8": _int8, "int4": _int4}
+
+
+def _absmax(x: np.ndarray) -> np.ndarray:
+    absmax = np.abs(x).max(axis=-1)
+    return np.where(np.isfinite(absmax), absmax, np.float32(np.nan))
+
+
+def _quotient(x: np.ndarray, divisors: np.ndarray) -> np.ndarray:
+    """Return x / divisors, a divisor for each row; 0 unless that is above 0."""
+    usable = (divisors > 0)[..., None]
+    return np.where(usable, x / np.where(usable, divisors[..., None], np.float32(1)), np.float32(0))
+
+
+def _flushed_like(w: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return products of scales, of which those that are subnormal are 0."""
+    tiny = (np.abs(scales) < _TINY * 16) & (scales != 0)
+    return _flushed(w) if tiny.any() else w
+
+
+def _columns(pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two numbers of each block as float32, with an axis for its weights."""
+    wide = pair.astype(np.float32)
+    return wide[..., :1], wide[..., 1:]
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < _TINY, np.float32(0), x)
+
+
+@cache
+def _pairs(nf4: bool) -> np.ndarray:
+    """Return the two numbers of each byte, (256,): their float32 as one item, in the order of k."""
+    byte = np.arange(256)
+    high, low = byte >> 4, byte & 15
+    if nf4:
+        both = NF4_CODEBOOK[np.stack([high, low], axis=1)]
+    else:
+        both = np.stack([low, high], axis=1).astype(np.float32)
+    return both.view(np.uint64)[:, 0]
+
+
+_BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
+
+
+def with_expanded_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight of "nf4" for one of "nf4_nested", and any other as it is."""
+    if weight.scale_table is None or weight.super_scales is None:
+        return weight
+    return QuantizedWeight(
+        "nf4",
+        weight.codes,
+        expand_scales(weight.scales, weight.super_scales, weight.scale_table),
+        block_size=weight.block_size,
+        transposed=weight.transposed,
+    )
+
+
+def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.ndarray:
+    """Return rows of the arrays as float32 weights (rows, K)."""
+    weight = with_expanded_scales(weight)
+    above = weight.super_scales
+    arrays = weight.codes[rows], weight.scales[rows], None if above is None else above[rows]
+    return dequantize(weight.format, *arrays, weight.block_size)
+
+
+# Roundings to float16 between the arrays and a weight on tensor cores, each of which loses 2^-11:
+# of NF4's codebook (0.67 of that at the most), of a scale in float32, and of the product of the
+# two; of int4 that of the zero point's fraction times the scale, and of the weight; of one fused
+# multiply-add.
+_ROUNDINGS = {"nf4": 2.67, "int8": 2, "int4": 2, "q4_1": 1, "q4_k": 1}
+_HALF = 2.0**-11
+_SMALLEST_HALF = 2.0**-25
+
+
+def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
+    """Return the size of what a weight is the sum of, in float64 (rows, K)."""
+    exact = weight
+    if weight.format == "int4":
+        scales = np.stack([np.abs(weight.scales[..., 0]), -np.abs(weight.scales[..., 1])], axis=-1)
+        exact = replace(weight, scales=scales)
+    elif weight.format == "q4_1":
+        exact = replace(weight, scales=np.abs(weight.scales))
+    elif weight.super_scales is not None:
+        signs = np.array([1, -1], np.float16)
+        exact = replace(weight, super_scales=np.abs(weight.super_scales) * signs)
+    return np.abs(dequantised_rows(exact).astype(np.float64))
+
+
+def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
+    """Return a @ weight, added up in `dtype`."""
+    a, weight = a.astype(dtype, copy=False), with_expanded_scales(weight)
+    out = np.zeros((*a.shape[:-1], weight.shape[1]), dtype)
+    for rows in _row_blocks(weight):
+        values = dequantised_rows(weight, rows).astype(dtype, copy=False)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if weight.transposed:
+                out += a[..., rows] @ values
+            else:
+                out[..., rows] = a @ values.T
+    return out
+
+
+def _row_blocks(weight: QuantizedWeight) -> Iterator[slice]:
+    """Yield the rows of the arrays, some at a time."""
+    step = max(_BLOCK_ITEMS // weight.inner, 1)
+    for first in range(0, weight.outer, step):
+        yield slice(first, min(first + step, weight.outer))
 
 
 class LinearGrads(NamedTuple):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
-from cupyattn.ops.losses import kernels
+from cupyattn.ops.losses import kernels, reference
 from cupyattn.ops.losses.plan import checked_options, require_reduction
 from cupyattn.ops.losses.reductions import (
     label_check,

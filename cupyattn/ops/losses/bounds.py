@@ -17,11 +17,63 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from cupyattn.ops.losses.reference import cross_entropy, cross_entropy_backward, reduced, spread
+from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
+from cupyattn.ops.losses.reference import (
+    LinearCrossEntropyGrads,
+    _float64,
+    cross_entropy,
+    cross_entropy_backward,
+    reduced,
+    spread,
+)
 from cupyattn.ops.softmax.bounds import QUIET, log_sum_bound, logsumexp_bound, weight_error
 from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
+
+
+def linear_cross_entropy_bound(
+    x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], *, dtype: DTypeLike, **options: Any
+) -> tuple[Float64, Float64]:
+    """Error bounds of both results of `linear_cross_entropy`, of losses that are not reduced."""
+    logits = _float64(x) @ _float64(w)
+    each = {**options, "reduction": "none"}
+    _, lse = cross_entropy(logits, labels, **each)
+    largest = linear_bound(x, w, dtype=dtype)[0].max(axis=-1)
+    loss_bound, lse_bound = cross_entropy_bound(logits, labels, **each)
+    moved = 2 * largest + 2 * options.get("z_loss", 0.0) * (np.abs(lse) + largest) * largest
+    ignored = labels == options.get("ignore_index", -100)
+    return np.where(ignored, 0.0, 1.01 * (loss_bound + moved)), 1.01 * (lse_bound + largest)
+
+
+def linear_cross_entropy_backward_bound(
+    dloss: NDArray[Any],
+    x: NDArray[Any],
+    w: NDArray[Any],
+    labels: NDArray[Any],
+    lse: NDArray[Any],
+    *,
+    dtype: DTypeLike,
+    chunks: int,
+    **options: Any,
+) -> LinearCrossEntropyGrads:
+    """Error bounds of `linear_cross_entropy_backward` with dloss of rows, in a number of chunks."""
+    exact_x, exact_w = _float64(x), _float64(w)
+    logits = exact_x @ exact_w
+    arguments = (dloss, logits, labels, lse)
+    options = {**options, "reduction": "none"}
+    dlogits = cross_entropy_backward(*arguments, **options)
+    slope = np.abs(cross_entropy_backward(*arguments, **{**options, "label_smoothing": 0.0}))
+    share = np.abs(_float64(dloss))[..., None] * (np.arange(logits.shape[-1]) == labels[..., None])
+    error = 1.01 * cross_entropy_backward_bound(*arguments, dtype=dtype, **options)
+    error += 2.02 * (slope + share) * linear_bound(x, w, dtype=dtype)[0].max(axis=-1, keepdims=True)
+    rounded = linear_backward_bound(dlogits, exact_x, exact_w, dtype=dtype)
+    dx = rounded.dx + 1.01 * error @ np.abs(exact_w).T
+    flat = np.abs(exact_x).reshape(-1, x.shape[-1]).T
+    dw = rounded.dw + 1.01 * flat @ error.reshape(-1, logits.shape[-1])
+    total = flat @ np.abs(dlogits).reshape(-1, logits.shape[-1])
+    dw += chunks * precision_of(dtype).store(total)
+    return LinearCrossEntropyGrads(dx, dw)
 
 
 def cross_entropy_bound(

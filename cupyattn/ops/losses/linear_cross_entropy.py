@@ -11,7 +11,7 @@ from cupyattn.ops.losses.api import cross_entropy, cross_entropy_backward
 from cupyattn.ops.losses.logit_chunks import ChunkedCall, as_rows
 from cupyattn.ops.losses.plan import checked_options, layout_of, require_reduction
 from cupyattn.ops.losses.reductions import reduced, require_dloss, spread, targets, without_scalars
-from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool, require_dtype, require_given, require_shape
 from cupyattn.runtime.outputs import named_grads

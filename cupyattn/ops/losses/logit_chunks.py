@@ -13,7 +13,7 @@ from cupyattn.ops.linear.api import linear
 from cupyattn.ops.linear.checks import described_backward, described_forward
 from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
-from cupyattn.ops.losses.reference_linear import LinearCrossEntropyGrads
+from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.runtime.arrays import (
     Array,
     Description,

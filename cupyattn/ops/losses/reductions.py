@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.losses import reference
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of, reduce_losses
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of

@@ -10,12 +10,14 @@ Rows whose label is ignored have a loss and a gradient of 0, those whose label i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cupyattn.ops.linear.reference import linear_backward
 from cupyattn.ops.softmax.reference import by_rows
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.precision import Float64
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -157,3 +159,45 @@ def cross_entropy_backward(
 def _flat(logits: ArrayLike, labels: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     logits = np.asarray(logits)
     return logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
+
+
+class LinearCrossEntropyGrads(NamedTuple):
+    """Gradients of linear_cross_entropy's inputs, each of its input's shape.
+
+    As ``grads=`` None, the default, stands for an array that is to be made.
+
+    Attributes
+    ----------
+    dx : array (..., K)
+        Of the input.
+    dw : array (K, V)
+        Of the weight, summed over all rows of x.
+    """
+
+    dx: Array = None
+    dw: Array = None
+
+
+def linear_cross_entropy(
+    x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], **options: Any
+) -> tuple[Float64, Float64]:
+    """Return the loss and lse of the logits x w; options as of `cross_entropy`."""
+    return cross_entropy(_float64(x) @ _float64(w), labels, **options)
+
+
+def linear_cross_entropy_backward(
+    dloss: NDArray[Any],
+    x: NDArray[Any],
+    w: NDArray[Any],
+    labels: NDArray[Any],
+    lse: NDArray[Any],
+    **options: Any,
+) -> LinearCrossEntropyGrads:
+    """Return dx and dw; arguments and options as of `cross_entropy_backward`."""
+    x, w = _float64(x), _float64(w)
+    dlogits = cross_entropy_backward(dloss, x @ w, labels, lse, **options)
+    return LinearCrossEntropyGrads(*linear_backward(dlogits, x, w)[:2])
+
+
+def _float64(array: NDArray[Any]) -> Float64:
+    return np.asarray(array, dtype=np.float64)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn import reference
 from cupyattn.ops.norms import kernels as norms
+from cupyattn.ops.norms import reference
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_rows import call_rows
 from cupyattn.runtime.checks import require_bool, require_given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.optimizer import reference
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_8bit import WRITTEN, eight_bit_problem, run_eight_bit
 from cupyattn.runtime.arrays import Array, adopt, exports_memory

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.optimizer import reference
 from cupyattn.ops.optimizer.kernels import ADAMW
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_global_norm import OUTPUT, norm_problem, run_norm

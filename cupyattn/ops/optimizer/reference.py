@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
+from cupyattn.runtime.precision import Float64
 
 
 def adamw_step(
@@ -43,52 +43,6 @@ def adamw_step(
         return (1 - lr * weight_decay) * param - lr * update, m, v
 
 
-def adamw_step_bound(
-    param: ArrayLike,
-    grad: ArrayLike,
-    m: ArrayLike,
-    v: ArrayLike,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    grad_scale: float = 1.0,
-    dtype: DTypeLike,
-) -> tuple[Float64, Float64, Float64]:
-    """Error bounds of `adamw_step`: of param, which is rounded to dtype, m and v.
-
-    m and v are sums of two products, of three and four roundings, their factors' among them, and
-    what is flushed. The denominator has half of v's relative error, the root of what was flushed,
-    and four roundings of its own; the quotient, its factor and the sum four more.
-    """
-    param, grad, m, v = (np.asarray(each, dtype=np.float64) for each in (param, grad, m, v))
-    numbers: dict[str, Any] = {
-        "step": step,
-        "lr": lr,
-        "betas": betas,
-        "eps": eps,
-        "weight_decay": weight_decay,
-    }
-    beta1, beta2 = betas
-    with np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore"):
-        new_param, new_m, new_v = adamw_step(param, grad, m, v, **numbers, grad_scale=grad_scale)
-        g = np.abs(grad_scale * grad)
-        m_error = 5 * U32 * (beta1 * np.abs(m) + (1 - beta1) * g) + 4 * TINY32
-        v_error = 8 * U32 * new_v + 4 * TINY32
-        bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        size = np.sqrt(new_v) / bias2 + eps
-        size_error = 9 * U32 * size + np.sqrt(4 * TINY32) / bias2
-        update = np.abs(new_m) / size
-        update_error = m_error / size + update * size_error / size
-        decay = abs(1 - lr * weight_decay)
-        error = lr / bias1 * (update_error + 4 * U32 * update) + 3 * U32 * decay * np.abs(param)
-        error = error + U32 * np.abs(new_param) + 3 * TINY32
-        param_error = error + precision_of(dtype).store(np.abs(new_param) + error)
-    return param_error, m_error, v_error
-
-
 def global_norm(*arrays: ArrayLike) -> float:
     """Return the root of the sum of all squares.
 
@@ -104,16 +58,119 @@ def global_norm(*arrays: ArrayLike) -> float:
     return math.sqrt(squares) if squares == squares else math.nan
 
 
-def global_norm_bound(*arrays: ArrayLike) -> float:
-    """Error bound of `global_norm`.
+Float32 = NDArray[np.float32]
 
-    A square is rounded once, and added to at most 32 others and those of every 2**18-th item of its
-    array (1024 CTAs of 256 threads); threads are added in trees of 10 levels, twice, and between
-    them at most four sums for each array by one thread. The root halves all that, and is rounded.
-    Squares below 2**-126 vanish.
+BLOCK = 256
+"""Items that share a scale."""
+DECADES = {"m": 7, "v": 8}
+_TINY = np.float32(2.0**-126)
+_TENTHS = (np.float32(0.1), np.float32(0.01), np.float32(0.0001))
+
+
+def decode(codes: NDArray[Any], decades: int) -> Float32:
+    """Return what codes of a dynamic tree stand for, from 0 to 1; those of int8 have a sign.
+
+    Dettmers et al., "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 1.3:
+    the leading bit of a code says the decade, the bits below it divide the decade evenly. Here a
+    code stands for the upper end of its part, so that the largest is exactly 1.
+
+    Examples
+    --------
+    >>> decode(np.array([0, 127, -127, 64, 1], np.int8), 7).tolist()
+    [0.0, 1.0, -1.0, 0.11406250298023224, 9.999999974752427e-07]
     """
-    norm, sizes = global_norm(*arrays), [np.size(array) for array in arrays]
-    if not math.isfinite(norm):
-        return 0.0
-    roundings = 64 + max(sizes) / 2**18 + 4 * len(sizes)
-    return roundings * U32 * norm + math.sqrt(sum(sizes) * TINY32)
+    sizes = np.abs(codes.astype(np.int32))
+    decade = np.frexp(np.maximum(sizes, 1).astype(np.float32))[1] - 1
+    part = (sizes - 2**decade + 1).astype(np.float32) * np.exp2(-decade).astype(np.float32)
+    below = decades - 1 - decade
+    one, two, four = (
+        np.where(below & bit, tenth, np.float32(1))
+        for bit, tenth in zip((1, 2, 4), _TENTHS, strict=True)
+    )
+    size = one * two * four * (np.float32(0.1) + np.float32(0.9) * part)
+    return np.where(sizes == 0, np.float32(0), np.where(codes < 0, -size, size))
+
+
+def encode(x: Float32, largest: Float32, decades: int) -> NDArray[np.int32]:
+    """Return the nearest codes of x >= 0 as shares of the largest.
+
+    Examples
+    --------
+    >>> encode(np.float32([0, 1, 0.5, 0.1, 1e-3, 1e-9]), np.float32(1), 7).tolist()
+    [0, 127, 91, 63, 15, 0]
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        y = _flushed(x / largest)
+    y = np.fmin(np.fmax(y, np.float32(0)), np.float32(1))
+    below = np.zeros(y.shape, np.int32)
+    for step in (4, 2, 1):
+        raised = y * np.float32(10**step)
+        lower = (raised <= 1) & (below + step < decades)
+        y, below = np.where(lower, raised, y), below + step * lower
+    decade = decades - 1 - below
+    parts = np.float32(1.1111112) * np.exp2(decade).astype(np.float32)
+    return 2**decade - 1 + np.rint((y - np.float32(0.1)) * parts).astype(np.int32)
+
+
+def adamw_step_8bit(
+    param: Float32,
+    grad: Float32,
+    m: NDArray[np.int8],
+    v: NDArray[np.uint8],
+    m_scales: Float32,
+    v_scales: Float32,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+) -> tuple[NDArray[Any], ...]:
+    """Return param, m, v and both scales after a step.
+
+    Examples
+    --------
+    >>> numbers = dict(step=1, lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.0)
+    >>> zeros = np.zeros(2, np.int8), np.zeros(2, np.uint8), np.zeros((2, 1), np.float32)
+    >>> given = np.ones(2, np.float32), np.float32([2, -1]), *zeros[:2], *zeros[2]
+    >>> param, m, v, *scales = adamw_step_8bit(*given, **numbers)
+    >>> param, m.tolist(), v.tolist()
+    (array([0.9, 1.1], dtype=float32), [127, -91], [255, 148])
+    """
+    beta1, beta2 = betas
+    numbers = (
+        beta1, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
+        1 / math.sqrt(1 - beta2**step), eps, 1 - lr * weight_decay,
+    )  # fmt: skip
+    b1, rest1, b2, rest2, step_size, inverse_bias2, least, decay = map(np.float32, numbers)
+    with np.errstate(all="ignore"):
+        g = _flushed(np.float32(grad_scale) * _flushed(_blocks(grad)))
+        old_m = _flushed(m_scales[:, None] * decode(_blocks(m), DECADES["m"]))
+        old_v = _flushed(v_scales[:, None] * decode(_blocks(v), DECADES["v"]))
+        new_m = _flushed(_flushed(b1 * old_m) + _flushed(rest1 * g))
+        new_v = _flushed(_flushed(b2 * old_v) + _flushed(_flushed(rest2 * g) * g))
+        root = _flushed(np.sqrt(new_v) * inverse_bias2) + least
+        update = _flushed(step_size * _flushed(new_m / root))
+        new_param = _flushed(_flushed(decay * _flushed(_blocks(param))) - update)
+        # Of NaN too, which is above all numbers here.
+        sizes = np.abs(new_m)
+        new_scales = sizes.max(axis=1, initial=0), new_v.max(axis=1, initial=0)
+        m_codes = encode(sizes, new_scales[0][:, None], DECADES["m"])
+        v_codes = encode(new_v, new_scales[1][:, None], DECADES["v"])
+    # A v that became 0 would divide by eps alone.
+    v_codes = np.where((v_codes == 0) & (new_v > 0), 1, v_codes)
+    codes = np.where(new_m < 0, -m_codes, m_codes).astype(np.int8), v_codes.astype(np.uint8)
+    results: tuple[Any, ...] = (new_param, *codes)
+    items = (each.reshape(-1)[: param.size].reshape(param.shape) for each in results)
+    return *items, *new_scales
+
+
+def _blocks(x: NDArray[Any]) -> NDArray[Any]:
+    """Return (blocks, 256) items, zeros behind the last."""
+    flat = x.reshape(-1)
+    return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+def _flushed(x: NDArray[Any]) -> NDArray[Any]:
+    return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)

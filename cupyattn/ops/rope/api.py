@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.rope import reference
 from cupyattn.ops.rope.plan import RopeProblem, rope_problem, run_rope
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of

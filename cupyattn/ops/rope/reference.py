@@ -7,10 +7,13 @@ the features as GPT-NeoX has them.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from cupyattn.runtime.precision import Float64
 
 
 def rotate(
@@ -105,3 +108,169 @@ def rope_backward(
 ) -> NDArray[np.float64]:
     """Gradient of rope's input: the transposed rotation of dout. Shapes and errors as in `rope`."""
     return rope(dout, cos, -np.asarray(sin), positions, interleaved=interleaved)
+
+
+class LinearScaling(NamedTuple):
+    """Position interpolation: all angles are divided by a factor.
+
+    Chen et al., "Extending context window of large language models via positional interpolation",
+    arXiv:2306.15595, equation 4.
+
+    Attributes
+    ----------
+    factor : float
+        How many times longer the context becomes.
+    """
+
+    factor: float
+
+    def frequencies(self, plain: Float64, base: float) -> Float64:
+        """Return the angles of one position, from those without scaling."""
+        return plain / self.factor
+
+    @property
+    def attention_scale(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0
+
+
+class NTKScaling(NamedTuple):
+    """NTK-aware interpolation: a larger base, so that the lowest frequency is divided by a factor.
+
+    Peng et al., "YaRN: efficient context window extension of large language models",
+    arXiv:2309.00071, section 3.1, definition 1: base' = base * factor ** (R / (R - 2)).
+
+    Attributes
+    ----------
+    factor : float
+        How many times longer the context becomes.
+    """
+
+    factor: float
+
+    def frequencies(self, plain: Float64, base: float) -> Float64:
+        """Return the angles of one position, from those without scaling."""
+        rotary_dim = 2 * plain.size
+        if rotary_dim <= 2:
+            return plain  # its one frequency is 1 whatever the base
+        stretched = base * self.factor ** (rotary_dim / (rotary_dim - 2))
+        return stretched ** (-np.arange(plain.size) / plain.size)
+
+    @property
+    def attention_scale(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0
+
+
+class YarnScaling(NamedTuple):
+    """YaRN: low frequencies are interpolated, high ones stay, with a ramp between.
+
+    Peng et al., arXiv:2309.00071, section 3.2 and equation 22 (the scale), with the ramp as their
+    code and models have it: linear in m between the pairs that turn beta_fast and beta_slow times
+    in original_length positions, the first rounded down and the second up.
+
+    Attributes
+    ----------
+    factor : float
+        How many times longer the context becomes.
+    original_length : int
+        Positions that the model was trained on.
+    beta_fast : float
+        Turns from which on a pair keeps its frequency.
+    beta_slow : float
+        Turns up to which a pair is interpolated.
+    attention_factor : float, optional
+        What cosines and sines are multiplied by; by default 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def frequencies(self, plain: Float64, base: float) -> Float64:
+        """Return the angles of one position, from those without scaling."""
+        low = max(math.floor(self._pair_of(self.beta_fast, plain.size, base)), 0)
+        high = min(math.ceil(self._pair_of(self.beta_slow, plain.size, base)), 2 * plain.size - 1)
+        width = high - low if high != low else 0.001
+        interpolated = np.clip((np.arange(plain.size) - low) / width, 0.0, 1.0)
+        return plain * (interpolated / self.factor + 1 - interpolated)
+
+    def _pair_of(self, turns: float, pairs: int, base: float) -> float:
+        """Return the m whose pair turns so often: turns = L base**(-m / pairs) / (2 pi)."""
+        return pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(base)
+
+    @property
+    def attention_scale(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+class Llama3Scaling(NamedTuple):
+    """What Llama 3.1 and later models do: low frequencies are divided, high ones stay.
+
+    Its formula is that of Meta's model code ("apply_scaling"): a wavelength of more than
+    original_length / low_freq_factor positions is stretched by factor, one of less than
+    original_length / high_freq_factor stays, and between them the frequency is a mean of both.
+
+    Attributes
+    ----------
+    factor : float
+        What the lowest frequencies are divided by.
+    low_freq_factor : float
+        Waves in original_length positions up to which a frequency is divided.
+    high_freq_factor : float
+        Waves from which on it stays.
+    original_length : int
+        Positions that the model was first trained on.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def frequencies(self, plain: Float64, base: float) -> Float64:
+        """Return the angles of one position, from those without scaling."""
+        waves = self.original_length * plain / (2 * math.pi)
+        width = self.high_freq_factor - self.low_freq_factor
+        kept = np.clip((waves - self.low_freq_factor) / width, 0.0, 1.0)
+        return plain * (kept + (1 - kept) / self.factor)
+
+    @property
+    def attention_scale(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return 1.0
+
+
+RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+
+
+def rope_frequencies(
+    rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None
+) -> Float64:
+    """Return by which angle each pair turns from one position to the next.
+
+    Examples
+    --------
+    >>> rope_frequencies(4, base=100.0)
+    array([1. , 0.1])
+    >>> rope_frequencies(4, base=100.0, scaling=LinearScaling(4.0))
+    array([0.25 , 0.025])
+    """
+    half = rotary_dim // 2
+    plain = np.asarray(base ** (-np.arange(half) / max(half, 1)), dtype=np.float64)
+    return plain if scaling is None else scaling.frequencies(plain, base)
+
+
+def rope_tables(
+    length: int, rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None
+) -> tuple[Float64, Float64]:
+    """Return cosines and sines (length, rotary_dim / 2) of every position and pair."""
+    frequencies = rope_frequencies(rotary_dim, base=base, scaling=scaling)
+    angles = np.arange(length)[:, None] * frequencies
+    scale = 1.0 if scaling is None else scaling.attention_scale
+    return scale * np.cos(angles), scale * np.sin(angles)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
-from cupyattn.ops.rope.reference_tables import (
+from cupyattn.ops.rope import reference
+from cupyattn.ops.rope.reference import (
     LinearScaling,
     Llama3Scaling,
     NTKScaling,

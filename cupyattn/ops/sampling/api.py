@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.sampling import reference
 from cupyattn.ops.sampling.options import SampleNumbers
 from cupyattn.ops.sampling.plan import run_sample, sample_problem
 from cupyattn.runtime.arrays import Array, adopt, exports_memory

@@ -76,7 +76,7 @@ def _spec(entry: str, told: tuple[str, ...], scratch: tuple[Pointer, ...]) -> Ke
     ]
     return KernelSpec(
         entry,
-        f"layers/{entry}.cu",
+        f"sampling/{entry.removeprefix('sample_')}.cu",
         (
             *inputs("logits"),
             *inputs("previous", optional=True),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn import reference
+from cupyattn.ops.softmax import reference
 from cupyattn.ops.softmax.dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
 from cupyattn.ops.softmax.kernels import BACKWARD, FORWARD
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupyattn import reference
-from cupyattn.ops.softmax import kernels
+from cupyattn.ops.softmax import kernels, reference
 from cupyattn.ops.softmax.scores import call_along
 from cupyattn.runtime.arrays import Array
 
