@@ -20,8 +20,7 @@ from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import Rule, names, recorder
 from cupyattn.runtime.errors import RefusalError, error
 
-_FUNCTIONS = "cupyattn.functions."
-_RECORDING = {__name__, f"{_FUNCTIONS}vjp"}
+_FUNCTIONS = "cupyattn.ops."
 
 
 @dataclass(slots=True)
@@ -239,7 +238,7 @@ def _function_without_backward(traceback: TracebackType | None) -> str | None:
     """
     for frame, _ in walk_tb(traceback):
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if module.startswith(_FUNCTIONS) and module not in _RECORDING and name in frame.f_globals:
+        if module.startswith(_FUNCTIONS) and name in frame.f_globals:
             return None if name in names else name
     return None
 
