@@ -8,8 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.record import record
-from cupyattn.runtime.walks import ELEMENTS_AXES, OUTER_AXES, elements_params, rows_params
+from cupyattn.runtime.structs import (
+    ELEMENTS_AXES,
+    OUTER_AXES,
+    elements_params,
+    new_struct,
+    rows_params,
+)
 
 Strides = tuple[int, ...]
 """Of the axes of one shape, in items."""
@@ -59,7 +64,7 @@ def row_params(
     shape, merged = merge_axes(rows, [*arrays.values()])
     _require_few(len(shape), OUTER_AXES, rows, arrays, shown_as)
     missing = OUTER_AXES - len(shape)
-    params = record(rows_params(len(arrays)))
+    params = new_struct(rows_params(len(arrays)))
     params["shape"] = shape + (1,) * missing
     params["strides"] = [axes + (0,) * missing for axes in merged]
     params["rows"] = math.prod(rows)
@@ -83,7 +88,7 @@ def walk_params(
     """
     _require_few(len(shape), ELEMENTS_AXES, shape, arrays, shown_as)
     missing = ELEMENTS_AXES - len(shape)
-    params = record(elements_params(len(arrays)))
+    params = new_struct(elements_params(len(arrays)))
     params["shape"] = (1,) * missing + shape
     params["strides"] = [(0,) * missing + axes for axes in arrays.values()]
     params["length"], params["rows"], params["units"] = length, math.prod(shape), units

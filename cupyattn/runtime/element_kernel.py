@@ -17,8 +17,8 @@ import numpy as np
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
+from cupyattn.runtime.structs import elements_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
-from cupyattn.runtime.walks import elements_struct
 
 
 @dataclass(frozen=True)

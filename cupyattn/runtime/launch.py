@@ -8,8 +8,8 @@ from typing import Any
 
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.record import beyond
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.runtime.structs import beyond
 
 MAX_GRID_X = 2**31 - 1
 

@@ -25,8 +25,8 @@ from cupyattn.runtime.spec import (
     inputs,
 )
 from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.structs import rows_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows_for
-from cupyattn.runtime.walks import rows_struct
 
 
 class Result(Enum):

@@ -38,8 +38,8 @@ from cupyattn.runtime.row_kernel import ROWS
 from cupyattn.runtime.source import source_root
 from cupyattn.runtime.spec import Specialisation, Struct
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import rows_params
 from cupyattn.runtime.tables import MAX_HEAD_DIM, pairs, rows_for
-from cupyattn.runtime.walks import rows_params
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from cupyattn import (
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.launch import MAX_GRID_X, launch, typed
 from cupyattn.runtime.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.runtime.structs import new_struct
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
 PROBE = KernelSpec(
@@ -387,7 +387,9 @@ def test_many_heads_with_items_are_refused_before_memory_is_taken():
 
 def test_fields_of_a_struct_refuse_what_they_do_not_hold():
     inner = np.dtype([("count", np.uint32)])
-    params = record(np.dtype([("inner", inner), ("each", np.int32, (2,)), ("scale", np.float32)]))
+    params = new_struct(
+        np.dtype([("inner", inner), ("each", np.int32, (2,)), ("scale", np.float32)])
+    )
     with pytest.raises(ValueError, match="count = 4294967296; kernels take count as uint32"):
         params["inner"]["count"] = 2**32
     with pytest.raises(ValueError, match="each = -2147483649; kernels take each as int32"):

@@ -22,7 +22,7 @@ from cupyattn.ops.attention.structs import (
 from cupyattn.reference import attention_keep, philox4x32_10
 from cupyattn.runtime.spec import Pointer, Scalar
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.walks import elements_params, elements_struct, rows_params, rows_struct
+from cupyattn.runtime.structs import elements_params, elements_struct, rows_params, rows_struct
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)

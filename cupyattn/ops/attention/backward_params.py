@@ -9,7 +9,7 @@ from cupyattn.ops.attention.params import attention_params, row_strides, score_s
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import BACKWARD_PARAMS
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 
 def backward_params(
@@ -37,7 +37,7 @@ def backward_params(
         See the struct.
     """
     layouts = problem.layouts
-    params = record(BACKWARD_PARAMS)
+    params = new_struct(BACKWARD_PARAMS)
     params["attention"] = attention_params(problem, layouts)
     itemsize = problem.dtype.itemsize
     params["dout"] = row_strides(layouts["dout"].strides, itemsize)

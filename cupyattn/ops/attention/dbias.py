@@ -14,7 +14,7 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import DBIAS_PARAMS
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 _FLOAT32 = np.dtype(np.float32)
 _ENOUGH_CTAS = 512
@@ -66,7 +66,7 @@ def shared_out(
 def sum_step(problem: AttentionProblem, dbias: Layout, scratch: Layout, accumulate: bool) -> Step:
     """Return the launch that sums the scratch to dbias."""
     shape = four_axes(dbias.shape)
-    params = record(DBIAS_PARAMS)
+    params = new_struct(DBIAS_PARAMS)
     params["shape"] = shape
     params["repeats"] = [
         1 if items == extent else extent for items, extent in zip(shape, scratch.shape, strict=True)

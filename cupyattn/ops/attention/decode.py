@@ -22,8 +22,8 @@ from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step, lay_out_scratch, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 
 WHOLE_KEYS = 512
 """Of a block table: sequences up to there are not shared, which saves the second launch. A step of
@@ -200,7 +200,7 @@ def _params(
     ctas: int,
 ) -> Any:
     """Fill the C struct DecodeParams."""
-    params = record(DECODE_PARAMS)
+    params = new_struct(DECODE_PARAMS)
     params["attention"] = attention_params(problem, results)
     for name, value in fields.items():
         params[name] = value

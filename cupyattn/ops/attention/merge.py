@@ -37,7 +37,7 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Step, run
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 _OUTS, _LSES = ("out_a", "out_b"), ("lse_a", "lse_b")
 
@@ -134,7 +134,7 @@ def _plan(problem: MergeProblem) -> Plan:
     require_item_alignment(problem.layouts, problem.starts)
     outputs = {"out": problem.out, "lse": problem.lse}
     layouts = {name: contiguous(*output) for name, output in outputs.items()} | problem.layouts
-    params = record(MERGE_PARAMS)
+    params = new_struct(MERGE_PARAMS)
     vec = VEC if problem.out.shape[-1] % VEC == 0 else 1
     for name in (*_OUTS, "out"):
         layout = layouts[name]

@@ -31,8 +31,8 @@ from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.source import NAMED
+from cupyattn.runtime.structs import new_struct
 
 BLOCK_MASK = BLOCK_STATES.name
 """The name of a block mask's tiles among the arrays of a call."""
@@ -195,7 +195,7 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
     struct = None if modifiers is None else modified_strides(modifiers)
     if struct is None:
         return ()
-    strides = record(struct.dtype)
+    strides = new_struct(struct.dtype)
     for name in struct.dtype.names or ():
         if name in (BLOCK_LISTS.name, BLOCK_STATES.name):
             batch, heads, rows, columns = layouts[BLOCK_MASK].shape

@@ -22,7 +22,7 @@ from cupyattn.ops.attention.structs import (
 )
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.plan import Plan
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     ATTENTION_PARAMS: (),
@@ -37,7 +37,7 @@ _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
 
 def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
     """Fill the C struct AttentionParams, all but the seed; `results` are out and perhaps lse."""
-    params = record(ATTENTION_PARAMS)
+    params = new_struct(ATTENTION_PARAMS)
     for name in ("q", "k", "v"):
         layout = problem.layouts[name]
         params[name] = row_strides(layout.strides, layout.dtype.itemsize)
@@ -64,7 +64,7 @@ def forward_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> 
     attention = attention_params(problem, results)
     if not isinstance(problem, PackedProblem):
         return attention
-    params = record(VARLEN_PARAMS)
+    params = new_struct(VARLEN_PARAMS)
     params["attention"] = attention
     _fill_packed(params["packed"], problem)
     return params[()]
@@ -74,7 +74,7 @@ def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
     """Return the C struct of the backward kernels: BackwardParams, or VarlenBackwardParams."""
     if not isinstance(problem, PackedProblem):
         return backward
-    params = record(VARLEN_BACKWARD_PARAMS)
+    params = new_struct(VARLEN_BACKWARD_PARAMS)
     params["backward"] = backward
     _fill_packed(params["packed"], problem)
     return params[()]

@@ -20,9 +20,9 @@ from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.structs import new_struct
 
 _GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh: blocks are whole groups of tokens
 _LARGEST_UNIT = 2**20
@@ -108,7 +108,7 @@ def _tiles(problem: DecodeProblem, tile_q: int) -> int:
 
 def _params(problem: DecodeProblem, results: dict[str, Layout]) -> Any:
     """Fill the C struct PagedParams."""
-    params = record(PAGED_PARAMS)
+    params = new_struct(PAGED_PARAMS)
     params["attention"] = attention_params(problem.attention, results)
     if problem.packed:
         params["cu_seqlens_q"] = batch_integers(problem.layouts["cu_seqlens_q"])

@@ -20,7 +20,7 @@ from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1
 _TABLES = ("cos", "sin")
@@ -151,7 +151,7 @@ def _step(
             f"a launch that rotates them has at most {_MOST_THREADS} threads, here {sum(threads)}",
             "split the batch over several calls",
         )
-    params = record(ROTARY_PARAMS)
+    params = new_struct(ROTARY_PARAMS)
     for i, name in enumerate(both):
         for field, layout in (("x", sources[name]), ("out", targets[name])):
             params[field][i] = row_strides(layout.strides, layout.dtype.itemsize)

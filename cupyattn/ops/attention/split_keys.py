@@ -21,8 +21,8 @@ from cupyattn.ops.attention.results import Outputs, result_layouts
 from cupyattn.ops.attention.structs import SPLIT_PARAMS
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.plan import Plan, Step, lay_out_scratch
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.structs import new_struct
 
 LEAST_KEYS = 256
 """Of a part."""
@@ -137,7 +137,7 @@ def split_plan(
     outputs: Outputs,
 ) -> Plan:
     """Plan both kernels: each part of the keys, then the sum of the parts of each row."""
-    params = record(SPLIT_PARAMS)
+    params = new_struct(SPLIT_PARAMS)
     params["attention"] = attention_params(problem, result_layouts(problem, outputs))
     params["splits"], params["least_keys"] = splits, LEAST_KEYS
     params["batch"] = problem.batch

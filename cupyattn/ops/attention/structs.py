@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.runtime.spec import Struct
-from cupyattn.runtime.strides import TOKEN_STRIDES
+from cupyattn.runtime.structs import TOKEN_STRIDES
 
 UNBOUNDED = 1 << 62
 """A window side without a limit (kUnbounded in masks.cuh)."""

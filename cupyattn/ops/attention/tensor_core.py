@@ -27,8 +27,8 @@ from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.structs import ROTARY_TABLES
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.plan import Plan
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 
 _TALL_GAIN = 1.05
 """How many more rows tall tiles may compute: they model 1.12 of the others' speed."""
@@ -112,7 +112,7 @@ def rotates_queries(problem: AttentionProblem, card: Card) -> bool:
 
 def _tables(problem: AttentionProblem) -> Any:
     """Fill the C struct RotaryTables."""
-    tables = record(ROTARY_TABLES)
+    tables = new_struct(ROTARY_TABLES)
     tables["length"], tables["half"] = problem.layouts["cos"].shape
     for name in ("cos", "sin"):
         layout = problem.layouts[name]

@@ -16,8 +16,8 @@ from cupyattn.runtime.checks import most_tokens, require_item_alignment, require
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 
 _MOST = 2**32 - 1
 """Rows of lanes of a launch, and slots of caches: they are numbered with 32 bits."""
@@ -78,7 +78,7 @@ def _launch(problem: AppendProblem) -> AppendLaunch:
 
 def _params(problem: AppendProblem) -> Any:
     layouts, caches = problem.layouts, problem.caches
-    params = record(APPEND_PARAMS)
+    params = new_struct(APPEND_PARAMS)
     for name in ("q", "k", "v", *CACHES):
         if name in layouts:
             params[name] = slot_strides(layouts[name])

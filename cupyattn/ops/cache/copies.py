@@ -17,7 +17,7 @@ from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step, run
-from cupyattn.runtime.record import record
+from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1
 _POOL_RANK = 5
@@ -94,7 +94,7 @@ def _launches(problem: CopiesProblem) -> Launches:
         for word in WORDS
         if all(each.fits(starts[name], word) for name, each in blocks.items())
     )
-    params = record(COPY_BLOCKS_PARAMS)
+    params = new_struct(COPY_BLOCKS_PARAMS)
     params["shape"] = 1
     params["src"] = params["dst"] = -1
     threads = 0

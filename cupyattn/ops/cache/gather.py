@@ -16,8 +16,8 @@ from cupyattn.runtime.checks import most_tokens, require_item_alignment, require
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1
 
@@ -64,7 +64,7 @@ def _plan(problem: GatherProblem) -> Plan:
 
 
 def _params(problem: GatherProblem, layouts: dict[str, Layout]) -> Any:
-    params = record(GATHER_PARAMS)
+    params = new_struct(GATHER_PARAMS)
     for name in (*CACHES, *RESULTS):
         params[name] = slot_strides(layouts[name])
     for name in SCALES:

@@ -11,8 +11,8 @@ from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.element_kernel import ElementConfig, ElementTable
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.structs import elements_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
-from cupyattn.runtime.walks import elements_struct
 
 _INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.uint32))
 

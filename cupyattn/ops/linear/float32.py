@@ -10,9 +10,9 @@ from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.structs import FLOAT_PRODUCT_PARAMS
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.record import record
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.structs import new_struct
 
 
 def forward_plan(problem: LinearProblem, card: Card) -> Launches:
@@ -195,7 +195,7 @@ def float_params(
     accumulate: bool = False,
 ) -> Any:
     """Fill the C struct FloatProductParams."""
-    params = record(FLOAT_PRODUCT_PARAMS)
+    params = new_struct(FLOAT_PRODUCT_PARAMS)
     params["a_stride"], params["b_stride"] = a.leading, b.leading
     params["result_stride"] = result.leading
     if preactivation is not None:

@@ -42,8 +42,8 @@ from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.overlaps import Overlaps, require_apart
 from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.value_checks import checks_values
 
 _OF_OUT = {name: f"out.{name}" for name in ("codes", "scales", "super_scales", "scale_table")}
@@ -257,7 +257,7 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
 
 def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> Any:
     """Fill in what the structs of both kernels have in common."""
-    params = record(dtype)
+    params = new_struct(dtype)
     itemsize = weight.dtype.itemsize
     params["inner_stride"] = weight.strides[inner_axis] // itemsize
     params["outer_stride"] = weight.strides[1 - inner_axis] // itemsize

@@ -13,8 +13,8 @@ from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.structs import QUANTISED_FLOAT_PARAMS
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import STORAGE
+from cupyattn.runtime.structs import new_struct
 
 
 def forward_plan(problem: LinearProblem, card: Card) -> Launches:
@@ -77,7 +77,7 @@ def dx_plan(problem: LinearProblem, card: Card) -> Launches:
 
 def _passed(params: Any, problem: LinearProblem) -> Any:
     """Return the C struct QuantisedFloatParams."""
-    own, blocks = record(QUANTISED_FLOAT_PARAMS), blocks_of(problem)
+    own, blocks = new_struct(QUANTISED_FLOAT_PARAMS), blocks_of(problem)
     own["product"], own["blocks"], own["block_log2"] = params, blocks.blocks, blocks.block_log2
     return own[()]
 

@@ -12,8 +12,8 @@ from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.plan import ABSENT, SCRATCH_DTYPE, Step
-from cupyattn.runtime.record import record
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.runtime.structs import new_struct
 
 _OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
 _MOST_TILE_LINES = 256
@@ -140,7 +140,7 @@ def gradient(problem: LinearProblem) -> Launches:
     names = ("dout", "preactivation") if problem.activation else ("dout",)
     halves = problem.outer if problem.gated else VECTOR
     vec = whole_vector(*(problem.matrices[name].vector for name in names), halves)
-    params = record(PREACTIVATION_GRADIENT_PARAMS)
+    params = new_struct(PREACTIVATION_GRADIENT_PARAMS)
     for name in names:
         params[f"{name}_stride"] = problem.matrices[name].leading
     params["rows"], params["columns"] = problem.rows, problem.outer

@@ -9,8 +9,8 @@ from cupyattn.ops.linear.kernels_thin import merge, merge_ctas
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.structs import THIN_PARAMS
 from cupyattn.runtime.plan import ABSENT, Step
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.structs import new_struct
 
 _PARTIALS = "forward_partials"
 
@@ -40,7 +40,7 @@ def thin_launches(
 
 def thin_params(problem: LinearProblem, *, splits: int = 1, outer: int | None = None) -> Any:
     """Fill the C struct ThinParams; rows of a quantised weight lie one behind the other."""
-    params = record(THIN_PARAMS)
+    params = new_struct(THIN_PARAMS)
     for name in ("x", "w", "residual", "preactivation", "out"):
         if problem.has(name):
             params[f"{name}_stride"] = problem.matrices[name].leading

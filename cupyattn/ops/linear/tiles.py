@@ -11,9 +11,9 @@ from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
 from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.structs import new_struct
 
 VECTOR = vector_items("float16")
 _GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
@@ -160,7 +160,7 @@ class Product(NamedTuple):
             group_log2 += 1
         groups = -(-row_tiles // (1 << group_log2))
         splits_log2 = (tiling.splits - 1).bit_length()
-        params = record(PRODUCT_PARAMS)
+        params = new_struct(PRODUCT_PARAMS)
         params["a_stride"], params["b_stride"] = self.a.leading, self.b.leading
         params["rows"], params["columns"] = self.a.rows, self.b.columns // self.halves
         params["inner"], params["split_inner"] = self.a.columns, self.part(tiling.splits)
@@ -173,7 +173,7 @@ class Product(NamedTuple):
         """Return the C struct that the kernel takes, of ProductParams."""
         if self.quantised is None:
             return params[()]
-        own = record(QUANTISED_TILE_PARAMS)
+        own = new_struct(QUANTISED_TILE_PARAMS)
         own["product"] = params
         own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
         return own[()]

@@ -13,8 +13,8 @@ from cupyattn.ops.softmax.kernels import STREAMED
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.row_kernel import INTEGERS, Result, RowKernel
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
+from cupyattn.runtime.structs import rows_struct
 from cupyattn.runtime.tables import cpp_bool
-from cupyattn.runtime.walks import rows_struct
 
 _LOSS: dict[str, Any] = {
     "integers": ("labels",),

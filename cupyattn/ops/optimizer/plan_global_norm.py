@@ -26,8 +26,8 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 
 OUTPUT = Output((), np.dtype(np.float32))
 _OWN = ("out", "workspace")
@@ -154,7 +154,7 @@ def _plan(problem: NormProblem) -> Plan:
 def _partials(dtype: str, vec: int, arrays: list[tuple[str, Rows]], before: int) -> Step:
     """Make the launch that sums the squares of up to eight arrays."""
     unit = configs.THREADS * configs.loads(vec) * vec
-    params = record(NORM_PARAMS)
+    params = new_struct(NORM_PARAMS)
     ends: list[int] = []
     for i, (_, rows) in enumerate(arrays):
         units = -(-rows.length // unit)

@@ -12,7 +12,7 @@ import numpy as np
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items
-from cupyattn.runtime.strides import TOKEN_STRIDES
+from cupyattn.runtime.structs import TOKEN_STRIDES
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 # RopeParams in cuda_src/rope/rotate.cu

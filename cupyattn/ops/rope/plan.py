@@ -35,8 +35,8 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Step, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.value_checks import checks_values, require_within
 
 _MOST_THREADS = 2**32 - 1
@@ -216,7 +216,7 @@ def _plan(problem: RopeProblem, arch: int, in_place: bool) -> Plan:
         problem.interleaved,
         problem.accumulate,
     )
-    params = record(ROPE_PARAMS)
+    params = new_struct(ROPE_PARAMS)
     for i, (x, out) in enumerate(problem.rotated.items()):
         result = layouts.get(out) or contiguous(*problem.outputs[out])
         for array, layout in (("x", layouts[x]), ("out", result)):

@@ -29,9 +29,9 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
-from cupyattn.runtime.record import record
 from cupyattn.runtime.spec import Scalar, Specialisation
 from cupyattn.runtime.storage import VECTOR_BYTES
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.value_checks import checks_values
 
 MOST_TOKENS = 2**18
@@ -215,7 +215,7 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
 
 
 def _params(layouts: Mapping[str, Layout], parts: int) -> Any:
-    params = record(SAMPLE_PARAMS)
+    params = new_struct(SAMPLE_PARAMS)
     logits = layouts["logits"]
     params["logits_stride"] = logits.strides[0] // logits.dtype.itemsize
     for name in OPTIONS:

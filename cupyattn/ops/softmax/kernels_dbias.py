@@ -11,8 +11,8 @@ import numpy as np
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.structs import rows_params
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool
-from cupyattn.runtime.walks import rows_params
 
 WARP = 32
 THREADS = 256
