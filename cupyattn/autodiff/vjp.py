@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn.autodiff.recording import Call, Place, Recording, each, is_array, place_of
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.errors import error
 
 

@@ -9,7 +9,8 @@ from cupyattn.ops.attention.checks import forward_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.device.simulated import SimulatedDevice
 from cupyattn.runtime.spec import Specialisation
 

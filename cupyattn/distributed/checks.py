@@ -12,7 +12,8 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.scores import with_four_axes
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.errors import bool_fix, error, shown
 
 DROPOUT_KEYS = 32

@@ -34,7 +34,8 @@ from cupyattn.distributed.placement import (
     token_positions,
 )
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from cupyattn import AttentionGrads
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.runtime.arrays import Array, address, adopt
+from cupyattn.runtime.arrays import Array, address
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.errors import error, made_beforehand
 
 

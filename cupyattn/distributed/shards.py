@@ -20,7 +20,8 @@ from cupyattn.distributed.placement import (
     sequence_bounds,
     token_positions,
 )
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 

@@ -13,7 +13,8 @@ import numpy as np
 from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
 from cupyattn.distributed.checks import require_array, require_device, require_group
 from cupyattn.distributed.group import Group
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.errors import error
 
 

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Number
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import RefusalError, error, made_beforehand, shown
 from cupyattn.runtime.fork import no_fork
+from cupyattn.runtime.records import R, fields_of, made, values_of
 
 Array = Any
 """A numpy.ndarray or a cupy.ndarray."""
@@ -77,14 +78,36 @@ def is_contiguous(layout: Layout) -> bool:
     )
 
 
-Description = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
+Described = tuple[tuple[int, ...], tuple[int, ...] | None, np.dtype, int]
+"""Of an array its shape, strides and dtype, and by how many bytes it starts beyond a multiple of
+`ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them, and to look them up,
+takes as long as for all the rest."""
+
+Description = tuple[Described | None, ...]
+"""The arrays of a call, in the order of its record's fields."""
+
+
+@dataclass(slots=True)  # made in each call: a named tuple takes longer
+class Operands(Generic[R]):
+    """The arrays of one call, all of one library and one device."""
+
+    device_id: int | None
+    """CUDA ordinal; None for NumPy arrays."""
+    arrays: R
+    places: list[int]
+    """Where the first item of each array is, in its own memory space; 0 of what is absent."""
+    description: Description
+    """All that checks and plans depend on: a key for caches."""
+
+
+NamedDescription = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
 """Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
 beyond a multiple of `ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them,
 and to look them up, takes as long as for all the rest."""
 
 
 @dataclass(slots=True)  # made in each call: a named tuple takes longer
-class Operands:
+class NamedOperands:
     """The arrays of one call by name, absent ones left out, all of one library and one device."""
 
     device_id: int | None
@@ -92,33 +115,32 @@ class Operands:
     arrays: dict[str, Array]
     places: dict[str, int]
     """Where the first item of each array is, in its own memory space."""
-    description: Description
+    description: NamedDescription
     """All that checks and plans depend on: a key for caches."""
 
 
-def layouts_of(description: Description) -> dict[str, Layout]:
-    """Return the layout of each array by name."""
-    return {
-        name: contiguous(shape, dtype) if strides is None else Layout(shape, strides, dtype)
-        for name, shape, strides, dtype, _ in description
-    }
+def layouts_of(kind: type[R], description: Description) -> R:
+    """Return the record of the arrays' layouts; `kind` is for example ``Norm[Layout]``."""
+    return made(kind, map(_layout_of, description))
 
 
-def starts_of(description: Description) -> dict[str, int]:
-    """Return by how many bytes each array starts beyond a multiple of `ALIGNMENT`, by name."""
-    return {name: start for name, *_, start in description}
+def _layout_of(described: Described | None) -> Layout | None:
+    if described is None:
+        return None
+    shape, strides, dtype, _ = described
+    return contiguous(shape, dtype) if strides is None else Layout(shape, strides, dtype)
 
 
-def adopt(
-    candidates: dict[str, Any],
-    fixes: Mapping[str, str] = MappingProxyType({}),
-    shown_as: Mapping[str, str] = MappingProxyType({}),
-) -> Operands:
-    """Take the arrays of a call, by name; None stands for an option that was not given.
+def starts_of(kind: type[R], description: Description) -> R:
+    """Return by how many bytes each array starts beyond a multiple of `ALIGNMENT`."""
+    return made(kind, (each and each[3] for each in description))
+
+
+def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operands[R]:
+    """Take the arrays of a call; arrays of other libraries are replaced in the record.
 
     `fixes` has what to pass by the names in errors, where converting what is no array would not
-    do: of a result nobody would see the copy. `shown_as` has what errors call an array that callers
-    know by another name.
+    do: of a result nobody would see the copy.
 
     Raises
     ------
@@ -129,15 +151,19 @@ def adopt(
         For arrays on different devices.
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
-    arrays: dict[str, Array] = {}
-    places: dict[str, int] = {}
-    description = []
+    kind = type(record)
+    places: list[int] = []
+    description: list[Described | None] = []
     devices: set[int | None] = set()
-    for name, array in candidates.items():
+    for array in values_of(kind)(record):
         if array is None:
+            places.append(0)
+            description.append(None)
             continue
         if type(array) is not _device_array and type(array) is not _host_array:
-            array = adopt_one(shown_as.get(name, name), array, fixes)
+            name = fields_of(kind)[len(places)]
+            array = adopt_one(record.SHOWN_AS.get(name, name), array, fixes)
+            setattr(record, name, array)
         strides: tuple[int, ...] | None
         if type(array) is _host_array:
             device_id, place, strides = None, array.ctypes.data, array.strides
@@ -146,13 +172,14 @@ def adopt(
             device_id, place = pointer.device_id, pointer.ptr
             strides = None if array._c_contiguous else array.strides
         devices.add(device_id)
-        arrays[name] = array
-        places[name] = place
-        description.append((name, array.shape, strides, array.dtype, place % ALIGNMENT))
+        places.append(place)
+        description.append((array.shape, strides, array.dtype, place % ALIGNMENT))
     if len(devices) > 1:
-        shown = {shown_as.get(name, name): array for name, array in arrays.items()}
+        named = zip(fields_of(kind), values_of(kind)(record), strict=True)
+        shown_as = record.SHOWN_AS
+        shown = {shown_as.get(name, name): array for name, array in named if array is not None}
         raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
-    return Operands(devices.pop() if devices else None, arrays, places, tuple(description))
+    return Operands(devices.pop() if devices else None, record, places, tuple(description))
 
 
 _host_array = np.ndarray

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from cupyattn.runtime import value_checks
-from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.arrays import NamedOperands, Operands
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.errors import error, shown
@@ -147,7 +147,7 @@ class Backend(ContextDecorator):
 _RUN_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
 
 
-def device_of(operands: Operands) -> Device | None:
+def device_of(operands: Operands[Any] | NamedOperands) -> Device | None:
     """Return the device that a call's arrays run on; None stands for the reference."""
     if operands.device_id is not None:
         return cuda_device(operands.device_id)

@@ -19,10 +19,14 @@ CPU_FLOATS = (*FLOATS, "float64")
 INTEGERS = ("int32", "int64")
 
 
-def require_arrays(layouts: dict[str, Layout], names: Iterable[str]) -> None:
-    """Raise TypeError unless all named arrays were given."""
+def require_arrays(
+    layouts: dict[str, Layout],
+    names: Iterable[str],
+    shown_as: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise TypeError unless all named arrays were given; `shown_as` has names for people."""
     for name in names:
-        require_given(name, layouts.get(name))
+        require_given(shown_as.get(name, name), layouts.get(name))
 
 
 def require_given(name: str, value: object) -> None:

@@ -67,7 +67,7 @@ class ElementKernel:
     Attributes
     ----------
     entry, source : str
-        As of a `KernelSpec`.
+        The kernel's entry and file, as in a `KernelSpec`.
     inputs : tuple of str
         Arrays that are read.
     results : tuple of str

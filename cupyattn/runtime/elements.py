@@ -7,7 +7,7 @@ plan are the same for all. A result may be an input itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.element_kernel import ElementKernel
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.records import R, Record, given_of
 from cupyattn.runtime.tables import cpp_bool
 
 _FLOAT32 = np.dtype(np.float32)
@@ -77,6 +78,7 @@ class ElementProblem:
     decided: Mapping[str, str]
     """What the call decides: macros of the kernel."""
     accumulate: bool
+    arrays: Record[Layout]
     layouts: dict[str, Layout]
     starts: dict[str, int]
     """By how many bytes each array misses a vector's alignment."""
@@ -103,7 +105,7 @@ class ElementProblem:
 
 def element_problem(
     kernel: ElementKernel,
-    operands: Operands,
+    operands: Operands[Any],
     *,
     parts: Mapping[str, Part] | None = None,
     decided: Mapping[str, str] | None = None,
@@ -120,6 +122,7 @@ def element_problem(
     """
     problem = _cached_problem(
         kernel,
+        type(operands.arrays),  # type: ignore[arg-type]  # see records.fields_of
         operands.description,
         tuple((parts or {}).items()),
         tuple((decided or {}).items()),
@@ -132,64 +135,69 @@ def element_problem(
 @lru_cache(maxsize=4096)
 def _cached_problem(
     kernel: ElementKernel,
+    kind: type[Record[Any]],
     description: Description,
     given_parts: tuple[tuple[str, Part], ...],
     given_decisions: tuple[tuple[str, str], ...],
     accumulate: bool,
 ) -> ElementProblem:
-    layouts = layouts_of(description)
+    arrays = layouts_of(kind, description)
+    layouts = given_of(arrays)
     own = dict(given_parts)
     parts = {name: own.get(name) or Part(name) for name in kernel.arrays}
     for name in kernel.optional:
         if parts[name].array not in layouts:
             del parts[name]
     read = tuple(name for name in (*kernel.updated, *kernel.inputs) if name in parts)
+    shown_as = kind.SHOWN_AS
     whole = tuple(dict.fromkeys(parts[name].array for name in read))
-    require_arrays(layouts, whole)
-    shape = _shape_of_items(layouts, parts[read[0]])
+    require_arrays(layouts, whole, shown_as)
+    shape = _shape_of_items(layouts, parts[read[0]], shown_as)
+    first = shown_as.get(parts[read[0]].array, parts[read[0]].array)
     for name in read:
         part = parts[name]
-        layout = layouts[part.array]
+        layout, shown = layouts[part.array], shown_as.get(part.array, part.array)
         fix = ""
         if name in kernel.updated:  # a copy would take the update, and be thrown away with it
             zeros = (
-                f"make {part.array} once before the first step, zeros of float32 of "
-                f"{parts[read[0]].array}'s shape, and keep it"
+                f"make {shown} once before the first step, zeros of float32 of {first}'s shape, "
+                "and keep it"
             )
-            fix = zeros if name in kernel.float32 else made_beforehand(part.array)
+            fix = zeros if name in kernel.float32 else made_beforehand(shown)
         dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
-        require_dtype(part.array, layout, dtypes, fix)
-        meaning = f"shaped like {parts[read[0]].array}"
-        require_shape(part.array, layout, part.shape_of_whole(shape), meaning)
+        require_dtype(shown, layout, dtypes, fix)
+        require_shape(shown, layout, part.shape_of_whole(shape), f"shaped like {first}")
         if name in kernel.updated:
-            require_output(part.array, layout, layout.shape, layout.dtype)
+            require_output(shown, layout, layout.shape, layout.dtype)
         else:
-            require_contiguous_rows(part.array, layout)
+            require_contiguous_rows(shown, layout)
     for name in kernel.numbers:
         if name in layouts:
             require_dtype(name, layouts[name], ("float32",))
             require_shape(name, layouts[name], (), "an array of one number")
     of_dtype = [parts[name].array for name in read if name not in kernel.float32]
-    require_same_dtype(layouts, dict.fromkeys(of_dtype))
+    require_same_dtype({shown_as.get(name, name): layouts[name] for name in of_dtype})
     decisions = dict(given_decisions)
     decisions |= {f"WITH_{name.upper()}": cpp_bool(name in parts) for name in kernel.optional}
     if kernel.accumulates:
         decisions["ACCUMULATE"] = cpp_bool(accumulate)
     results = {parts[name].array for name in kernel.results}
     updated = {parts[name].array for name in kernel.updated}
-    overlaps = Overlaps.of(layouts, results | updated, item_by_item=True)
+    overlaps = Overlaps.of(arrays, results | updated, item_by_item=True)
     dtype = layouts[of_dtype[0]].dtype
-    starts = starts_of(description)
+    starts = given_of(starts_of(kind, description))
     problem = ElementProblem(
-        kernel, shape, dtype, parts, decisions, accumulate, layouts, starts, overlaps
+        kernel, shape, dtype, parts, decisions, accumulate, arrays, layouts, starts, overlaps
     )
     for name, output in problem.outputs.items():
         if name in layouts:
-            require_output(name, layouts[name], *output)
+            require_output(shown_as.get(name, name), layouts[name], *output)
     return problem
 
 
-def _shape_of_items(layouts: dict[str, Layout], part: Part) -> tuple[int, ...]:
+def _shape_of_items(
+    layouts: dict[str, Layout], part: Part, shown_as: Mapping[str, str]
+) -> tuple[int, ...]:
     """Return the shape of what the kernel sees, from the array whose part its first one is."""
     shape = layouts[part.array].shape
     if part.count == 1:
@@ -197,23 +205,30 @@ def _shape_of_items(layouts: dict[str, Layout], part: Part) -> tuple[int, ...]:
     if not shape or shape[-1] % part.count:
         raise error(
             ValueError,
-            f"{part.array} has shape {shape}",
+            f"{shown_as.get(part.array, part.array)} has shape {shape}",
             f"packed it is (..., {part.count} * N): its last axis has {part.count} equal parts",
             "pass an array of that shape, or the parts one by one",
         )
     return (*shape[:-1], shape[-1] // part.count)
 
 
-@cache
-def array_fixes(kernel: ElementKernel) -> Mapping[str, str]:
+def array_fixes(kernel: ElementKernel, shown: Iterable[str]) -> Mapping[str, str]:
     """Return what to pass instead of what is no array, by the names in errors."""
-    return fixes_of_results(*kernel.updated, *kernel.results)
+    return _fixes(kernel, tuple(shown))
+
+
+@cache
+def _fixes(kernel: ElementKernel, shown: tuple[str, ...]) -> Mapping[str, str]:
+    return fixes_of_results(*kernel.updated, *kernel.results, *shown)
 
 
 def run_elements(
-    device: Device, problem: ElementProblem, operands: Operands, **scalars: Any
-) -> dict[str, Array]:
-    """Run an element-wise operation; `scalars` are the kernel's, and may differ in each call."""
+    device: Device, problem: ElementProblem, operands: Operands[R], **scalars: Any
+) -> R:
+    """Run an element-wise operation; return its arrays, the results among them.
+
+    `scalars` are the kernel's, and may differ in each call.
+    """
     plan = _plan(problem, device.arch.number)
     if scalars:
         kinds = problem.kernel.scalars
@@ -227,11 +242,13 @@ def run_elements(
 @lru_cache(maxsize=4096)
 def _plan(problem: ElementProblem, arch: int) -> Plan:
     kernel, dtype = problem.kernel, problem.dtype.name
-    outputs = tuple(problem.outputs.items())
-    require_item_alignment(problem.layouts, problem.starts)
-    require_kernel_dtype(problem.parts[(*kernel.updated, *kernel.inputs)[0]].array, problem.dtype)
+    planner = Planner(type(problem.arrays), problem.arrays, problem.outputs)
+    shown_as = problem.arrays.SHOWN_AS
+    require_item_alignment(problem.layouts, problem.starts, shown_as)
+    first = problem.parts[(*kernel.updated, *kernel.inputs)[0]].array
+    require_kernel_dtype(shown_as.get(first, first), problem.dtype)
     if 0 in problem.shape:
-        return Plan((), outputs, zero_new=problem.accumulate)
+        return planner.plan(zero_new=problem.accumulate)
 
     walk = _Walk.of(problem)
     vec = walk.vector()
@@ -249,10 +266,11 @@ def _plan(problem: ElementProblem, arch: int) -> Plan:
         )
     specialisation = kernel.specialise(arch, dtype, loads, vec, **problem.decided)
     unset = (kind(0) for kind in kernel.scalars.values())
-    renamed = {name: part.array for name, part in problem.parts.items()}
-    step = Step.of(specialisation, ctas, *unset, walk.params(units), renamed=renamed)
-    plan = Plan((step,), outputs, zero_new=problem.accumulate)
-    return plan.for_arrays(problem.layouts)
+    slots = given_of(planner.slots)
+    wholes = {name: part.array for name, part in problem.parts.items()}
+    arrays = [slots.get(wholes.get(name, name)) for name in (*kernel.arrays, *kernel.numbers)]
+    step = Step.of(specialisation, ctas, arrays, *unset, walk.params(units))
+    return planner.plan(step, zero_new=problem.accumulate)
 
 
 class _Walk(NamedTuple):
@@ -303,7 +321,10 @@ class _Walk(NamedTuple):
         arrays = self.problem.kernel.arrays
         absent = (0,) * len(self.shape)
         strides = {name: self.strides.get(name, absent) for name in arrays}
-        shown_as = {name: part.array for name, part in self.problem.parts.items()}
+        shown = self.problem.arrays.SHOWN_AS
+        shown_as = {
+            name: shown.get(part.array, part.array) for name, part in self.problem.parts.items()
+        }
         params = walk_params(self.shape, strides, self.length, units, shown_as)
         params["offsets"] = [self.offsets.get(name, 0) for name in arrays]
         return params[()]

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
+from cupyattn.runtime.arrays import is_contiguous
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, Plan, Step, adopt, layouts_of, run, starts_of
 from cupyattn.runtime.checks import fixes_of_results, require_given, require_item_alignment
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.launch import MAX_GRID_X
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.plan import Plan, Step, run
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
 _MOST_THREADS = 1024  # of a CTA, on any GPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.records import R
 
 
 def named_out(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
@@ -61,6 +62,32 @@ def named_grads(
         )
     require_grads(grads, accumulate, fix)
     return {}
+
+
+def take_out(arrays: R, out: Any, names: tuple[str, ...]) -> R:
+    """Put the arrays of out= into a record's fields: one array, or a tuple of several.
+
+    Raises
+    ------
+    TypeError
+        If there are more or fewer than names, or None among several.
+    """
+    for name, array in named_out(out, names).items():
+        setattr(arrays, name, array)
+    return arrays
+
+
+def take_grads(arrays: R, kind: type[Any], grads: Any, accumulate: bool) -> R:
+    """Put the arrays of grads=, a named tuple of this kind, into a record's fields.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `named_grads`.
+    """
+    for name, array in named_grads(kind, grads, accumulate).items():
+        setattr(arrays, name, array)
+    return arrays
 
 
 def require_grads(

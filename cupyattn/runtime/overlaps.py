@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,11 +13,12 @@ from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layout
 from cupyattn.runtime.checks import require_output, require_workspace
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.plan import Output
+from cupyattn.runtime.records import Record, fields_of, values_of
 from cupyattn.runtime.spans import share_an_item, span
 
 
 class Pair(NamedTuple):
-    """The names of a result and of another array of a call, and how they meet.
+    """A result and another array of a call, and how they meet.
 
     What they span has bytes in common where the other's first item lies more than `least` and less
     than `most` bytes behind the result's.
@@ -31,49 +32,71 @@ class Pair(NamedTuple):
     """Whether they may be one array: each item is read before it is written."""
 
 
-class Overlaps(NamedTuple):
-    """What a call's arrays, as they are laid out, have to be asked before results are written."""
+class Meeting(NamedTuple):
+    """A result and another array of a call, numbered by the record's fields, and how they meet.
 
-    pairs: tuple[tuple[str, str, int, int, bool], ...]
-    """What each `Pair` holds: plain tuples come apart faster, and each call takes them apart."""
-    results: tuple[str, ...]
-    shown_as: Mapping[str, str]
+    What they span has bytes in common where the other's first item lies more than `least` and less
+    than `most` bytes behind the result's.
+    """
+
+    result: int
+    other: int
+    least: int
+    most: int
+    may_be_same: bool
+    """Whether they may be one array: each item is read before it is written."""
+
+
+class Overlaps(NamedTuple):
+    """Which arrays of a call may meet in memory, by their layouts.
+
+    Arrays are numbered by the fields of the call's record.
+    """
+
+    pairs: tuple[tuple[int, int, int, int, bool], ...]
+    """What each `Meeting` holds: plain tuples come apart faster, and each call takes them apart."""
+    results: tuple[int, ...]
+    names: tuple[str, ...]
+    """What callers call each array."""
 
     @classmethod
     def of(
         cls,
-        layouts: Mapping[str, Layout],
+        layouts: Record[Layout],
         writes: Iterable[str],
-        shown_as: Mapping[str, str] = MappingProxyType({}),
         in_place: Mapping[str, str] = MappingProxyType({}),
         item_by_item: bool = False,
     ) -> Overlaps:
-        """Pair each array of `writes` with every other; `shown_as` has names for people.
+        """Pair each array of `writes` with every other.
 
         `in_place` has, for a result, the array that it may be itself, item for item; with
         `item_by_item` each result may be any array that is only read.
         """
+        fields = fields_of(type(layouts))
+        there = {n: each for n, each in enumerate(values_of(type(layouts))(layouts)) if each}
+        spans = {n: span(layout) for n, layout in there.items()}
         writes = frozenset(writes)
-        names, spans = [*layouts], {name: span(layout) for name, layout in layouts.items()}
-        results = tuple(name for name in names if name in writes)
+        results = tuple(n for n in there if fields[n] in writes)
         pairs = [
-            Pair(
+            Meeting(
                 result,
                 other,
                 least=spans[result].start - spans[other].end,
                 most=spans[result].end - spans[other].start,
                 may_be_same=(
-                    in_place.get(result) == other or (item_by_item and other not in results)
+                    in_place.get(fields[result]) == fields[other]
+                    or (item_by_item and other not in results)
                 )
-                and layouts[result] == layouts[other],
+                and there[result] == there[other],
             )
             for result in results
-            for other in names
-            if other not in results or names.index(other) > names.index(result)
+            for other in there
+            if other not in results or other > result
         ]
-        return cls(tuple((*pair,) for pair in pairs), results, shown_as)
+        names = tuple(layouts.SHOWN_AS.get(field, field) for field in fields)
+        return cls(tuple((*pair,) for pair in pairs), results, names)
 
-    def check(self, operands: Operands) -> None:
+    def check(self, operands: Operands[Any]) -> None:
         """Raise ValueError if a result is read-only or shares an item with another array.
 
         Where items lie settles almost every pair.
@@ -84,57 +107,54 @@ class Overlaps(NamedTuple):
             if least < distance < most and not (may_be_same and distance == 0):
                 self._check_items(operands, result, other)
         if operands.device_id is None:
+            arrays = values_of(type(operands.arrays))(operands.arrays)
             for result in self.results:
-                _require_writable(self._shown(result), operands.arrays[result])
+                require_writable(self.names[result], arrays[result])
 
-    def _check_items(self, operands: Operands, result: str, other: str) -> None:
-        layouts = layouts_of(operands.description)
+    def _check_items(self, operands: Operands[Any], result: int, other: int) -> None:
+        kind = type(operands.arrays)
+        layouts = values_of(kind)(layouts_of(kind, operands.description))
         distance = operands.places[other] - operands.places[result]
         if share_an_item(layouts[result], layouts[other], distance):
-            shown = self._shown(result)
+            shown = self.names[result]
             raise error(
                 ValueError,
-                f"{shown} overlaps {self._shown(other)} in memory",
+                f"{shown} overlaps {self.names[other]} in memory",
                 "both are written"
                 if other in self.results
                 else "results are written while inputs are still read",
                 f"give {shown} memory of its own, or leave it out",
             )
 
-    def _shown(self, name: str) -> str:
-        return self.shown_as.get(name, name)
 
-
-def require_apart(
-    operands: Operands,
-    writes: Mapping[str, Output | None],
-    shown_as: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+def require_apart(operands: Operands[Any], writes: Mapping[str, Output | None]) -> None:
     """Raise unless what is written, or is scratch memory, fits and shares no item with the rest.
 
     `writes` has the arrays that are written, where they are given, each with the result that it has
-    to be, or None where others check that; `shown_as` has names for people.
+    to be, or None where others check that.
     """
-    names = tuple(shown_as.items())
-    _apart(operands.description, tuple(writes.items()), names).check(operands)
+    kind = type(operands.arrays)
+    writing = tuple(writes.items())
+    _apart(kind, operands.description, writing).check(operands)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
 def _apart(
-    description: Description,
-    writes: tuple[tuple[str, Output | None], ...],
-    shown_as: tuple[tuple[str, str], ...],
+    kind: type[Record[Any]], description: Description, writes: tuple[tuple[str, Output | None], ...]
 ) -> Overlaps:
-    layouts = layouts_of(description)
+    layouts = layouts_of(kind, description)
     for name, output in writes:
-        if output is not None and name in layouts:
-            require_output(dict(shown_as).get(name, name), layouts[name], *output)
-    if "workspace" in layouts:
-        require_workspace(layouts["workspace"])
-    return Overlaps.of(layouts, ("workspace", *dict(writes)), dict(shown_as))
+        layout = getattr(layouts, name)
+        if output is not None and layout is not None:
+            require_output(kind.SHOWN_AS.get(name, name), layout, *output)
+    workspace = getattr(layouts, "workspace", None)
+    if workspace is not None:
+        require_workspace(workspace)
+    return Overlaps.of(layouts, ("workspace", *dict(writes)))
 
 
-def _require_writable(name: str, result: Array) -> None:
+def require_writable(name: str, result: Array) -> None:
+    """Raise ValueError if a NumPy array cannot be written."""
     if isinstance(result, np.ndarray) and not result.flags.writeable:
         raise error(
             ValueError,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.records import Record, fields_of
 from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
@@ -99,7 +100,10 @@ class RowKernel:
     Attributes
     ----------
     entry, source : str
-        As of a `KernelSpec`.
+        The kernel's entry and file, as in a `KernelSpec`.
+    record : type of Record
+        The record of a call's arrays, in the order of the kernel's parameters; `workspace` may
+        follow them.
     rows : tuple of str
         Arrays that are read row by row.
     columns : tuple of str
@@ -119,8 +123,6 @@ class RowKernel:
         Arrays that may be absent, results too; the macro WITH_<NAME> says whether one is there.
     follows : mapping
         Results that are there exactly if an optional input is, whose macro speaks for both.
-    shown_as : mapping
-        What errors call an array that callers know by another name.
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
     choices : mapping
@@ -134,6 +136,7 @@ class RowKernel:
 
     entry: str
     source: str
+    record: type[Record[Any]]
     rows: tuple[str, ...]
     results: Mapping[str, Result]
     columns: tuple[str, ...] = ()
@@ -142,11 +145,20 @@ class RowKernel:
     broadcast: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     follows: Mapping[str, str] = field(default_factory=dict)
-    shown_as: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     table: RowTable = field(default_factory=lambda: ROWS)
+
+    def __post_init__(self) -> None:
+        fields = [name for name in fields_of(self.record) if name != "workspace"]
+        if fields != [*self.inputs, *self.results]:
+            raise TypeError(f"{self.record.__name__} is {fields}, not the arrays of {self.entry}")
+
+    @property
+    def shown_as(self) -> Mapping[str, str]:
+        """What errors call an array that callers know by another name."""
+        return self.record.SHOWN_AS
 
     def results_of(self, kind: Result) -> tuple[str, ...]:
         """Return the names of the results of a kind."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arrays import (
-    Array,
     Description,
     Layout,
     Operands,
@@ -44,7 +43,8 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.records import R, Record, given_of
 from cupyattn.runtime.row_kernel import (
     COLUMN_SUMS_COLUMNS,
     OF_THE_PLAN,
@@ -70,7 +70,9 @@ class RowProblem:
     choices: Mapping[str, Any]
     accumulate: bool
     """Whether gradients are added to what is there."""
+    arrays: Record[Layout]
     layouts: dict[str, Layout]
+    """Of the arrays that are given; what broadcasts has the shape of the rows here."""
     starts: dict[str, int]
     """By how many bytes each array misses a vector's alignment."""
     wanted: frozenset[str]
@@ -128,7 +130,7 @@ def statistics_dtype(dtype: np.dtype) -> np.dtype:
 
 def row_problem(
     kernel: RowKernel,
-    operands: Operands,
+    operands: Operands[Any],
     *,
     wanted: Iterable[str] = (),
     choices: Mapping[str, Any] = _NOTHING,
@@ -178,7 +180,8 @@ def _cached_problem(
     wanted: tuple[str, ...],
 ) -> RowProblem:
     scalars, choices = dict(given_scalars), dict(given_choices)
-    layouts = layouts_of(description)
+    arrays = layouts_of(kernel.record, description)
+    layouts = given_of(arrays)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
     first = layouts[kernel.rows[0]]
     for name in kernel.broadcast:
@@ -196,10 +199,11 @@ def _cached_problem(
         },
         {name: choices[name] for name in kernel.choices if name not in OF_THE_PLAN},
         accumulate,
+        arrays,
         layouts,
-        starts_of(description),
+        given_of(starts_of(kernel.record, description)),
         frozenset(wanted),
-        Overlaps.of(layouts, (*kernel.results, "workspace"), kernel.shown_as, in_place),
+        Overlaps.of(arrays, (*kernel.results, "workspace"), in_place),
     )
     _check_inputs(problem)
     for name in kernel.results:
@@ -261,8 +265,8 @@ def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
     }
 
 
-def run_rows(device: Device, problem: RowProblem, operands: Operands) -> dict[str, Array]:
-    """Run a row operation."""
+def run_rows(device: Device, problem: RowProblem, operands: Operands[R]) -> R:
+    """Run a row operation; return its arrays, the results among them."""
     plan = _plan(problem, device.arch.number, device.multiprocessors)
     return run(device, plan, operands)
 
@@ -273,12 +277,13 @@ def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
     accumulate = problem.accumulate
     require_item_alignment(problem.layouts, problem.starts, kernel.shown_as)
     require_kernel_dtype(kernel.rows[0], problem.dtype)
-    outputs = tuple(found.items())
+    planner = Planner(kernel.record, problem.arrays, found)
+    slots: dict[str, int] = given_of(planner.slots)
     sums = [name for name in kernel.results_of(Result.COLUMN_SUM) if name in found]
     statistics = any(kernel.results[name] is Result.PER_ROW for name in found)
     if problem.count == 0 or (problem.length == 0 and not statistics):
-        zero_first = () if accumulate else tuple(sums)
-        return Plan((), outputs, zero_first=zero_first, zero_new=accumulate)
+        zero_first = () if accumulate else [slots[name] for name in sums]
+        return planner.plan(zero_first=zero_first, zero_new=accumulate)
 
     layouts = {name: contiguous(*output) for name, output in found.items()} | problem.layouts
     vec = _vector(problem, layouts)
@@ -286,23 +291,20 @@ def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
     ctas = -(-problem.count // config.rows_per_cta)
     ctas = min(ctas, multiprocessors * config.summing_ctas) if sums else ctas
     specialisation = kernel.specialise(arch, dtype, problem.length, vec, problem.macros(vec))
-    partials = {name: f"{name}_partials" for name in sums}
+    partials = {name: planner.scratch(ctas * problem.length) for name in sums}
     queries = problem.shape[-2] if len(problem.shape) > 1 else 1
     scalars = {**problem.scalars, "accumulate": accumulate, "queries": queries}
     values = [_column_stride(layouts.get(name)) for name in kernel.broadcast]
     values += [scalars[name] for name in kernel.scalars]
-    steps = [Step.of(specialisation, ctas, *values, _params(problem, layouts), renamed=partials)]
+    arrays = [(slots | partials).get(name) for name in (*kernel.inputs, *kernel.results)]
+    steps = [Step.of(specialisation, ctas, arrays, *values, _params(problem, layouts))]
     counts = (ctas, problem.length, accumulate)
     for first in range(0, len(sums), 2):
-        together = sums[first : first + 2]
-        columns = -(-problem.length // COLUMN_SUMS_COLUMNS) * len(together)
-        renamed: dict[str, str] = {}
-        for parameter, name in zip(("", "more_"), together, strict=False):
-            renamed |= {f"{parameter}partials": partials[name], f"{parameter}sums": name}
-        steps.append(Step.of(column_sums(dtype), columns, *counts, renamed=renamed))
-    scratch = lay_out_scratch(dict.fromkeys(partials.values(), ctas * problem.length))
-    plan = Plan(tuple(steps), outputs, scratch, zero_new=accumulate)
-    return plan.for_arrays(problem.layouts)
+        name, more = (*sums[first : first + 2], "")[:2]
+        columns = -(-problem.length // COLUMN_SUMS_COLUMNS) * (2 if more else 1)
+        summed = (partials[name], partials.get(more), slots[name], slots.get(more))
+        steps.append(Step.of(column_sums(dtype), columns, summed, *counts))
+    return planner.plan(*steps, zero_new=accumulate)
 
 
 def _column_stride(layout: Layout | None) -> int:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array, NamedOperands, Operands
 from cupyattn.runtime.errors import error
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
 """Set by `backend`."""
 
 
-def checks_values(operands: Operands) -> bool:
+def checks_values(operands: Operands[Any] | NamedOperands) -> bool:
     """Tell whether to: always, but on a GPU only where asked, for it has to be waited for.
 
     Examples
     --------
     >>> import numpy as np
-    >>> from cupyattn.runtime.arrays import adopt
+    >>> from cupyattn.runtime.by_name import adopt
     >>> checks_values(adopt({"x": np.zeros(3)}))
     True
     """

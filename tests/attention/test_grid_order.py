@@ -29,10 +29,11 @@ from cupyattn.ops.attention.grid_order import turns
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
-from cupyattn.runtime.arrays import adopt, contiguous
+from cupyattn.runtime.arrays import contiguous
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Plan, adopt, run
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Output, Plan, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.spec import Pointer, Scalar
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores

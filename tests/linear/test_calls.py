@@ -29,7 +29,7 @@ from cupyattn import (
 from cupyattn.ops.linear import backward, forward
 from cupyattn.ops.linear.checks import backward_problem, forward_problem
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 
 
 def made(recorder):

@@ -29,7 +29,7 @@ from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
 from cupyattn.registry import catalogue
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]

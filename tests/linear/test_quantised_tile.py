@@ -29,7 +29,7 @@ from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
 from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.tuning import Asked, Choices
 

@@ -23,7 +23,7 @@ from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling
 from cupyattn.runtime.arch import TURING, arch_of
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated

@@ -21,7 +21,7 @@ from cupyattn.ops.linear.checks import forward_problem
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.kernels_thin import thin_rows
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

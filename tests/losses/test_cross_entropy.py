@@ -18,6 +18,7 @@ from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.ops.losses.kernels import ReductionArrays
 from cupyattn.ops.losses.plan import reduce_losses
 from cupyattn.runtime.arrays import adopt
 
@@ -420,6 +421,6 @@ def test_mean_of_eight_million_rows_is_exact():
     """A thread counts 8,191 labels: 13 bits of one half of its counter and one of the other."""
     labels = np.zeros(8191 * 1024 + 5, np.int32)
     labels[[0, 77, -1]] = IGNORED
-    given = {"dloss": np.asarray(len(labels) - 3, np.float32), "labels": labels}
-    placed = adopt({name: KERNELS.put(array) for name, array in given.items()})
+    dloss = np.asarray(len(labels) - 3, np.float32)
+    placed = adopt(ReductionArrays(KERNELS.put(labels), dloss=KERNELS.put(dloss)))
     assert KERNELS.get(reduce_losses(KERNELS.device, placed, IGNORED, mean=True)) == 1

@@ -22,7 +22,7 @@ from support.search import deep, examples
 import cupyattn
 from cupyattn import LinearCrossEntropyGrads, reference, vjp
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.plan import allot
+from cupyattn.runtime.by_name import allot
 
 RNG = np.random.default_rng(0)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}

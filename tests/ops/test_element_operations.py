@@ -159,7 +159,7 @@ def test_gated_accesses_use_every_byte_of_their_sectors(dtype, length):
 
 
 def test_a_problem_is_checked_once():
-    operands = adopt({"x": np.zeros((2, 3), np.float32)})
+    operands = adopt(activations.ActivationArrays(np.zeros((2, 3), np.float32)))
     first, second = (element_problem(activations.FORWARD, operands) for _ in range(2))
     assert first is second
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,27 @@ from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.call_rows import call_rows
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import ROWS, Result, RowKernel
 from cupyattn.runtime.rows import row_problem, run_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
+
+@dataclass(slots=True)
+class CentreBackwardArrays(Record[T]):
+    dout: T
+    x: T
+    weight: T
+    dx: T | None = None
+    mean: T | None = None
+    dweight: T | None = None
+
+
 CENTRE_BACKWARD = RowKernel(
     "centre_backward",
     str(Path(__file__).parent / "kernels" / "centre_backward.cu"),
+    CentreBackwardArrays,
     rows=("dout", "x"),
     columns=("weight",),
     results={"dx": Result.ROW, "mean": Result.PER_ROW, "dweight": Result.COLUMN_SUM},
@@ -42,10 +56,11 @@ def reference(dout, x, weight, *, scale):
 
 
 def centre_backward(dout, x, weight, *, scale, **given):
-    arrays = {"dout": dout, "x": x, "weight": weight, **given}
+    arrays = CentreBackwardArrays(dout, x, weight, **given)
     return call_rows(CENTRE_BACKWARD, arrays, reference, scalars={"scale": scale})
 
 
+RESULTS = ("dx", "mean", "dweight")
 LENGTHS = (1, 24, 128, 129, 1000, 1024, 1025, 8192, 8193, 9001)
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
@@ -59,7 +74,7 @@ def problem(rows, length, dtype):
 def require_right(found, dout, x, weight, dtype):
     """Check errors against the rounding of float32 sums and of one store."""
     rows, length = x.shape
-    exact = dict(zip(found, reference(dout, x, weight, scale=0.5), strict=True))
+    exact = dict(zip(RESULTS, reference(dout, x, weight, scale=0.5), strict=True))
     absolute = [np.abs(array.astype(np.float64)) for array in (dout, x, weight)]
     size = {
         "dx": absolute[0] * absolute[2] + (absolute[0] * absolute[2]).mean(-1, keepdims=True),
@@ -69,7 +84,7 @@ def require_right(found, dout, x, weight, dtype):
     for name, terms in (("dx", length), ("mean", length), ("dweight", rows + length)):
         store = UNITS[dtype if name != "mean" else "float32"]
         bound = (terms + 8) * 2.0**-24 * size[name] + store * np.abs(exact[name]) + 1e-7
-        assert (np.abs(KERNELS.get(found[name]) - exact[name]) <= bound).all(), name
+        assert (np.abs(KERNELS.get(getattr(found, name)) - exact[name]) <= bound).all(), name
 
 
 ALL = [*itertools.product((1, 3, 37), LENGTHS, UNITS)]
@@ -80,17 +95,16 @@ EACH_LENGTH = [*zip(itertools.cycle((1, 3, 37, 3)), LENGTHS, itertools.cycle(UNI
 def test_row_operation_of_each_length_is_right(rows, length, dtype):
     dout, x, weight = problem(rows, length, dtype)
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5)
-    assert list(found) == ["dx", "mean", "dweight"]
-    assert (found["mean"].shape, found["dweight"].shape) == ((rows,), (length,))
+    assert (found.mean.shape, found.dweight.shape) == ((rows,), (length,))
     require_right(found, dout, x, weight, dtype)
 
 
 def test_scalars_of_each_call_reach_the_kernel():
     """Plans do not keep the scalars of an earlier call, whatever their types."""
     dout, x, weight = map(KERNELS.put, problem(3, 24, "float32"))
-    once = KERNELS.get(centre_backward(dout, x, weight, scale=1.0)["dx"])
+    once = KERNELS.get(centre_backward(dout, x, weight, scale=1.0).dx)
     for scale in (0.5, 2, 2.0, np.float32(4), np.float64(0.25), 0.5):
-        found = centre_backward(dout, x, weight, scale=scale)["dx"]
+        found = centre_backward(dout, x, weight, scale=scale).dx
         np.testing.assert_array_equal(KERNELS.get(found), once * np.float32(scale))
 
 
@@ -101,18 +115,19 @@ def test_sums_of_more_rows_than_ctas_repeat_their_bits():
     placed = [KERNELS.put(array) for array in (dout, x, weight)]
     first, second = (centre_backward(*placed, scale=0.5) for _ in range(2))
     require_right(first, dout, x, weight, "float32")
-    for name in first:
-        assert KERNELS.get(first[name]).tobytes() == KERNELS.get(second[name]).tobytes()
+    for name in RESULTS:
+        one, other = (KERNELS.get(getattr(found, name)) for found in (first, second))
+        assert one.tobytes() == other.tobytes()
 
 
 def test_column_sums_accumulate():
     dout, x, weight = problem(7, 129, "float32")
     dweight = KERNELS.put(np.arange(129, dtype=np.float32))
-    named = dict(zip(("dout", "x", "weight"), map(KERNELS.put, (dout, x, weight)), strict=True))
-    operands = adopt({**named, "dweight": dweight})
+    placed = map(KERNELS.put, (dout, x, weight))
+    operands = adopt(CentreBackwardArrays(*placed, dweight=dweight))
     described = row_problem(CENTRE_BACKWARD, operands, scalars={"scale": 0.5}, accumulate=True)
     found = run_rows(KERNELS.device, described, operands)
-    assert found["dweight"] is dweight
+    assert found.dweight is dweight
     expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)
     np.testing.assert_allclose(KERNELS.get(dweight), expected, rtol=1e-5, atol=1e-5)
 
@@ -134,7 +149,7 @@ def test_results_are_written_in_place():
     given = {"dx": wide[:, :129], "mean": mean, "dweight": dweight}
     found = centre_backward(*map(KERNELS.put, (dout, x, weight)), scale=0.5, **given)
     for name, array in given.items():
-        assert found[name] is array
+        assert getattr(found, name) is array
     require_right(found, dout, x, weight, "float32")
     assert (KERNELS.get(wide)[:, 129:] == 77).all()
 
@@ -144,9 +159,9 @@ def test_no_rows_or_columns_give_sums_of_zero(shape):
     dout = KERNELS.put(np.zeros(shape, np.float32))
     weight = KERNELS.put(np.zeros(shape[-1], np.float32))
     found = centre_backward(dout, dout, weight, scale=0.5)
-    assert found["dx"].shape == shape
-    assert found["mean"].shape == shape[:-1]
-    assert (KERNELS.get(found["dweight"]) == 0).all()
+    assert found.dx.shape == shape
+    assert found.mean.shape == shape[:-1]
+    assert (KERNELS.get(found.dweight) == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +18,7 @@ from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
 from cupyattn.runtime.call_rows import call_rows
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowKernel
 
 MOST_WORDS = 1300
@@ -104,11 +106,12 @@ def test_the_recipe_of_a_row_operation_runs():
 
     x, weight = np.random.default_rng(0).standard_normal((2, 3, 8), dtype=np.float32)
     names = {"RowKernel": RowKernel, "Result": Result, "np": np, "call_rows": call_rows}
+    names |= {"dataclass": dataclass, "Record": Record, "T": T}
     names |= {"reference": reference, "x": x, "weight": weight[0], "eps": 1e-5}
     names["out"] = out = np.empty_like(x)
     with cupyattn.backend("reference"):
         exec(compile(code, "CONTRIBUTING.md", "exec"), names)
-    assert names["found"]["out"] is out
+    assert names["found"].out is out
     assert np.allclose(out, cupyattn.rms_norm(x, weight[0], eps=1e-5))
 
 

@@ -16,16 +16,8 @@ from support.recording_device import Recorder, device_array, launched
 
 from cupyattn.ops.attention import api as forward
 from cupyattn.runtime import arrays
-from cupyattn.runtime.arrays import (
-    Layout,
-    Operands,
-    address,
-    adopt,
-    contiguous,
-    exports_memory,
-    layouts_of,
-    starts_of,
-)
+from cupyattn.runtime.arrays import Layout, address, contiguous, exports_memory
+from cupyattn.runtime.by_name import Operands, adopt, layouts_of, starts_of
 
 
 def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:

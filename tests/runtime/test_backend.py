@@ -23,8 +23,8 @@ from cupyattn import backend, emulator, softmax
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Checks, Report
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.backend import BACKEND_VARIABLE, device_of, running_on
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.value_checks import checks_values

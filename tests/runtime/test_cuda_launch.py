@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.recording_device import device_array
 
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.device import cuda as cuda_module
 from cupyattn.runtime.device.arguments import PackedArguments
 from cupyattn.runtime.device.tensor_cores import TensorCores

@@ -26,9 +26,9 @@ from cupyattn import (
     softmax,
     softmax_backward,
 )
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.by_name import ABSENT, Plan, Step, adopt, lay_out_scratch, run
 from cupyattn.runtime.launch import MAX_GRID_X, launch, typed
-from cupyattn.runtime.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
 from cupyattn.runtime.structs import new_struct
 

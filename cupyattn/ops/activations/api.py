@@ -5,13 +5,17 @@ from __future__ import annotations
 from functools import partial
 
 from cupyattn.ops.activations import reference
-from cupyattn.ops.activations.kernels import ACTIVATIONS, BACKWARD, FORWARD
+from cupyattn.ops.activations.kernels import (
+    ACTIVATIONS,
+    BACKWARD,
+    FORWARD,
+    ActivationArrays,
+    ActivationBackwardArrays,
+)
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements
-from cupyattn.runtime.elements import Part
 from cupyattn.runtime.errors import error, shown
 
-_GRADS = {"dx": Part("grads")}
 _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
@@ -200,16 +204,13 @@ def gelu_kind(approximate: object) -> str:
 
 def _activation(kind: str, x: Array, out: Array | None) -> Array:
     exact = partial(reference.activation, kind=kind)
-    arrays = {"x": x, "out": out}
+    arrays = ActivationArrays(x, out)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    return call_elements(FORWARD, arrays, exact, decided=decided)["out"]
+    return call_elements(FORWARD, arrays, exact, decided=decided).out
 
 
 def _backward(kind: str, dout: Array, x: Array, grads: Array | None, accumulate: bool) -> Array:
     exact = partial(reference.activation_backward, kind=kind)
-    arrays = {"dout": dout, "x": x, "grads": grads}
+    arrays = ActivationBackwardArrays(dout, x, grads)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    results = call_elements(
-        BACKWARD, arrays, exact, parts=_GRADS, decided=decided, accumulate=accumulate
-    )
-    return results["grads"]
+    return call_elements(BACKWARD, arrays, exact, decided=decided, accumulate=accumulate).dx

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.ops.activations import reference
-from cupyattn.ops.activations.kernels_dropout import DROPOUT
+from cupyattn.ops.activations.kernels_dropout import DROPOUT, DropoutArrays, DropoutBackwardArrays
 from cupyattn.ops.activations.plan_dropout import Draw
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements
@@ -84,8 +84,8 @@ def dropout(
     array([2., 2., 2., 2., 0., 2., 0., 0.], dtype=float32)
     """
     draw = Draw.of(p, seed)
-    arrays = {"x": x, "residual": residual, "out": out}
-    return call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars)["out"]
+    arrays = DropoutArrays(x, residual, out)
+    return call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars).out
 
 
 def dropout_backward(
@@ -140,11 +140,11 @@ def dropout_backward(
         )
     dx = given.get("dx")
     require_grads(dx, accumulate, "pass grads=DropoutGrads(dx)")
-    added_to = "grads.dx" if accumulate else "none"
-    parts = {"x": Part("dout"), "out": Part("grads.dx"), "residual": Part(added_to)}
-    arrays = {"dout": dout, "grads.dx": dx}
+    added_to = "dx" if accumulate else "none"
+    parts = {"x": Part("dout"), "out": Part("dx"), "residual": Part(added_to)}
+    arrays = DropoutBackwardArrays(dout, dx)
     results = call_elements(DROPOUT, arrays, _exact(draw), parts=parts, scalars=draw.scalars)
-    return DropoutGrads(results["grads.dx"], dout)
+    return DropoutGrads(results.dx, dout)
 
 
 def _exact(draw: Draw) -> Any:

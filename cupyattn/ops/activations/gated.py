@@ -7,13 +7,19 @@ from typing import Any, NamedTuple
 
 from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.api import gelu_kind
-from cupyattn.ops.activations.kernels import ACTIVATIONS, GATED, GATED_BACKWARD
+from cupyattn.ops.activations.kernels import (
+    ACTIVATIONS,
+    GATED,
+    GATED_BACKWARD,
+    GatedArrays,
+    GatedBackwardArrays,
+)
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.elements import Part
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.outputs import take_grads
 
 
 class GatedGrads(NamedTuple):
@@ -34,10 +40,9 @@ class GatedGrads(NamedTuple):
 _PACKED = {
     "gate": Part("gate", 0, 2),
     "up": Part("gate", 1, 2),
-    "dgate": Part("grads.dgate", 0, 2),
-    "dup": Part("grads.dgate", 1, 2),
+    "dgate": Part("dgate", 0, 2),
+    "dup": Part("dgate", 1, 2),
 }
-_APART = {"dgate": Part("grads.dgate"), "dup": Part("grads.dup")}
 
 
 def swiglu(gate: Array, up: Array | None = None, /, *, out: Array | None = None) -> Array:
@@ -220,11 +225,11 @@ def geglu_backward(
 
 
 def _gated(kind: str, gate: Array, up: Array | None, out: Array | None) -> Array:
-    arrays = {"gate": gate, "up": up, "out": out}
+    arrays = GatedArrays(gate, up, out)
     parts = _PACKED if up is None else None
     exact = partial(reference.gated, kind=kind)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    return call_elements(GATED, arrays, exact, parts=parts, decided=decided)["out"]
+    return call_elements(GATED, arrays, exact, parts=parts, decided=decided).out
 
 
 def _gated_backward(
@@ -236,8 +241,8 @@ def _gated_backward(
     accumulate: bool,
 ) -> GatedGrads:
     require_bool("accumulate", accumulate)
-    given = named_grads(GatedGrads, grads, accumulate)
-    if up is None and given.get("dup") is not None:
+    arrays = take_grads(GatedBackwardArrays(dout, gate, up), GatedGrads, grads, accumulate)
+    if up is None and arrays.dup is not None:
         raise error(
             ValueError,
             "grads.dup was given for packed gate and up",
@@ -246,15 +251,10 @@ def _gated_backward(
         )
     results = call_elements(
         GATED_BACKWARD,
-        {
-            "dout": dout,
-            "gate": gate,
-            "up": up,
-            **{f"grads.{name}": array for name, array in given.items()},
-        },
+        arrays,
         partial(reference.gated_backward, kind=kind),
-        parts=_PACKED if up is None else _APART,
+        parts=_PACKED if up is None else None,
         decided={"ACTIVATION": ACTIVATIONS[kind]},
         accumulate=accumulate,
     )
-    return GatedGrads(results["grads.dgate"], results.get("grads.dup"))
+    return GatedGrads(results.dgate, results.dup)

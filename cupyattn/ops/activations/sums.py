@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyattn.ops.activations import reference
-from cupyattn.ops.activations.kernels_add_to import ADD_TO
+from cupyattn.ops.activations.kernels_add_to import ADD_TO, AddToArrays
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_elements import call_elements
 
@@ -43,4 +43,4 @@ def add_to(total: Array, x: Array, /) -> None:
     >>> total
     array([2.       , 3.       , 1.0004883], dtype=float32)
     """
-    call_elements(ADD_TO, {"total": total, "x": x}, reference.add_to)
+    call_elements(ADD_TO, AddToArrays(total, x), reference.add_to)

@@ -15,8 +15,9 @@ from cupyattn.ops.attention.kernels.block_mask import TILE
 from cupyattn.ops.attention.modifiers import Blocks, UserFunction, shown_names
 from cupyattn.ops.attention.options import checked_q_offset
 from cupyattn.ops.attention.problem import MAX_LENGTH
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count

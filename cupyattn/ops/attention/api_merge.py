@@ -6,8 +6,9 @@ from typing import Any
 
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.merge import merge_problem, run_merge
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.outputs import named_out
 from cupyattn.runtime.rounding import round_into

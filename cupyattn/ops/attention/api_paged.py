@@ -8,8 +8,9 @@ from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.decode_problem import DecodeProblem, decode_problem
 from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
 from cupyattn.ops.attention.problem import FORWARD_FIXES
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer

@@ -15,11 +15,11 @@ from cupyattn.ops.attention.params import interleaved, placed, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Operands, Plan
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import Plan
 from cupyattn.runtime.storage import STORAGE
 
 IMPLEMENTATIONS = register(

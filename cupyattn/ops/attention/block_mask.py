@@ -21,11 +21,12 @@ from cupyattn.ops.attention.modifiers import (
     strides_of,
 )
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.runtime.arrays import Array, Description, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Description, Operands, Plan, Step, layouts_of, starts_of
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Output, Plan, Step
+from cupyattn.runtime.plan import Output
 
 EMPTY, PARTIAL, FULL = range(3)
 """What a tile may be: no, some or all of its scores are seen."""

@@ -11,7 +11,8 @@ from cupyattn.ops.attention.modifiers import BLOCK_MASK, UserFunction, shown_nam
 from cupyattn.ops.attention.options import DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import ARRAY_FIXES, FORWARD_FIXES, SHOWN_AS, AttentionProblem
 from cupyattn.ops.rope.api import checked_rotary
-from cupyattn.runtime.arrays import Operands, adopt, exports_memory
+from cupyattn.runtime.arrays import exports_memory
+from cupyattn.runtime.by_name import Operands, adopt
 
 _NO_SEED = DropoutSeed(0)
 _Problem = TypeVar("_Problem", bound=AttentionProblem)

@@ -26,7 +26,8 @@ from cupyattn.ops.attention.problem import (
     AttentionProblem,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
-from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     FLOATS,
@@ -43,7 +44,6 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values
 

@@ -13,7 +13,7 @@ from cupyattn.ops.attention.params import score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import DBIAS_PARAMS
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.plan import Step
+from cupyattn.runtime.by_name import Step
 from cupyattn.runtime.structs import new_struct
 
 _FLOAT32 = np.dtype(np.float32)

@@ -16,12 +16,12 @@ from cupyattn.ops.attention.params import attention_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.attention.structs import DECODE_PARAMS
-from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Operands, Plan, Step, lay_out_scratch, run
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step, lay_out_scratch, run
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 

@@ -29,15 +29,8 @@ from cupyattn.ops.attention.packed import (
 from cupyattn.ops.attention.problem import FORWARD_RESULTS, LSE_DTYPE, AttentionProblem
 from cupyattn.ops.attention.results import Outputs, forward_outputs, result_layouts
 from cupyattn.ops.attention.values import require_alibi, require_sinks
-from cupyattn.runtime.arrays import (
-    Array,
-    Description,
-    Layout,
-    Operands,
-    contiguous,
-    layouts_of,
-    starts_of,
-)
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -52,7 +45,6 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.value_checks import checks_values, on_host
 

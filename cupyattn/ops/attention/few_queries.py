@@ -19,8 +19,8 @@ from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.options import POSITION_OPTIONS
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs
+from cupyattn.runtime.by_name import Plan
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Plan
 
 LEAST_KEYS = 256
 """Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22), decoding was faster

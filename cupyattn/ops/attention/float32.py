@@ -17,8 +17,8 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.runtime.arrays import contiguous
+from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Plan, Step, lay_out_scratch
 
 _FLOAT32 = np.dtype(np.float32)
 _SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from cupyattn.ops.attention.modifiers import without_expression
 from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.runtime.by_name import Plan
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan
 
 _CPU = "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')"
 

@@ -12,13 +12,15 @@ from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
 from cupyattn.ops.attention.params import row_strides, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE
 from cupyattn.ops.attention.structs import MERGE_PARAMS
-from cupyattn.runtime.arrays import (
-    Array,
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.by_name import (
     Description,
-    Layout,
     Operands,
-    contiguous,
+    Overlaps,
+    Plan,
+    Step,
     layouts_of,
+    run,
     starts_of,
 )
 from cupyattn.runtime.checks import (
@@ -35,8 +37,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.structs import new_struct
 
 _OUTS, _LSES = ("out_a", "out_b"), ("lse_a", "lse_b")

@@ -25,12 +25,12 @@ from cupyattn.ops.attention.kernels.modifiers import (
     modified_strides,
     parameter_name,
 )
-from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Operands, Plan, run
 from cupyattn.runtime.checks import require_dtype, require_whole_item_strides
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, run
 from cupyattn.runtime.source import NAMED
 from cupyattn.runtime.structs import new_struct
 

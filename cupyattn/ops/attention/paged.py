@@ -8,7 +8,8 @@ from functools import lru_cache
 from cupyattn.ops.attention.decode import decode_attention
 from cupyattn.ops.attention.decode_problem import MAX_QUERIES, DecodeProblem
 from cupyattn.ops.attention.prefill import has_prefill, prefill_attention
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Operands
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 

@@ -21,7 +21,7 @@ from cupyattn.ops.attention.structs import (
     VARLEN_PARAMS,
 )
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.plan import Plan
+from cupyattn.runtime.by_name import Plan
 from cupyattn.runtime.structs import new_struct
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {

@@ -14,12 +14,12 @@ from cupyattn.ops.attention.layouts import require_lengths, score_options
 from cupyattn.ops.attention.params import attention_params, batch_integers, interleaved
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import PAGED_PARAMS
-from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Operands, Plan, Step, run
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step, run
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct

@@ -12,8 +12,8 @@ from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS
 from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.by_name import Overlaps
 from cupyattn.runtime.checks import fixes_of_results
-from cupyattn.runtime.overlaps import Overlaps
 
 LSE_DTYPE = np.dtype(np.float32)
 MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)

@@ -17,9 +17,10 @@ from cupyattn.ops.attention.structs import ROTARY_PARAMS
 from cupyattn.ops.rope.kernels import rope_config, specialise_rotation
 from cupyattn.ops.rope.plan import slot_items
 from cupyattn.runtime.arrays import Layout, contiguous
+from cupyattn.runtime.by_name import Plan, Scratch, Step
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE, Plan, Scratch, Step
+from cupyattn.runtime.plan import SCRATCH_ALIGNMENT, SCRATCH_DTYPE
 from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1

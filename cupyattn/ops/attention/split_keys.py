@@ -19,8 +19,8 @@ from cupyattn.ops.attention.params import attention_params, forward_params
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import Outputs, result_layouts
 from cupyattn.ops.attention.structs import SPLIT_PARAMS
+from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Plan, Step, lay_out_scratch
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.structs import new_struct
 

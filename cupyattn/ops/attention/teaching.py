@@ -14,8 +14,8 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS, TEACHING_PARAMS
 from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.by_name import Plan, Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Plan, Step
 from cupyattn.runtime.spec import Specialisation
 
 

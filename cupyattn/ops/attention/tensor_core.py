@@ -25,8 +25,8 @@ from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import forward_outputs, result_layouts
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.structs import ROTARY_TABLES
+from cupyattn.runtime.by_name import Plan
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Plan
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 

@@ -29,8 +29,8 @@ from cupyattn.ops.attention.params import gradient_params, score_strides
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.results import gradient_outputs, result_layouts
 from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch, spanning
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step, lay_out_scratch, spanning
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import round_up
 

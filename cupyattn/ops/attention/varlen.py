@@ -22,12 +22,12 @@ from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
 from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
 from cupyattn.ops.attention.problem import MAX_LENGTH
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Operands, Plan
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan
 from cupyattn.runtime.storage import STORAGE
 
 FORWARD = register(("flash", STORAGE, float32.forward_plan, ALL_OPTIONS))

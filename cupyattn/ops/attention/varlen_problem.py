@@ -17,7 +17,8 @@ from cupyattn.ops.attention.packed import (
 )
 from cupyattn.ops.attention.problem import BACKWARD_RESULTS, FORWARD_RESULTS, SHOWN_AS
 from cupyattn.ops.attention.values import check_values
-from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     require_arrays,
     require_contiguous_rows,
@@ -25,7 +26,6 @@ from cupyattn.runtime.checks import (
     require_rank,
     require_shape,
 )
-from cupyattn.runtime.overlaps import Overlaps
 
 _OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 _OF_KEYS = frozenset({"k", "v", "dk", "dv"})

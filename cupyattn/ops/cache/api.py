@@ -11,8 +11,9 @@ from cupyattn.ops.cache.append import run_append
 from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
 from cupyattn.ops.cache.storage import WRITTEN_FIXES
 from cupyattn.ops.rope.api import Rotary, checked_rotary
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.rounding import round_into
 

@@ -8,8 +8,9 @@ from cupyattn.ops.cache import reference
 from cupyattn.ops.cache.copies import run_copies
 from cupyattn.ops.cache.copies_problem import WRITTEN, copies_problem, pairs_of
 from cupyattn.ops.cache.storage import WRITTEN_FIXES
-from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.arrays import Array, exports_memory
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import require_given
 
 

@@ -8,8 +8,9 @@ from cupyattn.ops.attention.paged import TABLE_FIXES
 from cupyattn.ops.cache import reference
 from cupyattn.ops.cache.gather import run_gather
 from cupyattn.ops.cache.gather_problem import RESULTS, SHOWN_AS, GatherProblem, gather_problem
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.float_dtypes import float_dtype
 from cupyattn.runtime.numbers import integer

@@ -11,11 +11,10 @@ from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_a
 from cupyattn.ops.cache.storage import CACHES, SCALES
 from cupyattn.ops.cache.strides import rows_aligned, scale_strides, slot_strides, token_strides
 from cupyattn.ops.cache.structs import APPEND_PARAMS
-from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.by_name import Operands, Plan, Step, run
 from cupyattn.runtime.checks import most_tokens, require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step, run
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 

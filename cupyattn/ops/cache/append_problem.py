@@ -15,7 +15,8 @@ from cupyattn.ops.cache.storage import (
     require_positions,
     require_slots,
 )
-from cupyattn.runtime.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -29,7 +30,6 @@ from cupyattn.runtime.checks import (
     require_whole_item_strides,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.value_checks import checks_values
 
 WRITTEN = (*CACHES, *SCALES, "q")

@@ -11,12 +11,12 @@ import numpy as np
 from cupyattn.ops.cache.copies_problem import WRITTEN, CopiesProblem, Pairs
 from cupyattn.ops.cache.kernels import COPY_THREADS, WORDS, specialise_copies
 from cupyattn.ops.cache.structs import COPIES_PASSED, COPY_AXES, COPY_BLOCKS_PARAMS
-from cupyattn.runtime.arrays import Layout, Operands
+from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.by_name import Operands, Plan, Step, run
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step, run
 from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1

@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from cupyattn.ops.cache.storage import CACHES, SCALES, Caches, require_caches
-from cupyattn.runtime.arrays import Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import INTEGERS, require_dtype, require_whole_item_strides
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.value_checks import checks_values, on_host
 
 WRITTEN = (*CACHES, *SCALES)

@@ -8,7 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from cupyattn.ops.cache.storage import Caches, first_where, require_caches
-from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     INTEGERS,
     require_arrays,
@@ -19,7 +20,6 @@ from cupyattn.runtime.checks import (
     require_whole_item_strides,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.value_checks import checks_values, on_host
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from cupyattn.ops.embedding import reference
 from cupyattn.ops.embedding.plan import embedding_problem, run_embedding
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.outputs import require_grads
 from cupyattn.runtime.rounding import round_into

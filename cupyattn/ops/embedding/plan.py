@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cupyattn.ops.embedding import kernels as configs
-from cupyattn.runtime.arrays import (
-    Array,
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.axes import Strides, merge_axes, walk_params
+from cupyattn.runtime.by_name import (
     Description,
-    Layout,
     Operands,
-    contiguous,
+    Overlaps,
+    Plan,
+    Step,
+    lay_out_scratch,
     layouts_of,
+    run,
     starts_of,
 )
-from cupyattn.runtime.axes import Strides, merge_axes, walk_params
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -34,8 +37,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.value_checks import checks_values, require_within
 

@@ -10,8 +10,9 @@ from cupyattn.ops.linear.forward import linear_forward
 from cupyattn.ops.linear.problem import ARRAY_FIXES, LinearProblem
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.weights import weight_arrays
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.rounding import round_into

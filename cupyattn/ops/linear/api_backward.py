@@ -13,8 +13,9 @@ from cupyattn.ops.linear.problem import ARRAY_FIXES, SHOWN_AS, LinearProblem
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.linear.weights import weight_arrays
-from cupyattn.runtime.arrays import Array, Operands, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.outputs import named_grads
 from cupyattn.runtime.rounding import round_into

@@ -15,8 +15,9 @@ from cupyattn.ops.linear.quantised import (
 )
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.weight_formats import FORMATS, Blocks
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.float_dtypes import float_dtype

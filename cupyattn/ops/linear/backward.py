@@ -7,11 +7,12 @@ from functools import lru_cache
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import ABSENT, Operands, Plan, lay_out_scratch, run
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import ABSENT, SCRATCH_DTYPE, Plan, lay_out_scratch, run
+from cupyattn.runtime.plan import SCRATCH_DTYPE
 
 
 def linear_backward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:

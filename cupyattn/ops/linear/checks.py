@@ -18,8 +18,9 @@ from cupyattn.ops.linear.problem import (
     WeightFormat,
 )
 from cupyattn.ops.linear.weight_formats import FORMATS
-from cupyattn.runtime.arrays import Description, Layout, Operands, contiguous, layouts_of, starts_of
+from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     require_arrays,
@@ -33,7 +34,6 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error, made_beforehand, shown
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.spans import overlaps_itself
 

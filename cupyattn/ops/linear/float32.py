@@ -8,8 +8,8 @@ from cupyattn.ops.linear import kernels_float32 as configs
 from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.structs import FLOAT_PRODUCT_PARAMS
+from cupyattn.runtime.by_name import Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Step
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.structs import new_struct

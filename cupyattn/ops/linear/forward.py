@@ -6,11 +6,11 @@ from functools import lru_cache
 
 from cupyattn.ops.linear.choice import launches_for
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.runtime.arrays import Array, Operands
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.by_name import Operands, Plan, lay_out_scratch, run
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import Plan, lay_out_scratch, run
 
 
 def linear_forward(device: Device, problem: LinearProblem, operands: Operands) -> dict[str, Array]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.runtime.by_name import Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Step
 
 
 class Launches(NamedTuple):

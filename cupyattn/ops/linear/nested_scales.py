@@ -11,7 +11,8 @@ from dataclasses import replace
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.kernels_nested_scales import expand, expand_ctas, nest, nest_ctas
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
-from cupyattn.runtime.plan import ABSENT, SCRATCH_DTYPE, Step
+from cupyattn.runtime.by_name import ABSENT, Step
+from cupyattn.runtime.plan import SCRATCH_DTYPE
 
 NESTED, EXPANDED = "nf4_nested", "nf4"
 ABSMAX = "absmax"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.by_name import Overlaps
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.storage import VECTOR_BYTES
 

@@ -25,7 +25,18 @@ from cupyattn.ops.linear.nested_scales import (
 )
 from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
 from cupyattn.ops.linear.weight_formats import FORMATS, INT4_LARGEST, Blocks, pieces, require_blocks
-from cupyattn.runtime.arrays import Array, Layout, Operands, contiguous, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.by_name import (
+    Operands,
+    Overlaps,
+    Plan,
+    Step,
+    lay_out_scratch,
+    layouts_of,
+    require_apart,
+    run,
+    starts_of,
+)
 from cupyattn.runtime.checks import (
     FLOATS,
     require_arrays,
@@ -40,8 +51,7 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.overlaps import Overlaps, require_apart
-from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.value_checks import checks_values

@@ -11,8 +11,8 @@ from cupyattn.ops.linear.implementations import Launches, LinearPlan
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.structs import QUANTISED_FLOAT_PARAMS
+from cupyattn.runtime.by_name import Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Step
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.structs import new_struct
 

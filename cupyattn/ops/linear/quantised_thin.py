@@ -8,8 +8,8 @@ from cupyattn.ops.linear.kernels_quantised_thin import MAX_ROWS, SPAN_BYTES, thi
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.thin_launches import thin_launches, thin_params
 from cupyattn.ops.linear.weight_formats import FORMATS
+from cupyattn.runtime.by_name import Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Step
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 
 _MOST_VECTORS = 2**31

@@ -9,8 +9,8 @@ from cupyattn.ops.linear.quantised_weights import blocks_of, weight_matrix
 from cupyattn.ops.linear.tensor_core import addend, db_launches, dz, dz_name, gradient
 from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
+from cupyattn.runtime.by_name import ABSENT, Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import ABSENT, Step
 
 _OFFSET_BYTES = 2**32  # from the first item of a tile to its last
 _MOST_TILE_LINES = 256

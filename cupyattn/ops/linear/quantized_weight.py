@@ -16,15 +16,8 @@ from cupyattn.ops.linear.weight_formats import (
     rows_apart,
     rows_of_piece,
 )
-from cupyattn.runtime.arrays import (
-    ALIGNMENT,
-    Array,
-    Layout,
-    adopt,
-    is_contiguous,
-    layouts_of,
-    starts_of,
-)
+from cupyattn.runtime.arrays import ALIGNMENT, Array, Layout, is_contiguous
+from cupyattn.runtime.by_name import adopt, layouts_of, starts_of
 from cupyattn.runtime.errors import RefusalError, error, shown
 
 _WORD = 4

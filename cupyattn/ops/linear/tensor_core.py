@@ -10,8 +10,9 @@ from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.structs import PREACTIVATION_GRADIENT_PARAMS
 from cupyattn.ops.linear.tile_launches import forward_in_parts, product_launches
 from cupyattn.ops.linear.tiles import VECTOR, Product, forward_tiling, whole_vector
+from cupyattn.runtime.by_name import ABSENT, Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import ABSENT, SCRATCH_DTYPE, Step
+from cupyattn.runtime.plan import SCRATCH_DTYPE
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.runtime.structs import new_struct
 

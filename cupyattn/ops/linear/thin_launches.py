@@ -8,7 +8,7 @@ from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.kernels_thin import merge, merge_ctas
 from cupyattn.ops.linear.problem import LinearProblem
 from cupyattn.ops.linear.structs import THIN_PARAMS
-from cupyattn.runtime.plan import ABSENT, Step
+from cupyattn.runtime.by_name import ABSENT, Step
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.structs import new_struct
 

@@ -9,8 +9,8 @@ from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.implementations import Launches
 from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.tiles import Product, Tiling, whole_vector
+from cupyattn.runtime.by_name import ABSENT, Step
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import ABSENT, Step
 
 
 def product_launches(

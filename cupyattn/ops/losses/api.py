@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.ops.losses import kernels, reference
+from cupyattn.ops.losses.kernels import CrossEntropyArrays, CrossEntropyBackwardArrays
 from cupyattn.ops.losses.plan import checked_options, require_reduction
 from cupyattn.ops.losses.reductions import (
     label_check,
@@ -119,28 +120,27 @@ def cross_entropy(
     loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
     require_given("logits", logits)
-    arrays = without_scalars({"logits": logits, "labels": labels})
-    labels = arrays["labels"]
-    given = {**arrays, "lse": lse, "out": loss, "workspace": workspace}
+    arrays = without_scalars(CrossEntropyArrays(logits, labels, loss, lse, workspace))
+    labels = arrays.labels
     if reduces:
-        given |= _losses_apart(given)
+        _losses_apart(arrays)
 
     def exact(logits: Array, labels: Array, *, smoothed: bool, **numbers: Any) -> Any:
         return reference.cross_entropy(logits, labels, reduction="none", **numbers)
 
     found = call_rows(
         kernels.FORWARD,
-        given,
+        arrays,
         exact,
         wanted=("lse",) if return_lse else (),
         check_values=label_check(options),
         choices={"smoothed": options.label_smoothing != 0.0},
         scalars=options._asdict(),
     )
-    result = found["out"]
+    result = found.out
     if reduces:
         result = reduced(result, labels, loss, options, reduction)
-    return (result, found["lse"]) if return_lse else result
+    return (result, found.lse) if return_lse else result
 
 
 def cross_entropy_backward(
@@ -212,23 +212,24 @@ def cross_entropy_backward(
     require_reduction(reduction)
     require_bool("accumulate", accumulate)
     require_grads(dlogits, accumulate, shown="dlogits")
-    read = {"dloss": dloss, "logits": logits, "labels": labels, "lse": lse, "dlse": dlse}
-    arrays = {**without_scalars(read), "dlogits": dlogits, "workspace": workspace}
-    taken = adopt(arrays, array_fixes(kernels.BACKWARD))
-    each, labels = arrays.pop("dloss"), arrays["labels"]
-    if "logits" in taken.arrays:
-        rows = taken.arrays["logits"]
-        each = require_dloss(each, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
+    arrays = without_scalars(
+        CrossEntropyBackwardArrays(logits, dloss, lse, dlse, labels, dlogits, workspace)
+    )
+    adopt(arrays, array_fixes(kernels.BACKWARD))
+    if arrays.logits is not None:
+        rows = arrays.logits
+        each = require_dloss(arrays.dloss, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
+        arrays.dloss = each
     if reduction == "mean":
-        whole = adopt({**arrays, "dloss": each})
+        whole = adopt(arrays)
         # Before anything is launched.
         row_problem(kernels.BACKWARD, whole, scalars=options._asdict(), accumulate=bool(accumulate))
         one = None
-        if workspace is not None:
-            number = {"dloss": Output((), whole.arrays["dloss"].dtype)}
-            one = allot(device_of(whole), number, whole.arrays["workspace"])["dloss"]
-            arrays["workspace"] = None
-        each = spread(each, labels, options, reduction, one)
+        if arrays.workspace is not None:
+            number = Output((), arrays.dloss.dtype)
+            (one,) = allot(device_of(whole), [number], arrays.workspace)
+            arrays.workspace = None
+        arrays.dloss = spread(arrays.dloss, arrays.labels, options, reduction, one)
 
     def exact(
         logits: Array, dloss: Array, lse: Array, dlse: Array | None, labels: Array, **numbers: Any
@@ -239,27 +240,25 @@ def cross_entropy_backward(
 
     return call_rows(
         kernels.BACKWARD,
-        {**arrays, "dloss": each},
+        arrays,
         exact,
         accumulate=bool(accumulate),
         check_values=label_check(options),
         scalars=options._asdict(),
-    )["dlogits"]
+    ).dlogits
 
 
-def _losses_apart(given: dict[str, Any]) -> dict[str, Any]:
-    """Check what a reduced loss is written into, and say where those of the rows go: scratch.
+def _losses_apart(arrays: CrossEntropyArrays[Array]) -> None:
+    """Check what a reduced loss is written into, and put scratch for the rows' losses in its place.
 
     Without a workspace they are allocated as a result would be.
     """
-    if given["out"] is None and given["workspace"] is None:
-        return {}
-    operands = adopt(given, array_fixes(kernels.FORWARD))
-    logits = operands.arrays["logits"]
-    dtype = statistics_dtype(logits.dtype)
+    if arrays.out is None and arrays.workspace is None:
+        return
+    operands = adopt(arrays, array_fixes(kernels.FORWARD))
+    dtype = statistics_dtype(arrays.logits.dtype)
     require_apart(operands, {"out": Output((), dtype), "lse": None})
-    losses, device = None, device_of(operands)
-    if device is not None and given["workspace"] is not None:
-        rows = {"losses": Output(logits.shape[:-1], dtype)}
-        losses = allot(device, rows, operands.arrays["workspace"])["losses"]
-    return {"out": losses, "workspace": None}
+    device, workspace = device_of(operands), arrays.workspace
+    arrays.out = arrays.workspace = None
+    if device is not None and workspace is not None:
+        (arrays.out,) = allot(device, [Output(arrays.logits.shape[:-1], dtype)], workspace)

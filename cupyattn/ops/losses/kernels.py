@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from cupyattn.ops.softmax.kernels import STREAMED
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import INTEGERS, Result, RowKernel
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
 from cupyattn.runtime.structs import rows_struct
@@ -22,9 +24,45 @@ _LOSS: dict[str, Any] = {
     "table": STREAMED,
 }
 
+
+@dataclass(slots=True)
+class CrossEntropyArrays(Record[T]):
+    """Arrays of one forward call."""
+
+    logits: T
+    labels: T
+    out: T | None = None
+    lse: T | None = None
+    workspace: T | None = None
+
+
+@dataclass(slots=True)
+class CrossEntropyBackwardArrays(Record[T]):
+    """Arrays of one backward call."""
+
+    logits: T
+    dloss: T
+    lse: T
+    dlse: T | None
+    labels: T
+    dlogits: T | None = None
+    workspace: T | None = None
+
+
+@dataclass(slots=True)
+class ReductionArrays(Record[T]):
+    """Arrays of the reduction: losses of rows, or the gradient of one loss to be divided."""
+
+    labels: T
+    losses: T | None = None
+    dloss: T | None = None
+    result: T | None = None
+
+
 FORWARD = RowKernel(
     "cross_entropy_forward",
     "losses/cross_entropy_forward.cu",
+    CrossEntropyArrays,
     rows=("logits",),
     results={"out": Result.PER_ROW, "lse": Result.PER_ROW},
     optional=("lse",),
@@ -34,6 +72,7 @@ FORWARD = RowKernel(
 BACKWARD = RowKernel(
     "cross_entropy_backward",
     "losses/cross_entropy_backward.cu",
+    CrossEntropyBackwardArrays,
     rows=("logits",),
     per_row=("dloss", "lse", "dlse"),
     optional=("dlse",),

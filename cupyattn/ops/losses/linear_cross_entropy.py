@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupyattn.ops.linear.api_backward import linear_backward
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
 from cupyattn.ops.losses.api import cross_entropy, cross_entropy_backward
 from cupyattn.ops.losses.logit_chunks import ChunkedCall, as_rows
 from cupyattn.ops.losses.plan import checked_options, layout_of, require_reduction
-from cupyattn.ops.losses.reductions import reduced, require_dloss, spread, targets, without_scalars
+from cupyattn.ops.losses.reductions import reduced, require_dloss, spread, targets
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool, require_dtype, require_given, require_shape
@@ -91,7 +93,7 @@ def linear_cross_entropy(
     require_reduction(reduction)
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
-    read = without_scalars({"x": x, "labels": labels})
+    read = _without_scalars({"x": x, "labels": labels})
     given = {**read, "out": loss, "lse": lse, "workspace": workspace}
     call = ChunkedCall.of(w, given, options)
     arrays, reduces = call.arrays, reduction != "none"
@@ -196,7 +198,7 @@ def linear_cross_entropy_backward(
     require_reduction(reduction)
     require_bool("accumulate", accumulate)
     given = named_grads(LinearCrossEntropyGrads, grads, accumulate)
-    read = without_scalars({"dloss": dloss, "x": x, "labels": labels, "lse": lse, "dlse": dlse})
+    read = _without_scalars({"dloss": dloss, "x": x, "labels": labels, "lse": lse, "dlse": dlse})
     require_given("dloss", dloss)
     call = ChunkedCall.of(w, {**read, **given, "workspace": workspace}, options)
     arrays, labels = call.arrays, call.arrays["labels"]
@@ -241,3 +243,7 @@ def linear_cross_entropy_backward(
             logits, chunk.x, chunk.w, grads=target, accumulate=adds, workspace=chunk.workspace
         ).dw
     return LinearCrossEntropyGrads(dx, dw)
+
+
+def _without_scalars(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {n: np.asarray(a) if isinstance(a, np.generic) else a for n, a in arrays.items()}

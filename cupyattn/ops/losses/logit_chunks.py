@@ -14,17 +14,10 @@ from cupyattn.ops.linear.checks import described_backward, described_forward
 from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
-from cupyattn.runtime.arrays import (
-    Array,
-    Description,
-    Layout,
-    Operands,
-    adopt,
-    contiguous,
-    is_contiguous,
-)
+from cupyattn.runtime.arrays import Array, Layout, contiguous, is_contiguous
 from cupyattn.runtime.axes import merge_axes
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import Description, Operands, adopt, allot, require_apart
 from cupyattn.runtime.checks import (
     INTEGERS,
     fixes_of_results,
@@ -36,8 +29,7 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.overlaps import require_apart
-from cupyattn.runtime.plan import Output, allot
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.rows import statistics_dtype
 from cupyattn.runtime.value_checks import checks_values
 

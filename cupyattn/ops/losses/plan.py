@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.losses.kernels import reduction
+from cupyattn.ops.losses.kernels import ReductionArrays, reduction
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of
 from cupyattn.runtime.axes import row_params
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.numbers import factor, integer, real
-from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.value_checks import on_host
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -90,7 +90,9 @@ def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
         )
 
 
-def reduce_losses(device: Device, operands: Operands, ignore_index: int, mean: bool) -> Array:
+def reduce_losses(
+    device: Device, operands: Operands[ReductionArrays[Array]], ignore_index: int, mean: bool
+) -> Array:
     """Reduce `losses` to one number, or divide the one number `dloss`; by labels that count.
 
     Parameters
@@ -105,17 +107,19 @@ def reduce_losses(device: Device, operands: Operands, ignore_index: int, mean: b
         Divide by their number, instead of by 1.
     """
     plan = _reduction_plan(operands.description, ignore_index, mean)
-    return run(device, plan, operands)["result"]
+    return run(device, plan, operands).result
 
 
 @lru_cache(maxsize=4096)
 def _reduction_plan(description: Description, ignore_index: int, mean: bool) -> Plan:
-    layouts = layouts_of(description)
-    shape, strides, dtype = layouts["labels"]
+    layouts = layouts_of(ReductionArrays[Layout], description)
+    shape, strides, dtype = layouts.labels
     items = tuple(stride // dtype.itemsize for stride in strides)
     params = row_params(shape, 1, {"labels": items})
-    step = Step.of(reduction(dtype.name, mean), 1, ignore_index, params)
-    return Plan((step,), (("result", Output((), _FLOAT32)),)).for_arrays(layouts)
+    planner = Planner(ReductionArrays, layouts, {"result": Output((), _FLOAT32)})
+    slots = planner.slots
+    arrays = (slots.losses, slots.dloss, slots.labels, slots.result)
+    return planner.plan(Step.of(reduction(dtype.name, mean), 1, arrays, ignore_index, params))
 
 
 def layout_of(array: Array) -> Layout:

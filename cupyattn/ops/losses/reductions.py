@@ -2,47 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from cupyattn.ops.losses import reference
+from cupyattn.ops.losses.kernels import (
+    CrossEntropyArrays,
+    CrossEntropyBackwardArrays,
+    ReductionArrays,
+)
 from cupyattn.ops.losses.plan import LossOptions, check_labels, layout_of, reduce_losses
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_dtype, require_shape
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.records import R, given_of
 from cupyattn.runtime.rounding import round_into
 
 
-def without_scalars(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays of a call with NumPy's scalars as arrays without axes.
+def without_scalars(arrays: R) -> R:
+    """Replace NumPy's scalars in a record by arrays without axes.
 
     NumPy makes a scalar of every sum and product of such arrays, of a loss times a loss scale too.
     """
-    return {
-        name: np.asarray(array) if isinstance(array, np.generic) else array
-        for name, array in arrays.items()
-    }
+    for name, array in given_of(arrays).items():
+        if isinstance(array, np.generic):
+            setattr(arrays, name, np.asarray(array))
+    return arrays
 
 
 def reduced(
     losses: Array, labels: Array, target: Any, options: LossOptions, reduction: str
 ) -> Array:
     """Return the mean or the sum of losses, written into `target` if that is given."""
-    operands = adopt({"losses": losses, "labels": labels, "result": target})
+    operands = adopt(ReductionArrays(labels, losses, result=target))
     device, arrays = device_of(operands), operands.arrays
     ignored = options.ignore_index
     if device is not None:
         return reduce_losses(device, operands, ignored, reduction == "mean")
-    exact = reference.reduced(losses, arrays["labels"], ignore_index=ignored, reduction=reduction)
-    return round_into(arrays.get("result"), exact, losses.dtype)
+    exact = reference.reduced(losses, arrays.labels, ignore_index=ignored, reduction=reduction)
+    return round_into(arrays.result, exact, losses.dtype)
 
 
 def require_dloss(dloss: Any, rows: tuple[int, ...], dtype: np.dtype, reduction: str) -> Array:
     """Take the gradient of a loss, and return it as one of each row."""
-    one = adopt({"dloss": dloss}).arrays.get("dloss")
+    one = adopt(ReductionArrays(None, dloss=dloss)).arrays.dloss
     if one is None or reduction == "none":
         return one
     require_dtype("dloss", layout_of(one), (dtype.name,))
@@ -59,20 +65,16 @@ def spread(
     """
     if reduction != "mean":
         return dloss
-    operands = adopt({"dloss": dloss, "labels": labels})
-    device, arrays = device_of(operands), operands.arrays
-    labels, rows = arrays["labels"], dloss.shape
+    operands = adopt(ReductionArrays(labels, dloss=dloss))
+    device, labels, rows = device_of(operands), operands.arrays.labels, dloss.shape
     if 0 in rows:
         return dloss
     first = (*(0 for _ in rows), ...)
-    given = {"dloss": dloss[first], "labels": labels}
+    ignored = options.ignore_index
     if device is not None:
-        target = {} if one is None else {"result": one}
-        divided = reduce_losses(device, adopt(given | target), options.ignore_index, True)
-        return np.broadcast_to(divided, rows)
-    exact = reference.spread(
-        given["dloss"], labels, ignore_index=options.ignore_index, reduction=reduction
-    )
+        given = ReductionArrays(labels, dloss=dloss[first], result=one)
+        return np.broadcast_to(reduce_losses(device, adopt(given), ignored, True), rows)
+    exact = reference.spread(dloss[first], labels, ignore_index=ignored, reduction=reduction)
     return round_into(None, exact, dloss.dtype)
 
 
@@ -90,10 +92,12 @@ def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
     return out
 
 
-def label_check(options: LossOptions) -> Callable[[Mapping[str, Array]], None]:
+def label_check(options: LossOptions) -> Callable[[Any], None]:
     """Return the check of a call's labels against its logits."""
 
-    def check(arrays: Mapping[str, Array]) -> None:
-        check_labels(arrays["labels"], arrays["logits"].shape[-1], options.ignore_index)
+    def check(
+        arrays: CrossEntropyArrays[Array] | CrossEntropyBackwardArrays[Array],
+    ) -> None:
+        check_labels(arrays.labels, arrays.logits.shape[-1], options.ignore_index)
 
     return check

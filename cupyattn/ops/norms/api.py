@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
+from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.call_rows import call_rows
 from cupyattn.runtime.checks import require_bool, require_given
 from cupyattn.runtime.numbers import factor
-from cupyattn.runtime.outputs import named_grads, named_out
+from cupyattn.runtime.outputs import take_grads, take_out
 
 
 class LayerNormGrads(NamedTuple):
@@ -121,7 +122,7 @@ def layer_norm(
     >>> bool((total == 0).all() and (out == 0).all())
     True
     """
-    arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+    arrays = NormArrays(x, residual, weight, bias)
     return _forward(arrays, ("mean", "rstd"), eps, return_stats, out, centred=True)
 
 
@@ -178,14 +179,14 @@ def rms_norm(
     >>> cupyattn.rms_norm(np.array([[1.0, 7.0]], np.float32), eps=0.0)
     array([[0.2, 1.4]], dtype=float32)
     """
-    arrays = {"x": x, "residual": residual, "weight": weight}
+    arrays = NormArrays(x, residual, weight)
     return _forward(
         arrays, ("rstd",), eps, return_stats, out, centred=False, weight_offset=weight_offset
     )
 
 
 def _forward(
-    arrays: dict[str, Any],
+    arrays: NormArrays[Array],
     statistics: tuple[str, ...],
     eps: float,
     return_stats: bool,
@@ -198,16 +199,18 @@ def _forward(
     factor("eps", eps, least=0.0)
     factor("weight_offset", weight_offset)
     wanted = statistics if return_stats else ()
-    names = ("out", *(("total",) if arrays["residual"] is not None else ()), *wanted)
+    names = ("out", *(("total",) if arrays.residual is not None else ()), *wanted)
     results = call_rows(
         norms.FORWARD,
-        {**arrays, **named_out(out, names)},
+        take_out(arrays, out, names),
         reference.norm,
         wanted=wanted,
         choices={"centred": centred},
         scalars={"eps": float(eps), "weight_offset": float(weight_offset)},
     )
-    return results["out"] if len(names) == 1 else tuple([results[name] for name in names])
+    if len(names) == 1:
+        return results.out
+    return tuple([getattr(results, name) for name in names])
 
 
 def layer_norm_backward(
@@ -281,9 +284,9 @@ def layer_norm_backward(
     (True, True)
     """
     require_given("mean", mean)
-    arrays = {"dout": dout, "x": x, "dtotal": dtotal, "weight": weight, "bias": bias}
-    arrays |= {"mean": mean, "rstd": rstd, "workspace": workspace}
-    return LayerNormGrads(**_backward(LayerNormGrads, arrays, grads, accumulate))
+    arrays = NormBackwardArrays(dout, x, dtotal, weight, bias, mean, rstd, workspace=workspace)
+    results = _backward(LayerNormGrads, arrays, grads, accumulate)
+    return LayerNormGrads(results.dx, results.dweight, results.dbias)
 
 
 def rms_norm_backward(
@@ -348,27 +351,24 @@ def rms_norm_backward(
     (True, None)
     """
     factor("weight_offset", weight_offset)
-    arrays = {"dout": dout, "x": x, "dtotal": dtotal, "weight": weight, "rstd": rstd}
-    arrays["workspace"] = workspace
-    return RMSNormGrads(
-        **_backward(RMSNormGrads, arrays, grads, accumulate, weight_offset=weight_offset)
-    )
+    arrays = NormBackwardArrays(dout, x, dtotal, weight, rstd=rstd, workspace=workspace)
+    results = _backward(RMSNormGrads, arrays, grads, accumulate, weight_offset=weight_offset)
+    return RMSNormGrads(results.dx, results.dweight)
 
 
 def _backward(
     kind: type[Any],
-    arrays: dict[str, Any],
+    arrays: NormBackwardArrays[Array],
     grads: Any,
     accumulate: bool,
     *,
     weight_offset: float = 0.0,
-) -> dict[str, Any]:
+) -> NormBackwardArrays[Array]:
     require_bool("accumulate", accumulate)
-    results = call_rows(
+    return call_rows(
         norms.BACKWARD,
-        {**arrays, **named_grads(kind, grads, accumulate)},
+        take_grads(arrays, kind, grads, accumulate),
         reference.norm_backward,
         accumulate=bool(accumulate),
         scalars={"weight_offset": float(weight_offset)},
     )
-    return {name: results.get(name) for name in kind._fields}

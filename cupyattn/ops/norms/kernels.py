@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
 from cupyattn.runtime.spec import Gates, Specialisation
 from cupyattn.runtime.tables import with_gates
@@ -65,9 +69,46 @@ BACKWARD_ROWS: RowTable = {
     )
 }
 
+
+@dataclass(slots=True)
+class NormArrays(Record[T]):
+    """Arrays of one forward call."""
+
+    x: T
+    residual: T | None = None
+    weight: T | None = None
+    bias: T | None = None
+    out: T | None = None
+    total: T | None = None
+    mean: T | None = None
+    rstd: T | None = None
+
+
+@dataclass(slots=True)
+class NormBackwardArrays(Record[T]):
+    """Arrays of one backward call."""
+
+    SHOWN_AS: ClassVar = MappingProxyType(
+        {"dx": "grads.dx", "dweight": "grads.dweight", "dbias": "grads.dbias"}
+    )
+
+    dout: T
+    x: T
+    dtotal: T | None = None
+    weight: T | None = None
+    bias: T | None = None
+    mean: T | None = None
+    rstd: T | None = None
+    dx: T | None = None
+    dweight: T | None = None
+    dbias: T | None = None
+    workspace: T | None = None
+
+
 FORWARD = RowKernel(
     "norm_forward",
     "norms/forward.cu",
+    NormArrays,
     rows=("x", "residual"),
     columns=("weight", "bias"),
     results={
@@ -88,13 +129,13 @@ FORWARD = RowKernel(
 BACKWARD = RowKernel(
     "norm_backward",
     "norms/backward.cu",
+    NormBackwardArrays,
     rows=("dout", "x", "dtotal"),
     columns=("weight", "bias"),
     per_row=("mean", "rstd"),
     results={"dx": Result.ROW, "dweight": Result.COLUMN_SUM, "dbias": Result.COLUMN_SUM},
     optional=("dtotal", "weight", "bias", "mean"),
     follows={"dweight": "weight", "dbias": "bias"},
-    shown_as={name: f"grads.{name}" for name in ("dx", "dweight", "dbias")},
     scalars={"weight_offset": np.float32, "accumulate": np.int32},
     table=BACKWARD_ROWS,
 )

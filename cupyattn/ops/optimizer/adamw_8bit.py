@@ -7,8 +7,9 @@ import numpy as np
 from cupyattn.ops.optimizer import reference
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_8bit import WRITTEN, eight_bit_problem, run_eight_bit
-from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.arrays import Array, exports_memory
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 
 _FIXES = fixes_of_results(*WRITTEN)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.optimizer import reference
-from cupyattn.ops.optimizer.kernels import ADAMW
+from cupyattn.ops.optimizer.kernels import ADAMW, AdamwArrays
 from cupyattn.ops.optimizer.plan import AdamwNumbers
 from cupyattn.ops.optimizer.plan_global_norm import OUTPUT, norm_problem, run_norm
-from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.arrays import Array, exports_memory
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.call_elements import call_elements
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.rounding import round_into
@@ -114,7 +115,7 @@ def adamw_step(
             grad_scale=number,
         )
 
-    arrays = {"param": param, "grad": grad, "m": m, "v": v, "grad_scale": scale}
+    arrays = AdamwArrays(param, grad, m, v, scale)
     call_elements(ADAMW, arrays, exact, scalars=numbers.scalars)
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.element_kernel import ElementKernel
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import Specialisation
 
 NUMBERS = (
     "scale", "beta1", "rest1", "beta2", "rest2", "step_size", "inverse_bias2", "eps", "decay",
 )  # fmt: skip
 """What the kernel is passed by value."""
+
+
+@dataclass(slots=True)
+class AdamwArrays(Record[T]):
+    """Arrays of one step; param, m and v are changed in place."""
+
+    param: T
+    grad: T
+    m: T
+    v: T
+    grad_scale: T | None = None
+
 
 ADAMW = ElementKernel(
     "adamw",

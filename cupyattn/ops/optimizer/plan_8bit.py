@@ -10,12 +10,15 @@ import numpy as np
 
 from cupyattn.ops.optimizer import kernels_8bit as config
 from cupyattn.ops.optimizer.plan import AdamwNumbers
-from cupyattn.runtime.arrays import (
+from cupyattn.runtime.arrays import Layout, is_contiguous
+from cupyattn.runtime.by_name import (
     Description,
-    Layout,
     Operands,
-    is_contiguous,
+    Overlaps,
+    Plan,
+    Step,
     layouts_of,
+    run,
     starts_of,
 )
 from cupyattn.runtime.checks import (
@@ -27,8 +30,6 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, made_beforehand
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Plan, Step, run
 from cupyattn.runtime.storage import VECTOR_BYTES
 
 WRITTEN = ("param", "m", "v", "m_scales", "v_scales")

@@ -11,8 +11,19 @@ import numpy as np
 
 from cupyattn.ops.optimizer import kernels_global_norm as configs
 from cupyattn.ops.optimizer.kernels_global_norm import NORM_ARRAYS, NORM_PARAMS
-from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout
 from cupyattn.runtime.axes import merge_axes
+from cupyattn.runtime.by_name import (
+    Description,
+    Operands,
+    Overlaps,
+    Plan,
+    Step,
+    lay_out_scratch,
+    layouts_of,
+    run,
+    starts_of,
+)
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     require_dtype,
@@ -24,8 +35,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 

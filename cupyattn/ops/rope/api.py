@@ -8,8 +8,9 @@ import numpy as np
 
 from cupyattn.ops.rope import reference
 from cupyattn.ops.rope.plan import RopeProblem, rope_problem, run_rope
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import require_grads

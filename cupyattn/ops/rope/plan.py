@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cupyattn.ops.rope.kernels import ROPE_PARAMS, rope_config, specialise_rope
-from cupyattn.runtime.arrays import (
-    Array,
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.by_name import (
     Description,
-    Layout,
     Operands,
-    contiguous,
+    Overlaps,
+    Plan,
+    Step,
     layouts_of,
+    run,
     starts_of,
 )
 from cupyattn.runtime.checks import (
@@ -33,8 +35,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.value_checks import checks_values, require_within

@@ -9,8 +9,9 @@ import numpy as np
 from cupyattn.ops.sampling import reference
 from cupyattn.ops.sampling.options import SampleNumbers
 from cupyattn.ops.sampling.plan import run_sample, sample_problem
-from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.arrays import Array, exports_memory
 from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 
 _FIXES = {"previous": "pass an int32 array of shape (B, T)", **fixes_of_results("out")}

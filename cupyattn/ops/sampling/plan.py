@@ -12,7 +12,18 @@ import numpy as np
 from cupyattn.ops.sampling import kernels as configs
 from cupyattn.ops.sampling.kernels import OPTIONS, SAMPLE_PARAMS, SampleConfig
 from cupyattn.ops.sampling.options import DTYPES, SampleNumbers, require_values
-from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.by_name import (
+    Description,
+    Operands,
+    Overlaps,
+    Plan,
+    Step,
+    lay_out_scratch,
+    layouts_of,
+    run,
+    starts_of,
+)
 from cupyattn.runtime.checks import (
     FLOATS,
     require_arrays,
@@ -27,8 +38,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
-from cupyattn.runtime.plan import Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.spec import Scalar, Specialisation
 from cupyattn.runtime.storage import VECTOR_BYTES
 from cupyattn.runtime.structs import new_struct

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.ops.softmax import kernels, reference
-from cupyattn.ops.softmax.bias_gradient import softmax_gradients
+from cupyattn.ops.softmax.bias_gradient import BiasGradientArrays, softmax_gradients
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
 from cupyattn.runtime.arrays import Array
 
@@ -84,7 +84,7 @@ def softmax(
     return call_along(
         axis,
         kernels.FORWARD,
-        {"x": x, "mask": mask, "bias": bias, "out": out},
+        kernels.ScoreArrays(x, mask, bias, out),
         reference.softmax,
         causal=causal,
         scale=scale,
@@ -153,7 +153,7 @@ def softmax_backward(
     """
     return softmax_gradients(
         reference.softmax_backward,
-        {"dout": dout, "out": out, "bias": bias, "workspace": workspace},
+        BiasGradientArrays(dout, out, bias, workspace=workspace),
         grads,
         axis,
         scale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.ops.softmax import kernels, reference
-from cupyattn.ops.softmax.bias_gradient import softmax_gradients
+from cupyattn.ops.softmax.bias_gradient import BiasGradientArrays, softmax_gradients
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
 from cupyattn.runtime.arrays import Array
 
@@ -59,7 +59,7 @@ def log_softmax(
     return call_along(
         axis,
         kernels.FORWARD,
-        {"x": x, "mask": mask, "bias": bias, "out": out},
+        kernels.ScoreArrays(x, mask, bias, out),
         reference.log_softmax,
         causal=causal,
         scale=scale,
@@ -112,7 +112,7 @@ def log_softmax_backward(
     """
     return softmax_gradients(
         reference.log_softmax_backward,
-        {"dout": dout, "out": out, "bias": bias, "workspace": workspace},
+        BiasGradientArrays(dout, out, bias, workspace=workspace),
         grads,
         axis,
         scale,

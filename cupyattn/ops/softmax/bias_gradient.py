@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cupyattn.ops.softmax import reference
 from cupyattn.ops.softmax.dbias import ROW_SUM_DTYPE, scratch_bytes, softmax_dbias
-from cupyattn.ops.softmax.kernels import BACKWARD, FORWARD
+from cupyattn.ops.softmax.kernels import BACKWARD, FORWARD, SoftmaxBackwardArrays
+from cupyattn.ops.softmax.kernels_dbias import BiasSumArrays
 from cupyattn.ops.softmax.scores import SoftmaxGrads, call_along
-from cupyattn.runtime.arrays import Array, adopt, is_contiguous, layouts_of
+from cupyattn.runtime.arrays import Array, Layout, adopt, contiguous, is_contiguous, layouts_of
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.broadcast import broadcast_layout
-from cupyattn.runtime.checks import require_arrays, require_bool, require_kernel_dtype
+from cupyattn.runtime.checks import require_bool, require_given, require_kernel_dtype
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.numbers import factor, integer
-from cupyattn.runtime.outputs import named_grads
+from cupyattn.runtime.outputs import take_grads
 from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import Output, allot
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.rounding import round_into
 
-_SHOWN_AS = {name: f"grads.{name}" for name in SoftmaxGrads._fields}
 _BYTES = np.dtype(np.uint8)
+
+
+@dataclass(slots=True)
+class BiasGradientArrays(Record[T]):
+    """Arrays of a backward of softmax whose bias has a gradient."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads.dx", "dbias": "grads.dbias"})
+
+    dout: T
+    out: T
+    bias: T | None = None
+    workspace: T | None = None
+    dx: T | None = None
+    dbias: T | None = None
 
 
 def softmax_gradients(
     exact: Callable[..., np.ndarray],
-    arrays: dict[str, Any],
+    arrays: BiasGradientArrays[Array],
     grads: Any,
     axis: Any,
     scale: Any,
@@ -42,12 +59,12 @@ def softmax_gradients(
     ----------
     exact : callable
         The reference of the gradient without a bias.
-    arrays : dict
-        dout and out, and bias and workspace or None.
+    arrays : BiasGradientArrays
+        dout and out, and perhaps bias and workspace.
     logarithm : bool
-        Of the logarithm of softmax.
+        Whether it is the gradient of log_softmax.
     """
-    if arrays["bias"] is None:
+    if arrays.bias is None:
         if isinstance(grads, tuple):
             raise error(
                 TypeError,
@@ -55,67 +72,57 @@ def softmax_gradients(
                 "without a bias it is one array, that of dx",
                 "pass grads=dx, or the bias of the call",
             )
-        alone = {"dout": arrays["dout"], "out": arrays["out"], "dx": grads}
+        alone = SoftmaxBackwardArrays(arrays.dout, arrays.out, grads)
         return call_along(
             axis, BACKWARD, alone, exact, scale=scale, accumulate=accumulate, logarithm=logarithm
         )
     scale = factor("scale", scale)
     require_bool("accumulate", accumulate)
-    into = named_grads(SoftmaxGrads, grads, accumulate)
-    operands = adopt({**arrays, **into}, shown_as=_SHOWN_AS)
-    layouts, given = layouts_of(operands.description), operands.arrays
-    require_arrays(layouts, ("dout", "out", "bias"))
-    out, bias = layouts["out"], layouts["bias"]
+    operands = adopt(take_grads(arrays, SoftmaxGrads, grads, accumulate))
+    layouts = layouts_of(BiasGradientArrays[Layout], operands.description)
+    require_given("dout", layouts.dout)
+    require_given("out", layouts.out)
+    out, bias = layouts.out, layouts.bias
+    assert bias is not None
     _require_last(axis, len(out.shape))
     broadcast_layout(FORWARD, "bias", bias, out)
     results = {"dx": Output(out.shape, out.dtype), "dbias": Output(bias.shape, bias.dtype)}
-    require_apart(operands, results, _SHOWN_AS)
-    if "dbias" in layouts and not is_contiguous(layouts["dbias"]):
+    require_apart(operands, results)
+    if layouts.dbias is not None and not is_contiguous(layouts.dbias):
         raise error(
             ValueError,
-            f"grads.dbias has strides {layouts['dbias'].strides}",
+            f"grads.dbias has strides {layouts.dbias.strides}",
             "it is contiguous in C order",
             made_beforehand("grads.dbias"),
         )
     device = device_of(operands)
-    read = {name: given[name] for name in ("dout", "out")}
 
-    def gradient(**scratch: Array) -> Array:
+    def gradient(row_sum: Array | None = None) -> Array:
         return call_along(
             -1,
             BACKWARD,
-            {**read, "dx": given.get("dx"), **scratch},
+            SoftmaxBackwardArrays(arrays.dout, arrays.out, arrays.dx, row_sum),
             exact,
             scale=scale,
-            accumulate=accumulate and "dx" in given,
+            accumulate=accumulate and arrays.dx is not None,
             logarithm=logarithm,
         )
 
     if device is None:
-        sums = reference.broadcast_sums(exact(given["dout"], given["out"]), bias.shape)
-        if accumulate and "dbias" in given:
-            sums = sums + given["dbias"].astype(sums.dtype)
-        return SoftmaxGrads(gradient(), round_into(given.get("dbias"), sums, bias.dtype))
+        sums = reference.broadcast_sums(exact(arrays.dout, arrays.out), bias.shape)
+        if accumulate and arrays.dbias is not None:
+            sums = sums + arrays.dbias.astype(sums.dtype)
+        return SoftmaxGrads(gradient(), round_into(arrays.dbias, sums, bias.dtype))
 
-    require_kernel_dtype("dout", layouts["dout"].dtype)
-    read_by_sums = {**read, "bias": given["bias"]}
-    needed = scratch_bytes(device, adopt(read_by_sums).description)
-    scratch = {
-        "row_sum": Output(out.shape[:-1], ROW_SUM_DTYPE),
-        "sums": Output((needed,), _BYTES),
-    }
-    memory = allot(device, scratch, given.get("workspace"))
-    row_sum = memory["row_sum"]
-    dx = gradient(row_sum=row_sum)
-    summed = adopt(
-        {
-            **read_by_sums,
-            "row_sum": row_sum,
-            "dbias": given.get("dbias"),
-            "workspace": memory["sums"],
-        }
-    )
-    dbias = softmax_dbias(device, summed, logarithm=logarithm, accumulate=bool(accumulate))
+    require_kernel_dtype("dout", layouts.dout.dtype)
+    statistics = Output(out.shape[:-1], ROW_SUM_DTYPE)
+    dout, outs, biases = (operands.description[n] for n in range(3))
+    row_sums = (*contiguous(*statistics)[:2], ROW_SUM_DTYPE, 0)
+    needed = scratch_bytes(device, (dout, outs, biases, row_sums, None, None))
+    row_sum, sums = allot(device, [statistics, Output((needed,), _BYTES)], arrays.workspace)
+    dx = gradient(row_sum)
+    summed = BiasSumArrays(arrays.dout, arrays.out, arrays.bias, row_sum, arrays.dbias, sums)
+    dbias = softmax_dbias(device, adopt(summed), logarithm=logarithm, accumulate=bool(accumulate))
     return SoftmaxGrads(dx, dbias)
 
 

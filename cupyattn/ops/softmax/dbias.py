@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from cupyattn.ops.softmax import kernels_dbias as config
+from cupyattn.ops.softmax.kernels_dbias import BiasSumArrays
 from cupyattn.runtime.arrays import (
     Array,
     Description,
@@ -20,7 +21,7 @@ from cupyattn.runtime.arrays import (
 )
 from cupyattn.runtime.axes import row_params
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import ABSENT, Output, Plan, Step, lay_out_scratch, run
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
@@ -28,9 +29,13 @@ ROW_SUM_DTYPE = np.dtype(np.float32)
 
 
 def softmax_dbias(
-    device: Device, operands: Operands, *, logarithm: bool, accumulate: bool = False
+    device: Device,
+    operands: Operands[BiasSumArrays[Array]],
+    *,
+    logarithm: bool,
+    accumulate: bool = False,
 ) -> Array:
-    """Return the gradient of a bias, like it.
+    """Return the gradient of a bias, in an array like it.
 
     Parameters
     ----------
@@ -39,16 +44,16 @@ def softmax_dbias(
         softmax_backward left, float32 for each row; bias, which broadcasts to them and is not read;
         and perhaps dbias and workspace.
     logarithm : bool
-        Of the logarithm of softmax.
+        Whether it is the gradient of log_softmax.
     accumulate : bool
         Add to what dbias holds.
     """
     plan = _plan(operands.description, logarithm, device.multiprocessors, accumulate)
-    return run(device, plan, operands)["dbias"]
+    return run(device, plan, operands).dbias
 
 
 def scratch_bytes(device: Device, description: Description) -> int:
-    """Return the bytes of scratch memory that it takes, from dout, out and bias alone."""
+    """Return the bytes of scratch memory of a call that is described with or without row_sum."""
     return _plan(description, False, device.multiprocessors, False).workspace_bytes
 
 
@@ -56,16 +61,18 @@ def scratch_bytes(device: Device, description: Description) -> int:
 def _plan(
     description: Description, logarithm: bool, multiprocessors: int, accumulate: bool
 ) -> Plan:
-    layouts, starts = layouts_of(description), starts_of(description)
-    (*rows, length), bias = layouts["out"].shape, layouts["bias"]
-    outputs = (("dbias", Output(bias.shape, bias.dtype)),)
+    layouts = layouts_of(BiasSumArrays[Layout], description)
+    starts = starts_of(BiasSumArrays[int], description)
+    (*rows, length), bias = layouts.out.shape, layouts.bias
+    planner = Planner(BiasSumArrays, layouts, {"dbias": Output(bias.shape, bias.dtype)})
+    slots = planner.slots
     extents = (1,) * (len(rows) + 1 - len(bias.shape)) + bias.shape
     # Scores that move together along a row move no weight: those sums are 0.
     if 0 in (*rows, length) or extents[-1] != length:
-        zero_first = () if accumulate else ("dbias",)
-        return Plan((), outputs, zero_first=zero_first, zero_new=accumulate)
-    read = {name: layouts[name] for name in ("dout", "out")}
-    vec = _vector(read, starts)
+        zero_first = [slots.dbias] if slots.dbias is not None and not accumulate else []
+        return planner.plan(zero_first=zero_first, zero_new=accumulate)
+    read = {"dout": layouts.dout, "out": layouts.out}
+    vec = _vector(read, {"dout": starts.dout, "out": starts.out})
     read["row_sum"] = contiguous(tuple(rows), ROW_SUM_DTYPE)
     params, counts = [], []
     for keep in (True, False):
@@ -83,17 +90,20 @@ def _plan(
     warps = config.THREADS // config.WARP
     splits = max(min(wanted, summed // (warps * config.ROWS_OF_A_WARP)), 1)
     count = kept * length
-    specialisation = config.softmax_dbias(read["out"].dtype.name, vec, logarithm)
-    steps = (
-        Step.of(specialisation, ctas * splits, splits, *params),
+    specialisation = config.softmax_dbias(layouts.out.dtype.name, vec, logarithm)
+    partials = planner.scratch(splits * count)
+    terms = (slots.dout, slots.out, slots.row_sum, partials)
+    sums = column_sums(bias.dtype.name)
+    return planner.plan(
+        Step.of(specialisation, ctas * splits, terms, splits, *params),
         Step.of(
-            column_sums(bias.dtype.name), -(-count // COLUMN_SUMS_COLUMNS),
-            splits, count, accumulate,
-            renamed={"sums": "dbias", "more_partials": ABSENT, "more_sums": ABSENT},
+            sums,
+            -(-count // COLUMN_SUMS_COLUMNS),
+            (partials, None, slots.dbias, None),
+            *(splits, count, accumulate),
         ),
-    )  # fmt: skip
-    scratch = lay_out_scratch({"partials": splits * count})
-    return Plan(steps, outputs, scratch, zero_new=accumulate)
+        zero_new=accumulate,
+    )
 
 
 def _vector(read: Mapping[str, Layout], starts: Mapping[str, int]) -> int:

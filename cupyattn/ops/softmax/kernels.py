@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
 from cupyattn.runtime.spec import Gates, Specialisation
 from cupyattn.runtime.storage import STORAGE
@@ -68,9 +70,47 @@ _SCORES: dict[str, Any] = {
 _LOGARITHM = {"logarithm": (False, True)}
 _ACCUMULATE = {"accumulate": (False, True)}
 
+
+@dataclass(slots=True)
+class ScoreArrays(Record[T]):
+    """Arrays of softmax, its logarithm and log-sum-exp, forward."""
+
+    x: T
+    mask: T | None = None
+    bias: T | None = None
+    out: T | None = None
+
+
+@dataclass(slots=True)
+class SoftmaxBackwardArrays(Record[T]):
+    """Arrays of the backward of softmax and its logarithm."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads"})
+
+    dout: T
+    out: T
+    dx: T | None = None
+    row_sum: T | None = None
+
+
+@dataclass(slots=True)
+class LogSumExpBackwardArrays(Record[T]):
+    """Arrays of the backward of log-sum-exp."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads"})
+
+    x: T
+    dout: T
+    out: T
+    mask: T | None = None
+    bias: T | None = None
+    dx: T | None = None
+
+
 FORWARD = RowKernel(
     "softmax_forward",
     "softmax/forward.cu",
+    ScoreArrays,
     rows=("x",),
     results={"out": Result.ROW},
     optional=("mask", "bias"),
@@ -80,10 +120,10 @@ FORWARD = RowKernel(
 BACKWARD = RowKernel(
     "softmax_backward",
     "softmax/backward.cu",
+    SoftmaxBackwardArrays,
     rows=("dout", "out"),
     results={"dx": Result.ROW, "row_sum": Result.PER_ROW},
     optional=("row_sum",),
-    shown_as={"dx": "grads"},
     choices=_LOGARITHM | _ACCUMULATE,
     scalars={"scale": np.float32},
     table=HELD,
@@ -92,6 +132,7 @@ BACKWARD = RowKernel(
 LOGSUMEXP = RowKernel(
     "logsumexp",
     "softmax/logsumexp.cu",
+    ScoreArrays,
     rows=("x",),
     results={"out": Result.PER_ROW},
     optional=("mask", "bias"),
@@ -101,10 +142,10 @@ LOGSUMEXP = RowKernel(
 LOGSUMEXP_BACKWARD = RowKernel(
     "logsumexp_backward",
     "softmax/logsumexp_backward.cu",
+    LogSumExpBackwardArrays,
     rows=("x",),
     per_row=("dout", "out"),
     results={"dx": Result.ROW},
-    shown_as={"dx": "grads"},
     optional=("mask", "bias"),
     table=STREAMED_BACKWARD,
     **{**_SCORES, "choices": _SCORES["choices"] | _ACCUMULATE},

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.structs import rows_params
@@ -21,6 +23,19 @@ ROWS_OF_A_WARP = 8
 """The fewest that a split is worth: a partial sum costs as much as it saves below that."""
 SUMMING_CTAS = 4
 """For each multiprocessor, where there are rows enough to split."""
+
+
+@dataclass(slots=True)
+class BiasSumArrays(Record[T]):
+    """Arrays of the sum of a bias's gradient."""
+
+    dout: T
+    out: T
+    bias: T
+    row_sum: T
+    dbias: T | None = None
+    workspace: T | None = None
+
 
 DBIAS = KernelSpec(
     "softmax_dbias",

@@ -63,7 +63,7 @@ def logsumexp(
     return call_along(
         axis,
         kernels.LOGSUMEXP,
-        {"x": x, "mask": mask, "bias": bias, "out": out},
+        kernels.ScoreArrays(x, mask, bias, out),
         reference.logsumexp,
         causal=causal,
         scale=scale,
@@ -124,7 +124,7 @@ def logsumexp_backward(
     >>> cupyattn.logsumexp_backward(np.ones(1, np.float32), x, cupyattn.logsumexp(x))
     array([[0.5, 0.5]], dtype=float32)
     """
-    arrays = {"x": x, "dout": dout, "out": out, "mask": mask, "bias": bias, "dx": grads}
+    arrays = kernels.LogSumExpBackwardArrays(x, dout, out, mask, bias, grads)
 
     def exact(x: Array, dout: Array, out: Array, **options: Any) -> Array:
         return reference.logsumexp_backward(dout, x, out, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from cupyattn.runtime.call_rows import call_rows
 from cupyattn.runtime.checks import require_bool, require_contiguous_axis
 from cupyattn.runtime.numbers import factor
 from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.records import Record, given_of
 from cupyattn.runtime.row_kernel import Result, RowKernel
 from cupyattn.runtime.rows import array_fixes
 
@@ -37,7 +39,7 @@ class SoftmaxGrads(NamedTuple):
 def call_along(
     axis: Any,
     kernel: RowKernel,
-    arrays: dict[str, Any],
+    arrays: Record[Any],
     exact: Callable[..., np.ndarray],
     *,
     causal: Any = None,
@@ -65,7 +67,7 @@ def call_along(
     scale = factor("scale", scale)
     require_bool("accumulate", accumulate)
     if accumulate:
-        require_grads(arrays["dx"], accumulate)
+        require_grads(getattr(arrays, "dx", None), accumulate)
     options: dict[str, Any] = {}
     if causal is not None:
         require_bool("causal", causal)
@@ -77,7 +79,9 @@ def call_along(
         named = dict(zip(kernel.broadcast, inputs[given:], strict=True))
         return exact(*inputs[:given], **named, **numbers)
 
-    def call(arrays: dict[str, Any]) -> tuple[str, Array]:
+    (name,) = (each for each in kernel.results if each in ("out", "dx"))
+
+    def call(arrays: Record[Any]) -> Array:
         found = call_rows(
             kernel,
             arrays,
@@ -86,28 +90,28 @@ def call_along(
             accumulate=bool(accumulate),
             scalars={"scale": scale},
         )
-        return next(iter(found.items()))
+        return getattr(found, name)
 
     if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
-        return call(arrays)[1]
-    operands = adopt(arrays, array_fixes(kernel), kernel.shown_as).arrays
-    for name in kernel.whole_rows:
-        if name in operands:
+        return call(arrays)
+    operands = given_of(adopt(arrays, array_fixes(kernel)).arrays)
+    for field in kernel.whole_rows:
+        if field in operands:
             require_contiguous_axis(
-                kernel.shown_as.get(name, name),
-                _layout(operands[name]),
+                kernel.shown_as.get(field, field),
+                _layout(operands[field]),
                 axis,
-                written=name in kernel.results,
+                written=field in kernel.results,
             )
     first = _layout(operands[kernel.rows[0]])
-    moved = dict(operands)
-    for name, array in operands.items():
-        if name in kernel.broadcast:
-            broadcast_layout(kernel, name, _layout(array), first)
+    moved = replace(arrays)  # type: ignore[type-var]
+    for field, array in operands.items():
+        if field in kernel.broadcast:
+            broadcast_layout(kernel, field, _layout(array), first)
             array = np.broadcast_to(array, first.shape)
-        if name in kernel.whole_rows or name in kernel.broadcast:
-            moved[name] = _moved(array, axis, -1)
-    name, result = call(moved)
+        if field in kernel.whole_rows or field in kernel.broadcast:
+            setattr(moved, field, _moved(array, axis, -1))
+    result = call(moved)
     if name in operands:
         return operands[name]
     return result if kernel.results[name] is Result.PER_ROW else _moved(result, -1, axis)

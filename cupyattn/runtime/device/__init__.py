@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.arrays import NamedOperands, Operands
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tuning import Choices
@@ -66,12 +66,15 @@ class Device(Protocol):
     def zero(self, array: Any) -> None:
         """Fill an array of this device with zeros, on the current stream."""
 
-    def arguments(self, operands: Operands) -> dict[str, Any]:
-        """Return what kernels here are passed for the arrays of a call by name, in a new dict.
+    def arguments(self, operands: Operands[Any]) -> list[Any]:
+        """Return what kernels here are passed for the arrays of a call, in a new list.
 
-        Of a GPU those are addresses, which have been asked for already; the emulator has to know
+        A GPU's kernels get addresses, which have been asked for already; the emulator has to know
         where arrays end, so its kernels get the arrays themselves.
         """
+
+    def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
+        """Return the arguments of arrays by name, in a new dict."""
 
     def argument(self, array: Any) -> Any:
         """Return the same of an array."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Operands, array_within
+from cupyattn.runtime.arrays import NamedOperands, Operands, array_within
 from cupyattn.runtime.card import T4_L2_BYTES, Card
 from cupyattn.runtime.device import Device, card_of
+from cupyattn.runtime.records import values_of
 from cupyattn.runtime.tuning import USUAL, Choices
 
 
@@ -32,7 +33,11 @@ class SimulatedDevice:
         """Fill an array with zeros."""
         array.fill(0)
 
-    def arguments(self, operands: Operands) -> dict[str, Any]:
+    def arguments(self, operands: Operands[Any]) -> list[Any]:
+        """Return the arrays of a call, in a new list."""
+        return [*values_of(type(operands.arrays))(operands.arrays)]
+
+    def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
         """Return the arrays of a call by name."""
         return {**operands.arrays}
 

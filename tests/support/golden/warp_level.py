@@ -166,7 +166,7 @@ def _philox() -> Case:
         {"counters": counters},
         {"words": np.zeros_like(counters), "fields": np.zeros(count, np.uint32)},
         threads=128,
-        source=FOLDER.parent.parent / "host" / "probes" / "philox.cu",
+        source=FOLDER.parent.parent / "runtime" / "probes" / "philox.cu",
         entry="probe_philox",
         scalars={
             "count": np.int32(count),
