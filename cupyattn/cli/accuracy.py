@@ -15,7 +15,7 @@ from cupyattn.runtime.arch import Arch
 
 @dataclass(frozen=True)
 class Problem:
-    """What the demo attends to: causal self-attention of standard normal q, k and v."""
+    """The demo's problem: causal self-attention of standard normal q, k and v."""
 
     batch: int = 2
     seqlen: int = 2048

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Talk:
-    """What was said so far, and the generator whose cache has it."""
+    """A conversation so far, and the generator whose cache holds it."""
 
     def __init__(self, model: models.Model, arguments: argparse.Namespace) -> None:
         self._model = model

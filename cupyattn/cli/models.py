@@ -1,4 +1,4 @@
-"""What the commands that generate share: which model, how tokens are drawn, how fast it was."""
+"""Options and results that the generating commands share: the model, sampling, the speed."""
 
 from __future__ import annotations
 

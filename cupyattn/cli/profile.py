@@ -24,7 +24,7 @@ from cupyattn.emulator import Checks, Report
 from cupyattn.runtime.arch import TURING
 
 SHOWN_LINES = 12
-"""Of each kernel."""
+"""The most source lines that are shown of each kernel."""
 
 
 def add_parser(commands: Any) -> None:

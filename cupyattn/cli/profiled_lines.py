@@ -1,4 +1,4 @@
-"""What a kernel did at each line of its source, and which lines cost the most."""
+"""Profile of a kernel by source line, and the lines that cost the most."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class LaunchRecorder(SimulatedDevice):
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """The device's name for people."""
         return f"launch recorder for {self.arch.real}"
 
     def load(self, specialisation: Specialisation) -> RecordedKernel:

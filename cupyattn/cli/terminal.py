@@ -1,4 +1,4 @@
-"""What commands print with: text folded to the terminal's width, or one JSON object."""
+"""Output of commands: text folded to the terminal's width, or one JSON object."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Terminal:
 
 
 class RichTerminal(Terminal):
-    """The same with rich on a terminal: headings and verdicts have their style."""
+    """A `Terminal` that prints through rich, with styles for headings and verdicts."""
 
     def __init__(self) -> None:
         from rich.console import Console

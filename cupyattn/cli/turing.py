@@ -51,7 +51,7 @@ IN_FLOAT32 = (
     "linear_forward_quantised_f32",
     "linear_dx_quantised_f32",
 )
-"""What a card without tensor cores runs in their place."""
+"""Kernels that a device without tensor cores runs instead."""
 
 LIKE_TUNED = (
     "attention_forward_rotary",

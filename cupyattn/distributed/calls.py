@@ -25,7 +25,7 @@ from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 
 BLOCK = ("k", "v")
-"""What a call takes rows of a block of; of all else it takes rows of the rank's own."""
+"""Arrays of which a call takes a block's rows; of all others it takes the rank's own rows."""
 
 
 class Calls:

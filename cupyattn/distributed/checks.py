@@ -1,4 +1,4 @@
-"""What a ring does not take, and what does not fit the tokens of its ranks: errors that say so."""
+"""Checks of a ring's arguments: unsupported options, arrays that do not fit the ranks' tokens."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Failures(Protocol):
 
 
 class SharedFailures:
-    """Of ranks that are threads of one process."""
+    """`Failures` for ranks that are threads of one process."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -152,10 +152,11 @@ class SharedFailures:
 
 
 class FolderFailures:
-    """Of processes that see one folder: each leaves its process id there, and a note if it fails.
+    """`Failures` for processes that see one folder.
 
-    A process of this host that is gone without having left (`leave`) has failed too. `first` reads
-    the note alone, for it stands before each transfer; who is gone is found by `look`.
+    Each process leaves its process id in the folder, and a note if it fails. A process of this host
+    that is gone without having left (`leave`) has failed too. `first` reads the note alone, because
+    it is called before each transfer; `look` finds the processes that are gone.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:

@@ -100,7 +100,7 @@ class Group:
         self._closed = False
         self._carrier = Carrier(self._communicator, self.check)
         self.agreed: set[tuple[str, ...]] = set()
-        """What all ranks have said of their calls, where they are asked once."""
+        """Descriptions of calls that all ranks have agreed on: each is compared once."""
         self.gathers_on_host = bool(getattr(self._communicator, "gathers_on_host", False))
         self._streams: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""What computes and what transfers, side by side: two streams of a GPU, and blocks on their way."""
+"""Transfers that run during the computation: a second stream of a GPU, and blocks on their way."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Part = tuple[Array, Array]
 
 
 class Merged:
-    """What has been merged of each piece of queries, and the results that it becomes.
+    """The parts merged so far for each piece of queries, and the results that they become.
 
     Parts come rounded to the dtype of the arrays, as any result. The first part of a piece is
     computed into its result; sums are kept in float32 (float64 for float64), and the last one is

@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does with one block of keys and values."""
+    """The work of a rank on one block of keys and values."""
 
     shift: int
     """The block is that of the rank so many places before."""
@@ -72,7 +72,7 @@ class RingPlan(NamedTuple):
     placement: Placement
     rank: int
     lengths: tuple[int, ...]
-    """Of the whole sequences."""
+    """The lengths of the whole sequences."""
     steps: tuple[Step, ...]
 
     @property
@@ -107,7 +107,7 @@ class RingPlan(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What queries see: keys from `left` positions before theirs to `right` behind; None is all."""
+    """The keys that a query sees: `left` positions before its own to `right` after; None is all."""
 
     left: int | None
     right: int | None

@@ -1,4 +1,4 @@
-"""What a ring writes: arrays that are given or made, and apart from what is still read."""
+"""Results of a ring: arrays that are given or made, and that overlap no array still to be read."""
 
 from __future__ import annotations
 

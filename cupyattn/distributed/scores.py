@@ -1,4 +1,4 @@
-"""What stands for single scores, cut for a call: masks and biases, and expressions of positions.
+"""Masks, biases and expressions of positions, cut to the scores of one call.
 
 A rank passes the rows of its own queries, of all keys: a call takes those of its queries, and the
 columns where its keys stand. An expression counts queries and keys from the beginning of a call; it

@@ -1,4 +1,4 @@
-"""What the emulator raises: one class per kind of fault, all of them `EmulatorError`."""
+"""The emulator's exceptions: one class per kind of fault, all of them `EmulatorError`."""
 
 __all__ = [
     "BarrierError",

@@ -25,7 +25,7 @@ __all__ = ["Entry", "Module", "load"]
 
 @dataclass(frozen=True)
 class Entry:
-    """What a caller may know of a kernel: its name, parameters and thread limits."""
+    """The public description of a kernel: its name, parameters and thread limits."""
 
     name: str
     parameters: tuple[Parameter, ...]

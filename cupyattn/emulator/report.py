@@ -1,4 +1,4 @@
-"""What a launch did: bank conflicts, sectors, instruction mix, bytes, per source line.
+"""Counts of a launch: bank conflicts, sectors, instruction mix, bytes, per source line.
 
 What is counted, and how far to trust it:
 
@@ -202,7 +202,7 @@ class Report:
 
     @property
     def lines(self) -> list[LineReport]:
-        """The same per source line, in order of file and line."""
+        """The counts of each source line, in order of file and line."""
         found: dict[tuple[str, int], LineReport] = {}
         for data in self._kernels.values():
             instructions = data.program.instructions

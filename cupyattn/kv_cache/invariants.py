@@ -1,4 +1,4 @@
-"""What always holds of pools, their sequences and the prefix index."""
+"""Invariants of pools, their sequences and the prefix index."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.fork import no_fork
 
 BACKGROUNDS = {"free": "white", "cached": "0.85", "used": "0.4"}
-"""Of blocks that belong to no sequence that is drawn."""
+"""The backgrounds of blocks that belong to none of the sequences drawn, by the block's state."""
 EDGE = "0.6"
 MARGIN = 0.06  # of a cell
 FAINT = 0.25  # the colour of what is not filled

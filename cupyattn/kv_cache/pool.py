@@ -24,7 +24,7 @@ EVICTED = -1
 """In place of a block's id in a sequence: a window has given the block back."""
 
 HERE, SWAPPED, FREED = "in the device's pool", "swapped out", "freed"
-"""What a sequence is."""
+"""The states of a sequence."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -158,7 +158,7 @@ class Pool:
 
 
 class Pools:
-    """What an allocator and its sequences share: both pools, the lock, the living sequences.
+    """The shared state of an allocator and its sequences: both pools, the lock, living sequences.
 
     As a context, within the lock, it is for a call that changes something: whatever cuts the call
     short, a MemoryError or Ctrl-C, all that is counted follows again from what sequences own. So

@@ -1,4 +1,4 @@
-"""What a scheduler is asked for, and what it asks of a model and of a cache."""
+"""Requests to a scheduler, and the work that it asks of a model and of a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 class SchedulerCache(Protocol):
-    """What `Scheduler` needs of a cache: its allocator, and the copies that this calls for.
+    """The cache that `Scheduler` needs: an allocator, and the copies that the allocator calls for.
 
     Each method runs its copies in their order, before any work that is queued after the call.
     """

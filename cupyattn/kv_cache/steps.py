@@ -1,4 +1,4 @@
-"""What a step of the model does with a paged cache: tables of its sequences, append and attend."""
+"""Operations of a model's step on a paged cache: tables of its sequences, append and attend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of the model reads of its sequences: int32 arrays, uploaded in one piece."""
+"""Tables of the sequences in a model's step: int32 arrays, uploaded in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step has drawn, taken as a whole or not at all."""
+"""The tokens that a step has drawn, taken as a whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model is, in numbers, and the shapes of three that many know."""
+"""The numbers that describe a model, and the shapes of three well-known ones."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cupyattn.models.weights import Product
 from cupyattn.runtime.arrays import Array
 
 LOGITS_BYTES = 2**27
-"""What logits may take: 512 rows of a vocabulary of 128,256 in float16."""
+"""The most memory of logits: 512 rows of a vocabulary of 128,256 in float16."""
 _ROWS_TOGETHER = 128  # whole tiles of the products
 
 

@@ -16,7 +16,7 @@ MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"
 _NESTED = "nf4_nested"
 QUANTIZE = (*MADE, OF_THE_FILE)
-"""What `load` takes."""
+"""The values of `quantize` that `load` takes."""
 
 
 def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:

@@ -1,4 +1,4 @@
-"""What a kernel will do on Turing, from its machine code: no GPU, no run.
+"""A model of a kernel's speed on Turing, from its machine code: it needs no GPU and no run.
 
 Turing's shared memory and L1 deliver 64 bytes a cycle and SM (streaming multiprocessor), half of
 what later GPUs do, so that timings on a newer GPU rank tile shapes in another order. This package

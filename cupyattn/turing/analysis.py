@@ -19,7 +19,7 @@ from cupyattn.turing.simulation import utilisation
 
 @dataclass(frozen=True)
 class KernelFigures:
-    """What a kernel takes of a Turing SM, and what its loops make of it.
+    """Resources of a Turing SM that a kernel takes, and the utilisation that its loops reach.
 
     Attributes
     ----------

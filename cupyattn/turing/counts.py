@@ -1,4 +1,4 @@
-"""What an iteration of a loop asks of each pipe of an SM: exact counts, and what follows."""
+"""Exact counts of an iteration's work for each pipe of an SM, and limits that follow from them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from cupyattn.turing.sass import Instruction
 
 
 class Work(NamedTuple):
-    """What a kernel is there for: instructions of one pipe, which its other work must not delay."""
+    """The main work of a kernel: instructions of one pipe, which its other work must not delay."""
 
     pipe: str
     does: Callable[[Instruction], bool]

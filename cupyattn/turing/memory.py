@@ -1,4 +1,4 @@
-"""What a call that moves bytes does on Turing: by its bytes, sectors and instructions.
+"""A model of memory-bound calls on Turing: from their bytes, sectors and instructions.
 
 The emulator counts what a call's kernels do; here the counts become times on a card.
 """

@@ -9,7 +9,7 @@ from cupyattn.turing.machine import Machine
 from cupyattn.turing.sass import Instruction
 
 MEMORY = ("LDSM", "LDS", "STS", "LDG", "STG", "LDL", "STL", "SHFL")
-"""What the load/store unit of the SM serves: one pipe, but counted by kind."""
+"""Instructions that the load/store unit of the SM serves: one pipe, but counted by kind."""
 
 ARITHMETIC = ("tensor", "fp16", "fma", "alu", "xu", "uniform")
 """Pipes that each sub-partition has for itself."""

@@ -94,7 +94,7 @@ class Instruction:
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """What follows the name."""
+        """The parts of the opcode after its name."""
         return tuple(self.opcode.split(".")[1:])
 
     @property

@@ -92,7 +92,7 @@ def busy_fraction(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the simulation needs of an instruction."""
+    """The properties of an instruction that the simulation uses."""
 
     pipe: int  # index into ARITHMETIC; -1 for none, which is the last of `pipe_free`
     interval: int

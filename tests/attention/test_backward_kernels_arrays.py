@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from support.attention_options import ALL_AT_ONCE, RUN_TIME_OPTIONS, every_option
 from support.backward_runs import (
     GRADIENTS,
@@ -315,6 +315,28 @@ def test_no_weight_exceeds_one_where_lse_has_no_digits(
     for name, gradient in grads.items():
         assert np.isfinite(gradient).all(), name
     assert (np.abs(grads["dv"]) <= 1.01 * np.abs(dout.astype(np.float64)).sum(1)[:, None]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_row_with_the_lowest_bias_on_every_key_gives_zero_gradients(dtype: str, broadcast: bool):
+    """In log2 its lse is -inf, as that of a row without keys. A sink of -inf has weight 0 too."""
+    problem = AttentionProblem(B=1, Sq=5, Sk=9, H=2, G=2, D=24, Dv=40, dtype=dtype)
+    bias = np.zeros((5, 1 if broadcast else 9), np.float32)
+    bias[2] = np.finfo(np.float32).min
+    options = {"bias": bias, "sinks": np.full(2, -np.inf, np.float32)}
+    out, lse = reference.attention(*problem.arrays(), **options)
+    dout, _ = problem.gradients()
+    out[:, 2] = 0
+    arrays = (dout, *problem.arrays(), out.astype(dtype), lse.astype(np.float32))
+    grads = run(arrays, options, "flash")
+    dout[:, 2] = 0
+    others = run(arrays, options, "flash")
+    assert not grads["dq"][:, 2].any()
+    assert not grads["dbias"][2].any()
+    assert not grads["dsinks"].any()
+    assert_allclose(grads["dk"], others["dk"], rtol=2e-3, atol=1e-4)
+    assert_allclose(grads["dv"], others["dv"], rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -16,6 +16,7 @@ from support.search import examples, mostly_deep, wider
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
+from cupyattn.ops.embedding import kernels as configs
 from cupyattn.ops.embedding import plan as ops
 
 
@@ -66,6 +67,24 @@ def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate
         *placed, grads=KERNELS.put(present.copy()) if accumulate else None, accumulate=accumulate
     )
     assert KERNELS.get(again).tobytes() == KERNELS.get(found).tobytes()
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
+def test_id_of_the_next_cta_leaves_other_rows_unchanged():
+    """The second batch of ids that the sort reads begins with the first row of the next CTA.
+
+    A CTA that counts this id reads an old token of row 5 after the new one, and writes it over the
+    only token of row 6.
+    """
+    batch = configs.THREADS * configs.SORT_READS
+    ids = np.full(batch + 2, 5, np.int32)
+    ids[batch - 1], ids[batch] = 6, configs.THREADS
+    rows = configs.THREADS + 1
+    dout = np.ones((batch + 2, 8), np.float32)
+    placed = [KERNELS.put(array) for array in (dout, np.zeros((rows, 8), np.float32), ids)]
+    found = KERNELS.get(cupyattn.embedding_backward(*placed))
+    assert_array_equal(found[:, 0], np.bincount(ids, minlength=rows))
 
 
 @pytest.mark.nvrtc

@@ -149,6 +149,16 @@ def test_large_logits_lose_no_digits(side):
     assert np.isfinite(side.get(dx)).all()
 
 
+@everywhere
+@pytest.mark.parametrize("vocabulary", [8, 64, 200])
+def test_equal_large_negative_logits_give_the_loss_of_a_uniform_guess(side, vocabulary):
+    """With any larger number as the maximum, every exponential is 0; short rows are one vector."""
+    logits = side.put(np.full((3, vocabulary), -2000, np.float16))
+    labels = side.put(np.zeros(3, np.int32))
+    loss = side.get(cupyattn.cross_entropy(logits, labels, reduction="none"))
+    np.testing.assert_allclose(loss, np.full(3, np.log(vocabulary)), atol=2e-4)
+
+
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 def test_smoothed_row_whose_sum_overflows_gives_minus_infinity():

@@ -238,6 +238,16 @@ def test_largest_logits_do_not_overflow(side, spread):
 
 
 @everywhere
+@pytest.mark.parametrize("length", [8, 64, 200])
+def test_rows_of_large_negative_scores_are_normalised(side, length):
+    """With any larger number as the maximum, every exponential is 0; short rows are one vector."""
+    x = side.put(np.full((3, length), -2000, np.float16))
+    assert_array_equal(side.get(cupyattn.softmax(x)), np.full((3, length), 1 / length, np.float16))
+    lse = side.get(cupyattn.logsumexp(x))
+    np.testing.assert_allclose(lse, np.full(3, np.log(length) - 2000), rtol=1e-6)
+
+
+@everywhere
 def test_fully_masked_rows_give_zeros_and_no_nan(side):
     """Gradients are zero although x and dout are NaN."""
     x = side.put(np.full((2, 40), np.nan, np.float32))

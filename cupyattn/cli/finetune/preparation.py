@@ -39,14 +39,14 @@ _CALLED = {
     "AdamWOptions.clip": "--clip",
     "AdamWOptions.state": "--optimizer-state",
 }
-"""What is compared where a training goes on, as it was told."""
+"""Options that must not change when a training goes on, by their names on the command line."""
 
 
 class Prepared(NamedTuple):
     """All that a training needs."""
 
     model: models.Model
-    """What generates with what is learnt."""
+    """The model that generates with the trained arrays."""
     trained: Any
     trainer: training.Trainer
     held: list[training.Sample]

@@ -1,1 +1,1 @@
-"""What carries the bytes: NCCL, MPI, memory that threads share, or the user's own."""
+"""Communicators that carry the bytes: NCCL, MPI, memory that threads share, or the user's own."""

@@ -35,7 +35,7 @@ class Parcel:
 
 
 class PostOffice:
-    """What the ranks of one process share: parcels on their way, and who waits for whom."""
+    """The state that ranks of one process share: parcels on their way, and who waits for whom."""
 
     def __init__(self, timeout: float) -> None:
         self.failures = SharedFailures()

@@ -1,4 +1,4 @@
-"""What carries the bytes of a ring: three methods, which NCCL, MPI and threads have behind them."""
+"""The protocol of communicators: three methods, implemented with NCCL, MPI and threads."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _MOST_TOGETHER = 512  # rows of a stack, all of which stay in memory
 
 @dataclass(eq=False, slots=True)
 class _Value(Row):
-    """What a register holds between two writes; without an expression until it is written.
+    """The content of a register between two writes; it has no expression until it is written.
 
     Attributes
     ----------

@@ -1,1 +1,1 @@
-"""What the generated code calls: arithmetic, memory, warp instructions, barriers, over lanes."""
+"""Operations over lanes for the generated code: arithmetic, memory, warp instructions, barriers."""

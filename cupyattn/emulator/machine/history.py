@@ -1,4 +1,4 @@
-"""What was written and read in shared memory: by whom, and in which epoch.
+"""Reads and writes of shared memory: by which threads, and in which epoch.
 
 The unit is a granule, the smallest size that the kernel accesses shared memory with. Of every
 granule the last write and the last read of each unit of threads (`clocks`) are recorded.
@@ -37,8 +37,9 @@ class Threads(NamedTuple):
     lane: np.ndarray
     """Counted over the batch."""
     unit: np.ndarray
-    """What has a clock: counted over the batch, and in its block."""
+    """The unit that has a clock, counted over the batch."""
     own: np.ndarray
+    """The unit, counted in its block."""
     who: np.ndarray
     """The lane, counted in its unit."""
 
@@ -54,7 +55,7 @@ class Access(NamedTuple):
     per: int
     mask: Array
     lanes: np.ndarray | None
-    """Of the rows that whole warps load; otherwise the mask says who."""
+    """The lanes of the rows that whole warps load; None where the mask tells which lanes access."""
     epoch: np.ndarray
     is_write: bool
     atomic: bool

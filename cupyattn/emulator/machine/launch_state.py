@@ -1,4 +1,4 @@
-"""What all batches of one launch share."""
+"""State that all batches of one launch share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LaunchState"]
 
 @dataclass
 class LaunchState:
-    """What all batches of one launch share."""
+    """State that all batches of one launch share."""
 
     program: Program
     grid: tuple[int, int, int]

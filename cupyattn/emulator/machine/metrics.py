@@ -1,4 +1,4 @@
-"""What memory accesses cost on the hardware: shared-memory wavefronts, global-memory sectors."""
+"""Costs of memory accesses on the hardware: shared-memory wavefronts, global-memory sectors."""
 
 from typing import Any
 

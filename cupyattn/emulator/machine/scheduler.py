@@ -24,7 +24,7 @@ Array = Any
 
 
 class Scheduler:
-    """What moves the lanes of a batch on, and the two things that they wait at."""
+    """The scheduler of a batch's lanes: branches, barriers and warp synchronisation."""
 
     def __init__(self, positions: Positions, barriers: Barriers, warp_sync: WarpSync) -> None:
         self.positions = positions

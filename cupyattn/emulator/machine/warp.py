@@ -1,4 +1,4 @@
-"""What the lanes of a warp exchange: shuffles, votes and matches, as functions of their values.
+"""Exchanges between the lanes of a warp: shuffles, votes and matches, as functions of their values.
 
 Who takes part, and who must wait for whom, is the business of `machine.warp_sync`.
 """

@@ -1,4 +1,4 @@
-"""What a ``.target`` means: which targets there are, and which instructions are newer than one.
+"""The meaning of ``.target``: the targets that exist, and the instructions that need a newer one.
 
 A GPU's assembler refuses PTX that its ``.target`` does not have, so the emulator does too: a kernel
 for Turing that uses ``mma.m16n8k16`` must not pass its tests here. The numbers are those of the

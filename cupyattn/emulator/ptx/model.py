@@ -1,4 +1,4 @@
-"""What the parser produces: modules, functions, variables and instructions."""
+"""The parser's results: modules, functions, variables and instructions."""
 
 import sys
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ def _parts(opcode: str) -> tuple[str, ...]:
 
 
 class Statement:
-    """What messages and reports say of an instruction: all that is kept of one that has been read.
+    """The part of an instruction that is kept after parsing, for messages and reports.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Instruction:
 
     @property
     def statement(self) -> Statement:
-        """What to keep of it for messages and reports."""
+        """The part of the instruction that messages and reports need."""
         return Statement(sys.intern(self.opcode), str(self), self.location)
 
 

@@ -1,4 +1,4 @@
-"""What a reader of files finds, before any weight is read."""
+"""The contents of a checkpoint's files, before any weight is read."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _MOST_METADATA = 64 << 20
 
 
 class GGUFFile(NamedTuple):
-    """What a file holds.
+    """The contents of a GGUF file.
 
     Attributes
     ----------

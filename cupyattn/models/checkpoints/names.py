@@ -1,4 +1,4 @@
-"""What files call the weights of a model: a table a format and architecture, and the places."""
+"""Names of a model's weights in files: a table for each format and architecture, and the places."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ HUGGING_FACE = {
         ignored=(r"h\.\d+\.attn\.(masked_)?bias$",),
     ),
 }
-"""Of each architecture in safetensors files."""
+"""The names in safetensors files, by architecture."""
 
 _OF_GGUF = Naming(
     embedding="token_embd",
@@ -105,7 +105,7 @@ GGUF = {
     "qwen2": _GGUF_QWEN2,
     "phi2": _OF_GGUF._replace(mlp_norm=None),
 }
-"""Of each architecture, as GGUF calls them."""
+"""The names in GGUF files, by GGUF's name of the architecture."""
 
 
 class Place(NamedTuple):

@@ -21,7 +21,7 @@ _MARKS = {
     STATE: "bitsandbytes",
     ".qweight": "GPTQ or AWQ",
 }
-"""What stands in names of tensors that no model has which is not quantised."""
+"""Parts of tensors' names that only quantised models have, each with its method."""
 
 
 def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Calls:
-    """What may be called at any time waits for the call that is under way.
+    """Calls one at a time: a call that may come at any time waits for the one under way.
 
     A stream that nobody reads ends as its iterator is collected: between two calls, or, where it
     stands in a cycle, within a step, a submission or a cancellation, even with the allocator's lock

@@ -12,7 +12,7 @@ from cupyattn.models.generation.text import TextStream, Tokenizer
 
 
 class Generation:
-    """What `Generator.submit` returns: the continuations of one prompt, as far as they are.
+    """The continuations of one prompt so far, which `Generator.submit` returns.
 
     Attributes
     ----------

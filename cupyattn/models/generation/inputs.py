@@ -1,4 +1,4 @@
-"""What a step reads beside the cache's tables: token ids, and how each next token is drawn."""
+"""Inputs of a step besides the cache's tables: token ids, and how each next token is drawn."""
 
 from __future__ import annotations
 

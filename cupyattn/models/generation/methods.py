@@ -1,4 +1,4 @@
-"""What a model does to generate: a generator for one call, with a cache as large as that needs."""
+"""Methods of a model that generate: a call makes a generator with a cache of the size it needs."""
 
 from __future__ import annotations
 

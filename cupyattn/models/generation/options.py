@@ -60,7 +60,7 @@ class Prompt(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What ends a sample: tokens, and strings in its text."""
+    """Tokens, and strings in its text, that end a sample."""
 
     ids: frozenset[int]
     strings: tuple[str, ...]

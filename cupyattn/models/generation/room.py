@@ -12,7 +12,7 @@ from cupyattn.models.generation.options import as_count
 from cupyattn.runtime.errors import error
 
 SHARE = 0.9
-"""Of the free memory; the rest is for what steps compute in."""
+"""The part of the free memory that a cache may take; steps compute in the rest."""
 _MOST_BLOCK_SIZE = 2**31 - 16
 """A multiple of 16; a cache counts its slots in int32."""
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 INCOMPLETE = "\ufffd"
-"""What a decoder writes for bytes that are no character, or not yet one."""
+"""The character that a decoder writes for bytes that are no character, or not yet one."""
 CONTEXT = 10
 """Tokens of a prompt that its continuation is decoded behind: some decoders drop a leading space,
 and no character has more than 4 bytes. Of a whole one, and of one that has begun."""
@@ -56,7 +56,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """What has been returned so far."""
+        """The text that has been returned so far."""
         return "".join(self._pieces)
 
     def push(self, token: int) -> str:

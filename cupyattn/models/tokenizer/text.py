@@ -13,7 +13,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 class Tokenizer:
-    """What makes ids of text, and text of ids: `Model.tokenizer`.
+    """A tokenizer, which turns text into ids and ids into text: `Model.tokenizer`.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a model is trained on: tokens, what each should predict, and several samples in a row."""
+"""Training data: tokens, the token that each should predict, and several samples in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training will take of a GPU's memory, line by line, before any of it is taken."""
+"""An estimate of a training's GPU memory, line by line, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from cupyattn.runtime.errors import error
 
 _MASTER_BYTES = 4
 _SPARE = 0.125
-"""Of all lines: what the memory pool keeps beside what it is asked for, and the batch. Gradients of
+"""The batch, and the memory that the pool keeps unused, as a fraction of all lines. Gradients of
 Phi-2's adapters, in NF4, left the pool with 9 % more than was in use at the most (2 x 1,024 tokens)
 and with 12 % (4 x 2,048; an H200 as compute_75 code, 2026-11-23)."""
 _FEWEST_TOKENS = 128
 
 
 class Training(NamedTuple):
-    """What is to be trained, and how.
+    """A description of a training: the model, its adapters, the optimizer and the batches.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Line(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What is in memory at once, at the moment when that is the most.
+    """The contents of memory at the moment when they are largest.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Budget(NamedTuple):
 
     @property
     def needed(self) -> int:
-        """What has to be free for it, in bytes."""
+        """The memory that must be free for the training, in bytes."""
         return math.ceil(self.total * (1 + _SPARE))
 
 

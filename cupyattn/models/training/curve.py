@@ -1,4 +1,4 @@
-"""What became of each step, as lines of JSON that outlive the process, and drawn."""
+"""The result of each step, as lines of JSON that outlive the process, and as a plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells the weights of a model from those of another of its shape."""
+"""A fingerprint that tells a model's weights from other weights of the same shapes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_A_MODEL = (
     "output_bias", "mlp_bias", "head_bias",
 )  # fmt: skip
 _ITEMS = 64
-"""Of each array: a model that was trained further differs in all of its arrays."""
+"""Items read of each array: a model that was trained further differs in all of its arrays."""
 
 
 def fingerprint(weights: Weights) -> str:

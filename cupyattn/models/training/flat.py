@@ -35,7 +35,7 @@ class Flat(NamedTuple):
 
     @property
     def parts(self) -> tuple[tuple[slice, bool], ...]:
-        """What decays and what does not, of the two those that there are, and which it is."""
+        """The parts that are not empty, each with whether weight decay applies to it."""
         parts = slice(0, self.matrices), slice(self.matrices, self.array.size)
         both = zip(parts, (True, False), strict=True)
         return tuple((part, decays) for part, decays in both if part.start < part.stop)

@@ -1,4 +1,4 @@
-"""What adapters are made with: which modules have one, of which rank, and by what it is scaled."""
+"""Options of adapters: the modules that have one, their ranks and their scales."""
 
 from __future__ import annotations
 

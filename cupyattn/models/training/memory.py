@@ -16,7 +16,7 @@ _QUERIES_OF_A_TILE = 64  # what a sample's last tile of queries may be beyond it
 
 
 class Working(NamedTuple):
-    """What `gradients` takes on a GPU while it runs, in bytes, at its two ends.
+    """The working memory of `gradients` on a GPU, in bytes, at its two ends.
 
     Attributes
     ----------

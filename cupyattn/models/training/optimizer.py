@@ -18,7 +18,7 @@ assert ALIGNMENT % _BLOCK == 0, "no block is of two arrays"
 
 
 class AdamWOptions(NamedTuple):
-    """What a step of AdamW is told, but for the learning rate.
+    """Options of an AdamW step, all but the learning rate.
 
     Attributes
     ----------
@@ -101,7 +101,7 @@ class AdamW:
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """What a step changes, by the names of the arrays."""
+        """The arrays that a step changes, by their names."""
         return self._parameters.views
 
     def zero_gradients(self) -> None:

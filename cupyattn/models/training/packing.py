@@ -15,7 +15,7 @@ from cupyattn.runtime.errors import error
 _WINDOW = 1024
 """Samples that are packed with one another: enough to fill batches, few enough to mix."""
 DIGEST = "sha256:"
-"""What a digest begins with: errors tell that it differs, and not from what."""
+"""The beginning of a digest: errors tell that it differs, and not from what."""
 
 
 def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator) -> list[list[int]]:
@@ -72,7 +72,7 @@ class Position(NamedTuple):
 
     epoch: int = 0
     batch: int = 0
-    """Of the epoch, that comes next."""
+    """The number of the next batch in the epoch."""
 
 
 class Packing:

@@ -1,4 +1,4 @@
-"""What a `Trainer` trains."""
+"""The interface of models that a `Trainer` trains, and checks of models and samples."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 class TrainedStep(NamedTuple):
-    """What became of a step.
+    """The result of a step.
 
     Attributes
     ----------
