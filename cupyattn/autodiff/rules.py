@@ -47,89 +47,79 @@ from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.runtime.differentiable import differentiable
 
 attention = differentiable(
-    _attention,
-    attention_backward,
+    lambda: attention_backward,
     saved=("lse",),
     saved_by="return_lse",
     gradients=AttentionGrads._fields,
-)
+)(_attention)
 attention_varlen = differentiable(
-    _attention_varlen,
-    attention_varlen_backward,
+    lambda: attention_varlen_backward,
     saved=("lse",),
     saved_by="return_lse",
     gradients=AttentionGrads._fields,
-)
+)(_attention_varlen)
 softmax = differentiable(
-    _softmax,
-    softmax_backward,
+    lambda: softmax_backward,
     gradients=SoftmaxGrads._fields,
     on_demand={"bias": require_bias_gradient},
-)
-gelu = differentiable(_gelu, gelu_backward, gradients=("dx",))
-silu = differentiable(_silu, silu_backward, gradients=("dx",))
-swiglu = differentiable(_swiglu, swiglu_backward, gradients=GatedGrads._fields)
-geglu = differentiable(_geglu, geglu_backward, gradients=GatedGrads._fields)
-dropout = differentiable(_dropout, dropout_backward, gradients=DropoutGrads._fields)
-rope = differentiable(_rope, rope_backward, gradients=("dx",))
-embedding = differentiable(_embedding, embedding_backward, gradients=("dtable",))
+)(_softmax)
+gelu = differentiable(lambda: gelu_backward, gradients=("dx",))(_gelu)
+silu = differentiable(lambda: silu_backward, gradients=("dx",))(_silu)
+swiglu = differentiable(lambda: swiglu_backward, gradients=GatedGrads._fields)(_swiglu)
+geglu = differentiable(lambda: geglu_backward, gradients=GatedGrads._fields)(_geglu)
+dropout = differentiable(lambda: dropout_backward, gradients=DropoutGrads._fields)(_dropout)
+rope = differentiable(lambda: rope_backward, gradients=("dx",))(_rope)
+embedding = differentiable(lambda: embedding_backward, gradients=("dtable",))(_embedding)
 log_softmax = differentiable(
-    _log_softmax,
-    log_softmax_backward,
+    lambda: log_softmax_backward,
     gradients=SoftmaxGrads._fields,
     on_demand={"bias": require_bias_gradient},
-)
-logsumexp = differentiable(_logsumexp, logsumexp_backward, gradients=("dx",))
+)(_log_softmax)
+logsumexp = differentiable(lambda: logsumexp_backward, gradients=("dx",))(_logsumexp)
 cross_entropy = differentiable(
-    _cross_entropy,
-    cross_entropy_backward,
+    lambda: cross_entropy_backward,
     results=("loss",),
     saved=("lse",),
     saved_by="return_lse",
     gradients=("dlogits",),
-)
+)(_cross_entropy)
 
 # With a residual the second result, x + residual, is what the backward takes as x, and dx is the
 # gradient of both terms.
 layer_norm = differentiable(
-    _layer_norm,
-    layer_norm_backward,
+    lambda: layer_norm_backward,
     results=("out", "total"),
     saved=("mean", "rstd"),
     saved_by="return_stats",
     gradients=LayerNormGrads._fields,
     taken_from={"x": "total"},
     same={"dresidual": "dx"},
-)
+)(_layer_norm)
 rms_norm = differentiable(
-    _rms_norm,
-    rms_norm_backward,
+    lambda: rms_norm_backward,
     results=("out", "total"),
     saved=("rstd",),
     saved_by="return_stats",
     gradients=RMSNormGrads._fields,
     taken_from={"x": "total"},
     same={"dresidual": "dx"},
-)
+)(_rms_norm)
 linear = differentiable(
-    _linear,
-    differentiated(linear_backward, residual=True),
+    lambda: differentiated(linear_backward, residual=True),
     saved=("preactivation",),
     saved_by="return_preactivation",
     gradients=(*LinearGrads._fields, "dresidual"),
-)
+)(_linear)
 linear_gelu = differentiable(
-    _linear_gelu,
-    differentiated(linear_gelu_backward, residual=False),
+    lambda: differentiated(linear_gelu_backward, residual=False),
     saved=("preactivation",),
     saved_by="return_preactivation",
     gradients=LinearGrads._fields,
-)
+)(_linear_gelu)
 linear_cross_entropy = differentiable(
-    _linear_cross_entropy,
-    linear_cross_entropy_backward,
+    lambda: linear_cross_entropy_backward,
     results=("loss",),
     saved=("lse",),
     saved_by="return_lse",
     gradients=LinearCrossEntropyGrads._fields,
-)
+)(_linear_cross_entropy)

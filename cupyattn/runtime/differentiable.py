@@ -24,7 +24,7 @@ class Rule:
     def __init__(
         self,
         function: Callable[..., Any],
-        backward: Callable[..., Any],
+        backward: Callable[[], Callable[..., Any]],
         *,
         gradients: tuple[str, ...],
         results: tuple[str, ...],
@@ -35,7 +35,7 @@ class Rule:
         on_demand: OnDemand,
     ) -> None:
         self.function = function
-        self.backward = ranged(backward)
+        self._find_backward = backward
         self.name = function.__name__
         self.gradients = gradients
         self.results = results
@@ -44,6 +44,11 @@ class Rule:
         self.taken_from = taken_from
         self.same = same
         self.on_demand = on_demand
+
+    @cached_property
+    def backward(self) -> Callable[..., Any]:
+        """The function's backward."""
+        return ranged(self._find_backward())
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -89,8 +94,7 @@ names: list[str] = []
 
 
 def differentiable(
-    function: Callable[_Parameters, _Returned],
-    backward: Callable[..., Any],
+    backward: Callable[[], Callable[..., Any]],
     *,
     gradients: tuple[str, ...],
     results: tuple[str, ...] = ("out",),
@@ -99,16 +103,17 @@ def differentiable(
     taken_from: Mapping[str, str] = MappingProxyType({}),
     same: Mapping[str, str] = MappingProxyType({}),
     on_demand: OnDemand = MappingProxyType({}),
-) -> Callable[_Parameters, _Returned]:
-    """Return the function, its calls going through the recorder where there is one.
+) -> Callable[[Callable[_Parameters, _Returned]], Callable[_Parameters, _Returned]]:
+    """Decorate a function that `vjp` differentiates: a recorder, if there is one, sees its calls.
 
-    What the backward takes is found by name: a parameter that is named as one of the function's, or
-    as one of its results, is that; ``d`` and the name of a result is its gradient.
+    The parameters of the backward are found by name: one that is named as a parameter of the
+    function, or as one of its results, gets that; ``d`` and the name of a result is its gradient.
 
     Parameters
     ----------
-    function, backward : callable
-        Both with arrays by position and options by name.
+    backward : callable
+        Returns the function's backward, which may be defined after it: ``lambda: gelu_backward``.
+        Both take arrays by position and options by name.
     gradients : tuple of str
         What the backward returns: each is ``d`` and the name of a parameter of the function.
     results : tuple of str
@@ -126,23 +131,27 @@ def differentiable(
         Each with what is called then, before the backward: it takes the call's arguments and
         results by name, and raises if there is no such gradient.
     """
-    rule = Rule(
-        function,
-        backward,
-        gradients=gradients,
-        results=results,
-        saved=saved,
-        saved_by=saved_by,
-        taken_from=taken_from,
-        same=same,
-        on_demand=on_demand,
-    )
-    names.append(rule.name)
 
-    @wraps(function)
-    def recorded(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Returned:
-        record = recorder.get()
-        return function(*args, **options) if record is None else record(rule, args, options)
+    def decorate(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
+        rule = Rule(
+            function,
+            backward,
+            gradients=gradients,
+            results=results,
+            saved=saved,
+            saved_by=saved_by,
+            taken_from=taken_from,
+            same=same,
+            on_demand=on_demand,
+        )
+        names.append(rule.name)
 
-    recorded.__module__ = "cupyattn"  # where it is public, and pickle finds it
-    return recorded
+        @wraps(function)
+        def recorded(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Returned:
+            record = recorder.get()
+            return function(*args, **options) if record is None else record(rule, args, options)
+
+        recorded.__module__ = "cupyattn"  # where it is public, and pickle finds it
+        return recorded
+
+    return decorate

@@ -287,9 +287,12 @@ def scaled_backward(
 def scaled_function(monkeypatch):
     monkeypatch.setattr(rules, "names", [*rules.names])
     return differentiable(
-        scaled, scaled_backward, results=("out", "total"), saved=("exp",), saved_by="stats",
+        lambda: scaled_backward,
+        results=("out", "total"),
+        saved=("exp",),
+        saved_by="stats",
         gradients=ScaledGrads._fields,
-    )  # fmt: skip
+    )(scaled)
 
 
 @pytest.mark.parametrize("stats", [False, True])
@@ -320,7 +323,7 @@ def negated(x, /):
 @pytest.fixture
 def negated_function(monkeypatch):
     monkeypatch.setattr(rules, "names", [*rules.names])
-    return differentiable(negated, lambda dout, /: -dout, gradients=("dx",))
+    return differentiable(lambda: lambda dout, /: -dout, gradients=("dx",))(negated)
 
 
 def test_too_many_arguments_are_the_functions_error(negated_function):
