@@ -7,8 +7,6 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from inspect import isfunction
 
 from cupyattn.autodiff.rules import (
-    attention,
-    attention_varlen,
     cross_entropy,
     dropout,
     embedding,
@@ -32,12 +30,11 @@ from cupyattn.ops.activations.api import gelu_backward, silu_backward
 from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.sums import add_to
-from cupyattn.ops.attention.api_backward import attention_backward
-from cupyattn.ops.attention.api_block_mask import BlockMask, block_mask
-from cupyattn.ops.attention.api_merge import merge_attention
-from cupyattn.ops.attention.api_modifiers import MaskMod, ScoreMod
-from cupyattn.ops.attention.api_paged import paged_attention
-from cupyattn.ops.attention.api_varlen_backward import attention_varlen_backward
+from cupyattn.ops.attention.api import attention, attention_backward
+from cupyattn.ops.attention.api_paged import merge_attention, paged_attention
+from cupyattn.ops.attention.api_varlen import attention_varlen, attention_varlen_backward
+from cupyattn.ops.attention.block_mask import BlockMask, block_mask
+from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.cache.api import append_kv

@@ -118,7 +118,7 @@ class Recording:
             RefusalError,
             f"vjp of {self.title}, which {did}",
             "a function passes its arguments on as they are, to one call of "
-            f"{', '.join(names)}, and returns what that returns",
+            f"{', '.join(sorted(names))}, and returns what that returns",
             "compute outside of it what else there is, and chain pullbacks for several calls",
         )
 

@@ -8,11 +8,6 @@ from cupyattn.ops.activations.dropout import dropout as _dropout
 from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
 from cupyattn.ops.activations.gated import geglu as _geglu
 from cupyattn.ops.activations.gated import swiglu as _swiglu
-from cupyattn.ops.attention.api import attention as _attention
-from cupyattn.ops.attention.api_backward import attention_backward
-from cupyattn.ops.attention.api_varlen import attention_varlen as _attention_varlen
-from cupyattn.ops.attention.api_varlen_backward import attention_varlen_backward
-from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.embedding.api import embedding as _embedding
 from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.ops.linear.api import linear as _linear
@@ -46,18 +41,6 @@ from cupyattn.ops.softmax.logsumexp import logsumexp_backward
 from cupyattn.ops.softmax.scores import SoftmaxGrads
 from cupyattn.runtime.differentiable import differentiable
 
-attention = differentiable(
-    lambda: attention_backward,
-    saved=("lse",),
-    saved_by="return_lse",
-    gradients=AttentionGrads._fields,
-)(_attention)
-attention_varlen = differentiable(
-    lambda: attention_varlen_backward,
-    saved=("lse",),
-    saved_by="return_lse",
-    gradients=AttentionGrads._fields,
-)(_attention_varlen)
 softmax = differentiable(
     lambda: softmax_backward,
     gradients=SoftmaxGrads._fields,

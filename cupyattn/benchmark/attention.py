@@ -23,7 +23,7 @@ from cupyattn.benchmark.command import Benchmark, Option, every, with_defaults
 from cupyattn.benchmark.libraries import BACKENDS, names_among, swapped, tensor_of
 from cupyattn.benchmark.timer import READ, Round
 from cupyattn.cli.arguments import integer
-from cupyattn.ops.attention.api_modifiers import ScoreMod
+from cupyattn.ops.attention.modifiers import ScoreMod
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.tables import rope_tables

@@ -25,7 +25,7 @@ from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
 from cupyattn.ops.attention import few_queries
 from cupyattn.ops.attention import forward as attention_forward
-from cupyattn.ops.attention.few_queries import LEAST_KEYS
+from cupyattn.ops.attention.few_queries import LEAST_DECODED_KEYS
 from cupyattn.ops.attention.kernels.decode import TENSOR_CORES, TILE_KEYS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -192,7 +192,7 @@ def test_a_nan_in_use_is_seen_by_all_that_see_its_key():
 
 def test_more_keys_than_it_takes_without_a_pin():
     """No patch chooses the kernels here. out and lse are written into views."""
-    problem = replace(BASE, Sk=LEAST_KEYS + 1)
+    problem = replace(BASE, Sk=LEAST_DECODED_KEYS + 1)
     q, k, v = map(KERNELS.put, problem.arrays())
     memory = KERNELS.put(np.full((2, 4, 3, 2, 64), 7, np.float16))
     out, lse = memory[:, :, :, 0].transpose(0, 2, 1, 3), KERNELS.put(np.zeros((2, 4, 3), "f4"))
@@ -294,8 +294,8 @@ SPLIT = ["attention_forward_split", "attention_combine_parts"]
     ("sq", "sk", "changed", "expected"),
     [
         (1, 32_768, {}, DECODE),
-        (1, LEAST_KEYS, {}, DECODE),
-        (1, LEAST_KEYS - 1, {}, FLASH),
+        (1, LEAST_DECODED_KEYS, {}, DECODE),
+        (1, LEAST_DECODED_KEYS - 1, {}, FLASH),
         (16, 4096, {}, DECODE),
         (17, 4096, {}, SPLIT),
         (0, 4096, {}, []),

@@ -25,7 +25,7 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.choice import turns
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT

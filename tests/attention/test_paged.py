@@ -14,7 +14,7 @@ from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.ops.attention.decode import WHOLE_KEYS
+from cupyattn.ops.attention.paged import WHOLE_KEYS
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantise
 from cupyattn.ops.attention.reference.quantised import quantisation_error
 

@@ -272,7 +272,7 @@ def test_longest_lengths_may_be_any_larger_numbers(most, backend):
 
 
 def test_rows_that_lie_too_far_apart_have_no_other_implementation(monkeypatch):
-    monkeypatch.setattr("cupyattn.ops.attention.layouts._TILE_BYTES", 64)
+    monkeypatch.setattr("cupyattn.ops.attention.params._TILE_BYTES", 64)
     halves = {name: lambda x: x.astype(np.float16) for name in "qkv"}
     with (
         cupyattn.backend("emulator"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.attention.grid_order import turns
+from cupyattn.ops.attention.choice import turns
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, forward_rows
 from cupyattn.runtime.card import Card
 

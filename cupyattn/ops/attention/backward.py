@@ -5,15 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 from cupyattn.ops.attention import float32, teaching, tensor_core_backward
-from cupyattn.ops.attention.grid_order import turns
-from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
-from cupyattn.ops.attention.layouts import require_lengths
+from cupyattn.ops.attention.choice import Implementation, implementation_of, register, turns
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import interleaved, placed, seeded
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import gradient_outputs
+from cupyattn.ops.attention.params import interleaved, placed, require_lengths, seeded
+from cupyattn.ops.attention.problem import AttentionProblem, PackedProblem, gradient_outputs
 from cupyattn.ops.attention.rotary import rotated_backward
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.by_name import Operands, Plan

@@ -7,27 +7,26 @@ for all multiprocessors, and the query rows of a key-value head share what is re
 
 from __future__ import annotations
 
-from cupyattn.ops.attention.decode import (
+from cupyattn.ops.attention.kernels.decode import TILE_KEYS
+from cupyattn.ops.attention.options import POSITION_OPTIONS
+from cupyattn.ops.attention.paged import (
     MOST_UNITS,
     launch_of,
     row_tiles_of,
     shared_keys_plan,
     units_of,
 )
-from cupyattn.ops.attention.decode_problem import MAX_QUERIES
-from cupyattn.ops.attention.kernels.decode import TILE_KEYS
-from cupyattn.ops.attention.options import POSITION_OPTIONS
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import forward_outputs
+from cupyattn.ops.attention.paged_problem import MAX_QUERIES
+from cupyattn.ops.attention.problem import AttentionProblem, forward_outputs
 from cupyattn.runtime.by_name import Plan
 from cupyattn.runtime.card import Card
 
-LEAST_KEYS = 256
+LEAST_DECODED_KEYS = 256
 """Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22), decoding was faster
 than flash from there on, of one sequence and of many. For half as many keys of one sequence they
 took about as long, and the second launch weighs on the host."""
 
-_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks", "rotary"}
+_DECODED_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks", "rotary"}
 # With rotary a launch before rotates q, and all of k: by the emulator's count of bytes (one query,
 # 32 heads on 8 of 128, 1,024 keys of float16) k and v are then 5.1 times k instead of 2.0: k is
 # read and written once more, and the tables are as large. Rotated in the walk, each key-value head
@@ -52,7 +51,7 @@ def _has_kernels(problem: AttentionProblem) -> bool:
     return (
         problem.implementation == "flash"
         and problem.head_dim == problem.head_dim_v
-        and not problem.refusable_options - _OPTIONS
+        and not problem.refusable_options - _DECODED_OPTIONS
         and problem.batch * problem.heads * problem.sq > 0
         and problem.sk >= TILE_KEYS
     )
@@ -63,7 +62,7 @@ def _is_faster(problem: AttentionProblem, card: Card) -> bool:
 
     Those use no more of the card than their grid fills.
     """
-    if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_KEYS:
+    if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_DECODED_KEYS:
         return False
     launch = launch_of(problem, card)
     if units_of(problem, launch) > MOST_UNITS:

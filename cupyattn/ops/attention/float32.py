@@ -6,15 +6,24 @@ import math
 
 import numpy as np
 
-from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.kernels.float32 import backward, forward
-from cupyattn.ops.attention.layouts import Starts, flash_options, score_options, whole_vectors
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import gradient_params
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
+from cupyattn.ops.attention.params import (
+    Starts,
+    backward_params,
+    flash_options,
+    gradient_params,
+    score_options,
+    whole_vectors,
+)
+from cupyattn.ops.attention.problem import (
+    AttentionProblem,
+    PackedProblem,
+    forward_outputs,
+    gradient_outputs,
+    result_layouts,
+)
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.runtime.arrays import contiguous
 from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch

@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
-from cupyattn.ops.attention.grid_order import turns
-from cupyattn.ops.attention.implementations import Implementation, implementation_of, register
-from cupyattn.ops.attention.layouts import require_lengths
+from cupyattn.ops.attention.choice import Implementation, implementation_of, register, turns
 from cupyattn.ops.attention.modifiers import run_compiled
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
-from cupyattn.ops.attention.params import interleaved, placed, seeded
+from cupyattn.ops.attention.params import interleaved, placed, require_lengths, seeded
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.rotary import rotated
 from cupyattn.runtime.arrays import Array

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.ops.attention.kernels.block_mask import TILE
 from cupyattn.ops.attention.kernels.modifiers import (
     ARRAYS,
     BLOCK_LISTS,
     BLOCK_STATES,
+    CPP_WORDS,
     END,
     GRADIENT_NAMES,
     ITEMS,
@@ -18,6 +23,7 @@ from cupyattn.ops.attention.kernels.modifiers import (
     RESULT,
     SCORE_NAMES,
     SHOWN_AS,
+    TAKEN_NAMES,
     BlockArray,
     Modifier,
     ModifierArray,
@@ -30,7 +36,7 @@ from cupyattn.runtime.by_name import Operands, Plan, run
 from cupyattn.runtime.checks import require_dtype, require_whole_item_strides
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.source import NAMED
 from cupyattn.runtime.structs import new_struct
 
@@ -81,15 +87,15 @@ def require_valid_arrays(
     functions: Mapping[str, UserFunction | None], layouts: Mapping[str, Layout], *, on_cpu: bool
 ) -> None:
     """Raise unless kernels, or the CPU, can read the arrays of the expressions."""
-    for name, shown in shown_names(functions).items():
+    for name, called in shown_names(functions).items():
         if name == BLOCK_MASK:  # made by block_mask
             continue
-        require_dtype(shown, layouts[name], (*ITEMS, *(("float64",) if on_cpu else ())))
-        require_whole_item_strides(shown, layouts[name])
+        require_dtype(called, layouts[name], (*ITEMS, *(("float64",) if on_cpu else ())))
+        require_whole_item_strides(called, layouts[name])
         if len(layouts[name].shape) > _MOST_AXES:
             raise error(
                 ValueError,
-                f"{shown} has {len(layouts[name].shape)} axes",
+                f"{called} has {len(layouts[name].shape)} axes",
                 f"arrays of expressions have at most {_MOST_AXES}",
                 "merge axes by reshape, and index the result",
             )
@@ -204,3 +210,366 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
         layout = layouts[name]
         strides[name] = [stride // layout.dtype.itemsize for stride in layout.strides]
     return (strides[()],)
+
+
+_NAMES_OF_SCORES = re.compile(r"\b(score|grad)\b")
+_REFUSED = (
+    (
+        re.compile("[\0\ud800-\udfff]"),  # surrogates have no UTF-8
+        "the compiler reads UTF-8 up to a null character",
+        "take that character out",
+    ),
+    (
+        re.compile(r"#|%(?:\\\r?\n)*:|__has_include"),  # %: is another spelling of #
+        "in C++ that is of directives, which read files and define macros; an expression has none",
+        "write the expression without it; a number that changes is an array without axes",
+    ),
+    (
+        re.compile(r"/(?:\\\r?\n)*/"),
+        "in C++ that begins a comment; / divides integers and rounds toward 0",
+        "write one slash to divide; a comment stands between /* and */",
+    ),
+    (
+        re.compile(r"\\(?=\s*$)"),
+        "in C++ a backslash joins its line with the next, and there is no next line",
+        "take it out",
+    ),
+)
+
+
+class _Expression:
+    """An expression of CUDA C++, the arrays that it names, and what computes the same in Python."""
+
+    option: str
+    names: str
+    """What the Python function takes besides the arrays."""
+    example: str
+    """An expression, for errors."""
+
+    def __init__(
+        self,
+        expression: str,
+        gradient: str | None,
+        python: Callable[..., Any] | None,
+        python_gradient: Callable[..., Any] | None,
+        arrays: Mapping[str, Array],
+    ) -> None:
+        kind = type(self).__name__
+        self._require_text("expression", expression)
+        if gradient is not None:
+            self._require_text("gradient", gradient)
+        for name, array in arrays.items():
+            _require_usable(kind, name, array)
+        self._set(expression, gradient, python, python_gradient, arrays)
+
+    def _set(
+        self,
+        expression: str,
+        gradient: str | None,
+        python: Callable[..., Any] | None,
+        python_gradient: Callable[..., Any] | None,
+        arrays: Mapping[str, Array],
+    ) -> None:
+        self.expression, self.gradient = expression, gradient
+        self.python, self.python_gradient = python, python_gradient
+        self.arrays = dict(arrays)
+
+    def _rewritten(
+        self,
+        rewrite: Callable[[str, str], str],
+        python: Callable[[Callable[..., Any] | None], Any],
+        arrays: Mapping[str, Array],
+    ) -> Any:
+        """Return a copy with other texts, Python functions and arrays, for use by the library.
+
+        `rewrite` is given each text and its name in compilation errors. What it returns may have
+        directives, such as #line: the expressions of users, which were checked, may not.
+        """
+        made = object.__new__(type(self))
+        made._set(
+            rewrite(self.expression, self.option),
+            self.gradient and rewrite(self.gradient, f"{self.option}'s gradient"),
+            python(self.python),
+            python(self.python_gradient),
+            arrays,
+        )
+        return made
+
+    def _require_text(self, name: str, text: Any) -> None:
+        whose = f"{type(self).__name__}'s {name}"
+        if not isinstance(text, str) or not text.strip():
+            raise error(
+                TypeError,
+                f"{whose} is {shown(text)}",
+                "it is a string, a CUDA C++ expression",
+                f"pass for example {self.example!r}",
+            )
+        for pattern, *reason in _REFUSED:
+            if (found := pattern.search(text)) is not None:
+                passed = f"{whose} has {found[0]!r} at {found.start()}"
+                raise error(ValueError, passed, *reason)
+
+    def __repr__(self) -> str:
+        arrays = "".join(f", {name}=..." for name in self.arrays)
+        return f"{type(self).__name__}({self.expression!r}{arrays})"
+
+
+class ScoreMod(_Expression):
+    r"""What becomes of a score of `attention`, as an expression that is compiled into its kernels.
+
+    Parameters
+    ----------
+    expression : str
+        CUDA C++, with the names ``score`` (a float: scaled, capped, with bias and ALiBi), ``b``,
+        ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
+        arrays, which are indexed by them. Of packed sequences ``b`` is the sequence's number, and
+        ``q_idx`` and ``k_idx`` count within it. Masks come after it, so it is asked for scores that
+        they hide too. ``INFINITY`` and ``NAN`` are floats. What C++ reads otherwise than Python:
+        ``0 <= x && x <= 3`` for a chain of comparisons, ``/`` of integers rounds toward 0, and
+        numbers need an f, ``0.1f``: without it the kernel computes in double, which is slow.
+    gradient : str, optional
+        The same for the gradient with respect to score, from ``grad``, that with respect to what
+        the expression gives, and the names above. Needed for the backward. The arrays get none.
+    python : callable, or (callable, callable), optional
+        ``python(score, b, h, q_idx, k_idx, **arrays)`` of NumPy arrays that broadcast together:
+        what NumPy arrays run, outside of the emulator. The second callable is that of gradient:
+        ``(score, grad, b, h, q_idx, k_idx, **arrays)``.
+    **arrays : array
+        What the expressions name: of float16, float32, bfloat16, bool, uint8, int32 or int64 (on a
+        CPU, beside float64 arrays, float64 too), with up to four axes of any strides, on the device
+        of q. ``slopes[h]``, ``table[b][h]``; without axes, for a number that changes, ``t``.
+        Indices have to lie within the array, for hidden scores too (``table[max(q_idx - k_idx,
+        0)]`` in causal order): a GPU does not check them, the emulator does.
+
+    Raises
+    ------
+    TypeError
+        For an expression that is no string, and for None or a number as an array.
+    ValueError
+        For a name of an array that expressions cannot have, and for a null character, a surrogate,
+        ``#``, ``%:``, ``//`` or a backslash at the end of an expression.
+
+    Notes
+    -----
+    Kernels are compiled for each expression once, and kept on the disk; arrays, also of other
+    shapes, may change. An expression that does not compile is a ValueError of the call that first
+    needs it, with the line and column. The idea is FlexAttention's (Dong et al., arXiv:2412.05496).
+
+    Examples
+    --------
+    Linear biases, as alibi_slopes has them:
+
+    >>> import numpy as np, cupyattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8), dtype=np.float32)
+    >>> slopes = np.array([0.5, 0.25], np.float32)
+    >>> alibi = cupyattn.ScoreMod(
+    ...     "score - slopes[h] * abs(q_idx - k_idx)",
+    ...     gradient="grad",
+    ...     python=lambda score, b, h, q_idx, k_idx, slopes: score - slopes[h] * abs(q_idx - k_idx),
+    ...     slopes=slopes,
+    ... )
+    >>> out = cupyattn.attention(q, k, v, score_mod=alibi)
+    >>> np.allclose(out, cupyattn.attention(q, k, v, alibi_slopes=slopes), atol=1e-6)
+    True
+    """
+
+    option = "score_mod"
+    names = "score, b, h, q_idx, k_idx"
+    example = "score - slopes[h] * abs(q_idx - k_idx)"
+
+    def __init__(
+        self,
+        expression: str,
+        /,
+        *,
+        gradient: str | None = None,
+        python: Any = None,
+        **arrays: Array,
+    ) -> None:
+        both = python if isinstance(python, tuple) else (python, None)
+        if len(both) != 2 or not all(each is None or callable(each) for each in both):
+            raise error(
+                TypeError,
+                f"ScoreMod's python is {shown(python)}",
+                f"it is a function of ({self.names}) and the arrays, or a tuple of it and that of "
+                "the gradient",
+                "pass a lambda, or leave it out for kernels alone; an array needs another name",
+            )
+        super().__init__(expression, gradient, *both, arrays)
+
+
+class MaskMod(_Expression):
+    r"""Which keys a query of `attention` sees, as an expression that is compiled into its kernels.
+
+    Parameters
+    ----------
+    expression : str
+        CUDA C++, true to attend, with the names ``b``, ``h``, ``q_idx``, ``k_idx`` (ints: batch
+        element, query head, query, key) and those of the arrays, as in `ScoreMod`.
+    python : callable, optional
+        ``python(b, h, q_idx, k_idx, **arrays)`` of NumPy arrays that broadcast together, which
+        returns bool: what NumPy arrays run, outside of the emulator.
+    **arrays : array
+        As in `ScoreMod`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `ScoreMod`; ValueError for an expression that names score or grad as well.
+
+    Examples
+    --------
+    Documents that were packed into one sequence do not see each other:
+
+    >>> import numpy as np, cupyattn
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8), dtype=np.float32)
+    >>> same = cupyattn.MaskMod(
+    ...     "document[q_idx] == document[k_idx]",
+    ...     python=lambda b, h, q_idx, k_idx, document: document[q_idx] == document[k_idx],
+    ...     document=np.array([0, 0, 0, 0, 1, 1], np.int32),
+    ... )
+    >>> out = cupyattn.attention(q, k, v, mask_mod=same)
+    >>> np.allclose(out[:, 4:], cupyattn.attention(q[:, 4:], k[:, 4:], v[:, 4:]))
+    True
+    """
+
+    option = "mask_mod"
+    names = "b, h, q_idx, k_idx"
+    example = "document[q_idx] == document[k_idx]"
+
+    def __init__(self, expression: str, /, *, python: Any = None, **arrays: Array) -> None:
+        if python is not None and not callable(python):
+            raise error(
+                TypeError,
+                f"MaskMod's python is {shown(python)}",
+                f"it is a function of ({self.names}) and the arrays",
+                "pass a lambda, or leave it out for kernels alone; an array needs another name",
+            )
+        super().__init__(expression, None, python, None, arrays)
+        of_scores = _NAMES_OF_SCORES.search(expression)
+        if of_scores is not None:
+            raise error(
+                ValueError,
+                f"MaskMod's expression names {of_scores[0]!r}",
+                f"it has {self.names} and its arrays: what is masked is known before any score is",
+                "have a ScoreMod give -INFINITY where a score is not to count",
+            )
+
+
+def _require_usable(kind: str, name: str, array: Any) -> None:
+    taken = name in {*TAKEN_NAMES, *CPP_WORDS.split()} or keyword.iskeyword(name)
+    if taken or name.startswith("__") or not (name.isascii() and name.isidentifier()):
+        raise error(
+            ValueError,
+            f"{kind} was given an array named {name!r}",
+            "a name has letters, digits and underscores, not two in front; expressions have "
+            f"{', '.join(TAKEN_NAMES)} already, and the words of C++",
+            "give it another name, in the expression too",
+        )
+    if array is None or isinstance(array, Number | np.generic):
+        raise error(
+            TypeError,
+            f"{kind} was given {name} = {shown(array)}",
+            "what its expression names are arrays, of no axes too",
+            "pass one (of a number numpy.asarray or cupy.asarray), or an expression without it",
+        )
+
+
+def user_function(option: str, given: Any) -> UserFunction | None:
+    """Return what a problem knows of a score_mod or mask_mod.
+
+    Raises
+    ------
+    TypeError
+        If it is none.
+    """
+    kind = ScoreMod if option == "score_mod" else MaskMod
+    if given is None:
+        return None
+    if isinstance(given, kind):
+        return UserFunction(given.expression, given.gradient, tuple(given.arrays))
+    if callable(given):
+        return UserFunction(None)
+    raise error(
+        TypeError,
+        f"{option} is a {type(given).__name__}",
+        f"it is a {kind.__name__}, or for NumPy arrays a function {option}({kind.names})",
+        f"pass for example {kind.__name__}({kind.example!r}, ...)",
+    )
+
+
+def arrays_of(option: str, given: Any) -> dict[str, Array]:
+    """Return the arrays of an expression by their names among those of a call."""
+    arrays = given.arrays if isinstance(given, _Expression) else {}
+    return {parameter_name(option, name): array for name, array in arrays.items()}
+
+
+def python_function(option: str, given: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return what NumPy arrays run: a function of the names that it documents, checked.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is an expression alone.
+    """
+    if given is None:
+        return None
+    own = {name: arrays[parameter_name(option, name)] for name in getattr(given, "arrays", ())}
+    function = given.python if isinstance(given, _Expression) else given
+    if function is None:
+        raise _without_python(option, given, "python=")
+    return _checked_result(option, function, own)
+
+
+def python_gradient(given: Any, arrays: Mapping[str, Any]) -> Any:
+    """Return what NumPy arrays run for the gradient of a score_mod, checked.
+
+    Raises
+    ------
+    NotImplementedError
+        If there is none.
+    """
+    if given is None:
+        return None
+    function = getattr(given, "python_gradient", None)
+    if function is None:
+        raise _without_python("score_mod", given, "python=(function, gradient)")
+    own = {name: arrays[parameter_name("score_mod", name)] for name in given.arrays}
+    return _checked_result("score_mod's gradient", function, own)
+
+
+def _without_python(option: str, given: Any, wanted: str) -> NotImplementedError:
+    kind = "ScoreMod" if option == "score_mod" else "MaskMod"
+    return error(
+        NotImplementedError,
+        f"{option} = {given!r} on NumPy arrays",
+        "those run a Python function, and CuPy arrays and the emulator the expression",
+        f"give {kind} {wanted} as well, or run it within backend('emulator')",
+    )
+
+
+def _checked_result(name: str, function: Callable[..., Any], arrays: dict[str, Any]) -> Any:
+    """Wrap a user's function so that what it returns is checked."""
+    mask = name == "mask_mod"
+
+    def checked(*operands: np.ndarray) -> np.ndarray:
+        result = np.asarray(function(*operands, **arrays))
+        if (result.dtype != np.bool_) if mask else (result.dtype.kind not in "fiu"):
+            raise error(
+                TypeError,
+                f"{name} returned {result.dtype.name}",
+                "it returns bool, True to attend" if mask else "it returns floats",
+                "return a comparison, for example q_idx >= k_idx" if mask else "convert it",
+            )
+        block = np.broadcast_shapes(*(operand.shape for operand in operands))
+        try:
+            return np.broadcast_to(result, block)
+        except ValueError:
+            raise error(
+                ValueError,
+                f"{name} returned shape {result.shape} for scores {block}",
+                f"what it returns broadcasts to {block}",
+                "compute it from its arguments by elementwise operations",
+            ) from None
+
+    return checked

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.problem import LSE_DTYPE, AttentionProblem
+from cupyattn.ops.attention.problem import LSE_DTYPE, MAX_LENGTH, AttentionProblem, PackedProblem
 from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
@@ -22,6 +22,7 @@ from cupyattn.ops.attention.structs import (
 )
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.by_name import Plan
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.structs import new_struct
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
@@ -215,3 +216,140 @@ def sum_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
 def batch_integers(layout: Layout) -> tuple[int, int]:
     """Return what the C struct BatchIntegers says of an array."""
     return layout.strides[0] // layout.dtype.itemsize, int(layout.dtype.itemsize == 8)
+
+
+Starts = Mapping[str, int]
+"""By how many bytes each array of a problem misses a vector's alignment."""
+
+_QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
+_TILE_BYTES = 2**32  # from one end of a tile to the other: 32-bit offsets
+
+
+def require_lengths(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that the kernels' positions do not reach."""
+    if max(problem.sq, problem.sk) > MAX_LENGTH:
+        raise error(
+            ValueError,
+            f"Sq = {problem.sq}, Sk = {problem.sk} on a GPU",
+            f"lengths are at most {MAX_LENGTH}",
+            "split the sequence",
+        )
+
+
+def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows: int) -> None:
+    """Raise ValueError for arrays whose rows of one tile lie further apart than offsets reach."""
+    for name in names:
+        layout = problem.layouts[name]
+        stride = layout.strides[1]
+        if layout.shape[1] > 1 and abs(stride) * tile_rows >= _TILE_BYTES:
+            raise error(
+                ValueError,
+                f"{name} has {stride} bytes from one row to the next",
+                f"kernels on tensor cores take less than {_TILE_BYTES // tile_rows} here",
+                f"copy it with ascontiguousarray({name})",
+            )
+
+
+def whole_vectors(
+    items: int, problem: AttentionProblem, rows: Iterable[tuple[int, tuple[int, ...]]]
+) -> int:
+    """Return `items` if every row starts at a multiple of that many items' bytes, else 1.
+
+    `rows` are arrays of the problem's dtype: by how much the first item misses a vector's
+    alignment, and the strides.
+    """
+    vector_bytes = items * problem.dtype.itemsize
+    aligned = all(
+        start % vector_bytes == 0 and all(stride % vector_bytes == 0 for stride in strides[:-1])
+        for start, strides in rows
+    )
+    whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
+    return items if aligned and whole else 1
+
+
+def score_options(problem: AttentionProblem) -> FlashOptions:
+    """Return which options of the scores a problem has; bias and mask are read item by item."""
+    layouts = problem.layouts
+
+    def dtype(name: str) -> str:
+        return layouts[name].dtype.name if name in layouts else "void"
+
+    return FlashOptions(
+        bias=dtype("bias"),
+        mask="mask" in layouts,
+        slopes=dtype("alibi_slopes"),
+        softcap=problem.softcap is not None,
+        sinks=dtype("sinks"),
+        dropout=problem.dropout_p > 0,
+        modified=problem.modifiers,
+    )
+
+
+def flash_options(problem: AttentionProblem, start_of: Starts, together: int) -> FlashOptions:
+    """Name the options for a kernel whose threads hold `together` neighbouring keys of a row."""
+    return score_options(problem)._replace(
+        modified=problem.block_modifiers,
+        bias_vec=_items_at_once("bias", problem, start_of, together),
+        mask_vec=_items_at_once("mask", problem, start_of, together),
+    )
+
+
+def _items_at_once(name: str, problem: AttentionProblem, start_of: Starts, together: int) -> int:
+    """Return how many neighbouring keys of a bias or mask can be read at once: 4, 2 or 1."""
+    if name not in problem.layouts:
+        return 1
+    layout = problem.layouts[name]
+    *others, key = score_strides(layout, problem.scores_shape)
+    near = 0 <= others[-1] * layout.dtype.itemsize < _QUAD_ROW_BYTES
+    for items in (4, 2):
+        rows_aligned = all(stride % items == 0 for stride in others)
+        start_aligned = start_of[name] % (items * layout.dtype.itemsize) == 0
+        fits = items == 2 or (together == 4 and near)
+        if key == 1 and rows_aligned and start_aligned and fits:
+            return items
+    return 1
+
+
+def backward_params(
+    problem: AttentionProblem,
+    results: dict[str, Layout],
+    *,
+    accumulate: bool,
+    dbias: Layout | None = None,
+    zeroed: int = 0,
+    rows_padded: int = 0,
+) -> Any:
+    """Fill the C struct BackwardParams.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        A backward call's.
+    results : dict
+        Layouts of dq, dk, dv, and of dsinks where there is one.
+    accumulate : bool
+        Whether results are added to.
+    dbias : Layout, optional
+        Of what the kernels write the bias's gradient to.
+    zeroed, rows_padded : int
+        See the struct.
+    """
+    layouts = problem.layouts
+    params = new_struct(BACKWARD_PARAMS)
+    params["attention"] = attention_params(problem, layouts)
+    itemsize = problem.dtype.itemsize
+    params["dout"] = row_strides(layouts["dout"].strides, itemsize)
+    for name in ("dq", "dk", "dv"):
+        params[name] = row_strides(results[name].strides, itemsize)
+    if "dlse" in layouts:
+        params["dlse"] = sum_strides(layouts["dlse"].strides)
+    if dbias is not None:
+        params["dbias"] = score_strides(dbias, problem.scores_shape)
+    if "dsinks" in results:
+        dsinks = results["dsinks"]
+        params["dsinks_stride"] = dsinks.strides[0] // dsinks.dtype.itemsize
+    params["zeroed"], params["rows_padded"] = zeroed, rows_padded
+    params["batch"] = 1 if isinstance(problem, PackedProblem) else problem.batch  # of scratch
+    params["accumulate"] = accumulate
+    params["scale"] = problem.softmax_scale
+    return params[()]

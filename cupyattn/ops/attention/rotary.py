@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.ops.attention.kernels import rotary
-from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import forward_params, row_strides
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import AttentionProblem, PackedProblem
 from cupyattn.ops.attention.structs import ROTARY_PARAMS
 from cupyattn.ops.rope.kernels import rope_config, specialise_rotation
 from cupyattn.ops.rope.plan import slot_items

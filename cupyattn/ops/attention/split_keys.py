@@ -12,12 +12,9 @@ from typing import Any, Protocol
 
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.kernels.combine import ROWS, combine
-from cupyattn.ops.attention.layouts import score_options
 from cupyattn.ops.attention.modifiers import BLOCK_MASK
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import attention_params, forward_params
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import Outputs, result_layouts
+from cupyattn.ops.attention.params import attention_params, forward_params, score_options
+from cupyattn.ops.attention.problem import AttentionProblem, Outputs, PackedProblem, result_layouts
 from cupyattn.ops.attention.structs import SPLIT_PARAMS
 from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch
 from cupyattn.runtime.card import Card

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.attention.kernels.teaching import backward, forward
-from cupyattn.ops.attention.layouts import Starts
-from cupyattn.ops.attention.params import row_strides, sum_strides
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import forward_outputs, gradient_outputs, result_layouts
+from cupyattn.ops.attention.params import Starts, row_strides, sum_strides
+from cupyattn.ops.attention.problem import (
+    AttentionProblem,
+    forward_outputs,
+    gradient_outputs,
+    result_layouts,
+)
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS, TEACHING_PARAMS
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.by_name import Plan, Step

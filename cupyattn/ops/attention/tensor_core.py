@@ -13,16 +13,19 @@ from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     flash_longest_tile,
     flash_row,
 )
-from cupyattn.ops.attention.layouts import (
+from cupyattn.ops.attention.modifiers import BLOCK_MASK
+from cupyattn.ops.attention.params import (
     Starts,
     flash_options,
     require_near_rows,
     whole_vectors,
 )
-from cupyattn.ops.attention.modifiers import BLOCK_MASK
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import forward_outputs, result_layouts
+from cupyattn.ops.attention.problem import (
+    AttentionProblem,
+    PackedProblem,
+    forward_outputs,
+    result_layouts,
+)
 from cupyattn.ops.attention.split_keys import num_splits, split_plan, whole_plan
 from cupyattn.ops.attention.structs import ROTARY_TABLES
 from cupyattn.runtime.by_name import Plan

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyattn.ops.attention.backward_params import backward_params
 from cupyattn.ops.attention.block_mask import BlockLists, block_lists
 from cupyattn.ops.attention.dbias import SummedDbias, four_axes, shared_out, sum_step
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_STATES
@@ -17,17 +16,22 @@ from cupyattn.ops.attention.kernels.tensor_core import (
     backward_summed_dbias,
     passes,
 )
-from cupyattn.ops.attention.layouts import (
+from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
+from cupyattn.ops.attention.params import (
     Starts,
+    backward_params,
+    gradient_params,
     require_near_rows,
     score_options,
+    score_strides,
     whole_vectors,
 )
-from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
-from cupyattn.ops.attention.packed import PackedProblem
-from cupyattn.ops.attention.params import gradient_params, score_strides
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.results import gradient_outputs, result_layouts
+from cupyattn.ops.attention.problem import (
+    AttentionProblem,
+    PackedProblem,
+    gradient_outputs,
+    result_layouts,
+)
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch, spanning
 from cupyattn.runtime.errors import error

@@ -11,7 +11,7 @@ from cupyattn.ops.attention import (
     tensor_core,
     tensor_core_backward,
 )
-from cupyattn.ops.attention.implementations import (
+from cupyattn.ops.attention.choice import (
     Implementation,
     Implementations,
     implementation_of,
@@ -19,9 +19,8 @@ from cupyattn.ops.attention.implementations import (
 )
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
 from cupyattn.ops.attention.options import ALL_OPTIONS, DropoutSeed
-from cupyattn.ops.attention.packed import PackedProblem
 from cupyattn.ops.attention.params import seeded
-from cupyattn.ops.attention.problem import MAX_LENGTH
+from cupyattn.ops.attention.problem import MAX_LENGTH, PackedProblem
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.by_name import Operands, Plan
 from cupyattn.runtime.card import Card

@@ -8,14 +8,16 @@ from typing import Any
 from cupyattn.ops.attention.block_mask import require_fitting_blocks
 from cupyattn.ops.attention.checks import checked_problem, described_problem, require_gradients
 from cupyattn.ops.attention.options import AttentionOptions
-from cupyattn.ops.attention.packed import (
+from cupyattn.ops.attention.problem import (
+    BACKWARD_RESULTS,
+    FORWARD_RESULTS,
+    SHOWN_AS,
     PackedProblem,
     checked_longest,
     counts_of,
     require_bounds,
     unpacked,
 )
-from cupyattn.ops.attention.problem import BACKWARD_RESULTS, FORWARD_RESULTS, SHOWN_AS
 from cupyattn.ops.attention.values import check_values
 from cupyattn.runtime.arrays import Array, Layout
 from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
