@@ -26,8 +26,8 @@ from cupyattn.benchmark.libraries import (
 )
 from cupyattn.benchmark.timer import COPY, READ, Call, Round
 from cupyattn.cli.arguments import integer
+from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
-from cupyattn.ops.attention.paged_problem import MAX_QUERIES
 from cupyattn.ops.attention.reference.cache_formats import quantise
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.errors import error

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cupyattn.ops.attention.checks import forward_problem
+from cupyattn.ops.attention.checks import checked_problem
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
+from cupyattn.ops.attention.problem import AttentionArrays
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import adopt
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.device.simulated import SimulatedDevice
 from cupyattn.runtime.spec import Specialisation
 
@@ -75,8 +75,8 @@ def attention_launch(
 
     The arrays may be NumPy's: their memory is not read.
     """
-    operands = adopt({"q": q, "k": k, "v": v})
-    problem = forward_problem(operands, options)
+    operands = adopt(AttentionArrays(q, k, v))
+    problem = checked_problem(operands, options)
     recorder = LaunchRecorder(arch, tensor_cores=tensor_cores)
     attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=True)
     (launch,) = recorder.launches

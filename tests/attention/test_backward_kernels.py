@@ -22,7 +22,7 @@ from support.varlen import VarlenProblem
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.attention import backward, dbias, varlen
+from cupyattn.ops.attention import backward, dbias
 from cupyattn.ops.attention.dbias import shared_out
 from cupyattn.ops.attention.kernels.float32.backward import DKDV as DKDV_F32
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import ONE_PASS
@@ -271,7 +271,7 @@ ROWS, KEYS = ROW.tile_rows, ROW.tile_k
 @contextmanager
 def enough(ctas: int) -> Iterator[None]:
     """So many CTAs are enough: with few of them each walks over many pairs."""
-    plans = backward._plan, varlen._backward_plan
+    plans = (backward._plan,)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dbias, "_ENOUGH_CTAS", ctas)
         for each in plans:

@@ -23,9 +23,9 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
-from cupyattn.ops.attention import few_queries
+from cupyattn.ops.attention import choice
 from cupyattn.ops.attention import forward as attention_forward
-from cupyattn.ops.attention.few_queries import LEAST_DECODED_KEYS
+from cupyattn.ops.attention.choice import LEAST_DECODED_KEYS
 from cupyattn.ops.attention.kernels.decode import TENSOR_CORES, TILE_KEYS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -43,7 +43,7 @@ OPTION_SETS = (
 def decoded(*, wherever: bool = True) -> Iterator[None]:
     """Let the kernels of decoding take all calls that they have, or none, whatever is faster."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_queries, "_is_faster", lambda *_: wherever)
+        patch.setattr(choice, "_decodes_faster", lambda *_: wherever)
         attention_forward._plan.cache_clear()  # a plan is remembered for its problem
         yield
     attention_forward._plan.cache_clear()

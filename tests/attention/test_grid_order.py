@@ -27,13 +27,12 @@ import cupyattn
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.choice import turns
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
-from cupyattn.ops.attention.modifiers import BLOCK_MASK
+from cupyattn.ops.attention.problem import AttentionArrays
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
-from cupyattn.runtime.arrays import contiguous
+from cupyattn.runtime.arrays import adopt, contiguous
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import Plan, adopt, run
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.plan import Planner, run
 from cupyattn.runtime.spec import Pointer, Scalar
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
@@ -330,15 +329,16 @@ def find_lists(tiles: np.ndarray, group: int, sizes: dict[str, Any]) -> np.ndarr
     """(matrices, owned tiles, items, 2), as the kernels write them."""
     layout = contiguous(tiles.shape, tiles.dtype)
     heads = tiles.shape[1] if tiles.shape[1] > 1 else 4 * group
-    problem: Any = SimpleNamespace(
-        layouts={BLOCK_MASK: layout}, heads=heads, kv_heads=heads // group
-    )
-    planned = block_lists(problem, "lists", **sizes)
-    output = Output((planned.scratch["lists"],), np.dtype(np.uint32))
-    operands = adopt({BLOCK_MASK: KERNELS.put(tiles)})
+    layouts: Any = AttentionArrays(None, None, None, block_mask=layout)
+    problem: Any = SimpleNamespace(layouts=layouts, heads=heads, kv_heads=heads // group)
+    planner = Planner(AttentionArrays, layouts, {})
+    plan = planner.plan(*block_lists(problem, planner, **sizes).steps)
+    workspace = KERNELS.put(np.zeros(plan.workspace_bytes // 4, np.uint32))
+    given = AttentionArrays(None, None, None, workspace=workspace, block_mask=KERNELS.put(tiles))
+    operands = adopt(given)
     device = device_of(operands)
     assert device is not None
-    found = run(device, Plan(planned.steps, (("lists", output),)), operands)["lists"]
+    found = run(device, plan, operands).workspace
     spans = [sizes["rows"] // TILE, sizes["keys"] // TILE]
     own, walked = (-(-n // span) for n, span in zip(tiles.shape[2:], spans, strict=True))
     if sizes.get("of_keys"):
@@ -411,5 +411,5 @@ def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_ke
 @pytest.mark.parametrize("window", [(None, None), (100, 0), (None, 0)])
 def test_heads_with_lists_take_turns(window):
     problem = causal_problem(2048, 32, 128)
-    problem.window, problem.layouts = window, {BLOCK_MASK: None}
+    problem.window, problem.layouts.block_mask = window, True
     assert turns(problem, CARDS["T4"]).kv_heads == 8

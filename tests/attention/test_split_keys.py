@@ -22,9 +22,9 @@ from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_prob
 import cupyattn
 from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
+from cupyattn.ops.attention.choice import LEAST_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as float_row
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
-from cupyattn.ops.attention.split_keys import LEAST_KEYS
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -78,7 +78,9 @@ def causal_problem(length: int, heads: int, head_dim: int, **changed: int) -> An
     sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "sq": length, "sk": length}
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     window, dtype = (None, 0), np.dtype(np.float16)
-    return SimpleNamespace(window=window, dtype=dtype, layouts={}, **{**sizes, **dims, **changed})
+    layouts = SimpleNamespace(bias=None, mask=None, block_mask=None)
+    known = {"window": window, "dtype": dtype, "layouts": layouts, "packed": False}
+    return SimpleNamespace(**{**known, **sizes, **dims, **changed})
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from support.dtypes import dtype_of
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention import paged as decode
-from cupyattn.ops.attention.paged_problem import MAX_QUERIES
+from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.reference.cache_formats import quantise
 from cupyattn.ops.attention.reference.paged import gathered
 from cupyattn.ops.attention.reference.quantised import (
@@ -170,9 +170,9 @@ def keys_shared() -> Iterator[None]:
     """Let the CTAs of decoding share keys of short sequences too, as they do those of long ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "WHOLE_KEYS", 0)
-        decode._decode_plan.cache_clear()  # a plan is remembered for its problem
+        decode._plan.cache_clear()  # a plan is remembered for its problem
         yield
-    decode._decode_plan.cache_clear()
+    decode._plan.cache_clear()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import cupyattn
-from cupyattn.ops.attention import backward, forward, varlen
+from cupyattn.ops.attention.choice import IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.scores import ScoreBlocks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -60,16 +60,7 @@ def between(text: str, name: str, written_by: str, content: str) -> str:
 
 def registered() -> dict[str, dict[Implementation, Collection[str]]]:
     """Return what the kernels have."""
-    functions = {
-        "attention": forward.IMPLEMENTATIONS,
-        "attention_backward": backward.IMPLEMENTATIONS,
-        "attention_varlen": varlen.FORWARD,
-        "attention_varlen_backward": varlen.BACKWARD,
-    }
-    return {
-        function: {key: each.options for key, each in implementations.items()}
-        for function, implementations in functions.items()
-    }
+    return {function: {**kernels} for function, kernels in IMPLEMENTATIONS.items()}
 
 
 def reference_options() -> set[str]:

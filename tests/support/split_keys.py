@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cupyattn.ops.attention import few_queries, float32, split_keys, tensor_core
+from cupyattn.ops.attention import choice
 from cupyattn.ops.attention import forward as attention_forward
 
 
@@ -15,10 +15,10 @@ from cupyattn.ops.attention import forward as attention_forward
 def split(into: int, least_keys: int = 1) -> Iterator[None]:
     """Let every dense forward split its keys; parts are whole tiles, of so many keys at least."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tensor_core, float32):
-            patch.setattr(module, "num_splits", lambda *_: into)
-        patch.setattr(split_keys, "LEAST_KEYS", least_keys)
-        patch.setattr(few_queries, "_is_faster", lambda *_: False)
+        patch.setattr(choice, "num_splits", lambda *_: into)
+        for module in (choice, attention_forward):
+            patch.setattr(module, "LEAST_KEYS", least_keys)
+        patch.setattr(choice, "_decodes_faster", lambda *_: False)
         attention_forward._plan.cache_clear()  # a plan is remembered for its problem
         yield
     attention_forward._plan.cache_clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,16 @@ from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.block_mask import BlockMask
 from cupyattn.ops.attention.checks import (
     attention_call,
-    backward_problem,
-    forward_problem,
     reference_options,
 )
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.ops.attention.options import DropoutSeed
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import (
+    AttentionArrays,
+    AttentionBackwardArrays,
+    AttentionProblem,
+)
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
@@ -220,22 +222,22 @@ def attention(
     (1, 5, 2, 8)
     """
     require_bool("return_lse", return_lse)
-    given_out, given_lse = _split_out(out, return_lse)
+    given = _split_out(out, return_lse)
+    arrays = AttentionArrays(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace)
     operands, problem, seed = attention_call(
-        forward_problem,
-        {"q": q, "k": k, "v": v, "seqused_k": seqused_k, "mask": mask, "bias": bias,
-         "alibi_slopes": alibi_slopes, "sinks": sinks, "out": given_out, "lse": given_lse,
-         "workspace": workspace},
+        arrays,
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
-        q_offset, seed, rotary, score_mod, mask_mod,
-    )  # fmt: skip
+        *(q_offset, seed, rotary, score_mod, mask_mod),
+    )
     device = device_of(operands)
     if device is None:
-        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        results = _on_cpu(problem, operands.arrays, options)
-    else:
-        results = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
-    return (results["out"], results["lse"]) if return_lse else results["out"]
+        arrays = operands.arrays
+        options = reference_options(problem, arrays, seed, score_mod, mask_mod)
+        results = reference.attention(arrays.q, arrays.k, arrays.v, **options)
+        rounded = rounded_results(problem, arrays, *results)
+        return rounded if return_lse else rounded[0]
+    arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
+    return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
@@ -260,14 +262,14 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
     )
 
 
-def _on_cpu(
-    problem: AttentionProblem, arrays: Mapping[str, Array], options: Mapping[str, Any]
-) -> dict[str, Array]:
-    out, lse = reference.attention(arrays["q"], arrays["k"], arrays["v"], **options)
-    return {
-        "out": round_into(arrays.get("out"), out, problem.dtype),
-        "lse": round_into(arrays.get("lse"), lse, problem.lse_dtype),
-    }
+def rounded_results(
+    problem: AttentionProblem, arrays: AttentionArrays[Array], out: Array, lse: Array
+) -> tuple[Array, Array]:
+    """Round the reference's results into what the call was given, or into new arrays."""
+    return (
+        round_into(arrays.out, out, problem.dtype),
+        round_into(arrays.lse, lse, problem.lse_dtype),
+    )
 
 
 def attention_backward(
@@ -408,55 +410,57 @@ def attention_backward(
     """
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
-    given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
-    operands, problem, seed = attention_call(
-        backward_problem,
-        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
-         "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
-         "sinks": sinks, "workspace": workspace, **given},
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
-        q_offset, seed, rotary, score_mod, mask_mod,
-    )  # fmt: skip
-    device = device_of(operands)
-    if device is None:
-        options = {
-            "score_mod_gradient": python_gradient(score_mod, operands.arrays),
-            **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
-        }
-        return _backward_on_cpu(problem, operands.arrays, options, accumulate)
-    results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
-    results |= ops.attention_backward(
-        device,
-        problem,
-        operands,
-        seed=seed,
-        deterministic=bool(deterministic),
-        accumulate=bool(accumulate),
+    arrays: AttentionBackwardArrays[Any] = AttentionBackwardArrays(
+        *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, out, lse, workspace),
+        dout=dout,
+        dlse=dlse,
+        **named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv")),
     )
-    return AttentionGrads(**results)
-
-
-def _backward_on_cpu(
-    problem: AttentionProblem,
-    arrays: Mapping[str, Array],
-    options: Mapping[str, Any],
-    accumulate: bool,
-) -> AttentionGrads:
-    positional = (arrays[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-    exact = reference.attention_backward(*positional, dlse=arrays.get("dlse"), **options)
+    operands, problem, seed = attention_call(
+        arrays,
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
+        *(q_offset, seed, rotary, score_mod, mask_mod),
+    )
+    device = device_of(operands)
+    if device is not None:
+        return gradients_of(
+            ops.attention_backward(
+                device,
+                problem,
+                operands,
+                seed=seed,
+                deterministic=bool(deterministic),
+                accumulate=bool(accumulate),
+            )
+        )
+    arrays = operands.arrays
+    exact = reference.attention_backward(
+        *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse),
+        dlse=arrays.dlse,
+        score_mod_gradient=python_gradient(score_mod, arrays),
+        **reference_options(problem, arrays, seed, score_mod, mask_mod),
+    )
     return rounded_gradients(problem, arrays, exact, accumulate)
 
 
+def gradients_of(arrays: AttentionBackwardArrays[Array]) -> AttentionGrads:
+    """Return the gradients among the arrays of a call."""
+    return AttentionGrads(arrays.dq, arrays.dk, arrays.dv, arrays.dbias, arrays.dsinks)
+
+
 def rounded_gradients(
-    problem: AttentionProblem, arrays: Mapping[str, Array], exact: AttentionGrads, accumulate: bool
+    problem: AttentionProblem,
+    arrays: AttentionBackwardArrays[Array],
+    exact: AttentionGrads,
+    accumulate: bool,
 ) -> AttentionGrads:
     """Round the reference's gradients into what the call was given, or into new arrays."""
     rounded: dict[str, Any] = {}
     for name, gradient in exact._asdict().items():
-        target = arrays.get(name)
+        target = getattr(arrays, name)
         if gradient is not None and accumulate and target is not None:
             with np.errstate(invalid="ignore"):  # inf - inf is NaN, as on a GPU
                 gradient = gradient + target.astype(np.float64)
-        of = problem.layouts.get(name[1:])
+        of = getattr(problem.layouts, name[1:])
         rounded[name] = None if of is None else round_into(target, gradient, of.dtype)
     return AttentionGrads(**rounded)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.merge import merge_problem, run_merge
+from cupyattn.ops.attention.api import rounded_results
+from cupyattn.ops.attention.merge import MergeArrays, merge_problem, run_merge
 from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
-from cupyattn.ops.attention.paged_problem import DecodeProblem, decode_problem
-from cupyattn.ops.attention.problem import FORWARD_FIXES
-from cupyattn.runtime.arrays import Array
+from cupyattn.ops.attention.paged_problem import PagedProblem, paged_problem
+from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import Operands, adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.outputs import named_out, take_out
 from cupyattn.runtime.rounding import round_into
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
@@ -175,49 +175,48 @@ def paged_attention(
             "leave it out",
         )
     require_bool("return_lse", return_lse)
-    operands = adopt(
-        {"q": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": block_table,
-         "seqlens_k": seqlens_k, "cu_seqlens_q": cu_seqlens_q, "k_scales": k_scales,
-         "v_scales": v_scales, "alibi_slopes": alibi_slopes, "sinks": sinks,
-         "workspace": workspace}
-        | named_out(out, ("out", "lse") if return_lse else ("out",)),
-        _FIXES,
-    )  # fmt: skip
-    options = (causal, softmax_scale, window_size, softcap, max_seqlen_q)
-    problem = decode_problem(operands, options)
+    arrays: PagedArrays[Any] = PagedArrays(
+        *(q, k_cache, v_cache, seqlens_k),
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        workspace=workspace,
+        cu_seqlens_q=cu_seqlens_q,
+        block_table=block_table,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        **named_out(out, ("out", "lse") if return_lse else ("out",)),
+    )
+    operands = adopt(arrays, _FIXES)
+    options = (causal, softmax_scale, window_size, softcap)
+    problem = paged_problem(operands, options, max_seqlen_q)
     device = device_of(operands)
     if device is None:
-        results = _on_cpu(problem, operands)
-    else:
-        results = paged_forward(device, problem, operands, return_lse=return_lse)
-    return (results["out"], results["lse"]) if return_lse else results["out"]
+        rounded = _on_cpu(problem, operands.arrays)
+        return rounded if return_lse else rounded[0]
+    arrays = paged_forward(device, problem, operands, return_lse=return_lse)
+    return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
-def _on_cpu(problem: DecodeProblem, operands: Operands) -> dict[str, Array]:
-    arrays, attention = operands.arrays, problem.attention
-    names = ("q", "k_cache", "v_cache", "block_table", "seqlens_k")
-    exact, lse = reference.paged_attention(
-        *(arrays[name] for name in names),
-        cu_seqlens_q=arrays.get("cu_seqlens_q"),
-        softmax_scale=attention.softmax_scale,
-        window_size=attention.window,
-        softcap=attention.softcap,
-        alibi_slopes=arrays.get("alibi_slopes"),
-        sinks=arrays.get("sinks"),
-        k_scales=arrays.get("k_scales"),
-        v_scales=arrays.get("v_scales"),
+def _on_cpu(problem: PagedProblem, arrays: PagedArrays[Array]) -> tuple[Array, Array]:
+    bounds, options = arrays.cu_seqlens_q, problem.options
+    out, lse = reference.paged_attention(
+        *(arrays.q, arrays.k, arrays.v, arrays.block_table, arrays.seqused_k),
+        cu_seqlens_q=bounds,
+        softmax_scale=options.softmax_scale,
+        window_size=options.window_size,
+        softcap=options.softcap,
+        alibi_slopes=arrays.alibi_slopes,
+        sinks=arrays.sinks,
+        k_scales=arrays.k_scales,
+        v_scales=arrays.v_scales,
     )
-    if problem.packed:  # rows of no sequence stay as they are
-        bounds = arrays["cu_seqlens_q"]
+    if bounds is not None:  # rows of no sequence stay as they are
         for others in (slice(0, int(bounds[0])), slice(int(bounds[-1]), None)):
-            if "out" in arrays:
-                exact[others] = arrays["out"][others]
-            if "lse" in arrays:
-                lse[:, others] = arrays["lse"][:, others]
-    return {
-        "out": round_into(arrays.get("out"), exact, attention.dtype),
-        "lse": round_into(arrays.get("lse"), lse, attention.lse_dtype),
-    }
+            if arrays.out is not None:
+                out[others] = arrays.out[others]
+            if arrays.lse is not None:
+                lse[:, others] = arrays.lse[:, others]
+    return rounded_results(problem, arrays, out, lse)
 
 
 _MERGE_FIXES = fixes_of_results("out", "lse")
@@ -315,21 +314,16 @@ def merge_attention(
     >>> np.allclose(out, cache.attend(0, q, step), atol=1e-6)
     True
     """
-    operands = adopt(
-        {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-        | named_out(out, ("out", "lse")),
-        _MERGE_FIXES,
-    )
+    arrays = take_out(MergeArrays(out_a, lse_a, out_b, lse_b), out, ("out", "lse"))
+    operands = adopt(arrays, _MERGE_FIXES)
     problem = merge_problem(operands)
     device = device_of(operands)
     if device is not None:
-        results = run_merge(device, problem, operands)
-        return results["out"], results["lse"]
+        arrays = run_merge(device, problem, operands)
+        return arrays.out, arrays.lse
     arrays = operands.arrays
-    merged, lse = reference.merge_attention(
-        *(arrays[name] for name in ("out_a", "lse_a", "out_b", "lse_b"))
-    )
+    merged, lse = reference.merge_attention(arrays.out_a, arrays.lse_a, arrays.out_b, arrays.lse_b)
     return (
-        round_into(arrays.get("out"), merged, problem.out.dtype),
-        round_into(arrays.get("lse"), lse, problem.lse.dtype),
+        round_into(arrays.out, merged, problem.out.dtype),
+        round_into(arrays.lse, lse, problem.lse.dtype),
     )

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.api import rounded_gradients
+from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
+from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.block_mask import BlockMask
 from cupyattn.ops.attention.checks import attention_call, reference_options
+from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod, python_gradient
 from cupyattn.ops.attention.options import DropoutSeed
-from cupyattn.ops.attention.problem import PackedProblem
+from cupyattn.ops.attention.problem import (
+    AttentionArrays,
+    AttentionBackwardArrays,
+    AttentionProblem,
+)
 from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.attention.varlen import varlen_backward, varlen_forward
-from cupyattn.ops.attention.varlen_problem import backward_problem, forward_problem
 from cupyattn.ops.rope.api import Rotary
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.outputs import named_grads, named_out
-from cupyattn.runtime.rounding import round_into
 
 
 @differentiable(
@@ -158,39 +160,39 @@ def attention_varlen(
     True
     """
     require_bool("return_lse", return_lse)
+    arrays: AttentionArrays[Any] = AttentionArrays(
+        *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks),
+        workspace=workspace,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        **named_out(out, ("out", "lse") if return_lse else ("out",)),
+    )
     operands, problem, seed = attention_call(
-        partial(forward_problem, longest=(max_seqlen_q, max_seqlen_k)),
-        {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-         "seqused_k": seqused_k, "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes,
-         "sinks": sinks, "workspace": workspace,
-         **named_out(out, ("out", "lse") if return_lse else ("out",))},
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None,
-         "flash"),
-        q_offset, seed, rotary, score_mod, mask_mod,
-    )  # fmt: skip
+        arrays,
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, "flash"),
+        *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
+    )
     device = device_of(operands)
     if device is None:
         options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        results = _on_cpu(problem, operands.arrays, options)
-    else:
-        results = varlen_forward(device, problem, operands, seed=seed, return_lse=return_lse)
-    return (results["out"], results["lse"]) if return_lse else results["out"]
+        rounded = _on_cpu(problem, operands.arrays, options)
+        return rounded if return_lse else rounded[0]
+    arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
+    return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
 def _on_cpu(
-    problem: PackedProblem, arrays: Mapping[str, Array], options: Mapping[str, Any]
-) -> dict[str, Array]:
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    out, lse = reference.attention_varlen(*(arrays[name] for name in names), **options)
-    behind = int(arrays["cu_seqlens_q"][-1])  # rows of no sequence stay as they are
-    if "out" in arrays:
-        out[behind:] = arrays["out"][behind:]
-    if "lse" in arrays:
-        lse[:, behind:] = arrays["lse"][:, behind:]
-    return {
-        "out": round_into(arrays.get("out"), out, problem.dtype),
-        "lse": round_into(arrays.get("lse"), lse, problem.lse_dtype),
-    }
+    problem: AttentionProblem, arrays: AttentionArrays[Array], options: Mapping[str, Any]
+) -> tuple[Array, Array]:
+    bounds: Any = arrays.cu_seqlens_q
+    packed = arrays.q, arrays.k, arrays.v, bounds, arrays.cu_seqlens_k
+    out, lse = reference.attention_varlen(*packed, **options)
+    behind = int(bounds[-1])  # rows of no sequence stay as they are
+    if arrays.out is not None:
+        out[behind:] = arrays.out[behind:]
+    if arrays.lse is not None:
+        lse[:, behind:] = arrays.lse[:, behind:]
+    return rounded_results(problem, arrays, out, lse)
 
 
 def attention_varlen_backward(
@@ -301,17 +303,19 @@ def attention_varlen_backward(
     """
     require_bool("deterministic", deterministic)
     require_bool("accumulate", accumulate)
-    given = named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv"))
+    arrays: AttentionBackwardArrays[Any] = AttentionBackwardArrays(
+        *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, out, lse, workspace),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        dout=dout,
+        dlse=dlse,
+        **named_grads(AttentionGrads, grads, accumulate, ("dq", "dk", "dv")),
+    )
     operands, problem, seed = attention_call(
-        partial(backward_problem, longest=(max_seqlen_q, max_seqlen_k)),
-        {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse,
-         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-         "mask": mask, "bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks,
-         "workspace": workspace, **given},
-        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None,
-         "flash"),
-        q_offset, seed, rotary, score_mod, mask_mod,
-    )  # fmt: skip
+        arrays,
+        (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, "flash"),
+        *(q_offset, seed, rotary, score_mod, mask_mod, max_seqlen_q, max_seqlen_k),
+    )
     device = device_of(operands)
     if device is None:
         options = {
@@ -319,31 +323,38 @@ def attention_varlen_backward(
             **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
         }
         return _backward_on_cpu(problem, operands.arrays, options, accumulate)
-    results: dict[str, Any] = dict.fromkeys(AttentionGrads._fields)
-    results |= varlen_backward(
-        device,
-        problem,
-        operands,
-        seed=seed,
-        deterministic=bool(deterministic),
-        accumulate=bool(accumulate),
+    return gradients_of(
+        attention_backward(
+            device,
+            problem,
+            operands,
+            seed=seed,
+            deterministic=bool(deterministic),
+            accumulate=bool(accumulate),
+        )
     )
-    return AttentionGrads(**results)
 
 
 def _backward_on_cpu(
-    problem: PackedProblem,
-    arrays: Mapping[str, Array],
+    problem: AttentionProblem,
+    arrays: AttentionBackwardArrays[Array],
     options: Mapping[str, Any],
     accumulate: bool,
 ) -> AttentionGrads:
-    names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
+    queries: Any = arrays.cu_seqlens_q
+    keys: Any = arrays.cu_seqlens_k
     exact = reference.attention_varlen_backward(
-        *(arrays[name] for name in names), dlse=arrays.get("dlse"), **options
+        *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse, queries, keys),
+        dlse=arrays.dlse,
+        **options,
     )
     if not accumulate:  # rows of no sequence stay as they are
-        for name, rows in (("dq", "q"), ("dk", "k"), ("dv", "k")):
-            if name in arrays:
-                behind = int(arrays[f"cu_seqlens_{rows}"][-1])
-                getattr(exact, name)[behind:] = arrays[name][behind:]
+        for gradient, given, bounds in (
+            (exact.dq, arrays.dq, queries),
+            (exact.dk, arrays.dk, keys),
+            (exact.dv, arrays.dv, keys),
+        ):
+            if given is not None:
+                behind = int(bounds[-1])
+                gradient[behind:] = given[behind:]
     return rounded_gradients(problem, arrays, exact, accumulate)

@@ -1,100 +1,258 @@
-"""Attention's backward on a device: from a checked problem to a plan that ran."""
+"""Attention's backward on a device: from a checked problem, dense or packed, to a plan that ran."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
-from cupyattn.ops.attention import float32, teaching, tensor_core_backward
-from cupyattn.ops.attention.choice import Implementation, implementation_of, register, turns
+import numpy as np
+
+from cupyattn.ops.attention.backward_tensor_core import tensor_core_plan
+from cupyattn.ops.attention.block_mask import block_lists
+from cupyattn.ops.attention.choice import IMPLEMENTATIONS, require_kernels, turns
+from cupyattn.ops.attention.dbias import sum_step
+from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
+from cupyattn.ops.attention.kernels import teaching
+from cupyattn.ops.attention.kernels.float32 import backward
 from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
-from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
-from cupyattn.ops.attention.params import interleaved, placed, require_lengths, seeded
-from cupyattn.ops.attention.problem import AttentionProblem, PackedProblem, gradient_outputs
-from cupyattn.ops.attention.rotary import rotated_backward
-from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import Operands, Plan
-from cupyattn.runtime.card import Card
-from cupyattn.runtime.checks import require_item_alignment
-from cupyattn.runtime.device import Device
-from cupyattn.runtime.storage import STORAGE
-
-IMPLEMENTATIONS = register(
-    ("flash", STORAGE, float32.backward_plan, ALL_OPTIONS),
-    ("naive", STORAGE, teaching.naive_backward_plan, TEACHING_OPTIONS),
+from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.params import (
+    backward_params,
+    gradient_params,
+    interleaved,
+    score_options,
+    seeded,
+    step_of,
+    whole_vectors,
 )
-ON_TENSOR_CORES = register(("flash", ("float16",), tensor_core_backward.backward_plan, ALL_OPTIONS))
-"""What takes their place on cards that have them."""
+from cupyattn.ops.attention.problem import (
+    AttentionBackwardArrays,
+    AttentionProblem,
+    Outputs,
+    gradient_outputs,
+    with_results,
+)
+from cupyattn.ops.attention.rotary import (
+    Rotated,
+    in_scratch,
+    rotate_gradients,
+    rotate_inputs,
+    take_scratch,
+)
+from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS
+from cupyattn.runtime.arrays import Array, Operands, contiguous
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Plan, Planner
+
+_FLOAT32 = np.dtype(np.float32)
+_PlanOf = Callable[..., Plan]
 
 
 def attention_backward(
     device: Device,
     problem: AttentionProblem,
-    operands: Operands,
+    operands: Operands[AttentionBackwardArrays[Array]],
     *,
     seed: DropoutSeed,
     deterministic: bool,
     accumulate: bool,
-) -> dict[str, Array]:
-    """Run the backward of dense attention, into the results and scratch that are given.
+) -> AttentionBackwardArrays[Array]:
+    """Run the backward of attention, into the results and scratch that are given.
 
     Returns
     -------
-    dict
-        The gradients by name; dbias and dsinks only where there are bias and sinks.
+    AttentionBackwardArrays
+        With the gradients; dbias and dsinks only where there are bias and sinks.
     """
     plan = _plan(problem, device.card, deterministic, accumulate)
-    if problem.dropout_p:
+    if problem.options.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    problem: AttentionProblem,
-    card: Card,
-    deterministic: bool,
-    accumulate: bool,
-) -> Plan:
+def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate: bool) -> Plan:
     """Choose the kernels and fill in their parameters."""
-    table = {**IMPLEMENTATIONS, **(ON_TENSOR_CORES if card.tensor_cores else {})}
-    chosen = implementation_of(problem, table, "attention_backward")
+    function = "attention_varlen_backward" if problem.packed else "attention_backward"
+    require_kernels(problem, IMPLEMENTATIONS[function], function)
     require_gradient(problem.functions)
-    require_lengths(problem)
-    require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
+    require_sizes(problem)
+    outputs = gradient_outputs(problem)
+    planner = Planner(type(problem.given), problem.given, outputs)
     if problem.batch * problem.heads == 0:
-        return nothing_to_add(problem, accumulate)
-    plan = rotated_in_turns(problem, card, chosen, deterministic, accumulate)
-    return placed(plan, problem).for_arrays(problem.layouts)
+        return _nothing_to_add(problem, planner, outputs, accumulate)
+    place_queries(problem, planner)
+    plan_of = _plan_of(problem, card)
+    how = {"deterministic": deterministic, "accumulate": accumulate}
+    if problem.layouts.cos is not None:
+        return _rotated(problem, planner, outputs, plan_of, card, how)
+    plan = plan_of(problem, planner, outputs, card, **how)
+    return interleaved(plan, *turns(problem, card, backward=True))
 
 
-def rotated_in_turns(
+def _plan_of(problem: AttentionProblem, card: Card) -> _PlanOf:
+    """Choose the kernels: in one pass over the scores, or in two where that is deterministic."""
+    if problem.options.implementation == "naive":
+        return _naive_plan
+    return tensor_core_plan if card.has_mma(problem.dtype.name) else _float32_plan
+
+
+def _rotated(
     problem: AttentionProblem,
+    planner: Planner[Any],
+    outputs: Outputs,
+    plan_of: _PlanOf,
     card: Card,
-    chosen: Implementation,
-    deterministic: bool,
-    accumulate: bool,
+    how: dict[str, bool],
 ) -> Plan:
-    """Return the plan of an implementation, dense or packed, in the order of its grid.
+    """Plan a call with rotary: dq and dk are rotated back in place.
 
-    The launches of rotary embedding stand around it.
+    Where they are added to what is there, they are made in scratch memory.
     """
-    together = turns(problem, card, backward=True)
+    slots: Any = planner.slots
+    apart = ("dq", "dk") if how["accumulate"] else ()
+    inner = in_scratch(problem, ("q", "k", *apart))
+    given = {name: getattr(slots, name) for name in ("q", "k", "dq", "dk")}
+    take_scratch(planner, inner, ("q", "k", *apart))
+    plan = plan_of(inner, planner, outputs, card, **how)
+    plan = interleaved(plan, *turns(problem, card, backward=True))
+    made, results = with_results(inner, outputs), with_results(problem, outputs)
+    gradients = []
+    for name in ("dq", "dk"):
+        start = getattr(problem.starts, name) or 0
+        source = getattr(made, name), 0 if apart else start, getattr(slots, name)
+        gradients.append(Rotated(*source, getattr(results, name), start, given[name]))
+    inputs = {name: given[name] for name in ("q", "k")}
+    first = rotate_inputs(problem, inner, inputs, planner, card.arch)
+    last = rotate_gradients(problem, gradients, planner, card.arch, how["accumulate"])
+    return plan._replace(
+        steps=(first, *plan.steps, last),
+        zero_first=(*plan.zero_first, *(getattr(slots, name) for name in apart)),
+    )
 
-    def plan_of(turned: AttentionProblem) -> Plan:
-        plan = chosen.plan(
-            turned, turned.starts, card.arch, deterministic=deterministic, accumulate=accumulate
-        )
-        return interleaved(plan, *together)
 
-    return rotated_backward(problem, card.arch, accumulate, plan_of)
-
-
-def nothing_to_add(problem: AttentionProblem, accumulate: bool) -> Plan:
+def _nothing_to_add(
+    problem: AttentionProblem, planner: Planner[Any], outputs: Outputs, accumulate: bool
+) -> Plan:
     """Return the plan of a call without sequences or heads: gradients are 0, and no kernel runs.
 
     Rows of packed arrays are of no sequence then, and stay as they are.
     """
-    outputs = gradient_outputs(problem)
-    kept = ("dq", "dk", "dv") if isinstance(problem, PackedProblem) else ()
-    names = () if accumulate else tuple(name for name, _ in outputs if name not in kept)
-    return Plan((), outputs, zero_first=names, zero_new=True)
+    kept = ("dq", "dk", "dv") if problem.packed else ()
+    names = () if accumulate else tuple(name for name in outputs if name not in kept)
+    zero_first = [getattr(planner.slots, name) for name in names]
+    return planner.plan(zero_first=zero_first, zero_new=True)
+
+
+def _naive_plan(
+    problem: AttentionProblem,
+    planner: Planner[Any],
+    outputs: Outputs,
+    card: Card,
+    *,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Plan the kernel to be read, one CTA per query row and one per key; always the same bits."""
+    del card, deterministic
+    kernel = teaching.backward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
+    params = teaching_params(TEACHING_BACKWARD_PARAMS, problem, with_results(problem, outputs))
+    params["batch"], params["accumulate"] = problem.batch, accumulate
+    ctas = problem.batch * (problem.heads * problem.sq + problem.kv_heads * problem.sk)
+    return planner.plan(step_of(kernel, ctas, planner.slots, params), zero_new=accumulate)
+
+
+def _float32_plan(
+    problem: AttentionProblem,
+    planner: Planner[Any],
+    outputs: Outputs,
+    card: Card,
+    *,
+    deterministic: bool,
+    accumulate: bool,
+) -> Plan:
+    """Plan float32 arithmetic: one pass with atomic additions to dq, or two kernels.
+
+    Additions go to float32: to dq itself, or to scratch memory that is rounded to dq at the end.
+    """
+    laid: AttentionBackwardArrays[Any] = with_results(problem, outputs)
+    slots: Any = planner.slots
+    arch, packed = card.arch, problem.packed
+    options = score_options(problem)._replace(sinks="void")
+    dims = problem.head_dim, problem.head_dim_v
+    dtype, rows = problem.dtype.name, math.prod(problem.lse_shape)
+    inputs = ("dout", "q", "k", "v")
+    vec = whole_vectors(backward.VECTOR_ITEMS, problem, problem.layouts, inputs)
+    scores = math.prod(problem.scores_shape)
+    every_score = laid.dbias is not None and math.prod(laid.dbias.shape) == scores
+    # Each score's, which another kernel sums. (The kernel of dbias has dense arrays alone.)
+    gathered = packed and laid.dbias is not None and not every_score
+    target = contiguous(problem.scores_shape, _FLOAT32) if gathered else laid.dbias
+    written = "void" if target is None or not (every_score or gathered) else target.dtype.name
+    dense = backward_params(problem, laid, accumulate=accumulate, dbias=target)
+    params = gradient_params(problem, dense)
+
+    # (What rounds the sums of one pass has dense arrays alone, too.)
+    one_pass = not deterministic and (not packed or problem.dtype == _FLOAT32)
+    rounded = one_pass and problem.dtype != _FLOAT32
+    scratch: dict[str, int] = {"delta": planner.scratch(rows)}
+    places, in_one_pass, zero_first = {**scratch}, params, []
+    if rounded:
+        places["dq"] = scratch["dq_acc"] = planner.scratch(rows * problem.head_dim)
+        zero_first.append(scratch["dq_acc"])
+        sequence = problem.sq * problem.head_dim  # of a head: (B, H, Sq, D)
+        in_one_pass = params.copy()
+        in_one_pass["dq"] = problem.heads * sequence, problem.head_dim, sequence
+    if gathered:
+        places["dbias"] = scratch["scratch"] = planner.scratch(scores)
+        zero_first.append(scratch["scratch"])
+    in_tiles = options._replace(modified=problem.block_modifiers)
+    strides = problem.block_modifier_strides
+    row = backward.dkdv_row(arch, *dims, in_tiles)
+    lists = block_lists(problem, planner, rows=row.tile_q, keys=row.tile_k, of_keys=True)
+    delta = backward.delta(dtype, dims[1])
+    if packed:
+        zeroed_dim = dims[0] if one_pass and not accumulate else 0
+        delta = backward.delta_varlen(dtype, dims[1], zeroed_dim)
+    dkdv = backward.dkdv(arch, dtype, *dims, vec, one_pass, in_tiles, written, packed)
+    key_ctas = problem.kv_heads * problem.key_tiles(row.tile_k)
+    places["block_lists"] = lists.slot  # type: ignore[assignment]
+    steps = [
+        step_of(delta, -(-rows // backward.CTA_ROWS), slots, params, **scratch),
+        *lists.steps,
+        step_of(dkdv, key_ctas, slots, in_one_pass, *strides, **places),
+    ]
+    if rounded:
+        convert = backward.convert(dtype, dims[0])
+        steps.append(step_of(convert, -(-rows // backward.CTA_ROWS), slots, params, **scratch))
+    if not one_pass:
+        dq = backward.dq(arch, dtype, *dims, vec, in_tiles, packed)
+        row = backward.dq_row(arch, *dims, in_tiles)
+        lists = block_lists(problem, planner, rows=row.tile_q, keys=row.tile_k)
+        ctas = problem.heads * problem.query_tiles(row.tile_q)
+        places = {**scratch, "block_lists": lists.slot}  # type: ignore[dict-item]
+        steps += [*lists.steps, step_of(dq, ctas, slots, params, *strides, **places)]
+    if gathered:
+        assert target is not None
+        assert laid.dbias is not None
+        steps.append(sum_step(problem, laid.dbias, target, accumulate, planner, **scratch))
+    elif laid.dbias is not None and not every_score:
+        items = math.prod(laid.dbias.shape)
+        config = backward.dbias_row(arch, scores // max(items, 1))
+        kernel = backward.dbias(dtype, *dims, options, config)
+        item_ctas = -(-items * config.lanes // config.threads)
+        values = params, *problem.modifier_strides
+        steps.append(step_of(kernel, item_ctas, slots, *values, **scratch))
+    if laid.dsinks is not None:
+        of_sinks = backward.dsinks_varlen if packed else backward.dsinks
+        kernel = of_sinks(laid.dsinks.dtype.name)
+        steps.append(step_of(kernel, problem.heads, slots, params, **scratch))
+    # (Of packed rows those that belong to a sequence are zeroed, by the kernel of delta.)
+    dense_sums = one_pass and not rounded and not packed
+    if not accumulate:
+        zero_first += [slots.dq] if dense_sums else []
+        zero_first += [slots.dbias] if every_score else []
+    return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)

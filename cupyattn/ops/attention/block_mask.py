@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -12,33 +13,40 @@ import numpy as np
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.kernels import block_mask as configs
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE, WARPS
-from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS
 from cupyattn.ops.attention.modifiers import (
-    BLOCK_MASK,
     Blocks,
     MaskMod,
     UserFunction,
+    UserFunctions,
     arrays_of,
     modifiers_of,
     python_function,
     require_valid_arrays,
     run_compiled,
-    shown_names,
     strides_of,
     user_function,
+    with_arrays_of,
 )
 from cupyattn.ops.attention.options import checked_q_offset
+from cupyattn.ops.attention.params import step_of
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Operands,
+    adopt,
+    layouts_of,
+    starts_of,
+)
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import Description, Operands, Plan, Step, adopt, layouts_of, starts_of
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.plan import Output, Plan, Planner, Step
+from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.value_checks import on_host
 
 EMPTY, PARTIAL, FULL = range(3)
@@ -59,38 +67,53 @@ def tiles_shape(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     return batch, heads, -(-sq // TILE), -(-sk // TILE)
 
 
-def require_block_mask(function: UserFunction, operands: Operands, *, on_cpu: bool) -> None:
+@dataclass(slots=True)
+class BlockMaskArrays(Record[T]):
+    """The arrays of one call of block_mask, besides those of the expression."""
+
+    tiles: T | None = None
+
+
+def require_block_mask(function: UserFunction, operands: Operands[Any], *, on_cpu: bool) -> None:
     """Raise unless the arrays of a mask_mod can be read."""
-    layouts = layouts_of(operands.description)
-    require_valid_arrays({"mask_mod": function}, layouts, on_cpu=on_cpu)
+    layouts = layouts_of(type(operands.arrays), operands.description)
+    require_valid_arrays(UserFunctions(mask_mod=function), layouts, on_cpu=on_cpu)
 
 
 def run_block_mask(
-    device: Device, function: UserFunction, shape: tuple[int, int, int, int], operands: Operands
+    device: Device,
+    function: UserFunction,
+    shape: tuple[int, int, int, int],
+    operands: Operands[BlockMaskArrays[Array]],
 ) -> Array:
     """Return the tiles of a mask_mod for scores of a shape."""
-    plan = _tiles_plan(operands.description, function, shape)
-    return run_compiled(device, plan, operands, {"mask_mod": function})["tiles"]
+    plan = _tiles_plan(type(operands.arrays), operands.description, function, shape)
+    tiles = run_compiled(device, plan, operands, UserFunctions(mask_mod=function)).tiles
+    assert tiles is not None
+    return tiles
 
 
 @lru_cache(maxsize=4096)
 def _tiles_plan(
-    description: Description, function: UserFunction, shape: tuple[int, int, int, int]
+    kind: type[BlockMaskArrays[Any]],
+    description: Description,
+    function: UserFunction,
+    shape: tuple[int, int, int, int],
 ) -> Plan:
-    functions: dict[str, UserFunction | None] = {"mask_mod": function}
-    layouts = layouts_of(description)
-    require_item_alignment(layouts, starts_of(description), shown_names(functions))
-    modifiers = modifiers_of(functions, layouts)
+    layouts, starts = layouts_of(kind, description), starts_of(kind, description)
+    require_item_alignment(given_of(layouts), given_of(starts), kind.SHOWN_AS)
+    modifiers = modifiers_of(UserFunctions(mask_mod=function), layouts)
     tiles = tiles_shape(shape)
     count = math.prod(tiles)
     values = count, *shape[1:], *strides_of(modifiers, layouts)
-    step = Step.of(configs.tiles(modifiers), -(-count // WARPS), *values)
-    return Plan((step,), (("tiles", Output(tiles, np.dtype(np.uint8))),))
+    planner = Planner(kind, layouts, {"tiles": Output(tiles, np.dtype(np.uint8))})
+    kernel = configs.tiles(modifiers)
+    return planner.plan(step_of(kernel, -(-count // WARPS), planner.slots, *values))
 
 
 def require_fitting_blocks(problem: AttentionProblem) -> None:
     """Raise ValueError for a block mask that was not made for scores like the problem's."""
-    mask_mod = problem.functions["mask_mod"]
+    mask_mod = problem.options.mask_mod
     if mask_mod is None or mask_mod.blocks is None:
         return
     blocks = mask_mod.blocks
@@ -123,15 +146,13 @@ class BlockLists(NamedTuple):
 
     steps: tuple[Step, ...]
     """What makes them."""
-    scratch: dict[str, int]
-    """The floats that they take the place of, by name."""
-    renamed: dict[str, str]
-    """By what name the kernel takes them."""
+    slot: int | None
+    """Where they are."""
 
 
 def block_lists(
     problem: AttentionProblem,
-    name: str,
+    planner: Planner[Any],
     *,
     rows: int,
     keys: int,
@@ -143,9 +164,10 @@ def block_lists(
     Its CTAs own rows and walk keys; `of_keys` the other way round. `part` is how many of its own
     rows, or keys, a warp has; None where warps do not ask for theirs.
     """
-    if BLOCK_MASK not in problem.layouts:
-        return BlockLists((), {}, {})
-    batch, heads, *counts = problem.layouts[BLOCK_MASK].shape
+    mask = problem.layouts.block_mask
+    if mask is None:
+        return BlockLists((), None)
+    batch, heads, *counts = mask.shape
     spans = [rows // TILE, keys // TILE]
     own, walked = (-(-count // span) for count, span in zip(counts, spans, strict=True))
     if of_keys:
@@ -153,13 +175,15 @@ def block_lists(
         spans.reverse()
     part_span = spans[0] if part is None else part // TILE
     group = problem.heads // problem.kv_heads if of_keys and heads > 1 else 1
-    lists, groups = batch * heads * own, batch * heads // group
-    named = {"lists": name}
+    count, groups = batch * heads * own, batch * heads // group
+    lists, slots = planner.scratch(count * (LIST_HEAD + walked) * _PAIR), planner.slots
+    spread = *counts, *spans, part_span
+    sizes = groups, group, own, walked
     steps = (
-        Step.of(configs.lists(of_keys), lists, *counts, *spans, part_span, renamed=named),
-        Step.of(configs.order(), -(-lists // WARPS), groups, group, own, walked, renamed=named),
+        step_of(configs.lists(of_keys), count, slots, *spread, lists=lists),
+        step_of(configs.order(), -(-count // WARPS), slots, *sizes, lists=lists),
     )
-    return BlockLists(steps, {name: lists * (LIST_HEAD + walked) * _PAIR}, {BLOCK_LISTS.name: name})
+    return BlockLists(steps, lists)
 
 
 class BlockMask:
@@ -307,7 +331,9 @@ def block_mask(
         )
     shape = (_size("B", B), _size("H", H), _size("Sq", Sq), _size("Sk", Sk))
     blocks = Blocks(shape, checked_q_offset(q_offset, array=False))
-    operands = adopt(arrays_of("mask_mod", mask_mod), shown_as=shown_names({"mask_mod": function}))
+    arrays: BlockMaskArrays[Any] = BlockMaskArrays()
+    own = arrays_of("mask_mod", mask_mod)
+    operands = adopt(with_arrays_of(arrays, UserFunctions(mask_mod=function), own))
     device = _mask_device(operands, mask_mod)
     require_block_mask(function, operands, on_cpu=device is None)
     if device is None:
@@ -317,9 +343,14 @@ def block_mask(
     return BlockMask(mask_mod, blocks, run_block_mask(device, function, shape, operands))
 
 
-def _mask_device(operands: Operands, mask_mod: Any) -> Device | None:
+def _mask_device(operands: Operands[Any], mask_mod: Any) -> Device | None:
     device = device_of(operands)
-    if device is None and not operands.arrays and isinstance(mask_mod, MaskMod) and device_count():
+    if (
+        device is None
+        and not given_of(operands.arrays)
+        and isinstance(mask_mod, MaskMod)
+        and device_count()
+    ):
         return cuda_device(load_cupy().cuda.runtime.getDevice())
     return device
 

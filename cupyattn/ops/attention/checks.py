@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -10,37 +9,41 @@ import numpy as np
 
 from cupyattn.ops.attention.block_mask import BlockMask, require_fitting_blocks
 from cupyattn.ops.attention.modifiers import (
-    BLOCK_MASK,
     UserFunction,
+    UserFunctions,
     arrays_of,
     python_function,
     require_valid_arrays,
-    shown_names,
     user_function,
+    with_arrays_of,
 )
-from cupyattn.ops.attention.options import (
-    AttentionOptions,
-    DropoutSeed,
-    checked_dropout_p,
-    checked_q_offset,
-    checked_seed,
-    checked_softcap,
-    checked_softmax_scale,
-    checked_window,
-    require_valid_choices,
-)
+from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import (
     ARRAY_FIXES,
     BACKWARD_RESULTS,
     FORWARD_FIXES,
     FORWARD_RESULTS,
+    MAX_LENGTH,
+    ROWS_OF_KEYS,
+    ROWS_OF_QUERIES,
     SHOWN_AS,
+    AttentionArrays,
+    AttentionBackwardArrays,
     AttentionProblem,
+    as_batch,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
 from cupyattn.ops.rope.api import checked_rotary
-from cupyattn.runtime.arrays import Array, Layout, exports_memory
-from cupyattn.runtime.by_name import Description, Operands, Overlaps, adopt, layouts_of, starts_of
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    adopt,
+    exports_memory,
+    layouts_of,
+    starts_of,
+)
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     FLOATS,
@@ -57,62 +60,92 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.records import fields_of, given_of, made, values_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values
 
+_A = TypeVar("_A", bound=AttentionArrays[Any])
 _CACHED_PROBLEMS = 4096
 _WINDOW_SIZE = AttentionOptions._fields.index("window_size")
+_OPTIONS = len(AttentionOptions._fields)
+_NO_SEED = DropoutSeed(0)
 
 
-def forward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
-    """Check a forward call; its description, unless that was checked before, and its values.
+def attention_call(
+    arrays: _A,
+    options: tuple[Any, ...],
+    q_offset: Any,
+    seed: Any,
+    rotary: Any,
+    score_mod: Any,
+    mask_mod: Any,
+    *longest: Any,
+) -> tuple[Operands[_A], AttentionProblem, DropoutSeed]:
+    """Take the arrays and check the call, forward or backward.
 
-    `options` are those of `AttentionOptions`, in that order.
+    `options` are those of `AttentionOptions` before q_offset, in that order; `longest` are
+    max_seqlen_q and max_seqlen_k of packed sequences. The seed is not part of the problem, of which
+    a training step has the same each time; it is 0 where there is none.
 
     Raises
     ------
-    TypeError, ValueError
+    TypeError, ValueError, NotImplementedError
         As the public functions document.
     """
-    return checked_problem(_cached_forward_problem, operands, options)
-
-
-def backward_problem(operands: Operands, options: tuple[Any, ...]) -> AttentionProblem:
-    """Check a backward call; its description, unless that was checked before, and its values.
-
-    `options` are those of `AttentionOptions`, in that order.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
-    """
-    return checked_problem(_cached_backward_problem, operands, options)
+    if q_offset is not None and exports_memory(q_offset):
+        arrays.q_offset = q_offset
+        q_offset = None
+    interleaved = False
+    if rotary is not None:
+        arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
+    functions: tuple[UserFunction | None, ...] = (None, None)
+    if score_mod is not None or mask_mod is not None:
+        blocks = None
+        if isinstance(mask_mod, BlockMask):
+            arrays.block_mask, blocks = mask_mod.tiles_beside(arrays.q), mask_mod.blocks
+            mask_mod = mask_mod.mask_mod
+        of_mask = user_function("mask_mod", mask_mod)
+        functions = (
+            user_function("score_mod", score_mod),
+            of_mask if of_mask is None else of_mask._replace(blocks=blocks),
+        )
+        both = arrays_of("score_mod", score_mod) | arrays_of("mask_mod", mask_mod)
+        arrays = with_arrays_of(arrays, UserFunctions(*functions), both)
+    backward = isinstance(arrays, AttentionBackwardArrays)
+    operands = adopt(arrays, ARRAY_FIXES if backward else FORWARD_FIXES)
+    checked = _NO_SEED if seed is None else checked_seed(seed)
+    given = (*options, q_offset, interleaved, *functions, *longest)
+    return operands, checked_problem(operands, given), checked
 
 
 def checked_problem(
-    check: Any,
-    operands: Operands,
-    options: tuple[Any, ...],
-    values: Callable[[Any, dict[str, Array]], None] = check_values,
-) -> Any:
-    """Return what `check`, which has a cache, says of a description; and check values.
+    operands: Operands[Any], options: tuple[Any, ...] = AttentionOptions()
+) -> AttentionProblem:
+    """Check a call: its description, unless that was checked before, and its values.
 
-    `options` begin with those of `AttentionOptions`, in that order.
+    `options` are those of `AttentionOptions`, in that order, and max_seqlen_q and max_seqlen_k
+    where sequences are packed.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
     """
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options[_WINDOW_SIZE]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
-    problem: AttentionProblem
+    kind = type(operands.arrays)
     try:
-        problem = check(operands.description, sides, *options)
+        problem = _cached_problem(kind, operands.description, sides, *options)
     except TypeError:
         if _hashable(options):
             raise
         # What has no hash is of a wrong type, as its check says.
-        problem = check.__wrapped__(operands.description, sides, *options)
+        problem = _cached_problem.__wrapped__(kind, operands.description, sides, *options)
     if checks_values(operands):
-        values(problem, operands.arrays)
+        check_values(problem, operands.arrays)
     problem.overlaps.check(operands)
     return problem
 
@@ -126,38 +159,42 @@ def _hashable(options: tuple[Any, ...]) -> bool:
 
 
 @lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
-def _cached_forward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
-    require_arrays(layouts_of(description), ("q", "k", "v"))
-    problem = described_problem(description, AttentionOptions(*options), FORWARD_RESULTS)
+def _cached_problem(
+    kind: type[AttentionArrays[Layout]], description: Description, _: Any, *options: Any
+) -> AttentionProblem:
+    given = layouts_of(kind, description)
+    starts: Any = starts_of(kind, description)  # type: ignore[type-var]
+    longest = options[_OPTIONS:]
+    backward = isinstance(given, AttentionBackwardArrays)
+    required = ("dout", "q", "k", "v", "out", "lse") if backward else ("q", "k", "v")
+    require_arrays(given_of(given), required)
+    layouts = _layouts_as_batch(given, *longest) if longest else given
+    results = BACKWARD_RESULTS if backward else FORWARD_RESULTS
+    checked = AttentionOptions(*options[:_OPTIONS])
+    problem = described_problem(given, layouts, starts, checked, results)
     require_fitting_blocks(problem)
     require_rotary_positions(problem)
-    results = {
-        "out": (problem.out_shape, problem.dtype),
-        "lse": (problem.lse_shape, problem.lse_dtype),
-    }
-    for name in FORWARD_RESULTS:
-        if name in problem.layouts:
-            require_output(name, problem.layouts[name], *results[name])
+    if isinstance(given, AttentionBackwardArrays):
+        _require_gradients(problem, given)
+    else:
+        _require_results(problem)
     return problem
 
 
-@lru_cache(maxsize=_CACHED_PROBLEMS, typed=True)
-def _cached_backward_problem(description: Description, _: Any, *options: Any) -> AttentionProblem:
-    require_arrays(layouts_of(description), ("dout", "q", "k", "v", "out", "lse"))
-    problem = described_problem(description, AttentionOptions(*options), BACKWARD_RESULTS)
-    require_fitting_blocks(problem)
-    require_rotary_positions(problem)
-    require_gradients(problem, problem.layouts, "(B, Sq, H, Dv)", "(B, H, Sq)")
-    return problem
+def _require_results(problem: AttentionProblem) -> None:
+    out, lse = problem.given.out, problem.given.lse
+    if out is not None:
+        require_output("out", out, problem.out_shape, problem.dtype)
+    if lse is not None:
+        require_output("lse", lse, problem.lse_shape, problem.lse_dtype)
 
 
-def require_gradients(
-    problem: AttentionProblem, layouts: dict[str, Layout], out_axes: str, lse_axes: str
-) -> None:
-    """Raise unless a backward call's gradients and the forward's results fit the problem.
-
-    `layouts` are the arrays as the caller gave them, `out_axes` and `lse_axes` what errors say.
-    """
+def _require_gradients(problem: AttentionProblem, given: AttentionBackwardArrays[Layout]) -> None:
+    """Raise unless a backward call's gradients and the forward's results fit the problem."""
+    out_axes, lse_axes = ("(B, Sq, H, Dv)", "(B, H, Sq)")
+    if problem.packed:
+        out_axes, lse_axes = ("(total_q, H, Dv)", "(H, total_q)")
+    layouts = given_of(given)
     for name in ("dout", "out"):
         require_dtype(name, layouts[name], (problem.dtype.name,))
         require_shape(name, layouts[name], problem.out_shape, out_axes)
@@ -181,7 +218,11 @@ def require_gradients(
 
 
 def described_problem(
-    description: Description, options: AttentionOptions, results: tuple[str, ...]
+    given: AttentionArrays[Layout],
+    layouts: AttentionArrays[Layout],
+    starts: AttentionArrays[int],
+    options: AttentionOptions,
+    results: tuple[str, ...],
 ) -> AttentionProblem:
     """Check what forward and backward have in common; `results` are the arrays that are written.
 
@@ -190,23 +231,17 @@ def described_problem(
     TypeError, ValueError
         As the public functions document.
     """
-    layouts = layouts_of(description)
-    q, k, v = layouts["q"], layouts["k"], layouts["v"]
+    q, k, v = layouts.q, layouts.k, layouts.v
     for name, layout in (("q", q), ("k", k), ("v", v)):
         require_dtype(name, layout, CPU_FLOATS)
         require_rank(
             name, layout, f"B {'Sq H' if name == 'q' else 'Sk G'} {'Dv' if name == 'v' else 'D'}"
         )
         require_contiguous_rows(name, layout)
-    require_same_dtype(layouts, ("q", "k", "v"))
+    require_same_dtype({"q": q, "k": k, "v": v})
     batch, sq, heads, head_dim = q.shape
     _, sk, kv_heads, head_dim_v = v.shape
     _require_matching_heads(q, k, v)
-    require_valid_choices(options)
-    softmax_scale = checked_softmax_scale(options.softmax_scale, head_dim)
-    functions = {"score_mod": options.score_mod, "mask_mod": options.mask_mod}
-    shown_as = {**SHOWN_AS, **shown_names(functions)}
-
     problem = AttentionProblem(
         batch=batch,
         sq=sq,
@@ -216,21 +251,15 @@ def described_problem(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=q.dtype,
+        given=given,
         layouts=layouts,
-        starts=starts_of(description),
-        softmax_scale=softmax_scale,
-        q_offset=checked_q_offset(options.q_offset),
-        window=checked_window(options.window_size, options.causal),
-        softcap=checked_softcap(options.softcap, softmax_scale),
-        dropout_p=checked_dropout_p(options.dropout_p, options.seeded),
-        interleaved=options.interleaved,
-        functions=functions,
-        implementation=options.implementation,
-        overlaps=Overlaps.of(layouts, (*results, "workspace"), shown_as),
+        starts=starts,
+        options=options.checked(head_dim),
+        overlaps=Overlaps.of(given, (*results, "workspace")),
     )
     _require_valid_option_arrays(problem)
-    if "workspace" in layouts:
-        require_workspace(layouts["workspace"])
+    if layouts.workspace is not None:
+        require_workspace(layouts.workspace)
     return problem
 
 
@@ -258,13 +287,12 @@ def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
 
 def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     """Check the arrays among the options against the shapes of q, k and v."""
-    layouts = problem.layouts
-    batch, heads = problem.batch, problem.heads
+    layouts = given_of(problem.layouts)
     floats = CPU_FLOATS if problem.dtype == np.float64 else FLOATS
     for name in ("q_offset", "seqused_k"):
         if name in layouts:
             require_dtype(name, layouts[name], INTEGERS)
-            require_shape(name, layouts[name], (batch,), "(B,)")
+            require_shape(name, layouts[name], (problem.batch,), "(B,)")
             require_whole_item_strides(name, layouts[name])
     if "mask" in layouts:
         require_bool_mask("mask", layouts["mask"])
@@ -275,21 +303,28 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     for name in ("mask", "bias"):
         if name in layouts:
             _require_broadcastable(name, layouts[name], problem.scores_shape)
-    if "alibi_slopes" in layouts:
-        require_dtype("alibi_slopes", layouts["alibi_slopes"], floats)
-        if len(layouts["alibi_slopes"].shape) != 2:
-            require_shape("alibi_slopes", layouts["alibi_slopes"], (heads,), "(H,) or (B, H)")
-        else:
-            require_shape("alibi_slopes", layouts["alibi_slopes"], (batch, heads), "(H,) or (B, H)")
-    if "sinks" in layouts:
-        require_dtype("sinks", layouts["sinks"], floats)
-        require_shape("sinks", layouts["sinks"], (heads,), "(H,)")
-    for name in ("bias", "alibi_slopes", "sinks"):
-        if name in layouts:
-            require_whole_item_strides(name, layouts[name])
-    require_valid_arrays(problem.functions, layouts, on_cpu=problem.dtype == np.float64)
+    require_heads_options(problem)
+    if "bias" in layouts:
+        require_whole_item_strides("bias", layouts["bias"])
+    on_cpu = problem.dtype == np.float64
+    require_valid_arrays(problem.functions, problem.layouts, on_cpu=on_cpu)
     if "cos" in layouts:
         _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
+
+
+def require_heads_options(problem: AttentionProblem) -> None:
+    """Raise for slopes or sinks that do not fit."""
+    slopes, sinks = problem.layouts.alibi_slopes, problem.layouts.sinks
+    floats = CPU_FLOATS if problem.dtype == np.float64 else FLOATS
+    if slopes is not None:
+        require_dtype("alibi_slopes", slopes, floats)
+        batch = (problem.batch,) if len(slopes.shape) == 2 else ()
+        require_shape("alibi_slopes", slopes, (*batch, problem.heads), "(H,) or (B, H)")
+        require_whole_item_strides("alibi_slopes", slopes)
+    if sinks is not None:
+        require_dtype("sinks", sinks, floats)
+        require_shape("sinks", sinks, (problem.heads,), "(H,)")
+        require_whole_item_strides("sinks", sinks)
 
 
 def _require_broadcastable(name: str, layout: Layout, scores_shape: tuple[int, ...]) -> None:
@@ -322,61 +357,88 @@ def _require_rotary_tables(cos: Layout, sin: Layout, head_dim: int) -> None:
         )
 
 
-_NO_SEED = DropoutSeed(0)
-_Problem = TypeVar("_Problem", bound=AttentionProblem)
+def _layouts_as_batch(
+    given: AttentionArrays[Layout], max_seqlen_q: Any, max_seqlen_k: Any
+) -> AttentionArrays[Layout]:
+    """Check packed arrays; return their layouts as those of a batch of the longest sequences."""
+    layouts = given_of(given)
+    require_arrays(layouts, ("cu_seqlens_q", "cu_seqlens_k"))
+    _require_packed(given)
+    batch = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"])
+    require_bounds("cu_seqlens_k", layouts["cu_seqlens_k"], "k and v")
+    require_shape("cu_seqlens_k", layouts["cu_seqlens_k"], (batch + 1,), "(B + 1,) as cu_seqlens_q")
+    queries = checked_longest("max_seqlen_q", max_seqlen_q, given.q)
+    keys = checked_longest("max_seqlen_k", max_seqlen_k, given.k)
+    return layouts_as_batch(given, batch, queries, keys)
 
 
-def attention_call(
-    check: Callable[[Operands, tuple[Any, ...]], _Problem],
-    arrays: dict[str, Any],
-    options: tuple[Any, ...],
-    q_offset: Any,
-    seed: Any,
-    rotary: Any,
-    score_mod: Any,
-    mask_mod: Any,
-) -> tuple[Operands, _Problem, DropoutSeed]:
-    """Take the arrays (None for those not given) and `check` the call, forward or backward.
+def layouts_as_batch(given: _A, batch: int, sq: int, sk: int) -> _A:
+    """Return the layouts of packed arrays as those of a batch of the longest sequences."""
+    kind = type(given)
+    return made(
+        kind,
+        (
+            layout and as_batch(name, layout, batch, sq, sk)
+            for name, layout in zip(fields_of(kind), values_of(kind)(given), strict=True)
+        ),
+    )
 
-    `options` are those of `AttentionOptions` before q_offset, in that order. The seed stands beside
-    the problem, of which a training step has the same each time; it is 0 where there is none.
 
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As the public functions document.
+def _require_packed(given: AttentionArrays[Layout]) -> None:
+    q, k, v = given.q, given.k, given.v
+    for name, layout, axes in (
+        ("q", q, "total_q H D"),
+        ("k", k, "total_k G D"),
+        ("v", v, "total_k G Dv"),
+    ):
+        require_rank(name, layout, axes)
+        require_contiguous_rows(name, layout)
+    total, kv_heads, _ = k.shape
+    require_shape("k", k, (total, kv_heads, q.shape[2]), "(total_k, G, D) with q's D")
+    require_shape("v", v, (total, kv_heads, v.shape[2]), "(total_k, G, Dv) with k's total_k and G")
+    layouts = given_of(given)
+    for name in sorted((ROWS_OF_QUERIES | ROWS_OF_KEYS) & layouts.keys()):
+        rows, heads = ("total_q", "H") if name in ROWS_OF_QUERIES else ("total_k", "G")
+        shown = SHOWN_AS.get(name, name)
+        sums = name in ("lse", "dlse")
+        require_rank(shown, layouts[name], f"H {rows}" if sums else f"{rows} {heads} D")
+
+
+def require_bounds(name: str, bounds: Layout, of: str = "q") -> int:
+    """Check the layout of cu_seqlens, which bounds the sequences in `of`; return their number."""
+    require_dtype(name, bounds, INTEGERS)
+    require_rank(name, bounds, "B+1")
+    require_whole_item_strides(name, bounds)
+    if bounds.shape[0] == 0:
+        raise error(
+            ValueError,
+            f"{name} has no items",
+            f"it has B + 1: where the rows of each sequence begin in {of}, and where the last "
+            "one's end",
+            "pass numpy.array([0], 'int32') for no sequence",
+        )
+    return bounds.shape[0] - 1
+
+
+def checked_longest(name: str, given: Any, rows: Layout) -> int:
+    """Return the most rows that a sequence has, as the caller says.
+
+    Beyond what kernels count to it is no more than there are rows.
     """
-    if q_offset is not None and exports_memory(q_offset):
-        arrays["q_offset"] = q_offset
-        q_offset = None
-    interleaved = False
-    if rotary is not None:
-        arrays["cos"], arrays["sin"], interleaved = checked_rotary(rotary)
-    shown_as = SHOWN_AS
-    functions: tuple[UserFunction | None, ...] = (None, None)
-    blocks = None
-    if isinstance(mask_mod, BlockMask):
-        arrays[BLOCK_MASK], blocks = mask_mod.tiles_beside(arrays["q"]), mask_mod.blocks
-        mask_mod = mask_mod.mask_mod
-    if score_mod is not None or mask_mod is not None:
-        given = {"score_mod": score_mod, "mask_mod": mask_mod}
-        described = {option: user_function(option, value) for option, value in given.items()}
-        for option, value in given.items():
-            arrays |= arrays_of(option, value)
-        if described["mask_mod"] is not None:
-            described["mask_mod"] = described["mask_mod"]._replace(blocks=blocks)
-        shown_as = {**SHOWN_AS, **shown_names(described)}
-        functions = (described["score_mod"], described["mask_mod"])
-    fixes = ARRAY_FIXES if "dout" in arrays else FORWARD_FIXES
-    operands = adopt(arrays, fixes, shown_as)
-    checked = _NO_SEED if seed is None else checked_seed(seed)
-    problem = check(operands, (*options, q_offset, interleaved, *functions))
-    return operands, problem, checked
+    most = integer(name, given)
+    if most < 0:
+        raise error(
+            ValueError,
+            f"{name} = {most}",
+            "it is the most rows of a sequence, 0 or more",
+            "pass that number, or a larger one",
+        )
+    return min(most, max(MAX_LENGTH, rows.shape[0]))
 
 
 def reference_options(
     problem: AttentionProblem,
-    arrays: Mapping[str, Any],
+    arrays: AttentionArrays[Array],
     seed: DropoutSeed,
     score_mod: Any,
     mask_mod: Any,
@@ -384,20 +446,22 @@ def reference_options(
     """Return a call's options in the words of `cupyattn.reference`."""
     if isinstance(mask_mod, BlockMask):
         mask_mod = mask_mod.mask_mod
+    options = problem.options
+    tables = arrays.cos, arrays.sin, options.interleaved
     return {
-        "softmax_scale": problem.softmax_scale,
-        "window_size": problem.window,
-        "q_offset": arrays.get("q_offset", problem.q_offset),
-        "seqused_k": arrays.get("seqused_k"),
-        "mask": arrays.get("mask"),
-        "bias": arrays.get("bias"),
-        "alibi_slopes": arrays.get("alibi_slopes"),
-        "softcap": problem.softcap,
-        "sinks": arrays.get("sinks"),
-        "dropout_p": problem.dropout_p,
+        "softmax_scale": options.softmax_scale,
+        "window_size": options.window_size,
+        "q_offset": options.q_offset if arrays.q_offset is None else arrays.q_offset,
+        "seqused_k": arrays.seqused_k,
+        "mask": arrays.mask,
+        "bias": arrays.bias,
+        "alibi_slopes": arrays.alibi_slopes,
+        "softcap": options.softcap,
+        "sinks": arrays.sinks,
+        "dropout_p": options.dropout_p,
         "seed": seed.seed,
         "dropout_start": seed[1:],
-        "rotary": (arrays["cos"], arrays["sin"], problem.interleaved) if "cos" in arrays else None,
+        "rotary": None if arrays.cos is None else tables,
         "score_mod": python_function("score_mod", score_mod, arrays),
         "mask_mod": python_function("mask_mod", mask_mod, arrays),
     }

@@ -1,49 +1,153 @@
-"""Which kernels an implementation has for a dtype, and which options they have."""
+"""Which kernels a call of attention runs, in which order their tiles start, and why.
+
+`choose_forward` decides for the forward. Calls with up to 16 queries run the decode kernels, where
+these are faster: "flash" gives each head of each sequence a CTA for all of its keys, with a tile of
+64 to 128 query rows of which few have a query; decoding cuts the keys into equal parts for all
+multiprocessors, and the query rows of a key-value head share what is read. A grid of fewer tiles
+than the device takes at once leaves multiprocessors idle (few heads, some hundreds of queries, long
+keys): each tile's keys are then split, a part for a CTA, and a second kernel adds the parts up
+(cuda_src/attention/key_parts.cuh). Every option of the forward works so.
+
+`turns` orders the grid. Under causal order the last rows of a head see all keys, the first ones
+few. Multiprocessors take CTAs in the order of the grid: with one head behind the other, the long
+tiles of the last head start late, and most of the device waits for them. With the long tiles of all
+heads first, the short ones fill the end (the longest first, Graham, 1969; FlashAttention-3's
+scheduler does so too). With a block mask tiles differ too, as its lists say. And where a bias or
+mask broadcasts over the batch, elements that are interleaved read its tiles once. Too many heads at
+once would find nothing of each other's keys in L2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
-from cupyattn.ops.attention.modifiers import BLOCK_MASK, without_expression
-from cupyattn.ops.attention.params import score_strides
-from cupyattn.ops.attention.problem import AttentionProblem, PackedProblem
-from cupyattn.runtime.by_name import Plan
+from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, row_tiles_of, units_of
+from cupyattn.ops.attention.kernels import float32
+from cupyattn.ops.attention.kernels.decode import TILE_KEYS
+from cupyattn.ops.attention.kernels.float32.forward import FlashConfig as FloatConfig
+from cupyattn.ops.attention.kernels.options import FlashOptions
+from cupyattn.ops.attention.kernels.tensor_core import forward as tensor_core
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
+    TALL,
+    FlashConfig,
+    admissible_rows,
+    flash_longest_tile,
+    flash_row,
+)
+from cupyattn.ops.attention.modifiers import without_expression
+from cupyattn.ops.attention.options import ALL_OPTIONS, DECODE_OPTIONS, TEACHING_OPTIONS
+from cupyattn.ops.attention.params import (
+    flash_options,
+    require_near_rows,
+    score_strides,
+    whole_vectors,
+)
+from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem, Outputs, with_results
+from cupyattn.ops.attention.rotary import in_scratch
+from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 
 _CPU = "pass NumPy arrays, for example cupy.asnumpy(q), or leave backend('emulator')"
+MAX_QUERIES = 16
+"""Query tokens of a sequence that are decoded although a forward has the keys, paged or dense.
+
+Its tiles have at least four times as many rows.
+"""
+
+Implementations = Mapping[tuple[str, str], frozenset[str]]
+"""The options that kernels have, by the name of the implementation and that of the dtype."""
 
 
-class Implementation(NamedTuple):
-    """The kernels of one implementation for one dtype."""
-
-    plan: Callable[..., Plan]
-    """From a problem to the `Plan` that runs it."""
-    options: frozenset[str]
-    """The options of attention that its kernels have."""
+def _implementations(**options: frozenset[str]) -> Implementations:
+    return {(name, dtype): having for name, having in options.items() for dtype in STORAGE}
 
 
-Implementations = Mapping[tuple[str, str], Implementation]
-"""By the name of the implementation and that of the dtype."""
+_DENSE = _implementations(flash=ALL_OPTIONS, tiled=TEACHING_OPTIONS, naive=TEACHING_OPTIONS)
+_FLASH = _implementations(flash=ALL_OPTIONS)
+IMPLEMENTATIONS: Mapping[str, Implementations] = {
+    "attention": _DENSE,
+    "attention_backward": _implementations(flash=ALL_OPTIONS, naive=TEACHING_OPTIONS),
+    "attention_varlen": _FLASH,
+    "attention_varlen_backward": _FLASH,
+}
 
 
-def register(
-    *entries: tuple[str, Iterable[str], Callable[..., Plan], frozenset[str]],
-) -> Implementations:
-    """Make a table of (implementation, dtypes, plan function, options)."""
-    return {
-        (name, dtype): Implementation(plan, options)
-        for name, dtypes, plan, options in entries
-        for dtype in dtypes
-    }
+class Turns(NamedTuple):
+    """What is interleaved in a grid: the first tiles of all come before their second ones."""
+
+    kv_heads: int
+    """Key-value heads, each with the query heads of its group; 0: query heads are not either."""
+    batches: int
+    """Batch elements among them, whose like heads are neighbours."""
 
 
-def implementation_of(
-    problem: AttentionProblem, table: Implementations, function: str
-) -> Implementation:
-    """Return the kernels for a problem.
+class ForwardChoice(NamedTuple):
+    """The kernels of one forward call, and why they run it."""
+
+    kernels: str
+    """Either "naive", "tiled", "decode", "float32" or "tensor_core"."""
+    reasons: tuple[str, ...]
+    problem: AttentionProblem
+    """The call as these kernels get it: with q or k in scratch memory where they are rotated."""
+    laid: AttentionArrays[Layout]
+    """Its layouts with those of the results."""
+    rotated: tuple[str, ...] = ()
+    """What a launch before rotates: k alone where the kernel rotates queries itself."""
+    turns: Turns = Turns(0, 1)
+    configuration: FlashConfig | FloatConfig | None = None
+    options: FlashOptions = FlashOptions()
+    vec: int = 1
+    splits: int = 1
+
+
+def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> ForwardChoice:
+    """Choose the kernels of a forward call, of a batch or of packed sequences."""
+    chosen = problem.options.implementation
+    if chosen != "flash":
+        laid = with_results(problem, outputs)
+        return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
+    rotary = problem.layouts.cos is not None
+    if reason := _reason_to_decode(problem, card):
+        rotated = ("q", "k") if rotary else ()
+        inner = in_scratch(problem, rotated)
+        laid = with_results(inner, outputs)
+        return ForwardChoice("decode", (reason,), inner, laid, rotated)
+    dtype = problem.dtype.name
+    on_tensor_cores = card.has_mma(dtype)
+    reasons = [_ARITHMETIC[on_tensor_cores].format(dtype=dtype)]
+    inner, rotated = problem, ()
+    if rotary and on_tensor_cores and _rotates_queries(problem, card):
+        inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
+        reasons.append("the kernel rotates queries as it loads them, a launch before it the keys")
+    elif rotary:
+        inner, rotated = in_scratch(problem, ("q", "k")), ("q", "k")
+        reasons.append("a launch before rotates queries and keys")
+    laid = with_results(inner, outputs)
+    together = turns(problem, card)
+    if together.kv_heads:
+        reasons.append(f"tiles of {together.kv_heads} key-value heads are interleaved in the grid")
+    configure = _tensor_core_configuration if on_tensor_cores else _float32_configuration
+    configuration, options, vec = configure(inner, laid, card)
+    splits = 1 if inner.layouts.cos is not None else num_splits(inner, configuration, card)
+    if splits > 1:
+        reasons.append(f"query tiles are too few to fill the GPU: keys are split {splits} ways")
+    kernels = "tensor_core" if on_tensor_cores else "float32"
+    how = rotated, together, configuration, options, vec, splits
+    return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
+
+
+_ARITHMETIC = {
+    True: "{dtype} runs on tensor cores",
+    False: "{dtype} runs in float32 arithmetic on this GPU",
+}
+
+
+def require_kernels(problem: AttentionProblem, table: Implementations, function: str) -> None:
+    """Raise unless an implementation has kernels for a problem.
 
     Raises
     ------
@@ -51,27 +155,28 @@ def implementation_of(
         If there are none, or they lack an option of the problem.
     """
     require_kernel_dtype("q", problem.dtype)
-    chosen = table.get((problem.implementation, problem.dtype.name))
+    name = problem.options.implementation
+    chosen = table.get((name, problem.dtype.name))
     if chosen is None:
-        others = [name for name, dtype in table if dtype == problem.dtype.name]
+        others = [other for other, dtype in table if dtype == problem.dtype.name]
         raise error(
             NotImplementedError,
-            f"{function} with implementation={problem.implementation!r} on a GPU or the emulator",
+            f"{function} with implementation={name!r} on a GPU or the emulator",
             f"kernels are {' and '.join(map(repr, others))}; the CPU path has every implementation",
             f"pass implementation={others[0]!r}, or {_CPU}",
         )
-    missing = sorted(problem.refusable_options - chosen.options)
+    missing = sorted(problem.refusable_options - chosen)
     if missing:
         having = [
-            name
-            for (name, dtype), each in table.items()
-            if dtype == problem.dtype.name and problem.refusable_options <= each.options
+            other
+            for (other, dtype), each in table.items()
+            if dtype == problem.dtype.name and problem.refusable_options <= each
         ]
         instead = f"pass implementation={having[0]!r}, or " if having else ""
         raise error(
             NotImplementedError,
             f"{', '.join(missing)} in {function} on a GPU or the emulator with "
-            f"implementation={problem.implementation!r}",
+            f"implementation={name!r}",
             "its kernels do not have it; the CPU path has every option",
             instead + _CPU,
         )
@@ -83,7 +188,218 @@ def implementation_of(
             f"kernels are compiled of a {kind}; the CPU path has every option",
             f"pass {option}=cupyattn.{kind}(...), an expression in CUDA C++, or {_CPU}",
         )
-    return chosen
+
+
+LEAST_DECODED_KEYS = 256
+"""Keys that a query may see. Timed on an H200 as compute_75 code (2026-11-22), decoding was faster
+than flash from there on, of one sequence and of many. For half as many keys of one sequence they
+took about as long, and the second launch weighs on the host."""
+
+
+# With rotary a launch before rotates q, and all of k: by the emulator's count of bytes (one query,
+# 32 heads on 8 of 128, 1,024 keys of float16) k and v are then 5.1 times k instead of 2.0: k is
+# read and written once more, and the tables are as large. Rotated in the walk, each key-value head
+# would read the tables again, for a pair of features twice its own bytes, and hold them in
+# registers beside the tiles of keys on their way. Who decodes keeps rotated keys (append_kv), and
+# reads none of this.
+
+# Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
+# Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
+# a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32.
+_PASSES_OF_A_WALK = 0.75  # on tensor cores
+_PASSES_OF_A_FLOAT_WALK = 2.0
+_FLASH_CTAS_PER_SM = 2
+
+
+def _reason_to_decode(problem: AttentionProblem, card: Card) -> str:
+    """Return why the decode kernels run a call; nothing where they have not all of it, or lose."""
+    if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, card):
+        return ""
+    return f"up to {MAX_QUERIES} queries see {LEAST_DECODED_KEYS} keys or more"
+
+
+def _has_decode_kernels(problem: AttentionProblem) -> bool:
+    return (
+        problem.head_dim == problem.head_dim_v
+        and not problem.refusable_options - DECODE_OPTIONS
+        and problem.batch * problem.heads * problem.sq > 0
+        and problem.sk >= TILE_KEYS
+    )
+
+
+def _decodes_faster(problem: AttentionProblem, card: Card) -> bool:
+    """Compare passes over K and V with flash's walks, of which there are as many as heads.
+
+    Those use no more of the card than their grid fills.
+    """
+    if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_DECODED_KEYS:
+        return False
+    launch = launch_of(problem, card)
+    if units_of(problem, launch) > MOST_UNITS:
+        return False
+    filled = min(1.0, problem.batch * problem.heads / (card.multiprocessors * _FLASH_CTAS_PER_SM))
+    on_tensor_cores = card.has_mma(problem.dtype.name)
+    walk = _PASSES_OF_A_WALK if on_tensor_cores else _PASSES_OF_A_FLOAT_WALK
+    group = problem.heads // problem.kv_heads
+    return row_tiles_of(problem, launch) * filled <= max(1.0, walk * group)
+
+
+def _keys_seen(problem: AttentionProblem) -> int:
+    """Return how many keys the window leaves for all queries together, at the most."""
+    left, right = problem.window
+    if left is None or right is None:
+        return problem.sk
+    return min(problem.sk, left + problem.sq + right)
+
+
+_TALL_GAIN = 1.05
+"""How many more rows tall tiles may compute: they model 1.12 of the others' speed."""
+_SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds, in float32 arithmetic
+LEAST_KEYS = 256
+"""Of a part."""
+_CTA_KEYS = 128
+"""What a part costs beside its keys, in keys: it begins and ends."""
+_ROW_KEYS = 4
+"""What each of its rows costs more, in keys: float32 sums that are written and read again. By the
+bytes of 128 rows beside the products of 64 keys it is about 3 on a T4, an estimate. A causal call
+of 1 x 2,048 tokens, 16 heads of 128, took 0.134 ms in 3 parts on an H200, where one of the code
+before took 0.120 ms whole (compute_75 code, 2026-11-22, `benchmark attention --tokens 2048
+--seqlen 2048 --options causal`)."""
+_COMBINE_KEYS = 128
+"""What the second launch costs, in keys."""
+_MOST_WAVES = 4
+"""Turns that CTAs take on the card, at the most: scratch memory holds sums of all of them."""
+
+
+class TileRow(Protocol):
+    """What the choice needs of a row of a table."""
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows of a CTA."""
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows of a warp."""
+
+    @property
+    def tile_k(self) -> int:
+        """Keys of a tile."""
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that a multiprocessor takes at once."""
+
+
+def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
+    """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
+
+    CTAs take turns on the card, and a turn is as long as a part: of the numbers of parts that leave
+    LEAST_KEYS to each, the one with the least turns * (keys of a part + what it costs beside), if
+    it saves more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the
+    card, nor what a block mask leaves.
+    """
+    if problem.packed or problem.layouts.block_mask is not None:
+        return 1
+    heads, slots = problem.batch * problem.heads, card.multiprocessors * row.ctas_per_sm
+    tiles = heads * -(-problem.sq // row.tile_q)
+    keys = _keys_of_tiles(problem, row.tile_q) if 0 < tiles < slots else ()
+    longest = max(keys, default=0)
+    best, least = 1, longest + _CTA_KEYS
+    beside = _CTA_KEYS + _ROW_KEYS * min(row.tile_q, problem.sq)
+    for splits in range(2, min(longest // LEAST_KEYS, _MOST_WAVES * slots // max(tiles, 1)) + 1):
+        part = -(-longest // splits)
+        waves = -(-heads * sum(-(-each // part) for each in keys) // slots)
+        cost = waves * (part + beside) + _COMBINE_KEYS
+        if cost < least:
+            best, least = splits, cost
+    return best
+
+
+def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
+    """Return how many keys each tile of query rows of a head sees.
+
+    Where the device alone knows where queries stand, it is what the window leaves at the most; of
+    keys in use it is taken that all are.
+    """
+    sq, sk, (left, right) = problem.sq, problem.sk, problem.window
+    offset = sk - sq if problem.q_offset is None else problem.q_offset
+    seen = []
+    for first in range(0, sq, tile_q):
+        last = min(first + tile_q, sq) - 1
+        if problem.layouts.q_offset is not None:
+            reach = sk if left is None or right is None else left + right + last - first + 1
+            seen.append(min(reach, sk))
+            continue
+        begin = 0 if left is None else max(first + offset - left, 0)
+        end = sk if right is None else min(last + offset + right + 1, sk)
+        seen.append(max(end - begin, 0))
+    return tuple(seen)
+
+
+def _float32_configuration(
+    problem: AttentionProblem, laid: AttentionArrays[Layout], card: Card
+) -> tuple[FloatConfig, FlashOptions, int]:
+    """Return the configuration of float32 arithmetic, its options, and the items of a load."""
+    vec = whole_vectors(float32.forward.VECTOR_ITEMS, problem, laid, ("q", "k", "v", "out"))
+    options = flash_options(problem, _SCORES_TOGETHER)
+    return float32.forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v), options, vec
+
+
+def _tensor_core_configuration(
+    problem: AttentionProblem, laid: AttentionArrays[Layout], card: Card
+) -> tuple[FlashConfig, FlashOptions, int]:
+    """Return the configuration on tensor cores, its options, and the items of a load.
+
+    Dense calls that take the plain table's configuration get what was chosen for the device, but
+    not under dropout, for whose random numbers tiles are whole or half of 32 keys.
+    """
+    dims = problem.head_dim, problem.head_dim_v
+    require_near_rows(problem, ("k", "v"), flash_longest_tile(card.arch, *dims))
+    vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
+    together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
+    options = flash_options(problem, together)
+    among = admissible_rows(card.arch, *dims)
+    (name, plain), *_ = among.items()
+    usual = flash_row(card.arch, *dims, options)
+    layouts = problem.layouts
+    fixed = problem.packed or layouts.cos is not None or layouts.block_mask is not None
+    if fixed or options.dropout or usual is not plain:
+        return usual, options, vec
+    tall = among.get(TALL)
+    if tall and vec > 1 and _gains_from_tall_tiles(problem.sq, plain, tall, options):
+        name = TALL
+    chosen = card.choices.pick(tensor_core.KERNEL.entry, dims, among, usual=name)
+    return chosen, options, vec
+
+
+def _gains_from_tall_tiles(
+    sq: int, plain: FlashConfig, tall: FlashConfig, options: FlashOptions
+) -> bool:
+    """Tell whether they compute few rows that do not exist, and the options leave registers."""
+    if options.bias != "void" or options.mask or options.softcap:
+        return False
+    computed, in_plain = (-(-sq // row.tile_q) * row.tile_q for row in (tall, plain))
+    return computed <= _TALL_GAIN * in_plain
+
+
+def _rotates_queries(problem: AttentionProblem, card: Card) -> bool:
+    """Tell whether the kernel rotates query rows as it loads them: whole chunks.
+
+    Where keys are split several CTAs would rotate the same rows. With a block mask it does not.
+    """
+    starts, cos, sin = problem.starts, problem.layouts.cos, problem.layouts.sin
+    if cos is None or sin is None or problem.layouts.block_mask is not None:
+        return False
+    row = flash_row(card.arch, problem.head_dim, problem.head_dim_v)
+    if num_splits(problem, row, card) > 1:
+        return False
+    rotated = cos.shape[1] * (2 if problem.options.interleaved else 1)
+    aligned = all(
+        start == 0 and table.strides[0] % VECTOR_BYTES == 0
+        for start, table in ((starts.cos, cos), (starts.sin, sin))
+    )
+    return aligned and rotated % vector_items(problem.dtype.name) == 0
 
 
 _TIMES_L2 = 2
@@ -96,15 +412,6 @@ in two may miss."""
 # 1.72, 1.71, 1.72, 1.74, 1.74 on a T4's 40 multiprocessors and 1.18, 1.16, 1.18, 1.47, 1.47 on an
 # H200's 132; in this order 1.97, 1.96, 1.97, 1.85, 1.85 and 1.83, 1.82, 1.83, 1.83, 1.83. The
 # backward of head dim 128 gains from 1.74 to 1.85, and from 1.47 to 1.83.
-
-
-class Turns(NamedTuple):
-    """What takes turns in a grid: the first tiles of all come before their second ones."""
-
-    kv_heads: int
-    """Key-value heads, each with the query heads of its group; 0: query heads do not either."""
-    batches: int
-    """Batch elements among them, whose like heads are neighbours."""
 
 
 def turns(
@@ -126,7 +433,7 @@ def turns(
     """
     left, right = problem.window
     sequences = problem.kv_heads if prompts else problem.batch * problem.kv_heads
-    uneven = (left is None and right is not None) or BLOCK_MASK in problem.layouts
+    uneven = (left is None and right is not None) or problem.layouts.block_mask is not None
     sharing = 1 if prompts else _batches_alike(problem)
     if not (uneven or sharing > 1) or not sequences * problem.heads:
         return Turns(0, 1)
@@ -143,8 +450,9 @@ def turns(
 
 def _batches_alike(problem: AttentionProblem) -> int:
     """Return how many batch elements have one bias or mask; 1 of packed sequences."""
-    given = [problem.layouts[name] for name in ("bias", "mask") if name in problem.layouts]
-    if isinstance(problem, PackedProblem) or not given:
+    both = problem.layouts.bias, problem.layouts.mask
+    given = [layout for layout in both if layout is not None]
+    if problem.packed or not given:
         return 1
     one = any(score_strides(layout, problem.scores_shape)[0] == 0 for layout in given)
     return max(problem.batch, 1) if one else 1

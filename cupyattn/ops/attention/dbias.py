@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.ops.attention.kernels.tensor_core import passes
 from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SummedDbiasConfig
-from cupyattn.ops.attention.params import score_strides
+from cupyattn.ops.attention.params import score_strides, step_of
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import DBIAS_PARAMS
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.by_name import Step
+from cupyattn.runtime.plan import Planner, Step
 from cupyattn.runtime.structs import new_struct
 
 _FLOAT32 = np.dtype(np.float32)
@@ -63,19 +63,27 @@ def shared_out(
     )
 
 
-def sum_step(problem: AttentionProblem, dbias: Layout, scratch: Layout, accumulate: bool) -> Step:
-    """Return the launch that sums the scratch to dbias."""
+def sum_step(
+    problem: AttentionProblem,
+    dbias: Layout,
+    source: Layout,
+    accumulate: bool,
+    planner: Planner[Any],
+    **places: int | None,
+) -> Step:
+    """Return the launch that sums scratch memory, which lies so, to dbias."""
     shape = four_axes(dbias.shape)
     params = new_struct(DBIAS_PARAMS)
     params["shape"] = shape
     params["repeats"] = [
-        1 if items == extent else extent for items, extent in zip(shape, scratch.shape, strict=True)
+        1 if items == extent else extent for items, extent in zip(shape, source.shape, strict=True)
     ]
-    params["source"] = score_strides(scratch, problem.scores_shape)
+    params["source"] = score_strides(source, problem.scores_shape)
     params["target"] = score_strides(dbias, problem.scores_shape)
     params["accumulate"] = accumulate
     ctas = passes.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
-    return Step.of(passes.dbias(dbias.dtype.name), ctas, params[()])
+    kernel = passes.dbias(dbias.dtype.name)
+    return step_of(kernel, ctas, planner.slots, params[()], **places)
 
 
 def four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

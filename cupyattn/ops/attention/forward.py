@@ -1,45 +1,68 @@
-"""Attention on a device: from a checked problem to a plan that ran."""
+"""Attention on a device: from a checked problem, dense or packed, to a plan that ran."""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
 
-from cupyattn.ops.attention import few_queries, float32, teaching, tensor_core
-from cupyattn.ops.attention.choice import Implementation, implementation_of, register, turns
+import numpy as np
+
+from cupyattn.ops.attention.block_mask import block_lists
+from cupyattn.ops.attention.choice import (
+    IMPLEMENTATIONS,
+    LEAST_KEYS,
+    ForwardChoice,
+    choose_forward,
+    require_kernels,
+)
+from cupyattn.ops.attention.decode import launch_of, shared_keys_steps
+from cupyattn.ops.attention.kernels import float32, teaching, tensor_core
+from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.modifiers import run_compiled
-from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, DropoutSeed
-from cupyattn.ops.attention.params import interleaved, placed, require_lengths, seeded
-from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.rotary import rotated
-from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import Operands, Plan
+from cupyattn.ops.attention.options import DropoutSeed
+from cupyattn.ops.attention.params import (
+    attention_params,
+    forward_params,
+    interleaved,
+    require_aligned_items,
+    require_lengths,
+    row_strides,
+    score_options,
+    seeded,
+    step_of,
+    sum_strides,
+)
+from cupyattn.ops.attention.problem import (
+    MAX_LENGTH,
+    AttentionArrays,
+    AttentionProblem,
+    forward_outputs,
+)
+from cupyattn.ops.attention.rotary import rotate_inputs, take_scratch
+from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS
+from cupyattn.runtime.arrays import Array, Layout, Operands
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.storage import STORAGE
-
-IMPLEMENTATIONS = register(
-    ("flash", STORAGE, float32.forward_plan, ALL_OPTIONS),
-    ("tiled", STORAGE, teaching.tiled_plan, TEACHING_OPTIONS),
-    ("naive", STORAGE, teaching.naive_plan, TEACHING_OPTIONS),
-)
-ON_TENSOR_CORES = register(
-    ("flash", ("float16",), tensor_core.forward_plan, ALL_OPTIONS),
-)
-"""What takes their place on cards that have them."""
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Planner, Step
+from cupyattn.runtime.records import Record
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.structs import new_struct
 
 
 def attention_forward(
     device: Device,
     problem: AttentionProblem,
-    operands: Operands,
+    operands: Operands[AttentionArrays[Array]],
     *,
     seed: DropoutSeed,
     return_lse: bool,
-) -> dict[str, Array]:
-    """Run dense attention forward, into `out` and `lse` where they are given."""
+) -> AttentionArrays[Array]:
+    """Run attention forward, into `out` and `lse` where they are given."""
     plan = _plan(problem, device.card, return_lse)
-    if problem.dropout_p:
+    if problem.options.dropout_p:
         plan = seeded(plan, seed)
     return run_compiled(device, plan, operands, problem.functions)
 
@@ -47,31 +70,168 @@ def attention_forward(
 @lru_cache(maxsize=4096)
 def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     """Choose the kernels and their grids, and fill in their parameters."""
-    table = {**IMPLEMENTATIONS, **(ON_TENSOR_CORES if card.tensor_cores else {})}
-    chosen = implementation_of(problem, table, "attention")
-    require_lengths(problem)
-    require_item_alignment(problem.layouts, problem.starts, problem.overlaps.shown_as)
-    if few_queries.suits(problem, card):
-        plan_of = partial(few_queries.few_queries_plan, card=card, return_lse=return_lse)
-        plan = rotated(problem, card.arch, plan_of)
+    function = "attention_varlen" if problem.packed else "attention"
+    require_kernels(problem, IMPLEMENTATIONS[function], function)
+    require_sizes(problem)
+    outputs = forward_outputs(problem, return_lse)
+    choice = choose_forward(problem, outputs, card)
+    planner = Planner(type(problem.given), problem.given, outputs)
+    place_queries(problem, planner)
+    given = {name: getattr(planner.slots, name) for name in choice.rotated}
+    take_scratch(planner, choice.problem, choice.rotated)
+    plan = interleaved(planner.plan(*_STEPS[choice.kernels](choice, planner, card)), *choice.turns)
+    if not given:
+        return plan
+    rotation = rotate_inputs(problem, choice.problem, given, planner, card.arch)
+    return plan._replace(steps=(rotation, *plan.steps))
+
+
+def require_sizes(problem: AttentionProblem) -> None:
+    """Raise ValueError for lengths that kernels do not reach, and for arrays within an item."""
+    if not problem.packed:
+        require_lengths(problem)
+    require_aligned_items(problem)
+    if problem.packed and max(problem.total_q, problem.total_k) > MAX_LENGTH:
+        raise error(
+            ValueError,
+            f"q has {problem.total_q} rows, k and v have {problem.total_k}, on a GPU",
+            f"packed arrays have at most {MAX_LENGTH} rows",
+            "split the batch over several calls",
+        )
+
+
+def place_queries(problem: AttentionProblem, planner: Planner[Any]) -> None:
+    """Have kernels read where queries are from seqused_k, if it decides that."""
+    if problem.ends_with_keys_in_use and not problem.packed:
+        planner.slots.q_offset = planner.slots.seqused_k
+
+
+def _teaching_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+    problem = choice.problem
+    shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
+    if choice.kernels == "naive":
+        kernel, rows = teaching.forward.naive(*shape), 1
     else:
-        plan = rotated_in_turns(problem, card, chosen, return_lse)
-    return placed(plan, problem).for_arrays(problem.layouts)
+        kernel = teaching.forward.tiled(card.arch, *shape)
+        rows = teaching.forward.tiled_row(card.arch, *shape[1:]).tile_q
+    params = teaching_params(TEACHING_PARAMS, problem, choice.laid)
+    ctas = problem.heads * problem.query_tiles(rows)
+    return [step_of(kernel, ctas, planner.slots, params)]
 
 
-def rotated_in_turns(
-    problem: AttentionProblem, card: Card, chosen: Implementation, return_lse: bool
-) -> Plan:
-    """Return the plan of an implementation, dense or packed, in the order of its grid.
+def teaching_params(struct: np.dtype, problem: AttentionProblem, laid: Record[Layout]) -> Any:
+    """Fill what the C structs TeachingParams and TeachingBackwardParams have in common."""
+    params = np.zeros((), struct)[()]
+    for name in struct.names or ():
+        layout: Layout | None = getattr(laid, name, None)
+        if layout is not None:
+            strides, itemsize = layout.strides, problem.dtype.itemsize
+            of_sums = name in ("lse", "dlse")
+            params[name] = sum_strides(strides) if of_sums else row_strides(strides, itemsize)
+    params["heads"], params["group"] = problem.heads, problem.heads // max(problem.kv_heads, 1)
+    params["sq"], params["sk"] = problem.sq, problem.sk
+    params["causal"] = problem.window == (None, 0)
+    params["softmax_scale"] = problem.softmax_scale
+    return params
 
-    The launches of rotary embedding stand around it.
+
+def _decode_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+    problem, sms = choice.problem, card.multiprocessors
+    launch = launch_of(problem, card)
+    feed: dict[str, Any] = {"feed": "DenseFeed", "fields": {}}
+    return shared_keys_steps(problem, choice.laid, planner, launch, sms, **feed)
+
+
+def _float32_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+    problem, options = choice.problem, choice.options
+    shape = card.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
+    if choice.splits > 1:
+        kernel = float32.forward.split(*shape, options._replace(sinks="void"))
+        return _split_steps(choice, planner, kernel)
+    specialise = float32.forward.varlen if problem.packed else float32.forward.flash
+    return _whole_steps(choice, planner, specialise(*shape, options))
+
+
+def _tensor_core_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+    problem, options = choice.problem, choice.options
+    forward, cos = tensor_core.forward, problem.layouts.cos
+    row: Any = choice.configuration
+    shape = card.arch, problem.head_dim, problem.head_dim_v, choice.vec
+    if cos is not None:
+        tables = cos.dtype.name, problem.options.interleaved, problem.packed
+        kernel = forward.rotary(*shape, options, *tables)
+        return _whole_steps(choice, planner, kernel, _tables(problem))
+    if choice.splits > 1:
+        kernel = forward.split(*shape, options._replace(sinks="void"), row)
+        return _split_steps(choice, planner, kernel)
+    if problem.packed:
+        return _whole_steps(choice, planner, forward.varlen(*shape, options))
+    return _whole_steps(choice, planner, forward.flash(*shape, options, row))
+
+
+_STEPS: Mapping[str, Any] = {
+    "naive": _teaching_steps,
+    "tiled": _teaching_steps,
+    "decode": _decode_steps,
+    "float32": _float32_steps,
+    "tensor_core": _tensor_core_steps,
+}
+
+
+def _tables(problem: AttentionProblem) -> Any:
+    """Fill the C struct RotaryTables."""
+    tables = new_struct(ROTARY_TABLES)
+    cos, sin = problem.layouts.cos, problem.layouts.sin
+    assert cos is not None
+    assert sin is not None
+    tables["length"], tables["half"] = cos.shape
+    for name, layout in (("cos", cos), ("sin", sin)):
+        tables[f"{name}_stride"] = layout.strides[0] // layout.dtype.itemsize
+    return tables[()]
+
+
+def _whole_steps(
+    choice: ForwardChoice, planner: Planner[Any], kernel: Specialisation, *tables: Any
+) -> list[Step]:
+    """Return the launch of CTAs that read all keys of their rows, after a block mask's lists.
+
+    `tables` is the C struct RotaryTables, for a kernel that takes it.
     """
-    together = turns(problem, card)
+    problem, row = choice.problem, choice.configuration
+    assert row is not None
+    lists = block_lists(problem, planner, rows=row.tile_q, keys=row.tile_k, part=row.warp_rows)
+    step = step_of(
+        kernel,
+        problem.heads * problem.query_tiles(row.tile_q),
+        planner.slots,
+        forward_params(problem, choice.laid),
+        *tables,
+        *problem.block_modifier_strides,
+        block_lists=lists.slot,
+    )
+    return [*lists.steps, step]
 
-    def plan_of(turned: AttentionProblem) -> Plan:
-        plan = chosen.plan(turned, turned.starts, card, return_lse=return_lse)
-        return interleaved(plan, *together)
 
-    on_tensor_cores = chosen.plan is tensor_core.forward_plan
-    keys_alone = on_tensor_cores and tensor_core.rotates_queries(problem, card)
-    return rotated(problem, card.arch, plan_of, keys_alone=keys_alone)
+def _split_steps(
+    choice: ForwardChoice, planner: Planner[Any], kernel: Specialisation
+) -> list[Step]:
+    """Return both launches: each part of the keys, then the sum of the parts of each row."""
+    problem, row, splits = choice.problem, choice.configuration, choice.splits
+    assert row is not None
+    params = new_struct(SPLIT_PARAMS)
+    params["attention"] = attention_params(problem, choice.laid)
+    params["splits"], params["least_keys"] = splits, LEAST_KEYS
+    params["batch"] = problem.batch
+    rows = math.prod(problem.lse_shape)
+    tiles = problem.heads * problem.query_tiles(row.tile_q)
+    places = {
+        "partial_out": planner.scratch(rows * splits * problem.head_dim_v),
+        "partial_sums": planner.scratch(rows * splits * 2),
+    }
+    sinks = score_options(problem).sinks
+    adder = combine(problem.dtype.name, problem.head_dim_v, row.tile_q, row.tile_k, sinks)
+    values = params[()], *problem.modifier_strides
+    return [
+        step_of(kernel, tiles * splits, planner.slots, *values, **places),
+        step_of(adder, -(-rows // ROWS), planner.slots, params[()], **places),
+    ]

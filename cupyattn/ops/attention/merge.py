@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
-from cupyattn.ops.attention.params import row_strides, sum_strides
+from cupyattn.ops.attention.params import row_strides, step_of, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE
 from cupyattn.ops.attention.structs import MERGE_PARAMS
-from cupyattn.runtime.arrays import Array, Layout, contiguous
-from cupyattn.runtime.by_name import (
+from cupyattn.runtime.arrays import (
+    Array,
     Description,
+    Layout,
     Operands,
-    Overlaps,
-    Plan,
-    Step,
+    contiguous,
     layouts_of,
-    run,
     starts_of,
 )
 from cupyattn.runtime.checks import (
@@ -37,38 +35,51 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.plan import Output, Plan, Planner, run
+from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.structs import new_struct
 
-_OUTS, _LSES = ("out_a", "out_b"), ("lse_a", "lse_b")
+
+@dataclass(slots=True)
+class MergeArrays(Record[T]):
+    """The arrays of one call of merge_attention."""
+
+    out_a: T
+    lse_a: T
+    out_b: T
+    lse_b: T
+    out: T | None = None
+    lse: T | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class MergeProblem:
     """A valid call of merge_attention."""
 
-    layouts: dict[str, Layout]
-    starts: dict[str, int]
+    layouts: MergeArrays[Layout]
+    starts: MergeArrays[int]
     overlaps: Overlaps
 
     @property
     def out(self) -> Output:
         """(B, S, H, D): in the dtype of what was given, otherwise in the wider of both."""
-        given = self.layouts.get("out")
-        return Output(self.layouts["out_a"].shape, given.dtype if given else self.wider)
+        given = self.layouts.out
+        return Output(self.layouts.out_a.shape, given.dtype if given else self.wider)
 
     @property
     def wider(self) -> np.dtype:
         """The wider dtype of both parts."""
-        return max((self.layouts[name].dtype for name in _OUTS), key=lambda kind: kind.itemsize)
+        kinds = self.layouts.out_a.dtype, self.layouts.out_b.dtype
+        return max(kinds, key=lambda kind: kind.itemsize)
 
     @property
     def lse(self) -> Output:
         """(B, H, S)."""
-        return Output(self.layouts["lse_a"].shape, self.layouts["lse_a"].dtype)
+        return Output(self.layouts.lse_a.shape, self.layouts.lse_a.dtype)
 
 
-def merge_problem(operands: Operands) -> MergeProblem:
+def merge_problem(operands: Operands[MergeArrays[Array]]) -> MergeProblem:
     """Check a call.
 
     Raises
@@ -83,27 +94,28 @@ def merge_problem(operands: Operands) -> MergeProblem:
 
 @lru_cache(maxsize=4096)
 def _checked(description: Description) -> MergeProblem:
-    layouts = layouts_of(description)
-    require_arrays(layouts, ("out_a", "lse_a", "out_b", "lse_b"))
-    first = layouts["out_a"]
-    for name in _OUTS:
-        require_dtype(name, layouts[name], CPU_FLOATS)
-        require_rank(name, layouts[name], "B S H D")
-        require_shape(name, layouts[name], first.shape, "(B, S, H, D) like out_a")
-        require_contiguous_rows(name, layouts[name])
-    _require_kin(layouts)
+    layouts = layouts_of(MergeArrays[Layout], description)
+    require_arrays(given_of(layouts), ("out_a", "lse_a", "out_b", "lse_b"))
+    first = layouts.out_a
+    for name, layout in (("out_a", first), ("out_b", layouts.out_b)):
+        require_dtype(name, layout, CPU_FLOATS)
+        require_rank(name, layout, "B S H D")
+        require_shape(name, layout, first.shape, "(B, S, H, D) like out_a")
+        require_contiguous_rows(name, layout)
+    _require_kin(given_of(layouts))
     batch, seq, heads, _ = first.shape
     lse_dtype = first.dtype if first.dtype == np.float64 else LSE_DTYPE
-    for name in _LSES:
-        require_dtype(name, layouts[name], (lse_dtype.name,))
-        require_shape(name, layouts[name], (batch, heads, seq), "(B, H, S) of out's axes")
-        require_whole_item_strides(name, layouts[name])
+    for name, layout in (("lse_a", layouts.lse_a), ("lse_b", layouts.lse_b)):
+        require_dtype(name, layout, (lse_dtype.name,))
+        require_shape(name, layout, (batch, heads, seq), "(B, H, S) of out's axes")
+        require_whole_item_strides(name, layout)
     in_place = {"out": "out_a", "lse": "lse_a"}
     overlaps = Overlaps.of(layouts, in_place, in_place=in_place)
-    problem = MergeProblem(layouts, starts_of(description), overlaps)
-    for name, output in (("out", problem.out), ("lse", problem.lse)):
-        if name in layouts:
-            require_output(name, layouts[name], *output)
+    problem = MergeProblem(layouts, starts_of(MergeArrays[int], description), overlaps)
+    if layouts.out is not None:
+        require_output("out", layouts.out, *problem.out)
+    if layouts.lse is not None:
+        require_output("lse", layouts.lse, *problem.lse)
     return problem
 
 
@@ -112,7 +124,7 @@ def _require_kin(layouts: dict[str, Layout]) -> None:
 
     Of float64 all are.
     """
-    names = [name for name in (*_OUTS, "out") if name in layouts]
+    names = [name for name in ("out_a", "out_b", "out") if name in layouts]
     kinds = {layouts[name].dtype.name for name in names}
     if len(kinds) > (1 if "float64" in kinds else len(kinds & {"float32"}) + 1):
         listed = ", ".join(f"{name} has {layouts[name].dtype.name}" for name in names)
@@ -124,30 +136,35 @@ def _require_kin(layouts: dict[str, Layout]) -> None:
         )
 
 
-def run_merge(device: Device, problem: MergeProblem, operands: Operands) -> dict[str, Array]:
+def run_merge(
+    device: Device, problem: MergeProblem, operands: Operands[MergeArrays[Array]]
+) -> MergeArrays[Array]:
     """Merge, into `out` and `lse` where they are given."""
     return run(device, _plan(problem), operands)
 
 
 @lru_cache(maxsize=4096)
 def _plan(problem: MergeProblem) -> Plan:
-    require_kernel_dtype("out_a", problem.layouts["out_a"].dtype)
-    require_item_alignment(problem.layouts, problem.starts)
-    outputs = {"out": problem.out, "lse": problem.lse}
-    layouts = {name: contiguous(*output) for name, output in outputs.items()} | problem.layouts
+    require_kernel_dtype("out_a", problem.layouts.out_a.dtype)
+    require_item_alignment(given_of(problem.layouts), given_of(problem.starts))
+    planner = Planner(MergeArrays, problem.layouts, {"out": problem.out, "lse": problem.lse})
+    laid = replace(
+        problem.layouts,
+        out=problem.layouts.out or contiguous(*problem.out),
+        lse=problem.layouts.lse or contiguous(*problem.lse),
+    )
     params = new_struct(MERGE_PARAMS)
     vec = VEC if problem.out.shape[-1] % VEC == 0 else 1
-    for name in (*_OUTS, "out"):
-        layout = layouts[name]
+    for name in ("out_a", "out_b", "out"):
+        layout: Layout = getattr(laid, name)
         params[name] = row_strides(layout.strides, layout.dtype.itemsize)
-        steps = (problem.starts.get(name, 0), *layout.strides[:-1])
+        steps = (getattr(problem.starts, name) or 0, *layout.strides[:-1])
         if any(step % (VEC * layout.dtype.itemsize) for step in steps):
             vec = 1
-    for name in (*_LSES, "lse"):
-        params[name] = sum_strides(layouts[name].strides)
+    for name in ("lse_a", "lse_b", "lse"):
+        params[name] = sum_strides(getattr(laid, name).strides)
     batch, seq, heads, dim = problem.out.shape
     rows = math.prod((batch, seq, heads))
     params["rows"], params["heads"], params["seq"], params["dim"] = rows, heads, seq, dim
-    kinds = [layouts[name].dtype.name for name in (*_OUTS, "out")]
-    step = Step.of(merge(*kinds, vec), -(-rows // ROWS), params[()])
-    return Plan((step,), tuple(outputs.items()))
+    kernel = merge(laid.out_a.dtype.name, laid.out_b.dtype.name, problem.out.dtype.name, vec)
+    return planner.plan(step_of(kernel, -(-rows // ROWS), planner.slots, params[()]))

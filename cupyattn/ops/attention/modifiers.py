@@ -5,6 +5,8 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import field, make_dataclass
+from functools import cache
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -31,12 +33,13 @@ from cupyattn.ops.attention.kernels.modifiers import (
     modified_strides,
     parameter_name,
 )
-from cupyattn.runtime.arrays import Array, Layout
-from cupyattn.runtime.by_name import Operands, Plan, run
+from cupyattn.runtime.arrays import Array, Layout, Operands
 from cupyattn.runtime.checks import require_dtype, require_whole_item_strides
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.plan import Plan, run
+from cupyattn.runtime.records import R, Record, values_of
 from cupyattn.runtime.source import NAMED
 from cupyattn.runtime.structs import new_struct
 
@@ -66,49 +69,72 @@ class UserFunction(NamedTuple):
     """Of a mask_mod that comes with its tiles."""
 
 
-def shown_names(functions: Mapping[str, UserFunction | None]) -> dict[str, str]:
-    """Return what errors call the arrays of expressions, by their names among a call's arrays.
+class UserFunctions(NamedTuple):
+    """The score_mod and the mask_mod of a call."""
 
-    Examples
-    --------
-    >>> shown_names({"score_mod": UserFunction("score * t[h]", arrays=("t",)), "mask_mod": None})
-    {'score_mod_t': "score_mod's t"}
-    """
-    given = {option: function for option, function in functions.items() if function is not None}
-    tiles = {BLOCK_MASK: "mask_mod's tiles"} if any(each.blocks for each in given.values()) else {}
-    return tiles | {
-        parameter_name(option, array): f"{option}'s {array}"
-        for option, function in given.items()
-        for array in function.arrays
-    }
+    score_mod: UserFunction | None = None
+    mask_mod: UserFunction | None = None
+
+    @property
+    def given(self) -> dict[str, UserFunction]:
+        """Those that there are, by the names of the options."""
+        both = zip(self._fields, self, strict=True)
+        return {option: function for option, function in both if function is not None}
+
+    @property
+    def shown_names(self) -> dict[str, str]:
+        """What errors call the arrays of the expressions, by the fields of a call's record.
+
+        Examples
+        --------
+        >>> UserFunctions(UserFunction("score * t[h]", arrays=("t",))).shown_names
+        {'score_mod_t': "score_mod's t"}
+        """
+        return {
+            parameter_name(option, array): f"{option}'s {array}"
+            for option, function in self.given.items()
+            for array in function.arrays
+        }
 
 
-def require_valid_arrays(
-    functions: Mapping[str, UserFunction | None], layouts: Mapping[str, Layout], *, on_cpu: bool
-) -> None:
+def with_arrays_of(record: R, functions: UserFunctions, arrays: Mapping[str, Any]) -> R:
+    """Return a record that has a field for each array of the expressions besides its own."""
+    if not arrays:
+        return record
+    extended = _extended(type(record), tuple(functions.shown_names.items()))
+    return extended(*values_of(type(record))(record), **arrays)
+
+
+@cache
+def _extended(kind: type[R], shown_names: tuple[tuple[str, str], ...]) -> type[R]:
+    fields = [(name, object, field(default=None)) for name, _ in shown_names]
+    shown_as = {"SHOWN_AS": {**kind.SHOWN_AS, **dict(shown_names)}}
+    return make_dataclass(kind.__name__, fields, bases=(kind,), namespace=shown_as, slots=True)
+
+
+def require_valid_arrays(functions: UserFunctions, layouts: Record[Any], *, on_cpu: bool) -> None:
     """Raise unless kernels, or the CPU, can read the arrays of the expressions."""
-    for name, called in shown_names(functions).items():
-        if name == BLOCK_MASK:  # made by block_mask
-            continue
-        require_dtype(called, layouts[name], (*ITEMS, *(("float64",) if on_cpu else ())))
-        require_whole_item_strides(called, layouts[name])
-        if len(layouts[name].shape) > _MOST_AXES:
+    for name, called in functions.shown_names.items():
+        layout: Layout = getattr(layouts, name)
+        require_dtype(called, layout, (*ITEMS, *(("float64",) if on_cpu else ())))
+        require_whole_item_strides(called, layout)
+        if len(layout.shape) > _MOST_AXES:
             raise error(
                 ValueError,
-                f"{called} has {len(layouts[name].shape)} axes",
+                f"{called} has {len(layout.shape)} axes",
                 f"arrays of expressions have at most {_MOST_AXES}",
                 "merge axes by reshape, and index the result",
             )
 
 
-def without_expression(functions: Mapping[str, UserFunction | None]) -> list[str]:
+def without_expression(functions: UserFunctions) -> list[str]:
     """Return the options that are Python functions alone, of which no kernel can be compiled."""
-    return [name for name, each in functions.items() if each is not None and not each.expression]
+    return [name for name, each in functions.given.items() if not each.expression]
 
 
-def require_gradient(functions: Mapping[str, UserFunction | None]) -> None:
+def require_gradient(functions: UserFunctions) -> None:
     """Raise ValueError for a score_mod that a kernel cannot differentiate."""
-    score_mod = functions.get("score_mod")
+    score_mod = functions.score_mod
     if score_mod is not None and score_mod.gradient is None:
         raise error(
             ValueError,
@@ -129,16 +155,14 @@ _COMPLAINT = re.compile(
 _INDENT = 2  # NVRTC's, of the line that it quotes
 
 
-def _expression_error(
-    failure: CompilationError, functions: Mapping[str, UserFunction | None]
-) -> Exception:
+def _expression_error(failure: CompilationError, functions: UserFunctions) -> Exception:
     """Return what to raise where kernels did not compile: of an expression, where it is wrong."""
     found = _COMPLAINT.search(failure.log)
     if found is None:
         return failure
     name, around, line, complaint, text, margin = found.groups()
     complaint = " ".join(complaint.split())
-    function = functions["mask_mod" if name == "mask_mod" else "score_mod"]
+    function = functions.mask_mod if name == "mask_mod" else functions.score_mod
     if around == ARRAYS and function is not None:  # a line for each, which declares its name alone
         return error(
             ValueError,
@@ -159,9 +183,7 @@ def _expression_error(
     )
 
 
-def run_compiled(
-    device: Device, plan: Plan, operands: Operands, functions: Mapping[str, UserFunction | None]
-) -> dict[str, Array]:
+def run_compiled(device: Device, plan: Plan, operands: Operands[R], functions: UserFunctions) -> R:
     """Run a plan of these functions; an expression that does not compile is shown where it is."""
     try:
         return run(device, plan, operands)
@@ -170,33 +192,28 @@ def run_compiled(
 
 
 def modifiers_of(
-    functions: Mapping[str, UserFunction | None],
-    layouts: Mapping[str, Layout],
-    *,
-    blocks: BlockArray | None = None,
+    functions: UserFunctions, layouts: Record[Any], *, blocks: BlockArray | None = None
 ) -> Modifiers | None:
     """Return what kernels compile of a call's expressions; None without any.
 
     `blocks`: what they read of a block mask, if there is one.
     """
     given = {
-        option: _modifier(option, function, layouts)
-        for option, function in functions.items()
-        if function is not None
+        option: _modifier(option, function, layouts) for option, function in functions.given.items()
     }
     if not given:
         return None
-    blocks = blocks if BLOCK_MASK in layouts else None
+    blocks = None if getattr(layouts, BLOCK_MASK, None) is None else blocks
     return Modifiers(given.get("score_mod"), given.get("mask_mod"), blocks)
 
 
-def _modifier(option: str, function: UserFunction, layouts: Mapping[str, Layout]) -> Modifier:
-    of = {name: layouts[parameter_name(option, name)] for name in function.arrays}
+def _modifier(option: str, function: UserFunction, layouts: Record[Any]) -> Modifier:
+    of = {name: getattr(layouts, parameter_name(option, name)) for name in function.arrays}
     arrays = (ModifierArray(name, x.dtype.name, len(x.shape)) for name, x in of.items())
     return Modifier(str(function.expression), function.gradient, tuple(arrays))
 
 
-def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tuple[Any, ...]:
+def strides_of(modifiers: Modifiers | None, layouts: Record[Any]) -> tuple[Any, ...]:
     """Return the C struct of the arrays' strides in items, for kernels that take one."""
     struct = None if modifiers is None else modified_strides(modifiers)
     if struct is None:
@@ -204,10 +221,10 @@ def strides_of(modifiers: Modifiers | None, layouts: Mapping[str, Layout]) -> tu
     strides = new_struct(struct.dtype)
     for name in struct.dtype.names or ():
         if name in (BLOCK_LISTS.name, BLOCK_STATES.name):
-            batch, heads, rows, columns = layouts[BLOCK_MASK].shape
+            batch, heads, rows, columns = getattr(layouts, BLOCK_MASK).shape
             strides[name] = heads if batch > 1 else 0, int(heads > 1), rows * TILE, columns * TILE
             continue
-        layout = layouts[name]
+        layout: Layout = getattr(layouts, name)
         strides[name] = [stride // layout.dtype.itemsize for stride in layout.strides]
     return (strides[()],)
 
@@ -504,7 +521,7 @@ def arrays_of(option: str, given: Any) -> dict[str, Array]:
     return {parameter_name(option, name): array for name, array in arrays.items()}
 
 
-def python_function(option: str, given: Any, arrays: Mapping[str, Any]) -> Any:
+def python_function(option: str, given: Any, arrays: Record[Any]) -> Any:
     """Return what NumPy arrays run: a function of the names that it documents, checked.
 
     Raises
@@ -514,14 +531,16 @@ def python_function(option: str, given: Any, arrays: Mapping[str, Any]) -> Any:
     """
     if given is None:
         return None
-    own = {name: arrays[parameter_name(option, name)] for name in getattr(given, "arrays", ())}
+    own = {
+        name: getattr(arrays, parameter_name(option, name)) for name in getattr(given, "arrays", ())
+    }
     function = given.python if isinstance(given, _Expression) else given
     if function is None:
         raise _without_python(option, given, "python=")
     return _checked_result(option, function, own)
 
 
-def python_gradient(given: Any, arrays: Mapping[str, Any]) -> Any:
+def python_gradient(given: Any, arrays: Record[Any]) -> Any:
     """Return what NumPy arrays run for the gradient of a score_mod, checked.
 
     Raises
@@ -534,7 +553,7 @@ def python_gradient(given: Any, arrays: Mapping[str, Any]) -> Any:
     function = getattr(given, "python_gradient", None)
     if function is None:
         raise _without_python("score_mod", given, "python=(function, gradient)")
-    own = {name: arrays[parameter_name("score_mod", name)] for name in given.arrays}
+    own = {name: getattr(arrays, parameter_name("score_mod", name)) for name in given.arrays}
     return _checked_result("score_mod's gradient", function, own)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cupyattn.ops.attention.modifiers import UserFunction
+from cupyattn.ops.attention.modifiers import UserFunction, UserFunctions
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.numbers import integer, real
@@ -19,6 +19,8 @@ USER_FUNCTIONS = frozenset({"score_mod", "mask_mod"})
 """The user's own expressions: the kernels of decoding do not have them."""
 ROTARY = frozenset({"rotary"})
 """This option rotates q and k before the scores."""
+DECODE_OPTIONS = POSITION_OPTIONS | {"alibi_slopes", "softcap", "sinks"} | ROTARY
+"""The decode kernels have these options; before them a launch rotates q and k."""
 ALL_OPTIONS = TEACHING_OPTIONS | POSITION_OPTIONS | SCORE_OPTIONS | USER_FUNCTIONS | ROTARY
 
 IMPLEMENTATIONS = ("flash", "tiled", "naive")
@@ -70,7 +72,7 @@ _PLACES = DropoutSeed._fields[1:]
 
 
 class AttentionOptions(NamedTuple):
-    """The options of attention that are no arrays, as the caller gave them.
+    """The options of attention that are no arrays: as the caller gave them, or checked.
 
     Calls hand them down as a plain tuple in this order, of which checks make this once a problem:
     made in each call it would take longer than the plan is looked up.
@@ -85,11 +87,47 @@ class AttentionOptions(NamedTuple):
     """Whether there is a seed: calls that differ in it alone share their checks."""
     implementation: str = "flash"
     q_offset: int | None = None
-    """None too where q_offset is an array, which is among the layouts then."""
+    """None too where q_offset is an array, which is among the arrays then."""
     interleaved: bool = False
-    """Of rotary, whose tables are arrays."""
+    """Whether rotary, whose tables are arrays, pairs neighbouring features."""
     score_mod: UserFunction | None = None
     mask_mod: UserFunction | None = None
+
+    def checked(self, head_dim: int) -> AttentionOptions:
+        """Return them with defaults in the place of None, and causality in the window.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As the public functions document.
+        """
+        _require_implementation(self.implementation)
+        softmax_scale = checked_softmax_scale(self.softmax_scale, head_dim)
+        return self._replace(
+            softmax_scale=softmax_scale,
+            q_offset=checked_q_offset(self.q_offset),
+            window_size=checked_window(self.window_size, self.causal),
+            softcap=checked_softcap(self.softcap, softmax_scale),
+            dropout_p=checked_dropout_p(self.dropout_p, self.seeded),
+        )
+
+    @property
+    def functions(self) -> UserFunctions:
+        """The user's own expressions."""
+        return UserFunctions(self.score_mod, self.mask_mod)
+
+    @property
+    def used(self) -> set[str]:
+        """The names of those, once checked, that some kernels do not have."""
+        used = {
+            "softcap": self.softcap is not None,
+            "dropout_p": self.dropout_p > 0,
+            "score_mod": self.score_mod is not None,
+            "mask_mod": self.mask_mod is not None,
+            "window_size": self.window_size not in ((None, None), (None, 0)),
+            "q_offset": self.q_offset is not None,
+        }
+        return {name for name, given in used.items() if given}
 
 
 def checked_softmax_scale(given: Any, head_dim: int) -> float:
@@ -229,9 +267,7 @@ def checked_seed(given: Any) -> DropoutSeed:
     return DropoutSeed(seed, batch, query, key)
 
 
-def require_valid_choices(options: AttentionOptions) -> None:
-    """Raise unless implementation is what it can be."""
-    chosen = options.implementation
+def _require_implementation(chosen: Any) -> None:
     if not isinstance(chosen, str) or chosen not in IMPLEMENTATIONS:
         raise error(
             ValueError,

@@ -1,37 +1,26 @@
-"""What a call of paged attention asks for, and its checks: of layouts once, of values each time."""
+"""A checked call of paged attention: its layouts once, its values each time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from cupyattn.ops.attention.checks import checked_longest, require_bounds, require_heads_options
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS
-from cupyattn.ops.attention.options import (
-    checked_softcap,
-    checked_softmax_scale,
-    checked_window,
-)
+from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.problem import (
     FORWARD_RESULTS,
-    LSE_DTYPE,
     AttentionProblem,
-    Outputs,
-    checked_longest,
-    counts_of,
-    forward_outputs,
-    require_bounds,
-    result_layouts,
-    unpacked,
+    PagedArrays,
+    as_batch,
 )
-from cupyattn.ops.attention.values import require_alibi, require_sinks
-from cupyattn.runtime.arrays import Array, Layout, contiguous
-from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
+from cupyattn.ops.attention.values import counts_of, require_alibi, require_sinks
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
-    FLOATS,
     INTEGERS,
     require_arrays,
     require_contiguous_rows,
@@ -44,9 +33,118 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.records import given_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values, on_host
+
+
+@dataclass(frozen=True, eq=False)
+class PagedProblem(AttentionProblem):
+    """A valid call of paged attention: the caches are k and v, and Sk is what the table can hold.
+
+    Packed queries are those of a batch, (B, max_seqlen_q, H, D) with a batch stride of 0.
+    """
+
+    given: PagedArrays[Layout]
+    layouts: PagedArrays[Layout]
+    num_blocks: int
+    block_size: int
+
+    @property
+    def block_table(self) -> Layout:
+        """The layout of the table."""
+        assert self.layouts.block_table is not None
+        return self.layouts.block_table
+
+
+def paged_problem(
+    operands: Operands[PagedArrays[Array]], options: tuple[Any, ...], max_seqlen_q: Any
+) -> PagedProblem:
+    """Check a call; its description, unless that was checked before, and its values.
+
+    `options` are the first ones of `AttentionOptions`, in that order.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As the public function documents.
+    """
+    window = options[AttentionOptions._fields.index("window_size")]
+    sides = (*map(type, window),) if isinstance(window, tuple) else None
+    try:
+        problem = _checked(operands.description, sides, max_seqlen_q, *options)
+    except TypeError:  # perhaps of an option without a hash, of which its check says more
+        problem = _checked.__wrapped__(operands.description, sides, max_seqlen_q, *options)
+    if checks_values(operands):
+        _check_values(problem, operands.arrays)
+    problem.overlaps.check(operands)
+    return problem
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any) -> PagedProblem:
+    given = layouts_of(PagedArrays[Layout], description)
+    layouts = {given.SHOWN_AS.get(n, n): layout for n, layout in given_of(given).items()}
+    require_arrays(layouts, ("q", "k_cache", "v_cache", "block_table", "seqlens_k"))
+    q, k, v = layouts["q"], layouts["k_cache"], layouts["v_cache"]
+    table, seqlens = layouts["block_table"], layouts["seqlens_k"]
+    packed = "cu_seqlens_q" in layouts
+    require_dtype("q", q, CPU_FLOATS)
+    require_rank("q", q, "total H D" if packed else "B Sq H D")
+    for name in ("k_cache", "v_cache"):
+        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
+        require_rank(name, layouts[name], "num_blocks block_size G D")
+    for name in ("q", "k_cache", "v_cache"):
+        require_contiguous_rows(name, layouts[name])
+    require_same_dtype(layouts, ("k_cache", "v_cache"))
+    if k.dtype.name not in INTEGER_BITS:
+        require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
+    require_scales(layouts)
+    *_, heads, head_dim = q.shape
+    num_blocks, block_size, kv_heads, _ = k.shape
+    batch, sq = _queries(layouts, max_seqlen_q)
+    require_caches(q, k, v)
+    of = "cu_seqlens_q" if packed else "q"
+    require_scale_shapes(layouts)
+    require_dtype("block_table", table, ("int32",))
+    require_rank("block_table", table, "B max_blocks")
+    require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
+    require_dtype("seqlens_k", seqlens, INTEGERS)
+    require_shape("seqlens_k", seqlens, (batch,), f"(B,) with {of}'s B")
+    for name in ("block_table", "seqlens_k", "k_scales", "v_scales"):
+        if name in layouts:
+            require_whole_item_strides(name, layouts[name])
+    placed = {
+        name: as_batch(name, layout, batch, sq, 0)
+        for name in ("q", *FORWARD_RESULTS)
+        if packed and (layout := getattr(given, name)) is not None
+    }
+    problem = PagedProblem(
+        batch=batch,
+        sq=sq,
+        sk=table.shape[1] * block_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=q.dtype,
+        given=given,
+        layouts=replace(given, **placed),
+        starts=starts_of(PagedArrays[int], description),
+        options=AttentionOptions(*options).checked(head_dim),
+        overlaps=Overlaps.of(given, (*FORWARD_RESULTS, "workspace")),
+        num_blocks=num_blocks,
+        block_size=block_size,
+    )
+    require_heads_options(problem)
+    if given.out is not None:
+        require_output("out", given.out, problem.out_shape, problem.dtype)
+    if given.lse is not None:
+        require_output("lse", given.lse, problem.lse_shape, problem.lse_dtype)
+    if given.workspace is not None:
+        require_workspace(given.workspace)
+    return problem
 
 
 def require_caches(q: Layout, k: Layout, v: Layout) -> None:
@@ -124,181 +222,6 @@ def require_scale_shapes(layouts: dict[str, Layout]) -> None:
             )
 
 
-def require_option_arrays(problem: AttentionProblem) -> None:
-    """Raise for slopes or sinks that do not fit."""
-    layouts, heads = problem.layouts, problem.heads
-    floats = CPU_FLOATS if problem.dtype == np.float64 else FLOATS
-    for name in ("alibi_slopes", "sinks"):
-        if name not in layouts:
-            continue
-        layout = layouts[name]
-        require_dtype(name, layout, floats)
-        if name == "alibi_slopes" and len(layout.shape) == 2:
-            require_shape(name, layout, (problem.batch, heads), "(H,) or (B, H)")
-        else:
-            meaning = "(H,) or (B, H)" if name == "alibi_slopes" else "(H,)"
-            require_shape(name, layout, (heads,), meaning)
-        require_whole_item_strides(name, layout)
-
-
-MAX_QUERIES = 16
-"""Query tokens of a sequence that are decoded although a forward has the keys, paged or dense.
-
-Its tiles have at least four times as many rows.
-"""
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeProblem:
-    """A valid call of paged attention."""
-
-    attention: AttentionProblem
-    """With the caches as k and v, seqlens_k as seqused_k, and what the table can hold as Sk.
-
-    Packed queries stand there as (B, max_seqlen_q, H, D) with a batch stride of 0.
-    """
-    layouts: dict[str, Layout]
-    """By the names of the public function."""
-    num_blocks: int
-    block_size: int
-
-    @property
-    def packed(self) -> bool:
-        """Whether q is (total, H, D)."""
-        return "cu_seqlens_q" in self.layouts
-
-    def outputs(self, return_lse: bool) -> Outputs:
-        """Return what a call writes."""
-        q, attention = self.layouts["q"], self.attention
-        if not self.packed:
-            return forward_outputs(attention, return_lse)
-        out = ("out", Output(q.shape, q.dtype))
-        lse = ("lse", Output((attention.heads, q.shape[0]), LSE_DTYPE))
-        return (out, lse) if return_lse else (out,)
-
-    def result_layouts(self, outputs: Outputs) -> dict[str, Layout]:
-        """Return how the results lie, packed ones as those of `attention` do."""
-        if not self.packed:
-            return result_layouts(self.attention, outputs)
-        attention = self.attention
-        return {
-            name: unpacked(
-                name,
-                self.layouts.get(name) or contiguous(output.shape, output.dtype),
-                attention.batch,
-                attention.sq,
-            )
-            for name, output in outputs
-        }
-
-    @property
-    def max_blocks(self) -> int:
-        """Blocks that a row of the table has room for."""
-        return self.layouts["block_table"].shape[1]
-
-
-def decode_problem(operands: Operands, options: tuple[Any, ...]) -> DecodeProblem:
-    """Check a call; its description, unless that was checked before, and its values.
-
-    `options` are causal, softmax_scale, window_size, softcap and max_seqlen_q.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As the public function documents.
-    """
-    window = options[2]
-    sides = (*map(type, window),) if isinstance(window, tuple) else None
-    try:
-        problem = _checked(operands.description, sides, *options)
-    except TypeError:  # perhaps of an option without a hash, of which its check says more
-        problem = _checked.__wrapped__(operands.description, sides, *options)
-    if checks_values(operands):
-        _check_values(problem, operands.arrays)
-    problem.attention.overlaps.check(operands)
-    return problem
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _checked(
-    description: Description,
-    _: Any,
-    causal: Any,
-    softmax_scale: Any,
-    window_size: Any,
-    softcap: Any,
-    max_seqlen_q: Any,
-) -> DecodeProblem:
-    layouts = layouts_of(description)
-    require_arrays(layouts, ("q", "k_cache", "v_cache", "block_table", "seqlens_k"))
-    q, k, v = layouts["q"], layouts["k_cache"], layouts["v_cache"]
-    table, seqlens = layouts["block_table"], layouts["seqlens_k"]
-    packed = "cu_seqlens_q" in layouts
-    require_dtype("q", q, CPU_FLOATS)
-    require_rank("q", q, "total H D" if packed else "B Sq H D")
-    for name in ("k_cache", "v_cache"):
-        require_dtype(name, layouts[name], (*CPU_FLOATS, *INTEGER_BITS))
-        require_rank(name, layouts[name], "num_blocks block_size G D")
-    for name in ("q", "k_cache", "v_cache"):
-        require_contiguous_rows(name, layouts[name])
-    require_same_dtype(layouts, ("k_cache", "v_cache"))
-    if k.dtype.name not in INTEGER_BITS:
-        require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
-    require_scales(layouts)
-    *_, heads, head_dim = q.shape
-    num_blocks, block_size, kv_heads, _ = k.shape
-    batch, sq = _queries(layouts, max_seqlen_q)
-    require_caches(q, k, v)
-    of = "cu_seqlens_q" if packed else "q"
-    require_scale_shapes(layouts)
-    require_dtype("block_table", table, ("int32",))
-    require_rank("block_table", table, "B max_blocks")
-    require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
-    require_dtype("seqlens_k", seqlens, INTEGERS)
-    require_shape("seqlens_k", seqlens, (batch,), f"(B,) with {of}'s B")
-    for name in ("block_table", "seqlens_k", "k_scales", "v_scales"):
-        if name in layouts:
-            require_whole_item_strides(name, layouts[name])
-    scale = checked_softmax_scale(softmax_scale, head_dim)
-    renamed = {"k_cache": "k", "v_cache": "v", "seqlens_k": "seqused_k"}
-    placed = {
-        name: unpacked(name, layout, batch, sq)
-        if packed and name in ("q", *FORWARD_RESULTS)
-        else layout
-        for name, layout in layouts.items()
-    }
-    attention = AttentionProblem(
-        batch=batch,
-        sq=sq,
-        sk=table.shape[1] * block_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=q.dtype,
-        layouts={renamed.get(name, name): layout for name, layout in placed.items()},
-        starts={renamed.get(name, name): start for name, start in starts_of(description).items()},
-        softmax_scale=scale,
-        q_offset=None,
-        window=checked_window(window_size, causal),
-        softcap=checked_softcap(softcap, scale),
-        dropout_p=0.0,
-        interleaved=False,
-        functions={},
-        implementation="flash",
-        overlaps=Overlaps.of(layouts, (*FORWARD_RESULTS, "workspace")),
-    )
-    require_option_arrays(attention)
-    lse_shape = (heads, q.shape[0]) if packed else attention.lse_shape
-    results = {"out": (q.shape, attention.dtype), "lse": (lse_shape, attention.lse_dtype)}
-    for name in FORWARD_RESULTS:
-        if name in layouts:
-            require_output(name, layouts[name], *results[name])
-    if "workspace" in layouts:
-        require_workspace(layouts["workspace"])
-    return DecodeProblem(attention, layouts, num_blocks, block_size)
-
-
 def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
     """Return B, and the most query tokens of a sequence."""
     if "cu_seqlens_q" not in layouts:
@@ -308,21 +231,23 @@ def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
     return batch, checked_longest("max_seqlen_q", max_seqlen_q, layouts["q"])
 
 
-def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
+def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:
     """Check lengths and the block ids that will be read, sinks and slopes."""
     queries = _query_counts(problem, arrays)
-    lengths = on_host(arrays["seqlens_k"]).astype(np.int64)
-    capacity, size = problem.attention.sk, problem.block_size
+    assert arrays.seqused_k is not None
+    assert arrays.block_table is not None
+    lengths = on_host(arrays.seqused_k).astype(np.int64)
+    capacity, size = problem.sk, problem.block_size
+    table = on_host(arrays.block_table)
     if ((lengths < 0) | (lengths > capacity)).any():
         at = int(np.argmax((lengths < 0) | (lengths > capacity)))
         raise error(
             ValueError,
             f"seqlens_k[{at}] = {lengths[at]}",
-            f"each is at least 0 and at most {capacity}: {problem.max_blocks} blocks of {size}",
+            f"each is at least 0 and at most {capacity}: {table.shape[1]} blocks of {size}",
             "pass a block_table with more columns, or shorter sequences",
         )
-    table = on_host(arrays["block_table"])
-    left = problem.attention.window[0]
+    left = problem.window[0]
     first = np.zeros_like(lengths)
     if left is not None:  # of the first query's window
         first = np.clip(lengths - queries - left, 0, lengths) // size
@@ -340,17 +265,15 @@ def _check_values(problem: DecodeProblem, arrays: dict[str, Array]) -> None:
             "pass the ids of blocks that hold the tokens; -1 may stand only where a window hides "
             "all of a block",
         )
-    if "sinks" in arrays:
-        require_sinks(arrays["sinks"])
-    if "alibi_slopes" in arrays:
-        slopes = arrays["alibi_slopes"]
-        require_alibi(problem.attention, slopes, lengths - queries, queries, lengths)
+    if arrays.sinks is not None:
+        require_sinks(arrays.sinks)
+    if arrays.alibi_slopes is not None:
+        require_alibi(problem, arrays.alibi_slopes, lengths - queries, queries, lengths)
 
 
-def _query_counts(problem: DecodeProblem, arrays: dict[str, Array]) -> np.ndarray:
+def _query_counts(problem: PagedProblem, arrays: PagedArrays[Array]) -> np.ndarray:
     """Return the query tokens of each sequence."""
-    attention = problem.attention
-    if not problem.packed:
-        return np.full(attention.batch, attention.sq, np.int64)
-    total = problem.layouts["q"].shape[0]
-    return counts_of("cu_seqlens_q", arrays["cu_seqlens_q"], total, attention.sq, whole=False)
+    bounds = arrays.cu_seqlens_q
+    if bounds is None:
+        return np.full(problem.batch, problem.sq, np.int64)
+    return counts_of("cu_seqlens_q", bounds, problem.total_q, problem.sq, whole=False)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
-from cupyattn.ops.attention.problem import LSE_DTYPE, MAX_LENGTH, AttentionProblem, PackedProblem
+from cupyattn.ops.attention.problem import (
+    LSE_DTYPE,
+    MAX_LENGTH,
+    AttentionArrays,
+    AttentionBackwardArrays,
+    AttentionProblem,
+)
 from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
@@ -21,8 +27,11 @@ from cupyattn.ops.attention.structs import (
     VARLEN_PARAMS,
 )
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.by_name import Plan
+from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Step
+from cupyattn.runtime.records import Record, given_of
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.structs import new_struct
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
@@ -36,17 +45,29 @@ _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
 """The C structs that hold AttentionParams, and where."""
 
 
-def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
-    """Fill the C struct AttentionParams, all but the seed; `results` are out and perhaps lse."""
+def step_of(
+    kernel: Specialisation, ctas: int, slots: Record[int], *values: Any, **places: int | None
+) -> Step:
+    """Make a step whose kernel takes the arrays that its parameters name.
+
+    They are fields of `slots`, but for those that `places` has; others are absent.
+    """
+    names = [pointer.name for pointer in kernel.spec.pointers]
+    arrays = [places[name] if name in places else getattr(slots, name, None) for name in names]
+    return Step.of(kernel, ctas, arrays, *values)
+
+
+def attention_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> Any:
+    """Fill the C struct AttentionParams, all but the seed; `laid` has the results too."""
     params = new_struct(ATTENTION_PARAMS)
-    for name in ("q", "k", "v"):
-        layout = problem.layouts[name]
+    for name, layout in (("q", laid.q), ("k", laid.k), ("v", laid.v)):
         params[name] = row_strides(layout.strides, layout.dtype.itemsize)
-    params["out"] = row_strides(results["out"].strides, problem.dtype.itemsize)
-    if "lse" in results:
-        params["lse"] = sum_strides(results["lse"].strides)
-    if "seqused_k" in problem.layouts:
-        params["seqused_k"] = batch_integers(problem.layouts["seqused_k"])
+    assert laid.out is not None
+    params["out"] = row_strides(laid.out.strides, problem.dtype.itemsize)
+    if laid.lse is not None:
+        params["lse"] = sum_strides(laid.lse.strides)
+    if laid.seqused_k is not None:
+        params["seqused_k"] = batch_integers(laid.seqused_k)
     _fill_offsets(params, problem)
     params["heads"] = problem.heads
     params["group"] = problem.heads // max(problem.kv_heads, 1)
@@ -60,10 +81,10 @@ def attention_params(problem: AttentionProblem, results: Mapping[str, Layout]) -
     return params[()]
 
 
-def forward_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> Any:
+def forward_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> Any:
     """Fill the C struct of the forward kernels: AttentionParams, or VarlenParams."""
-    attention = attention_params(problem, results)
-    if not isinstance(problem, PackedProblem):
+    attention = attention_params(problem, laid)
+    if not problem.packed:
         return attention
     params = new_struct(VARLEN_PARAMS)
     params["attention"] = attention
@@ -73,7 +94,7 @@ def forward_params(problem: AttentionProblem, results: Mapping[str, Layout]) -> 
 
 def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
     """Return the C struct of the backward kernels: BackwardParams, or VarlenBackwardParams."""
-    if not isinstance(problem, PackedProblem):
+    if not problem.packed:
         return backward
     params = new_struct(VARLEN_BACKWARD_PARAMS)
     params["backward"] = backward
@@ -81,21 +102,23 @@ def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
     return params[()]
 
 
-def _fill_packed(packed: Any, problem: PackedProblem) -> None:
+def _fill_packed(packed: Any, problem: AttentionProblem) -> None:
     """Fill the C struct PackedBatch."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        packed[name] = batch_integers(problem.layouts[name])
+    layouts = problem.layouts
+    assert layouts.cu_seqlens_q is not None
+    assert layouts.cu_seqlens_k is not None
+    packed["cu_seqlens_q"] = batch_integers(layouts.cu_seqlens_q)
+    packed["cu_seqlens_k"] = batch_integers(layouts.cu_seqlens_k)
     packed["batch"] = problem.batch
     packed["total_q"], packed["total_k"] = problem.total_q, problem.total_k
-    packed["ends_with_keys"] = problem.q_offset is None and "q_offset" not in problem.layouts
+    packed["ends_with_keys"] = problem.q_offset is None and layouts.q_offset is None
 
 
 def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
     """Fill in where queries stand: a number, and beside it an array's value for each sequence."""
-    layouts = problem.layouts
     params["offset_least"], params["offset_most"] = -MAX_OFFSET, MAX_OFFSET
-    if "q_offset" in layouts:
-        params["q_offsets"] = batch_integers(layouts["q_offset"])
+    if problem.layouts.q_offset is not None:
+        params["q_offsets"] = batch_integers(problem.layouts.q_offset)
     elif problem.ends_with_keys_in_use:
         params["q_offsets"] = params["seqused_k"]
         params["offset_least"], params["offset_most"] = 0, problem.sk
@@ -106,33 +129,24 @@ def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
         params["q_offset"] = problem.q_offset
 
 
-def placed(plan: Plan, problem: AttentionProblem) -> Plan:
-    """Return a plan whose kernels read where queries stand from seqused_k, if it decides that."""
-    if not problem.ends_with_keys_in_use:
-        return plan
-    names = {"q_offset": "seqused_k"}
-    return plan._replace(steps=tuple(step.renamed(names) for step in plan.steps))
-
-
 def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
     """Fill the C struct ScoreParams."""
-    layouts = problem.layouts
-    for name in ("bias", "mask"):
-        if name in layouts:
-            scores[name] = score_strides(layouts[name], problem.scores_shape)
-    if "alibi_slopes" in layouts:
-        slopes = layouts["alibi_slopes"]
+    layouts, options = problem.layouts, problem.options
+    for name, layout in (("bias", layouts.bias), ("mask", layouts.mask)):
+        if layout is not None:
+            scores[name] = score_strides(layout, problem.scores_shape)
+    if (slopes := layouts.alibi_slopes) is not None:
         *batch, head = (stride // slopes.dtype.itemsize for stride in slopes.strides)
         scores["slopes_batch"], scores["slopes_head"] = (*batch, head) if batch else (0, head)
-    if "sinks" in layouts:
-        scores["sinks_stride"] = layouts["sinks"].strides[0] // layouts["sinks"].dtype.itemsize
-    if problem.softcap is not None:
-        scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / problem.softcap
-        scores["softcap"] = problem.softcap
-    keep_from = round(65536 * problem.dropout_p)
+    if (sinks := layouts.sinks) is not None:
+        scores["sinks_stride"] = sinks.strides[0] // sinks.dtype.itemsize
+    if options.softcap is not None:
+        scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / options.softcap
+        scores["softcap"] = options.softcap
+    keep_from = round(65536 * options.dropout_p)
     scores["keep_from"] = keep_from
     # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
-    scores["keep_scale"] = 1 / (1 - problem.dropout_p) if keep_from < 65536 else 0
+    scores["keep_scale"] = 1 / (1 - options.dropout_p) if keep_from < 65536 else 0
 
 
 def seeded(plan: Plan, seed: DropoutSeed) -> Plan:
@@ -218,9 +232,6 @@ def batch_integers(layout: Layout) -> tuple[int, int]:
     return layout.strides[0] // layout.dtype.itemsize, int(layout.dtype.itemsize == 8)
 
 
-Starts = Mapping[str, int]
-"""By how many bytes each array of a problem misses a vector's alignment."""
-
 _QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
 _TILE_BYTES = 2**32  # from one end of a tile to the other: 32-bit offsets
 
@@ -239,7 +250,7 @@ def require_lengths(problem: AttentionProblem) -> None:
 def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows: int) -> None:
     """Raise ValueError for arrays whose rows of one tile lie further apart than offsets reach."""
     for name in names:
-        layout = problem.layouts[name]
+        layout: Layout = getattr(problem.layouts, name)
         stride = layout.strides[1]
         if layout.shape[1] > 1 and abs(stride) * tile_rows >= _TILE_BYTES:
             raise error(
@@ -251,68 +262,76 @@ def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows
 
 
 def whole_vectors(
-    items: int, problem: AttentionProblem, rows: Iterable[tuple[int, tuple[int, ...]]]
+    items: int, problem: AttentionProblem, laid: Record[Layout], names: Iterable[str]
 ) -> int:
     """Return `items` if every row starts at a multiple of that many items' bytes, else 1.
 
-    `rows` are arrays of the problem's dtype: by how much the first item misses a vector's
-    alignment, and the strides.
+    `names` are arrays of the problem's dtype, which lie as `laid` says.
     """
     vector_bytes = items * problem.dtype.itemsize
-    aligned = all(
-        start % vector_bytes == 0 and all(stride % vector_bytes == 0 for stride in strides[:-1])
-        for start, strides in rows
+    places = (
+        place
+        for name in names
+        for place in (getattr(problem.starts, name) or 0, *getattr(laid, name).strides[:-1])
     )
     whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
-    return items if aligned and whole else 1
+    return items if whole and all(place % vector_bytes == 0 for place in places) else 1
 
 
 def score_options(problem: AttentionProblem) -> FlashOptions:
     """Return which options of the scores a problem has; bias and mask are read item by item."""
     layouts = problem.layouts
-
-    def dtype(name: str) -> str:
-        return layouts[name].dtype.name if name in layouts else "void"
-
     return FlashOptions(
-        bias=dtype("bias"),
-        mask="mask" in layouts,
-        slopes=dtype("alibi_slopes"),
-        softcap=problem.softcap is not None,
-        sinks=dtype("sinks"),
-        dropout=problem.dropout_p > 0,
+        bias=_dtype_of(layouts.bias),
+        mask=layouts.mask is not None,
+        slopes=_dtype_of(layouts.alibi_slopes),
+        softcap=problem.options.softcap is not None,
+        sinks=_dtype_of(layouts.sinks),
+        dropout=problem.options.dropout_p > 0,
         modified=problem.modifiers,
     )
 
 
-def flash_options(problem: AttentionProblem, start_of: Starts, together: int) -> FlashOptions:
+def _dtype_of(layout: Layout | None) -> str:
+    return "void" if layout is None else layout.dtype.name
+
+
+def flash_options(problem: AttentionProblem, together: int) -> FlashOptions:
     """Name the options for a kernel whose threads hold `together` neighbouring keys of a row."""
+    layouts, starts = problem.layouts, problem.starts
     return score_options(problem)._replace(
         modified=problem.block_modifiers,
-        bias_vec=_items_at_once("bias", problem, start_of, together),
-        mask_vec=_items_at_once("mask", problem, start_of, together),
+        bias_vec=_items_at_once(problem, layouts.bias, starts.bias, together),
+        mask_vec=_items_at_once(problem, layouts.mask, starts.mask, together),
     )
 
 
-def _items_at_once(name: str, problem: AttentionProblem, start_of: Starts, together: int) -> int:
+def _items_at_once(
+    problem: AttentionProblem, layout: Layout | None, start: int | None, together: int
+) -> int:
     """Return how many neighbouring keys of a bias or mask can be read at once: 4, 2 or 1."""
-    if name not in problem.layouts:
+    if layout is None or start is None:
         return 1
-    layout = problem.layouts[name]
     *others, key = score_strides(layout, problem.scores_shape)
     near = 0 <= others[-1] * layout.dtype.itemsize < _QUAD_ROW_BYTES
     for items in (4, 2):
         rows_aligned = all(stride % items == 0 for stride in others)
-        start_aligned = start_of[name] % (items * layout.dtype.itemsize) == 0
+        start_aligned = start % (items * layout.dtype.itemsize) == 0
         fits = items == 2 or (together == 4 and near)
         if key == 1 and rows_aligned and start_aligned and fits:
             return items
     return 1
 
 
+def require_aligned_items(problem: AttentionProblem) -> None:
+    """Raise ValueError if an array starts within an item."""
+    layouts, starts = given_of(problem.layouts), given_of(problem.starts)
+    require_item_alignment(layouts, starts, problem.layouts.SHOWN_AS)
+
+
 def backward_params(
     problem: AttentionProblem,
-    results: dict[str, Layout],
+    laid: AttentionBackwardArrays[Layout],
     *,
     accumulate: bool,
     dbias: Layout | None = None,
@@ -325,8 +344,8 @@ def backward_params(
     ----------
     problem : AttentionProblem
         A backward call's.
-    results : dict
-        Layouts of dq, dk, dv, and of dsinks where there is one.
+    laid : AttentionBackwardArrays
+        Its layouts, with those of the results.
     accumulate : bool
         Whether results are added to.
     dbias : Layout, optional
@@ -334,22 +353,18 @@ def backward_params(
     zeroed, rows_padded : int
         See the struct.
     """
-    layouts = problem.layouts
     params = new_struct(BACKWARD_PARAMS)
-    params["attention"] = attention_params(problem, layouts)
-    itemsize = problem.dtype.itemsize
-    params["dout"] = row_strides(layouts["dout"].strides, itemsize)
-    for name in ("dq", "dk", "dv"):
-        params[name] = row_strides(results[name].strides, itemsize)
-    if "dlse" in layouts:
-        params["dlse"] = sum_strides(layouts["dlse"].strides)
+    params["attention"] = attention_params(problem, laid)
+    for name in ("dout", "dq", "dk", "dv"):
+        params[name] = row_strides(getattr(laid, name).strides, problem.dtype.itemsize)
+    if laid.dlse is not None:
+        params["dlse"] = sum_strides(laid.dlse.strides)
     if dbias is not None:
         params["dbias"] = score_strides(dbias, problem.scores_shape)
-    if "dsinks" in results:
-        dsinks = results["dsinks"]
-        params["dsinks_stride"] = dsinks.strides[0] // dsinks.dtype.itemsize
+    if laid.dsinks is not None:
+        params["dsinks_stride"] = laid.dsinks.strides[0] // laid.dsinks.dtype.itemsize
     params["zeroed"], params["rows_padded"] = zeroed, rows_padded
-    params["batch"] = 1 if isinstance(problem, PackedProblem) else problem.batch  # of scratch
+    params["batch"] = 1 if problem.packed else problem.batch  # of scratch
     params["accumulate"] = accumulate
     params["scale"] = problem.softmax_scale
     return params[()]

@@ -1,39 +1,115 @@
-"""What a call of attention asks for: shapes and options."""
+"""A checked call of attention: its arrays, its options, and how its sequences lie.
+
+Kernels and checks see packed rows (total, H, D) as those of a batch whose sequences are all as long
+as the longest and begin at the first row, (B, longest, H, D) with a batch stride of 0.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifiers
-from cupyattn.ops.attention.modifiers import UserFunction, modifiers_of, strides_of
-from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS
-from cupyattn.runtime.arrays import Array, Layout, contiguous
-from cupyattn.runtime.by_name import Overlaps
-from cupyattn.runtime.checks import (
-    INTEGERS,
-    fixes_of_results,
-    require_dtype,
-    require_rank,
-    require_whole_item_strides,
-)
-from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import integer
+from cupyattn.ops.attention.modifiers import UserFunctions, modifiers_of, strides_of
+from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, AttentionOptions
+from cupyattn.runtime.arrays import Layout, contiguous
+from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output
-from cupyattn.runtime.value_checks import on_host
+from cupyattn.runtime.records import Record, T, given_of
 
 LSE_DTYPE = np.dtype(np.float32)
 MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)
+FORWARD_RESULTS = ("out", "lse")
+BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
+Outputs = Mapping[str, Output]
+"""What a call writes, by the fields of its record."""
+
+
+@dataclass(slots=True)
+class AttentionArrays(Record[T]):
+    """The arrays of one forward call, of a batch or of packed sequences."""
+
+    q: T
+    k: T
+    v: T
+    seqused_k: T | None = None
+    mask: T | None = None
+    bias: T | None = None
+    alibi_slopes: T | None = None
+    sinks: T | None = None
+    out: T | None = None
+    lse: T | None = None
+    workspace: T | None = None
+    cu_seqlens_q: T | None = None
+    cu_seqlens_k: T | None = None
+    q_offset: T | None = None
+    """None too where q_offset is a number."""
+    cos: T | None = None
+    sin: T | None = None
+    block_mask: T | None = None
+    """The tiles that a mask_mod leaves."""
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({"block_mask": "mask_mod's tiles"})
+
+
+@dataclass(slots=True)
+class AttentionBackwardArrays(AttentionArrays[T]):
+    """The arrays of one backward call: out and lse are what the forward gave."""
+
+    dout: T | None = None
+    dlse: T | None = None
+    dq: T | None = None
+    dk: T | None = None
+    dv: T | None = None
+    dbias: T | None = None
+    dsinks: T | None = None
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {**AttentionArrays.SHOWN_AS, **{name: f"grads.{name}" for name in BACKWARD_RESULTS}}
+    )
+
+
+@dataclass(slots=True)
+class PagedArrays(AttentionArrays[T]):
+    """The arrays of one call over a paged cache: k and v are the caches, seqused_k the lengths."""
+
+    block_table: T | None = None
+    k_scales: T | None = None
+    v_scales: T | None = None
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"k": "k_cache", "v": "v_cache", "seqused_k": "seqlens_k"}
+    )
+
+
+SHOWN_AS = AttentionBackwardArrays.SHOWN_AS
+ARRAY_FIXES = {
+    "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
+    "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
+    "sinks": "pass a float array of shape (H,)",
+    "cos": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "sin": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
+    "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
+}
+"""What to pass instead of a number or a list, where an array of that alone would not do."""
+FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
+ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
+ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem:
     """A valid call of attention; letters as in the public API.
 
-    Two calls of one description share one object, so it stands for the description in caches.
+    Two calls of one description share one object, so it stands for the description in caches. Where
+    sequences are packed, Sq and Sk are those of the longest.
     """
 
     batch: int
@@ -44,92 +120,125 @@ class AttentionProblem:
     head_dim: int
     head_dim_v: int
     dtype: np.dtype
-    layouts: dict[str, Layout]
-    starts: dict[str, int]
+    given: AttentionArrays[Layout]
+    """The arrays as the caller gave them."""
+    layouts: AttentionArrays[Layout]
+    """The same with packed rows as those of a batch."""
+    starts: AttentionArrays[int]
     """By how many bytes each array misses a vector's alignment."""
-    softmax_scale: float
-    q_offset: int | None
-    """Where `layouts` has no q_offset array; None for the last query at the last key in use."""
-    window: tuple[int | None, int | None]
-    """Keys to the left and right that a query sees, causality included; None is unbounded."""
-    softcap: float | None
-    dropout_p: float
-    interleaved: bool
-    """Whether rotary pairs neighbouring features."""
-    functions: dict[str, UserFunction | None]
-    """score_mod and mask_mod."""
-    implementation: str
+    options: AttentionOptions
+    """With defaults in the place of None, and causality in the window."""
     overlaps: Overlaps
 
     @property
+    def packed(self) -> bool:
+        """Whether the sequences are packed: q is (total, H, D)."""
+        return self.given.cu_seqlens_q is not None
+
+    @property
+    def total_q(self) -> int:
+        """Query rows of all sequences."""
+        return self.given.q.shape[0] if self.packed else self.batch * self.sq
+
+    @property
+    def total_k(self) -> int:
+        """Key rows of all sequences."""
+        return self.given.k.shape[0] if self.packed else self.batch * self.sk
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
-        """(B, Sq, H, Dv)."""
-        return (self.batch, self.sq, self.heads, self.head_dim_v)
+        """(B, Sq, H, Dv), or (total_q, H, Dv)."""
+        rows = (self.total_q,) if self.packed else (self.batch, self.sq)
+        return (*rows, self.heads, self.head_dim_v)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """(B, H, Sq)."""
+        """(B, H, Sq), or (H, total_q)."""
+        if self.packed:
+            return (self.heads, self.total_q)
         return (self.batch, self.heads, self.sq)
 
-    def query_tiles(self, rows: int) -> int:
-        """Return how many tiles of query rows the sequences have together, of one head."""
-        return self.batch * -(-self.sq // rows)
-
-    def key_tiles(self, keys: int) -> int:
-        """Return the same of keys."""
-        return self.batch * -(-self.sk // keys)
-
-    def given(self, name: str) -> Layout | None:
-        """Return how an array of the call lies, as the caller gave it."""
-        return self.layouts.get(name)
-
-    def placed(self, name: str, layout: Layout) -> Layout:
-        """Return the layout of an array of that name as kernels take it."""
-        return layout
-
-    def moved(
-        self, arrays: Mapping[str, Layout], without: Collection[str] = ()
-    ) -> AttentionProblem:
-        """Return the call with `arrays` elsewhere, which begin where vectors do.
-
-        It is `without` some of its other arrays.
-        """
-        places = {name: self.placed(name, layout) for name, layout in arrays.items()}
-        others = {name: x for name, x in self.layouts.items() if name not in without}
-        return replace(
-            self,
-            layouts={**others, **places},
-            starts={**self.starts, **dict.fromkeys(arrays, 0)},
-        )
-
     @property
-    def ends_with_keys_in_use(self) -> bool:
-        """Whether seqused_k decides where queries stand."""
-        given = self.q_offset is not None or "q_offset" in self.layouts
-        return "seqused_k" in self.layouts and not given
-
-    @property
-    def first_position(self) -> int | None:
-        """Where query 0 stands; None where an array says it."""
-        if "q_offset" in self.layouts or self.ends_with_keys_in_use:
-            return None
-        return self.sk - self.sq if self.q_offset is None else self.q_offset
+    def scores_shape(self) -> tuple[int, ...]:
+        """(B, H, Sq, Sk), to which mask and bias broadcast."""
+        return (self.batch, self.heads, self.sq, self.sk)
 
     @property
     def lse_dtype(self) -> np.dtype:
         """Of lse and its gradient: float32, for float64 arrays float64."""
         return self.dtype if self.dtype == np.float64 else LSE_DTYPE
 
+    def query_tiles(self, rows: int) -> int:
+        """Return how many tiles of query rows of one head the sequences have, or could have."""
+        return self._most_tiles(self.sq, self.total_q, rows)
+
+    def key_tiles(self, keys: int) -> int:
+        """Return how many tiles of keys of one head the sequences have, or could have."""
+        return self._most_tiles(self.sk, self.total_k, keys)
+
+    def _most_tiles(self, longest: int, total: int, rows: int) -> int:
+        tiles = self.batch * -(-longest // rows)
+        return min(tiles, (total + self.batch * (rows - 1)) // rows) if self.packed else tiles
+
+    def as_batch(self, name: str, layout: Layout) -> Layout:
+        """Return the layout of an array that the call would be given, as `layouts` has it."""
+        return as_batch(name, layout, self.batch, self.sq, self.sk) if self.packed else layout
+
+    def moved(self, arrays: Mapping[str, Layout], without: Collection[str] = ()) -> Any:
+        """Return the call with `arrays` elsewhere, which begin where vectors do.
+
+        It is `without` some of its other arrays.
+        """
+        placed = {name: self.as_batch(name, layout) for name, layout in arrays.items()}
+        absent = dict.fromkeys(without)
+        return replace(
+            self,
+            given=replace(self.given, **arrays, **absent),
+            layouts=replace(self.layouts, **placed, **absent),
+            starts=replace(self.starts, **dict.fromkeys(arrays, 0), **absent),
+        )
+
+    @cached_property
+    def functions(self) -> UserFunctions:
+        """The user's own expressions: asked for by each call."""
+        return self.options.functions
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores."""
+        assert self.options.softmax_scale is not None
+        return self.options.softmax_scale
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """Keys to the left and right that a query sees, causality included; None is unbounded."""
+        return self.options.window_size or (None, None)
+
+    @property
+    def q_offset(self) -> int | None:
+        """Where query 0 stands, if no array says it; None for the last query at the last key."""
+        return self.options.q_offset
+
+    @property
+    def ends_with_keys_in_use(self) -> bool:
+        """Whether seqused_k decides where queries stand."""
+        given = self.q_offset is not None or self.layouts.q_offset is not None
+        return self.layouts.seqused_k is not None and not given
+
+    @property
+    def first_position(self) -> int | None:
+        """Where query 0 stands; None where that differs, or where an array says it."""
+        if self.layouts.q_offset is not None or (self.ends_with_keys_in_use and not self.packed):
+            return None
+        if self.packed or self.q_offset is not None:
+            return self.q_offset
+        return self.sk - self.sq
+
     @property
     def refusable_options(self) -> frozenset[str]:
         """The options of the call that some kernels do not have."""
-        used = {"rotary" if name == "cos" else name for name in self.layouts}
-        used |= {"softcap"} if self.softcap is not None else set()
-        used |= {"dropout_p"} if self.dropout_p else set()
-        used |= {name for name, function in self.functions.items() if function is not None}
-        used |= {"window_size"} if self.window not in ((None, None), (None, 0)) else set()
-        used |= {"q_offset"} if self.q_offset is not None else set()
-        return frozenset(used & (ALL_OPTIONS - TEACHING_OPTIONS))
+        arrays = {"rotary" if name == "cos" else name for name in given_of(self.layouts)}
+        return frozenset((arrays | self.options.used) & (ALL_OPTIONS - TEACHING_OPTIONS))
 
     @property
     def modifiers(self) -> Modifiers | None:
@@ -143,140 +252,26 @@ class AttentionProblem:
 
     @property
     def block_modifiers(self) -> Modifiers | None:
-        """The same of kernels that walk the tiles that a block mask leaves."""
+        """The expressions for kernels that go through the tiles that a block mask leaves."""
         return modifiers_of(self.functions, self.layouts, blocks=BLOCK_LISTS)
 
     @property
     def block_modifier_strides(self) -> tuple[Any, ...]:
-        """What those take by value."""
+        """What those kernels take by value."""
         return strides_of(self.block_modifiers, self.layouts)
 
-    @property
-    def scores_shape(self) -> tuple[int, ...]:
-        """(B, H, Sq, Sk), to which mask and bias broadcast."""
-        return (self.batch, self.heads, self.sq, self.sk)
 
-
-FORWARD_RESULTS = ("out", "lse")
-BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
-ARRAY_FIXES = {
-    "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
-    "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
-    "sinks": "pass a float array of shape (H,)",
-    "cos": "pass a float array of shape (positions, R/2), as rope_tables makes",
-    "sin": "pass a float array of shape (positions, R/2), as rope_tables makes",
-    "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
-    "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
-}
-"""What to pass instead of a number or a list, where an array of that alone would not do."""
-FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
-SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
-"""The names of backward's results in errors: as the caller gives them."""
-
-
-Outputs = tuple[tuple[str, Output], ...]
-
-
-def forward_outputs(problem: AttentionProblem, return_lse: bool) -> Outputs:
-    """Return what a forward call writes."""
-    out = ("out", Output(problem.out_shape, problem.dtype))
-    lse = ("lse", Output(problem.lse_shape, LSE_DTYPE))
-    return (out, lse) if return_lse else (out,)
-
-
-def gradient_outputs(problem: AttentionProblem) -> Outputs:
-    """Return what a backward call writes: dbias and dsinks only where there are bias and sinks."""
-    return tuple(
-        (name, Output(of.shape, of.dtype))
-        for name in BACKWARD_RESULTS
-        if (of := problem.given(name[1:])) is not None
-    )
-
-
-def result_layouts(problem: AttentionProblem, outputs: Outputs) -> dict[str, Layout]:
-    """Return how the results lie: as the caller's arrays do, otherwise contiguous."""
-    return {
-        name: problem.layouts.get(name)
-        or problem.placed(name, contiguous(output.shape, output.dtype))
-        for name, output in outputs
-    }
-
-
-def require_bounds(name: str, bounds: Layout, of: str = "q") -> int:
-    """Check the layout of cu_seqlens, which bounds the sequences in `of`; return their number."""
-    require_dtype(name, bounds, INTEGERS)
-    require_rank(name, bounds, "B+1")
-    require_whole_item_strides(name, bounds)
-    if bounds.shape[0] == 0:
-        raise error(
-            ValueError,
-            f"{name} has no items",
-            f"it has B + 1: where the rows of each sequence begin in {of}, and where the last "
-            "one's end",
-            "pass numpy.array([0], 'int32') for no sequence",
-        )
-    return bounds.shape[0] - 1
-
-
-def checked_longest(name: str, given: Any, rows: Layout) -> int:
-    """Return the most rows that a sequence has, as the caller says.
-
-    Beyond what kernels count to it is no more than there are rows.
-    """
-    most = integer(name, given)
-    if most < 0:
-        raise error(
-            ValueError,
-            f"{name} = {most}",
-            "it is the most rows of a sequence, 0 or more",
-            "pass that number, or a larger one",
-        )
-    return min(most, max(MAX_LENGTH, rows.shape[0]))
-
-
-def counts_of(
-    name: str, bounds: Array, total: int, longest: int, of: str = "q", *, whole: bool = True
-) -> np.ndarray:
-    """Return how many rows each sequence has, int64; a GPU is waited for.
-
-    The first sequence begins at row 0, unless they need not be the `whole` array.
-
-    Raises
-    ------
-    ValueError
-        Unless cu_seqlens fits its arrays and max_seqlen.
-    """
-    items = on_host(bounds).astype(np.int64)
-    counts = np.diff(items)
-    first_row = "0" if whole else "0 or more"
-    if items[0] < 0 or (whole and items[0]) or items[-1] > total or (counts < 0).any():
-        raise error(
-            ValueError,
-            f"{name} = {shown(items.tolist())}",
-            f"it begins with {first_row}, never falls, and ends at {total} at the most: the rows "
-            f"of {of}",
-            "pass numpy.cumsum of the lengths, with a 0 in front",
-        )
-    if (counts > longest).any():
-        at = int(np.argmax(counts > longest))
-        most = name.replace("cu_seqlens", "max_seqlen")
-        raise error(
-            ValueError,
-            f"sequence {at} of {name} has {counts[at]} rows",
-            f"each has at most {most} = {longest}",
-            f"pass the largest number as {most}",
-        )
-    return counts
-
-
-def unpacked(name: str, layout: Layout, batch: int, longest: int) -> Layout:
-    """Return packed rows, or sums of rows (H, total), as those of a batch.
+def as_batch(name: str, layout: Layout, batch: int, sq: int, sk: int) -> Layout:
+    """Return packed rows, or sums of rows (H, total), as those of a batch; others as they are.
 
     Examples
     --------
-    >>> unpacked("lse", Layout((4, 9), (36, 4), np.dtype(np.float32)), 2, 6)
+    >>> as_batch("lse", Layout((4, 9), (36, 4), np.dtype(np.float32)), 2, 6, 8)
     Layout(shape=(2, 4, 6), strides=(0, 36, 4), dtype=dtype('float32'))
     """
+    if name not in ROWS_OF_QUERIES | ROWS_OF_KEYS:
+        return layout
+    longest = sq if name in ROWS_OF_QUERIES else sk
     shape, strides, dtype = layout
     if 0 in shape:  # whose strides say nothing
         strides = contiguous(shape, dtype).strides
@@ -285,65 +280,28 @@ def unpacked(name: str, layout: Layout, batch: int, longest: int) -> Layout:
     return Layout((batch, longest, *shape[1:]), (0, *strides), dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class PackedProblem(AttentionProblem):
-    """A valid call of attention whose sequences are packed.
-
-    Sq and Sk are those of the longest sequence; `layouts` has packed arrays as those of a batch.
-    """
-
-    packed: dict[str, Layout]
-    """The arrays as the caller gave them."""
-
-    @property
-    def total_q(self) -> int:
-        """Rows of q."""
-        return self.packed["q"].shape[0]
-
-    @property
-    def total_k(self) -> int:
-        """Rows of k and v."""
-        return self.packed["k"].shape[0]
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """(total_q, H, Dv)."""
-        return (self.total_q, self.heads, self.head_dim_v)
-
-    @property
-    def lse_shape(self) -> tuple[int, ...]:
-        """(H, total_q)."""
-        return (self.heads, self.total_q)
-
-    def query_tiles(self, rows: int) -> int:
-        """Return how many tiles of query rows sequences of any lengths could have together."""
-        return _most_tiles(self.batch, self.sq, self.total_q, rows)
-
-    def key_tiles(self, keys: int) -> int:
-        """Return the same of keys."""
-        return _most_tiles(self.batch, self.sk, self.total_k, keys)
-
-    @property
-    def first_position(self) -> int | None:
-        """Where query 0 of each sequence stands; None where that differs."""
-        return None if "q_offset" in self.layouts else self.q_offset
-
-    def given(self, name: str) -> Layout | None:
-        """Return how an array of the call lies, as the caller gave it."""
-        return self.packed.get(name)
-
-    def placed(self, name: str, layout: Layout) -> Layout:
-        """Return an array's layout as `layouts` has it."""
-        if name in ("q", "out", "lse", "dq"):
-            return unpacked(name, layout, self.batch, self.sq)
-        keys = name in ("k", "dk", "dv")
-        return unpacked(name, layout, self.batch, self.sk) if keys else layout
-
-    def moved(self, arrays: Mapping[str, Layout], without: Collection[str] = ()) -> PackedProblem:
-        """Return the call with `arrays` elsewhere, and `without` some others."""
-        left = super().moved(arrays, without)
-        return PackedProblem(**{**vars(left), "packed": {**self.packed, **arrays}})
+def forward_outputs(problem: AttentionProblem, return_lse: bool) -> Outputs:
+    """Return what a forward call writes."""
+    outputs = {"out": Output(problem.out_shape, problem.dtype)}
+    if return_lse:
+        outputs["lse"] = Output(problem.lse_shape, LSE_DTYPE)
+    return outputs
 
 
-def _most_tiles(batch: int, longest: int, total: int, rows: int) -> int:
-    return min(batch * -(-longest // rows), (total + batch * (rows - 1)) // rows)
+def gradient_outputs(problem: AttentionProblem) -> Outputs:
+    """Return what a backward call writes: dbias and dsinks only where there are bias and sinks."""
+    return {
+        name: Output(of.shape, of.dtype)
+        for name in BACKWARD_RESULTS
+        if (of := getattr(problem.given, name[1:])) is not None
+    }
+
+
+def with_results(problem: AttentionProblem, outputs: Outputs) -> Any:
+    """Return `layouts` with the results: as the caller's arrays lie, otherwise contiguous."""
+    made = {
+        name: problem.as_batch(name, contiguous(*output))
+        for name, output in outputs.items()
+        if getattr(problem.layouts, name) is None
+    }
+    return replace(problem.layouts, **made)

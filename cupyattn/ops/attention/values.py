@@ -5,36 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from cupyattn.ops.attention.options import MAX_OFFSET
-from cupyattn.ops.attention.problem import AttentionProblem
+from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.value_checks import on_host
-
-INTEGERS = ("q_offset", "seqused_k")
-"""The arrays of a few numbers for each batch element."""
 
 MAX_SINK = 2e38
 MAX_ALIBI = 2**20
 """Of slope times distance: float32 keeps scores of that size to a sixteenth."""
 
 
-def check_values(
-    problem: AttentionProblem,
-    arrays: dict[str, Array],
-    lengths: tuple[np.ndarray, np.ndarray] | None = None,
-) -> None:
-    """Check q_offset, seqused_k, sinks and slopes, and that rotary tables reach far enough.
+def check_values(problem: AttentionProblem, arrays: AttentionArrays[Array]) -> None:
+    """Check cu_seqlens, q_offset, seqused_k, sinks and slopes, and that rotary tables reach far.
 
-    `lengths` are the queries and keys of each sequence, where these differ. Arrays on a GPU are
-    waited for and fetched.
+    Arrays on a GPU are waited for and fetched.
 
     Raises
     ------
     ValueError
         If one is out of range.
     """
-    integers = {name: on_host(arrays[name]) for name in INTEGERS if name in arrays}
-    offsets, used = integers.get("q_offset"), integers.get("seqused_k")
+    queries, keys = _lengths(problem, arrays)
+    offsets = None if arrays.q_offset is None else on_host(arrays.q_offset)
+    used = None if arrays.seqused_k is None else on_host(arrays.seqused_k)
     if offsets is not None and (np.abs(offsets.astype(float)) > MAX_OFFSET).any():
         raise error(
             ValueError,
@@ -42,22 +35,33 @@ def check_values(
             f"each is between -{MAX_OFFSET} and {MAX_OFFSET}",
             "pass the key positions of query 0",
         )
-    queries, keys = lengths or (np.asarray(problem.sq), np.asarray(problem.sk))
     if used is not None and ((used < 0) | (used > keys)).any():
-        most = f"Sk = {problem.sk}" if lengths is None else "the keys of its sequence"
+        most = "the keys of its sequence" if problem.packed else f"Sk = {problem.sk}"
         raise error(
             ValueError,
             f"seqused_k has values from {used.min()} to {used.max()}",
             f"each is at least 0 and at most {most}",
             "clip it, or pass longer k and v",
         )
-    if "sinks" in arrays:
-        require_sinks(arrays["sinks"])
-    positions = _positions(problem, integers, queries, keys)
-    if "alibi_slopes" in arrays:
-        require_alibi(problem, arrays["alibi_slopes"], *positions)
-    if "cos" in arrays:
-        _require_rotary_positions(problem, *positions)
+    if arrays.sinks is not None:
+        require_sinks(arrays.sinks)
+    positions = _positions(problem, offsets, used, queries, keys)
+    if arrays.alibi_slopes is not None:
+        require_alibi(problem, arrays.alibi_slopes, *positions)
+    if problem.layouts.cos is not None:
+        _require_rotary_positions(problem, problem.layouts.cos.shape[0], *positions)
+
+
+def _lengths(
+    problem: AttentionProblem, arrays: AttentionArrays[Array]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the queries and keys of each sequence; of a batch those of all."""
+    if arrays.cu_seqlens_q is None or arrays.cu_seqlens_k is None:
+        return np.asarray(problem.sq), np.asarray(problem.sk)
+    return (
+        counts_of("cu_seqlens_q", arrays.cu_seqlens_q, problem.total_q, problem.sq),
+        counts_of("cu_seqlens_k", arrays.cu_seqlens_k, problem.total_k, problem.sk, "k and v"),
+    )
 
 
 def require_alibi(
@@ -106,21 +110,25 @@ def require_sinks(sinks: Array) -> None:
 
 def require_rotary_positions(problem: AttentionProblem) -> None:
     """Raise ValueError for tables that are too short, where no array has a say in positions."""
-    if "cos" in problem.layouts and not problem.layouts.keys() & set(INTEGERS):
+    layouts = problem.layouts
+    told = layouts.q_offset is not None or layouts.seqused_k is not None or problem.packed
+    if layouts.cos is not None and not told:
         lengths = np.asarray(problem.sq), np.asarray(problem.sk)
-        _require_rotary_positions(problem, *_positions(problem, {}, *lengths))
+        positions = _positions(problem, None, None, *lengths)
+        _require_rotary_positions(problem, layouts.cos.shape[0], *positions)
 
 
 def _positions(
     problem: AttentionProblem,
-    integers: dict[str, np.ndarray],
+    given: np.ndarray | None,
+    in_use: np.ndarray | None,
     queries: np.ndarray,
     keys: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return of each sequence where query 0 stands, its queries, and its keys in use."""
-    used = np.asarray(integers.get("seqused_k", keys))
+    used = np.asarray(keys if in_use is None else in_use)
     from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
-    offsets = np.asarray(integers.get("q_offset", from_end))
+    offsets = np.asarray(from_end if given is None else given)
     of_sequences = np.broadcast_arrays(offsets, queries, used)
     # Sides of windows, which are added to them, have up to 61 bits.
     offsets, queries, used = (x.astype(np.int64) for x in of_sequences)
@@ -128,11 +136,14 @@ def _positions(
 
 
 def _require_rotary_positions(
-    problem: AttentionProblem, offsets: np.ndarray, queries: np.ndarray, used: np.ndarray
+    problem: AttentionProblem,
+    positions: int,
+    offsets: np.ndarray,
+    queries: np.ndarray,
+    used: np.ndarray,
 ) -> None:
     if problem.batch == 0:
         return
-    positions = problem.layouts["cos"].shape[0]
     occupied = {"keys": (0, int(used.max()) - 1)} if used.any() else {}
     left, right = problem.window
     first = offsets if right is None else np.maximum(offsets, -right)
@@ -148,3 +159,38 @@ def _require_rotary_positions(
                 f"the rotary tables have positions 0 to {positions - 1}",
                 "pass another q_offset" if first < 0 else "pass longer tables, or another q_offset",
             )
+
+
+def counts_of(
+    name: str, bounds: Array, total: int, longest: int, of: str = "q", *, whole: bool = True
+) -> np.ndarray:
+    """Return how many rows each sequence has, int64; a GPU is waited for.
+
+    The first sequence begins at row 0, unless they need not be the `whole` array.
+
+    Raises
+    ------
+    ValueError
+        Unless cu_seqlens fits its arrays and max_seqlen.
+    """
+    items = on_host(bounds).astype(np.int64)
+    counts = np.diff(items)
+    first_row = "0" if whole else "0 or more"
+    if items[0] < 0 or (whole and items[0]) or items[-1] > total or (counts < 0).any():
+        raise error(
+            ValueError,
+            f"{name} = {shown(items.tolist())}",
+            f"it begins with {first_row}, never falls, and ends at {total} at the most: the rows "
+            f"of {of}",
+            "pass numpy.cumsum of the lengths, with a 0 in front",
+        )
+    if (counts > longest).any():
+        at = int(np.argmax(counts > longest))
+        most = name.replace("cu_seqlens", "max_seqlen")
+        raise error(
+            ValueError,
+            f"sequence {at} of {name} has {counts[at]} rows",
+            f"each has at most {most} = {longest}",
+            f"pass the largest number as {most}",
+        )
+    return counts

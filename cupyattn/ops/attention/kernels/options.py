@@ -68,6 +68,12 @@ class BackwardOptions(NamedTuple):
     dbias: str = "void"
     dbias_accumulate: bool = False
 
+    @classmethod
+    def of(cls, scores: FlashOptions, score_vec: int) -> BackwardOptions:
+        """Return those of a forward's options that a backward has."""
+        same = {name: getattr(scores, name) for name in SCORE_MACROS}
+        return cls(score_vec=score_vec, **same)
+
 
 PLAIN_BACKWARD = BackwardOptions()
 

@@ -18,98 +18,116 @@ from cupyattn.ops.attention.kernels.tensor_core import (
 )
 from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
 from cupyattn.ops.attention.params import (
-    Starts,
     backward_params,
     gradient_params,
     require_near_rows,
     score_options,
     score_strides,
+    step_of,
     whole_vectors,
 )
 from cupyattn.ops.attention.problem import (
+    AttentionBackwardArrays,
     AttentionProblem,
-    PackedProblem,
-    gradient_outputs,
-    result_layouts,
+    Outputs,
+    with_results,
 )
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.by_name import Plan, Step, lay_out_scratch, spanning
+from cupyattn.runtime.card import Card
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.plan import Plan, Planner, Step
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import round_up
 
 _MAX_ROWS = 2**32 - 1  # scratch rows are counted in 32 bits (scratch_row in backward_params.cuh)
 _QUAD = 4  # neighbouring keys that are read together
 _MOST_TILE_ROWS = 64  # the most rows of q, k, v or dout that one tile has
-_VECTOR_ARRAYS = ("q", "k", "v", "out", "dout")
+_VECTOR_ARRAYS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 
 class _Options(NamedTuple):
-    """Of the kernels of a call; of that of dbias where a bias broadcasts."""
+    """Compile-time options of the kernels of one call; `summed_dbias` if the bias broadcasts."""
 
     dkdv: BackwardOptions
     dq: BackwardOptions
     summed_dbias: BackwardOptions = PLAIN_BACKWARD
 
 
-def backward_plan(
+def tensor_core_plan(
     problem: AttentionProblem,
-    start_of: Starts,
-    arch: int,
+    planner: Planner[Any],
+    outputs: Outputs,
+    card: Card,
     *,
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
     """Plan the backward."""
+    arch = card.arch
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS)
-    outputs = gradient_outputs(problem)
-    results = result_layouts(problem, outputs)
-    rows = _countable_rows(problem)
-    dbias = results.get("dbias")
-    score_vec = _score_items(problem, _score_arrays(problem, start_of, dbias))
+    laid: AttentionBackwardArrays[Layout] = with_results(problem, outputs)
+    rows, dbias = _countable_rows(problem), laid.dbias
+    score_vec = _score_items(problem, _score_arrays(problem, dbias))
     summed = _summed_dbias(problem, arch, dbias, score_vec, accumulate)
 
-    to_zero = {} if deterministic else {"dq_acc": rows * round_up(problem.head_dim, 8)}
-    options = _options(problem, start_of, dbias, score_vec, summed, accumulate)
-    lists = _lists(problem, arch, options, deterministic)
-    kept = {
-        "stats": 2 * rows,
-        "sizes": 2 * _ctas_of_delta(problem, rows),
-        "scales": 2 * problem.batch * problem.heads,
-        "cta_scales": max(_gradient_ctas(problem, arch, options, deterministic)),
-        **{n: x for each in lists for n, x in each.scratch.items()},
-        **({"scratch": math.prod(summed.target.shape)} if summed and summed.scratch else {}),
+    options = _options(problem, dbias, score_vec, summed, accumulate)
+    scratch: dict[str, int | None] = {
+        "stats": planner.scratch(2 * rows),
+        "sizes": planner.scratch(2 * _ctas_of_delta(problem, rows)),
+        "scales": planner.scratch(2 * problem.batch * problem.heads),
+        "cta_scales": planner.scratch(max(_gradient_ctas(problem, arch, options, deterministic))),
+        "dq_acc": None,
+        "zeroed": None,
     }
-    scratch = lay_out_scratch({**kept, **to_zero})
-    zeroed = spanning("zeroed", scratch[len(kept) :])
+    lists = _lists(problem, planner, arch, options, deterministic)
+    if summed and summed.scratch:
+        scratch["scratch"] = planner.scratch(math.prod(summed.target.shape))
+    sums = 0 if deterministic else rows * round_up(problem.head_dim, 8)
+    if sums:
+        scratch["dq_acc"] = scratch["zeroed"] = planner.scratch(sums)
 
     params = backward_params(
         problem,
-        results,
+        laid,
         accumulate=accumulate,
         dbias=dbias if summed is None else summed.target,
-        zeroed=sum(piece.items for piece in zeroed),
+        zeroed=sums,
         rows_padded=_scratch_rows(problem)[1],
     )
-    rows_of = [(start_of[name], problem.layouts[name].strides) for name in _VECTOR_ARRAYS]
-    rows_of += [(start_of.get(name, 0), results[name].strides) for name in ("dq", "dk", "dv")]
-    vec = whole_vectors(vector_items(problem.dtype.name), problem, rows_of)
-    sinks = results["dsinks"].dtype.name if "dsinks" in results else None
+    vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, _VECTOR_ARRAYS)
+    call = _Call(problem, planner.slots, scratch, arch, vec, params)
     steps = [
-        *_row_steps(problem, vec, rows, params, sinks),
-        *_gradient_steps(problem, arch, vec, options, lists, rows, params),
+        *_row_steps(call, rows, laid.dsinks),
+        *_gradient_steps(call, options, lists, rows, deterministic),
     ]
     if dbias is not None and summed is not None:
-        steps += _dbias_steps(problem, arch, vec, options, dbias, summed, params, accumulate)
+        steps += _dbias_steps(call, planner, options, dbias, summed, accumulate)
     # Tiles that no query sees are skipped, and with them their part of dbias.
     skipped = dbias is not None and summed is None and not accumulate
-    return Plan(
-        tuple(steps),
-        outputs,
-        (*scratch, *zeroed),
-        zero_first=("dbias",) if skipped else (),
-        zero_new=accumulate,
-    )
+    zero_first = [planner.slots.dbias] if skipped else []
+    return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)
+
+
+class _Call(NamedTuple):
+    """What the launches of one call have in common."""
+
+    problem: AttentionProblem
+    slots: Any
+    scratch: dict[str, int | None]
+    arch: int
+    vec: int
+    params: Any
+    """The C struct BackwardParams."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D and Dv."""
+        return self.problem.head_dim, self.problem.head_dim_v
+
+    @property
+    def gradient(self) -> Any:
+        """The C struct of kernels that take packed sequences too."""
+        return gradient_params(self.problem, self.params)
 
 
 def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -118,14 +136,14 @@ def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
     Whole CTAs of the first kernel. The rows of packed sequences stand in one element, those of each
     from a multiple of ROW_PAD on (scratch_begin in varlen_backward_params.cuh).
     """
-    if isinstance(problem, PackedProblem):
+    if problem.packed:
         return 1, (problem.total_q // passes.ROW_PAD + problem.batch) * passes.ROW_PAD
     return problem.batch, round_up(max(problem.sq, 1), passes.ROW_PAD)
 
 
 def _ctas_of_delta(problem: AttentionProblem, rows: int) -> int:
     """Return the CTAs of the first kernel: for the rows of all heads, then for those of v."""
-    if isinstance(problem, PackedProblem):
+    if problem.packed:
         keys = (problem.total_k // passes.ROW_PAD + problem.batch) * passes.ROW_PAD
     else:
         keys = problem.batch * round_up(problem.sk, passes.ROW_PAD)
@@ -147,56 +165,44 @@ def _countable_rows(problem: AttentionProblem) -> int:
     return rows
 
 
-def _row_steps(
-    problem: AttentionProblem, vec: int, rows: int, params: Any, sinks: str | None
-) -> list[Step]:
+def _row_steps(call: _Call, rows: int, dsinks: Layout | None) -> list[Step]:
     """Return the launches for the row statistics, for dsinks, and for the range of ds.
 
     The last one scales the statistics, so dsinks takes them before.
     """
-    packed = isinstance(problem, PackedProblem)
-    gradient = gradient_params(problem, params)
-    delta = passes.delta(problem.head_dim_v, vec, packed)
-    steps = [Step.of(delta, _ctas_of_delta(problem, rows), gradient)]
-    if sinks is not None:
-        steps.append(Step.of(passes.dsinks(sinks), problem.heads, params))
-    scales = passes.scales(problem.head_dim_v, packed)
-    return [*steps, Step.of(scales, problem.batch * problem.kv_heads, gradient)]
+    problem, slots, scratch = call.problem, call.slots, call.scratch
+    head_dim_v, packed = problem.head_dim_v, problem.packed
+    delta, ctas = passes.delta(head_dim_v, call.vec, packed), _ctas_of_delta(problem, rows)
+    steps = [step_of(delta, ctas, slots, call.gradient, **scratch)]
+    if dsinks is not None:
+        of_sinks = passes.dsinks(dsinks.dtype.name)
+        steps.append(step_of(of_sinks, problem.heads, slots, call.params, **scratch))
+    scales, ctas = passes.scales(head_dim_v, packed), problem.batch * problem.kv_heads
+    return [*steps, step_of(scales, ctas, slots, call.gradient, **scratch)]
 
 
 def _gradient_steps(
-    problem: AttentionProblem,
-    arch: int,
-    vec: int,
+    call: _Call,
     options: _Options,
     lists: tuple[BlockLists, ...],
     rows: int,
-    params: Any,
+    deterministic: bool,
 ) -> list[Step]:
     """Return the launches for dk, dv and dq."""
-    dims = problem.head_dim, problem.head_dim_v
-    one_pass = len(lists) == 1
-    packed = isinstance(problem, PackedProblem)
-    strides = problem.block_modifier_strides
-    key_ctas, *row_ctas = _gradient_ctas(problem, arch, options, not one_pass)
-    gradient = gradient_params(problem, params)
-    steps = [
-        *lists[0].steps,
-        Step.of(
-            backward_dkdv.dkdv(arch, *dims, vec, one_pass, options.dkdv, packed),
-            key_ctas,
-            gradient,
-            *strides,
-            renamed=lists[0].renamed,
-        ),
-    ]
-    if one_pass:
-        convert_ctas = -(-rows // passes.ROW_PAD)
-        convert = passes.convert(problem.head_dim, vec, packed)
-        return [*steps, Step.of(convert, convert_ctas, gradient)]
-    dq = backward_dq.dq(arch, *dims, vec, options.dq, packed)
-    last = Step.of(dq, *row_ctas, gradient, *strides, renamed=lists[1].renamed)
-    return [*steps, *lists[1].steps, last]
+    problem, slots, scratch = call.problem, call.slots, call.scratch
+    shape, packed = (call.arch, *call.dims, call.vec), problem.packed
+    values = call.gradient, *problem.block_modifier_strides
+    key_ctas, *row_ctas = _gradient_ctas(problem, call.arch, options, deterministic)
+    dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, packed)
+    of_keys = {**scratch, "block_lists": lists[0].slot}
+    steps = [*lists[0].steps, step_of(dkdv, key_ctas, slots, *values, **of_keys)]
+    if not deterministic:
+        convert = passes.convert(problem.head_dim, call.vec, packed)
+        ctas = -(-rows // passes.ROW_PAD)
+        return [*steps, step_of(convert, ctas, slots, call.gradient, **scratch)]
+    dq = backward_dq.dq(*shape, options.dq, packed)
+    of_rows = {**scratch, "block_lists": lists[1].slot}
+    return [*steps, *lists[1].steps, step_of(dq, *row_ctas, slots, *values, **of_rows)]
 
 
 def _gradient_ctas(
@@ -213,60 +219,54 @@ def _gradient_ctas(
 
 
 def _lists(
-    problem: AttentionProblem, arch: int, options: _Options, deterministic: bool
+    problem: AttentionProblem,
+    planner: Planner[Any],
+    arch: int,
+    options: _Options,
+    deterministic: bool,
 ) -> tuple[BlockLists, ...]:
     """Plan a block mask's lists for the kernel of dk and dv, and for that of dq if there is one."""
     dims = problem.head_dim, problem.head_dim_v
     row = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
-    lists = block_lists(
-        problem, "key_lists", rows=row.tile_q, keys=row.tile_keys, part=row.warp_keys, of_keys=True
-    )
+    sizes = {"rows": row.tile_q, "keys": row.tile_keys, "part": row.warp_keys}
+    lists = block_lists(problem, planner, **sizes, of_keys=True)
     if not deterministic:
         return (lists,)
     dq = backward_dq.dq_row(arch, *dims, options.dq)
-    return lists, block_lists(
-        problem, "row_lists", rows=dq.tile_rows, keys=dq.tile_k, part=dq.warp_rows
-    )
+    sizes = {"rows": dq.tile_rows, "keys": dq.tile_k, "part": dq.warp_rows}
+    return lists, block_lists(problem, planner, **sizes)
 
 
 def _options(
     problem: AttentionProblem,
-    start_of: Starts,
     dbias: Layout | None,
     score_vec: int,
     summed: SummedDbias | None,
     accumulate: bool,
 ) -> _Options:
     """Name the options of a call's kernels; those that write dbias take `score_vec` at a time."""
-    scores = score_options(problem)
-    dq = BackwardOptions(
-        bias=scores.bias,
-        mask=scores.mask,
-        score_vec=_score_items(problem, _score_arrays(problem, start_of, None)),
-        slopes=scores.slopes,
-        softcap=scores.softcap,
-        dropout=scores.dropout,
-        modified=problem.block_modifiers,
+    dq = BackwardOptions.of(
+        score_options(problem)._replace(modified=problem.block_modifiers),
+        score_vec=_score_items(problem, _score_arrays(problem, None)),
     )
     if dbias is None:
         return _Options(dq, dq)
     target = dbias if summed is None else summed.target
     writing = dq._replace(score_vec=score_vec, dbias=target.dtype.name)
     if summed is not None:
-        modifiers = modifiers_of(problem.functions, problem.layouts, blocks=BLOCK_STATES)
+        functions = problem.functions
+        modifiers = modifiers_of(functions, problem.layouts, blocks=BLOCK_STATES)
         return _Options(dq, dq, writing._replace(modified=modifiers))
     return _Options(writing._replace(dbias_accumulate=accumulate), dq)
 
 
-def _score_arrays(
-    problem: AttentionProblem, start_of: Starts, dbias: Layout | None
-) -> list[tuple[Layout, int]]:
+def _score_arrays(problem: AttentionProblem, dbias: Layout | None) -> list[tuple[Layout, int]]:
     """Return what has an item for each score: the layout, and what its start misses."""
-    names = ("bias", "mask")
-    given: dict[str, Layout] = {n: problem.layouts[n] for n in names if n in problem.layouts}
+    layouts, starts = problem.layouts, problem.starts
+    pairs = [(layouts.bias, starts.bias), (layouts.mask, starts.mask)]
     if dbias is not None:
-        given["dbias"] = dbias
-    return [(layout, start_of.get(name, 0)) for name, layout in given.items()]
+        pairs.append((dbias, getattr(starts, "dbias", None)))
+    return [(layout, start or 0) for layout, start in pairs if layout is not None]
 
 
 def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]) -> int:
@@ -274,7 +274,9 @@ def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]
 
     Each array comes with what it misses of a vector's alignment.
     """
-    if not arrays or problem.dropout_p or problem.sk % _QUAD:  # Philox calls serve pairs of keys
+    if (
+        not arrays or problem.options.dropout_p or problem.sk % _QUAD
+    ):  # Philox calls serve pairs of keys
         return 1
     for layout, start in arrays:
         *others, key = score_strides(layout, problem.scores_shape)
@@ -303,27 +305,22 @@ def _summed_dbias(
 
 
 def _dbias_steps(
-    problem: AttentionProblem,
-    arch: int,
-    vec: int,
+    call: _Call,
+    planner: Planner[Any],
     options: _Options,
     dbias: Layout,
     summed: SummedDbias,
-    params: Any,
     accumulate: bool,
 ) -> list[Step]:
     """Return the launches for the gradient of a bias that broadcasts."""
-    kernel = backward_summed_dbias.summed_dbias(
-        arch,
-        *(problem.head_dim, problem.head_dim_v),
-        vec,
-        options.summed_dbias,
-        isinstance(problem, PackedProblem),
-    )
-    strides = strides_of(options.summed_dbias.modified, problem.layouts)
-    values = gradient_params(problem, params), *summed.shares, *strides
-    renamed = {"dbias": "scratch"} if summed.scratch else {}
-    steps = [Step.of(kernel, summed.ctas, *values, renamed=renamed)]
+    problem, of_kernel = call.problem, options.summed_dbias
+    shape = call.arch, *call.dims, call.vec
+    kernel = backward_summed_dbias.summed_dbias(*shape, of_kernel, problem.packed)
+    values = call.gradient, *summed.shares, *strides_of(of_kernel.modified, problem.layouts)
+    places = {**call.scratch}
     if summed.scratch:
-        steps.append(sum_step(problem, dbias, summed.target, accumulate))
+        places["dbias"] = places["scratch"]
+    steps = [step_of(kernel, summed.ctas, call.slots, *values, **places)]
+    if summed.scratch:
+        steps.append(sum_step(problem, dbias, summed.target, accumulate, planner, **call.scratch))
     return steps

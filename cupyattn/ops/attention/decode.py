@@ -1,0 +1,130 @@
+"""Decoding on a device: the keys of all sequences in equal parts, then the shared rows merged.
+
+Plans are those of paged attention, and of calls on dense keys with few queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cupyattn.ops.attention.kernels import decode
+from cupyattn.ops.attention.params import attention_params, score_options, step_of, whole_vectors
+from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
+from cupyattn.ops.attention.structs import DECODE_PARAMS
+from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Planner, Step
+from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
+
+MOST_UNITS = 2**31 - 1
+"""That kernels count."""
+
+
+def shared_keys_steps(
+    problem: AttentionProblem,
+    laid: AttentionArrays[Layout],
+    planner: Planner[Any],
+    launch: decode.DecodeLaunch,
+    multiprocessors: int,
+    *,
+    feed: str,
+    fields: Mapping[str, Any],
+    whole: bool = False,
+) -> list[Step]:
+    """Return both launches: the keys in equal parts, then the rows that several CTAs shared.
+
+    `fields` of DecodeParams say where the feed finds keys. With `whole` nothing is shared: one
+    kernel, a CTA for each key-value head of each sequence.
+    """
+    slots: Any = planner.slots
+    places = {"k_cache": slots.k, "v_cache": slots.v, "seqlens_k": slots.seqused_k}
+    multiprocessor_slots = multiprocessors * launch.config.ctas_per_sm
+    ctas = 0 if whole else min(units_of(problem, launch), multiprocessor_slots)
+    params = _params(problem, laid, fields, launch, ctas)
+    options = score_options(problem)
+    segments = problem.batch * problem.kv_heads * row_tiles_of(problem, launch)
+    forward = decode.forward(launch, options, feed)
+    if whole:
+        places |= {"partial_out": None, "partial_sums": None}
+        return [step_of(forward, segments, slots, params, **places)]
+    rows = 2 * ctas * launch.config.rows
+    places["partial_out"] = planner.scratch(rows * problem.head_dim)
+    places["partial_sums"] = planner.scratch(rows * 2)
+    parts = -(-ctas // segments) + 1  # one begins and ends anywhere
+    combine = decode.combine(launch, options.sinks, parts)
+    combined = problem.batch * problem.heads * problem.sq
+    return [
+        step_of(forward, ctas, slots, params, **places),
+        step_of(combine, combined, slots, params, **places),
+    ]
+
+
+def launch_of(problem: AttentionProblem, card: Card) -> decode.DecodeLaunch:
+    """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
+    dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
+    together = problem.sq * (problem.heads // problem.kv_heads)
+    vec = _integer_items(problem, cache) if cache in decode.INTEGER_BITS else _floats(problem)
+    return decode.decode_launch(
+        card.arch,
+        dtype,
+        problem.head_dim,
+        together,
+        vec,
+        cache,
+        tensor_cores=card.has_mma(dtype),
+    )
+
+
+def _floats(problem: AttentionProblem) -> int:
+    """Return how many items of rows can be loaded at once: 16 bytes' worth, or 1."""
+    return whole_vectors(
+        vector_items(problem.dtype.name), problem, problem.layouts, ("q", "k", "v")
+    )
+
+
+def _integer_items(problem: AttentionProblem, cache: str) -> int:
+    """Return the same of caches of integers: of so many q's are whole vectors anyway."""
+    bits = decode.INTEGER_BITS[cache]
+    for items in (8 * VECTOR_BYTES // bits, decode.INTEGER_ITEMS):
+        needed = {"q": VECTOR_BYTES, "k": items * bits // 8, "v": items * bits // 8}
+        if problem.head_dim % items == 0 and all(
+            _starts_at_multiples(problem, name, size) for name, size in needed.items()
+        ):
+            return items
+    return 8 // bits
+
+
+def _starts_at_multiples(problem: AttentionProblem, name: str, size: int) -> bool:
+    """Whether every row of an array starts at a multiple of so many bytes."""
+    places = (getattr(problem.starts, name), *getattr(problem.layouts, name).strides[:-1])
+    return all(place % size == 0 for place in places)
+
+
+def row_tiles_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:
+    """Return how many passes over a key-value head's keys all of its query rows take."""
+    return -(-problem.sq * (problem.heads // problem.kv_heads) // launch.config.rows)
+
+
+def units_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:
+    """Return how many parts of the work there are at the most."""
+    segments = problem.batch * problem.kv_heads * row_tiles_of(problem, launch)
+    return segments * max(1, -(-problem.sk // (decode.TILE_KEYS * decode.WARPS)))
+
+
+def _params(
+    problem: AttentionProblem,
+    laid: AttentionArrays[Layout],
+    fields: Mapping[str, Any],
+    launch: decode.DecodeLaunch,
+    ctas: int,
+) -> Any:
+    """Fill the C struct DecodeParams."""
+    params = new_struct(DECODE_PARAMS)
+    params["attention"] = attention_params(problem, laid)
+    for name, value in fields.items():
+        params[name] = value
+    params["batch"], params["kv_heads"] = problem.batch, problem.kv_heads
+    params["row_tiles"], params["ctas"] = row_tiles_of(problem, launch), ctas
+    return params[()]
