@@ -68,6 +68,7 @@ __all__ = [
     "dropout_backward",
     "embedding",
     "embedding_backward",
+    "explain",
     "gather",
     "geglu",
     "geglu_backward",
@@ -105,17 +106,25 @@ __all__ = [
 ]
 
 _MODULES = ("distributed", "emulator", "kv_cache", "models")
-_CACHE_NAMES = {
-    "BlockAllocator",
-    "Copy",
-    "OutOfBlocksError",
-    "PagedKVCache",
-    "Scheduler",
-    "Sequence",
+_HOMES = {
+    **dict.fromkeys(
+        (
+            "BlockAllocator",
+            "Copy",
+            "OutOfBlocksError",
+            "PagedKVCache",
+            "Scheduler",
+            "Sequence",
+        ),
+        "kv_cache",
+    ),
+    "explain": "explanation",
 }
+"""Where public names are, if not in `cupyattn.functions`."""
 
 if TYPE_CHECKING:
     from cupyattn import emulator as emulator
+    from cupyattn.explanation import explain
     from cupyattn.functions import *
     from cupyattn.kv_cache import (
         BlockAllocator,
@@ -133,7 +142,7 @@ else:  # a type checker would accept any name
         with no_fork():
             if name in _MODULES:
                 return import_module(f"cupyattn.{name}")
-            home = "kv_cache" if name in _CACHE_NAMES else "functions"
+            home = _HOMES.get(name, "functions")
             value = getattr(import_module(f"cupyattn.{home}"), name)
         globals()[name] = value  # the next look-up does not come here
         return value

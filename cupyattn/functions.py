@@ -7,29 +7,24 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 from inspect import isfunction
 
 from cupyattn.autodiff.rules import (
-    cross_entropy,
-    dropout,
-    embedding,
-    geglu,
-    gelu,
-    layer_norm,
     linear,
-    linear_cross_entropy,
     linear_gelu,
-    log_softmax,
-    logsumexp,
-    rms_norm,
-    rope,
-    silu,
-    softmax,
-    swiglu,
 )
 from cupyattn.autodiff.vjp import vjp
 from cupyattn.environment import device_info
-from cupyattn.ops.activations.api import gelu_backward, silu_backward
-from cupyattn.ops.activations.dropout import DropoutGrads, dropout_backward
-from cupyattn.ops.activations.gated import GatedGrads, geglu_backward, swiglu_backward
-from cupyattn.ops.activations.sums import add_to
+from cupyattn.ops.activations.api import (
+    GatedGrads,
+    add_to,
+    geglu,
+    geglu_backward,
+    gelu,
+    gelu_backward,
+    silu,
+    silu_backward,
+    swiglu,
+    swiglu_backward,
+)
+from cupyattn.ops.activations.dropout import DropoutGrads, dropout, dropout_backward
 from cupyattn.ops.attention.api import attention, attention_backward
 from cupyattn.ops.attention.api_paged import merge_attention, paged_attention
 from cupyattn.ops.attention.api_varlen import attention_varlen, attention_varlen_backward
@@ -37,34 +32,37 @@ from cupyattn.ops.attention.block_mask import BlockMask, block_mask
 from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.cache.api import append_kv
-from cupyattn.ops.cache.api_copies import copy_blocks
-from cupyattn.ops.cache.api_gather import gather
-from cupyattn.ops.embedding.api import embedding_backward
+from cupyattn.ops.cache.api import append_kv, copy_blocks, gather
+from cupyattn.ops.embedding.api import embedding, embedding_backward
 from cupyattn.ops.linear.api_backward import linear_backward
 from cupyattn.ops.linear.api_gelu import linear_gelu_backward
 from cupyattn.ops.linear.api_quantised import dequantize, quantize
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
-from cupyattn.ops.losses.api import cross_entropy_backward
-from cupyattn.ops.losses.linear_cross_entropy import linear_cross_entropy_backward
+from cupyattn.ops.losses.api import cross_entropy, cross_entropy_backward
+from cupyattn.ops.losses.api_linear import linear_cross_entropy, linear_cross_entropy_backward
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import (
     LayerNormGrads,
     RMSNormGrads,
+    layer_norm,
     layer_norm_backward,
+    rms_norm,
     rms_norm_backward,
 )
-from cupyattn.ops.optimizer.adamw_8bit import adamw_step_8bit
-from cupyattn.ops.optimizer.api import adamw_step, global_norm
-from cupyattn.ops.rope.api import Rotary, rope_backward
+from cupyattn.ops.optimizer.api import adamw_step, adamw_step_8bit, global_norm
+from cupyattn.ops.rope.api import Rotary, rope, rope_backward, rope_tables
 from cupyattn.ops.rope.reference import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from cupyattn.ops.rope.tables import rope_tables
 from cupyattn.ops.sampling.api import sample
-from cupyattn.ops.softmax.api import softmax_backward
-from cupyattn.ops.softmax.api_log import log_softmax_backward
-from cupyattn.ops.softmax.logsumexp import logsumexp_backward
-from cupyattn.ops.softmax.scores import SoftmaxGrads
+from cupyattn.ops.softmax.api import (
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    softmax,
+    softmax_backward,
+)
+from cupyattn.ops.softmax.bias_gradient import SoftmaxGrads
 from cupyattn.runtime.backend import backend
 from cupyattn.runtime.kernel import Kernel
 from cupyattn.runtime.ranges import ranged

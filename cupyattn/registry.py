@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cupyattn.ops.activations import kernels as activations
-from cupyattn.ops.activations import kernels_add_to as add_to
-from cupyattn.ops.activations import kernels_dropout as dropout
 from cupyattn.ops.attention.kernels import (
     block_mask,
     combine,
@@ -30,13 +28,10 @@ from cupyattn.ops.linear import kernels_tensor_core as linear_tensor_core
 from cupyattn.ops.linear import kernels_thin as thin
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
-from cupyattn.ops.optimizer import kernels as adamw
-from cupyattn.ops.optimizer import kernels_8bit as adamw_8bit
-from cupyattn.ops.optimizer import kernels_global_norm as global_norm
+from cupyattn.ops.optimizer import kernels as optimizer
 from cupyattn.ops.rope import kernels as rope
 from cupyattn.ops.sampling import kernels as sampling
 from cupyattn.ops.softmax import kernels as softmax
-from cupyattn.ops.softmax import kernels_dbias as softmax_dbias
 from cupyattn.runtime import column_sums
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.device import mma_rate
@@ -60,18 +55,13 @@ _MODULES = (
     kv_cache,
     softmax,
     activations,
-    dropout,
-    adamw,
-    adamw_8bit,
-    add_to,
-    global_norm,
+    optimizer,
     embedding,
     rope,
     sampling,
     cross_entropy,
     norms,
     column_sums,
-    softmax_dbias,
     linear_float32,
     mma_rate,
     thin,

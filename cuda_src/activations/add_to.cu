@@ -1,8 +1,9 @@
-// An array added to a sum in float32, item by item and in place.
+// Add an array to a float32 sum, item by item and in place.
 //
 //   total += x
 //
-// Shapes    x and total of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); total float32.
+// Shapes    x and total of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); total
+//           float32.
 // Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
 //           a CTA).
 // Budget    registers: below 40; no shared memory.

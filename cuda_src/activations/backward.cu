@@ -1,6 +1,6 @@
 // The gradient of an activation's input, item by item (activations.cuh).
 //
-//   dx = dout f'(x)   (+ what is there, with ACCUMULATE)
+//   dx = dout f'(x)   (+ the previous contents, with ACCUMULATE)
 //
 // Shapes    dout, x and dx of one shape, any rank and any outer strides, last axis contiguous (elements.cuh).
 // Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of

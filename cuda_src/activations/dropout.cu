@@ -1,14 +1,15 @@
-// Dropout, item by item, and perhaps a residual: forward and backward are one kernel.
+// Dropout, item by item, with an optional residual; the forward and the backward are one kernel.
 //
 //   out_e = (keep_e ? keep_scale x_e : 0) + residual_e,   keep_e = field_e(seed) >= keep_from
 //
-// e is the item's number in C order, field_e its 16 random bits (philox.cuh): the mask depends on nothing else.
+// e is the item's number in C order, field_e its 16 random bits (philox.cuh). The mask depends on nothing else.
 //
 // Shapes    x, residual and out of one shape, any rank and any outer strides, last axis contiguous (elements.cuh).
-// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; one Philox call serves the
-//           eight items of a vector of 16-bit ones, half of them where VEC is 4. Grid ceil(units / units of a CTA).
+// Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; one Philox call has the
+//           random bits of eight items: a vector of 16-bit items, or two vectors where VEC is 4. Grid ceil(units /
+//           units of a CTA).
 // Budget    registers: below 64; no shared memory. Philox takes about 80 instructions a call.
-// Edges     a dropped item is 0 (or the residual) whatever x is, NaN too. out may be x or residual itself.
+// Edges     a dropped item is 0 (or the residual) for any x, also NaN. out may be x or residual itself.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif

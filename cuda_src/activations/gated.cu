@@ -7,7 +7,7 @@
 // Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
 //           a CTA).
 // Budget    registers: 2 * VECTORS * VEC floats, below 80 in all; no shared memory.
-// Edges     f's limits at -inf and inf, times up: f(-inf) = -0 gives NaN with an infinite up. out may be gate or up.
+// Edges     f has its limits at -inf and inf; f(-inf) = -0 times an infinite up is NaN. out may be gate or up.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VECTORS) || !defined(VEC)
 #error "DTYPE, THREADS, LANES, VECTORS and VEC come from a launch-configuration table"
 #endif

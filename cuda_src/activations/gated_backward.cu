@@ -1,6 +1,6 @@
 // The gradients of a gated activation's inputs, item by item.
 //
-//   dgate = dout up f'(gate),   dup = dout f(gate)   (+ what is there, with ACCUMULATE)
+//   dgate = dout up f'(gate),   dup = dout f(gate)   (+ the previous contents, with ACCUMULATE)
 //
 // Shapes    dout, gate, up, dgate and dup of one shape, any rank and any outer strides, last axis contiguous
 //           (elements.cuh): gate and up, and so dgate and dup, may be the halves of one array.

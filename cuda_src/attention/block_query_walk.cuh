@@ -1,10 +1,10 @@
-// Which query tiles a CTA of keys walks: those of query_walk.cuh, or what a call's block mask leaves of them
+// Which query tiles a CTA of keys walks: those of key_walk.cuh, or what a call's block mask leaves of them
 // (block_lists.cuh).
 #pragma once
 
 #include "backward_params.cuh"
 #include "block_lists.cuh"
-#include "query_walk.cuh"
+#include "key_walk.cuh"
 
 // Head after head of a group those that need a mask, then head after head those that are seen in full. It is asked for one
 // tile after the other. Each stands in a run of its list; the runs of a head are worked out anew when the walk comes to

@@ -1,16 +1,16 @@
-// New tokens into a paged cache: keys and values to their slots, with the rotary embedding of keys (and of queries, in
-// place) and the quantisation of what is stored in the same pass.
+// Write the keys and values of new tokens to their slots of a paged cache. The same pass applies the rotary embedding
+// to keys (and to queries, in place) and quantises keys and values for a quantised cache.
 //
 // Shapes    k and v (B, S, G, D), q (B, S, H, D) or null, of any outer strides; slot_mapping and positions (B, S); the
 //           caches (num_blocks, block_size, G, D) of CACHE, their scales (num_blocks, block_size, G); cos and sin
 //           (table length, R/2) of TABLE, which is void without a rotation.
 // Work      LANES lanes of a warp own HEADS neighbouring heads of one token's q, k or v: a lane has CHUNKS chunks of
-//           each head's columns, and reads cosines and sines once for all. The other features of its pairs, which
-//           other lanes hold, it reads again: they are in L1. Neighbouring rows of lanes have neighbouring heads, then
-//           q, k and v, then tokens. Grid ceil(rows of lanes / those of a CTA).
+//           each head's columns, and reads cosines and sines once for all its heads. It also reads the other features
+//           of its pairs, which other lanes hold: they are in L1. Neighbouring rows of lanes have neighbouring heads,
+//           then q, k and v, then tokens. Grid ceil(rows of lanes / rows of a CTA).
 // Budget    registers: 2 * HEADS * CHUNKS vectors and their cosines and sines, below 128 in all; no shared memory.
-// Edges     a slot that is not in the caches is skipped (-1 says so); a position outside of the tables gives NaN in the
-//           R features, and nothing is read there. Two tokens with one slot leave parts of either.
+// Edges     a slot that is not in the caches, such as -1, is skipped; a position outside of the tables gives NaN in the
+//           R features, and nothing is read there. Two tokens with one slot may leave parts of both.
 #if !defined(DTYPE) || !defined(CACHE) || !defined(THREADS) || !defined(LANES) || !defined(CHUNKS) || \
     !defined(HEADS) || !defined(VEC) || !defined(SLOT) || !defined(TABLE) || !defined(POSITION) ||    \
     !defined(INTERLEAVED)
@@ -20,7 +20,7 @@
 #include "../rope/rotation.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype APPEND_PARAMS of cupyattn/ops/cache/structs. Strides are in items.
+// The fields are those of APPEND_PARAMS in cupyattn/ops/cache/kernels.py. Strides are in items.
 struct RowStrides {
   int64 outer, inner, head;  // of a batch element and a token of it, or of a block and a token in it
 };
@@ -52,7 +52,7 @@ struct Rotation<void> {
 struct Traits {
   using Stored = Format<CACHE>;
   static constexpr bool kRotates = Rotation<TABLE>::kThere;
-  // What is stored at once fills a byte: of single items of four bits a lane has two.
+  // A lane stores whole bytes: where it loads single items of four bits, it has two.
   static constexpr int kChunk = VEC < Stored::kPerByte ? Stored::kPerByte : VEC;
   static constexpr int kLoads = CHUNKS * (kChunk / VEC);                 // of a head
   static constexpr int kTable = INTERLEAVED && VEC > 1 ? VEC / 2 : VEC;  // pairs that a load has features of
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32 column_of(int load) {
   return (lane + load / kPerChunk * LANES) * Traits::kChunk + load % kPerChunk * VEC;
 }
 
-// Where the pairs of a load's features are: the first of the other features, and the first pair.
+// Position of the pairs of a load's features: the first of the other features, and the first pair.
 struct Pairing {
   uint32 other, pair;
   bool second;  // these are the second features of their pairs
@@ -110,8 +110,8 @@ struct Angles {
 
 using Loaded = Vec<DTYPE, VEC>;
 
-// A lane's part of one head, in float32, rotated where `rotates` says so. What is only copied is no product: 0 times
-// infinity is none.
+// A lane's part of one head, in float32, rotated if `rotates`. Features that are only copied are not multiplied:
+// 0 times infinity is NaN.
 struct Head {
   float x[Traits::kLoads][VEC];
 

@@ -1,13 +1,13 @@
-// Blocks of a cache copied whole, one copy after the other: what a copy-on-write asks for.
+// Copy whole blocks of a cache, one copy after the other: copy-on-write needs it.
 //
 //   for (src, dst) in copies: array[..., dst, ...] = array[..., src, ...]
 //
 // Shapes    up to four arrays (caches and their scales, of one layer or of all), each with an axis of blocks of any
-//           stride; what is in a block is words along up to kCopyAxes axes of any strides. Copies are passed
-//           by value, up to kPassed, or are an array (n, 2) of any strides.
-// Work      a thread owns one word's place within a block of one array, and makes all copies of it in their order: so a
-//           source may be written by an earlier or a later copy, and no thread waits for another. Grid ceil(words of a
-//           block, of all arrays / THREADS).
+//           stride. A block is words along up to kCopyAxes axes of any strides. Copies are passed by value,
+//           up to kPassed, or are an array (n, 2) of any strides.
+// Work      a thread owns one word's place within a block of one array, and makes all copies of it in their order. So
+//           an earlier or a later copy may write a source, and no thread waits for another. Grid ceil(words of one
+//           block in all arrays / THREADS).
 // Budget    registers: kBatch words, whose loads are in flight together; no shared memory.
 // Edges     a copy from or to a block that does not exist is skipped.
 #if !defined(THREADS) || !defined(WORD) || !defined(COPY)
@@ -20,7 +20,7 @@ constexpr int kCopyAxes = 4;
 constexpr int kPassed = 32;
 constexpr int kBatch = 8;
 
-// Field for field the structured dtype COPY_BLOCKS_PARAMS of cupyattn/ops/cache/structs. Strides are in words.
+// The fields are those of COPY_BLOCKS_PARAMS in cupyattn/ops/cache/kernels.py. Strides are in words.
 struct CopyBlocksParams {
   int64 block_stride[kCopyArrays];
   int64 strides[kCopyArrays][kCopyAxes];
@@ -45,8 +45,8 @@ struct Place {
   __device__ __forceinline__ bool has(int64 block) const { return block >= 0 && block < num_blocks; }
 };
 
-// kBatch copies, as if one after the other: all sources are read before anything is written, and what an earlier copy
-// of the batch writes to a later one's source takes the place of what was read.
+// Make kBatch copies with the result of making them one after the other. All sources are read before anything is
+// written; where an earlier copy of the batch writes the source of a later one, its word replaces the one read.
 __device__ __forceinline__ void copy_batch(const Place& place, const int64 (&src)[kBatch], const int64 (&dst)[kBatch]) {
   Data data[kBatch];
   bool wanted[kBatch];

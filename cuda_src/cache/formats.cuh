@@ -1,12 +1,12 @@
-// How the items of a cache are stored: as they are (float16, bfloat16, float32), or as integers with a scale for each
-// token and key-value head.
+// Storage formats of a cache's items: floats (float16, bfloat16, float32), or integers with a scale for each token and
+// key-value head.
 //
 //   Int8   value = q * scale,            scale = max|x| / 127,  q = round(x / scale), a signed byte
 //   Int4   value = (nibble - 8) * scale, scale = max|x| / 7,    nibble = 8 + round(x / scale), item 2 i in the low
 //          nibble of byte i, item 2 i + 1 in the high one
 //
 // Rounding is to nearest even. A scale that would be subnormal is flushed to 0, and its integers are 0. Items that are
-// not all finite have a scale that is not, and integers of 0: what is read back is NaN.
+// not all finite have a scale that is not finite, and integers of 0: they are read back as NaN.
 #pragma once
 
 #include "../common/vec.cuh"
@@ -43,7 +43,7 @@ struct Format<Int4> {
   using Item = uint8;
 };
 
-// Where an item stands in its row, in items of the array.
+// Position of an item in its row, in items of the array.
 template <typename Cache>
 __device__ __forceinline__ uint32 stored_column(uint32 column) {
   if constexpr (Format<Cache>::kQuantised) {

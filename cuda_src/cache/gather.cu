@@ -1,12 +1,12 @@
-// The tokens of sequences out of the blocks of a paged cache: what dense attention takes.
+// Gather the tokens of sequences from the blocks of a paged cache into arrays that dense attention takes.
 //
 //   k[b, t] = k_cache[block_table[b, t / block_size], t % block_size] for t < seqlens_k[b], otherwise 0; v alike
 //
 // Shapes    caches (num_blocks, block_size, G, D) of CACHE, their scales (num_blocks, block_size, G); block_table (B,
 //           max_blocks), seqlens_k (B,); k and v (B, length, G, D) of DTYPE. Outer strides are any.
-// Work      a thread owns VEC neighbouring items of a token's head, of k and of v: two loads and two stores. Neighbouring
+// Work      a thread owns VEC neighbouring items of a head, of k and of v: two loads and two stores. Neighbouring
 //           threads have neighbouring items, then heads, then tokens. Grid ceil(threads / THREADS).
-// Budget    registers for what is on the way; no shared memory.
+// Budget    registers for the items in flight; no shared memory.
 // Edges     a block that does not exist gives zeros, and nothing is read there; lengths beyond the table or the results
 //           are cut.
 #if !defined(DTYPE) || !defined(CACHE) || !defined(THREADS) || !defined(VEC) || !defined(LENGTH)
@@ -14,7 +14,7 @@
 #endif
 #include "formats.cuh"
 
-// Field for field the structured dtype GATHER_PARAMS of cupyattn/ops/cache/structs. Strides are in items.
+// The fields are those of GATHER_PARAMS in cupyattn/ops/cache/kernels.py. Strides are in items.
 struct GatherStrides {
   int64 outer, inner, head;  // of a block and a token in it, or of a sequence and a token of it
 };

@@ -9,7 +9,7 @@
 // Errors    relative to |value|, in units of 2^-24: silu 9 + 2 |x|, gelu_tanh 9 + 7 |z|, gelu 33 + 1.5 x^2 (what grows
 //           is an exponent's rounding); of a derivative, relative to p + |x p'|: 14 + 2 |x|, 20 + 7 |z|, 33 + 1.5 x^2.
 //           Numbers below 2^-118 may vanish: the exponential is flushed there.
-//           cupyattn/ops/activations/reference.py derives all of it.
+//           cupyattn/ops/activations/bounds.py derives all of it.
 // Edges     value(-inf) = -0 and value(inf) = inf, derivative(-inf) = 0 and derivative(inf) = 1, their limits; NaN
 //           gives NaN. No intermediate is inf * 0.
 // Cost      one ex2 and one rcp each, beside them about 8 instructions for silu, 11 for gelu_tanh and 18 for gelu.

@@ -1,18 +1,19 @@
 // The gradient of an embedding's table, third step: sums over runs of equal rows, in chunks of the sorted tokens.
 //
-//   dtable_r = sum over tokens t with ids_t = r of dout_t   (+ what is there, with ACCUMULATE)
+//   dtable_r = sum over tokens t with ids_t = r of dout_t   (+ the previous contents, with ACCUMULATE)
 //
-// A run that lies within a chunk is a row's whole sum and is written; parts of a run that crosses the ends of chunks
-// are left in partials for embedding_combine.cu: [chunk][0] for one that began before, [chunk][1] for one that begins
-// here and goes on. The order of all additions is fixed. Work is the same for each token, however often its row comes.
+// A run within one chunk is the whole sum of its row and is written. For a run that crosses the ends of chunks, each
+// chunk leaves its part in partials for combine.cu: in [chunk][0] if the run began before the chunk, in [chunk][1] if
+// it begins in the chunk. The order of all additions is fixed. Each token takes the same work, however frequent its row
+// is.
 //
 // Shapes    dout (*ids.shape, length) of any outer strides (elements.cuh, a row for each token); order and rows (T,) of
-//           embedding_sort.cu; dtable (table_rows, length), rows table_stride items apart; partials (chunks, 2, length)
+//           sort.cu; dtable (table_rows, length), rows table_stride items apart; partials (chunks, 2, length)
 //           float32.
 // Work      a warp owns CHUNK sorted tokens and 32 * VEC columns, one vector a lane; params.units column blocks; grid
 //           ceil(chunks * column blocks / warps of a CTA).
 // Budget    registers: VEC floats and kInFlight * VEC storage items, below 80 in all; no shared memory.
-// Edges     ids without a row come last in the order, as row table_rows, and are left out.
+// Edges     ids that are not rows are last in the order, as row table_rows, and are left out.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(CHUNK) || !defined(ACCUMULATE)
 #error "DTYPE, THREADS, VEC, CHUNK and ACCUMULATE come from a launch-configuration table"
 #endif
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (first >= count) return;  // the whole warp
   const bool exists = column < params.length;
 
-  // Phase 1: the lane's token and its row; the rows beside the chunk. What is not there is of no row.
+  // Phase 1: the lane's token and its row; the rows next to the chunk. Missing tokens have no row.
   const int mine = first + lane_index();
   const int row = mine < count ? rows_g[mine] : table_rows;
   const int before = first > 0 ? rows_g[first - 1] : -1;

@@ -1,11 +1,11 @@
-// The gradient of an embedding's table, last step: rows whose tokens lie in more chunks than one.
+// The gradient of an embedding's table, last step: sums of rows whose tokens are in several chunks.
 //
-//   dtable_r = partials[c][1] + sum over the chunks k that go on with r of partials[k][0]   (+ what is there, with
-//   ACCUMULATE)
+//   dtable_r = partials[c][1] + sum over the chunks k that continue r of partials[k][0]   (+ the previous contents,
+//   with ACCUMULATE)
 //
-// Shapes    as in embedding_backward.cu.
-// Work      a warp owns the run that begins in a chunk and goes on behind it, if there is one, and 32 * VEC columns,
-//           one vector a lane; grid ceil(chunks * column blocks / warps of a CTA).
+// Shapes    as in backward.cu.
+// Work      a warp owns the run that begins in a chunk and continues in the next, if there is one, and 32 * VEC
+//           columns, one vector a lane; grid ceil(chunks * column blocks / warps of a CTA).
 // Budget    registers: VEC floats, below 48 in all; no shared memory.
 // Edges     rows that begin and end within a chunk were written before and stay.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(CHUNK) || !defined(ACCUMULATE)
@@ -13,9 +13,9 @@
 #endif
 #include "../common/vec.cuh"
 
-// Behind `chunk`: rows are sorted, so those chunks are the ones up to some chunk, which is searched for.
+// Rows are sorted, so the chunks that continue a row follow `chunk` without gaps; binary search finds the last one.
 __device__ __forceinline__ int chunks_that_go_on(const int* rows_g, int count, int row, int chunk) {
-  int last = chunk, beyond = (count + CHUNK - 1) / CHUNK;  // last begins with the row, or is the first one; beyond not
+  int last = chunk, beyond = (count + CHUNK - 1) / CHUNK;  // last continues the row, or is `chunk`; beyond does not
   while (beyond - last > 1) {
     const int middle = last + (beyond - last) / 2;
     (rows_g[static_cast<int64>(middle) * CHUNK] == row ? last : beyond) = middle;

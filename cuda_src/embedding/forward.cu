@@ -2,7 +2,7 @@
 //
 //   out_t = table[ids_t], bit for bit
 //
-// Shapes    table (rows, length), its rows any number of items apart; ids of any shape and strides, out (*ids.shape,
+// Shapes    table (rows, length), with any row stride; ids of any shape and strides, out (*ids.shape,
 //           length) of any outer strides, last axis contiguous (elements.cuh, a row for each id).
 // Work      a unit of LANES threads owns VECTORS * LANES * VEC neighbouring items of a row; grid ceil(units / units of
 //           a CTA).

@@ -1,11 +1,11 @@
-// The gradient of an embedding's table, first step: ids as int32, one behind the other.
+// The gradient of an embedding's table, first step: ids as contiguous int32.
 //
-//   flat_t = ids_t, or `rows` where the table has no such row; behind the last, up to `padded`, kBeyond
+//   flat_t = ids_t, or `rows` if the table has no such row; kBeyond from the last id up to `padded`
 //
 // Shapes    ids of any shape and strides (elements.cuh, one item a row); flat (padded,).
 // Work      a thread an id; grid ceil(padded / THREADS).
 // Budget    about 20 registers.
-// Edges     padded is a multiple of what embedding_sort.cu reads at a time.
+// Edges     padded is a multiple of the ids that sort.cu reads at a time.
 #if !defined(THREADS) || !defined(IDS)
 #error "THREADS and IDS come from a launch-configuration table"
 #endif

@@ -2,11 +2,11 @@
 //
 //   rows_p is the p-th smallest of ids, order_p the token it came from: a stable counting sort
 //
-// A CTA (cooperative thread array, a block of threads) reads all ids and places those of its own rows. Where they begin
-// is the number of smaller ids, which it counts as it reads: no CTA waits for another, and nothing depends on their
-// order. With T ids and R rows that is T R / THREADS reads, from the level-2 cache.
+// A CTA (cooperative thread array, a block of threads) reads all ids and places those of its own rows. Their first
+// position is the number of smaller ids, which the CTA counts as it reads. So no CTA waits for another, and the result
+// does not depend on their order. T ids and R rows take T R / THREADS reads, from the level-2 cache.
 //
-// Shapes    ids (count,) int32, a multiple of THREADS * 4, padded with what is larger than any row; order and rows
+// Shapes    ids (count,) int32, a multiple of THREADS * 4, padded with numbers above any row; order and rows
 //           (T,).
 // Work      THREADS rows a CTA, one a thread; grid ceil(rows / THREADS).
 // Budget    shared memory: 2 * THREADS + THREADS / 32 words of counts and 2 * 4 * THREADS of found ids; 30 registers.

@@ -2,15 +2,15 @@
 //
 //   dx_j = dloss ((1 + 2 z lse) exp(x_j - lse) - (1 - e) [j = y] - e / V) + dlse exp(x_j - lse)
 //
-// for the label y, label smoothing e, the weight z of the z loss, and dlse for those who use lse itself. With ACCUMULATE
-// that is added to what dlogits holds.
+// for the label y, label smoothing e, the weight z of the z loss, and the gradient dlse if lse itself was used. With
+// ACCUMULATE dx_j is added to the contents of dlogits.
 //
 // Shapes    logits and dlogits (..., V) of any outer strides, last axis contiguous, which may be one array without
-//           ACCUMULATE; labels, dloss, lse and dlse one a row of any strides, 0 where one dloss serves all (RowsParams, rows.cuh).
+//           ACCUMULATE; labels, dloss, lse and dlse one a row of any strides, 0 if one dloss serves all rows
+//           (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together.
-// Edges     the row of an ignored label gets zeros, or what dlse gives it; that of a label outside of the vocabulary
-//           NaN.
+// Edges     the row of an ignored label has only the part of dlse; the row of a label outside the vocabulary is NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_DLSE) || !defined(ACCUMULATE)
 #error \
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int64 column = strip_column<Rows>(batch * Rows::kStrips + strip);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        // At most 1: rounding lse to float32 alone may bring it below the logit. A NaN stays one.
+        // At most 1: an lse that was rounded to float32 may be below the logit. A NaN stays NaN.
         const float weight = ex2_approx(at_most((x[strip][i] - lse) * kLog2E, 0.f));
         x[strip][i] = is_zero ? 0.f : of_weight * weight - of_all;
       }

@@ -3,15 +3,15 @@
 //   loss = lse - (1 - e) x_y - (e / V) sum_j x_j + z lse^2,     lse = m + log sum_j exp(x_j - m)
 //
 // for the label y, label smoothing e, and the weight z of the z loss (de Brebisson and Vincent, arXiv:1604.08859). The
-// logits are read once, by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3), which SMOOTHED
-// adds their sum to. The loss is taken from differences with m: between large logits it loses no digits.
+// logits are read once, by the online softmax (Milakov and Gimelshein, arXiv:1805.02867, algorithm 3); with SMOOTHED
+// they are summed too. The loss is computed from differences from m, so that large logits lose no digits.
 //
 // Shapes    logits (..., V) of any outer strides, last axis contiguous; labels one a row of any strides; losses and lse
 //           one float32 a row (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together; shared memory: one float per warp.
-// Edges     the row of an ignored label has loss 0; that of a label outside of the vocabulary NaN, and nothing is read
-//           for it there. Rows of -inf, and with a NaN or +inf, have a loss of NaN.
+// Edges     the row of an ignored label has loss 0; the row of a label outside the vocabulary has NaN, and no logit is
+//           read for that label. Rows of -inf, and rows with a NaN or +inf, have a loss of NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(LABELS_DTYPE) || !defined(WITH_LSE) || !defined(SMOOTHED)
 #error \
@@ -35,7 +35,7 @@ __device__ __forceinline__ void load_batch(Batch& x, const Scalar* row_g, int64 
   }
 }
 
-// Columns beyond the row, which read as -inf, count as zeros.
+// Columns beyond the row, which are loaded as -inf, count as zeros.
 __device__ __forceinline__ float sum_of(const Batch& x, int64 batch, int64 length) {
   float sum[Rows::kVec] = {};  // columns apart, so that no addition waits for the one before it
 #pragma unroll

@@ -1,13 +1,13 @@
-// From the losses of rows to one loss, or from the gradient of that to the gradient of each.
+// Reduces the losses of rows to one loss, or the gradient of that loss to the gradient of each row's loss.
 //
-//   result = numerator / count,   numerator = sum over rows of losses, or dloss where there are no losses,
+//   result = numerator / count,   numerator = sum over rows of losses, or dloss if there are no losses,
 //                                 count = with MEAN the number of labels that are not ignored, otherwise 1
 //
 // Shapes    losses (rows,) float32, contiguous; dloss and result one float32; labels one a row of any strides
 //           (RowsParams, rows.cuh), length 1.
-// Work      one CTA; a thread adds every THREADS-th row, then the threads are added, in one order always.
+// Work      one CTA; a thread adds every THREADS-th row, then the threads' sums are added, in a fixed order.
 // Budget    one float per warp of shared memory.
-// Edges     where every label is ignored 0 / 0 gives NaN.
+// Edges     if every label is ignored, 0 / 0 gives NaN.
 #if !defined(THREADS) || !defined(LABELS_DTYPE) || !defined(MEAN)
 #error "THREADS, LABELS_DTYPE and MEAN come from a launch-configuration table"
 #endif
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (MEAN) counted += labels_g[row_offset(params, kLabels, row)] != ignore_index;
   }
   sum = cta_reduce<Sum, THREADS>(sum, partial_s);
-  // Two halves, each exact in float32: counts reach beyond 2^24.
+  // Two halves, each exact in float32, because counts exceed 2^24.
   const float low = cta_reduce<Sum, THREADS>(static_cast<float>(counted & 0xfff), partial_s);
   const float high = cta_reduce<Sum, THREADS>(static_cast<float>(counted >> 12), partial_s);
   if (threadIdx.x != 0) return;

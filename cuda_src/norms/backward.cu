@@ -1,23 +1,23 @@
-// Layer norm (WITH_MEAN) and RMS norm over the last axis, backward: from dout (dL/dout) and what was normalised, x.
+// Layer norm (WITH_MEAN) and RMS norm over the last axis, backward: from dout (dL/dout) and the normalised array, x.
 //
 //   n_i = (x_i - mean) rstd - c,   c = mean_j (x_j - mean) rstd,   g_i = dout_i (weight_offset + weight_i)
 //   dx_i = rstd (g_i - mean_j g_j - n_i mean_j (g_j n_j)) + dtotal_i
 //   dweight_i = sum over rows of dout_i n_i,   dbias_i = sum over rows of dout_i
 //
-// c is what the mean lost when it was rounded to one float: of 1e4 up to half a thousandth, which counts beside a
-// standard deviation of a hundredth. Sums of n without c give mean_j (g_j n_j) too. RMS norm has mean 0, no c and no
-// mean_j g_j. dtotal is the gradient of the sum that was normalised, where that is a result of the forward too; then x
-// is that sum, and dx the gradient of both of its terms.
+// c corrects the rounding of the mean to one float: up to 5e-4 for a mean of 1e4, which matters for a standard
+// deviation of 1e-2. mean_j (g_j n_j) also follows from sums of n without c. RMS norm has mean 0, no c and no
+// mean_j g_j. If the forward also returned the sum x + residual, then x here is that sum, dtotal the gradient with
+// respect to it, and dx the gradient with respect to both of its terms.
 //
 // Shapes    dout, x, dtotal and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
-// Work      LANES threads own a row; a CTA walks rows gridDim.x * kRowsPerCta apart. While it computes a row, the next
-//           one's loads are under way, where registers hold both. column_sums.cu adds up what the CTAs leave.
-// Budget    registers, for STRIPS * VEC items a thread: x, dout and dtotal of one row or two and the weight, in
-//           their own dtype, and float sums of dweight and dbias; a row that is not RESIDENT: VEC of each, a second
-//           read, and sums in global memory. Shared memory: three floats per warp (RMS norm: one), twice; a
-//           strip of column sums.
-// Edges     columns beyond the row count as none.
+// Work      LANES threads own a row; a CTA loops over rows gridDim.x * kRowsPerCta apart. While it computes a row, the
+//           loads of the next row are in flight, if registers hold both. column_sums.cu adds the CTAs' partial sums.
+// Budget    registers, for STRIPS * VEC items a thread: x, dout and dtotal of one or two rows and the weight, in their
+//           own dtype, and float sums of dweight and dbias; for a row that is not RESIDENT: VEC items of each, a
+//           second read, and sums in global memory. Shared memory: three floats per warp (RMS norm: one), twice;
+//           one row segment of column sums.
+// Edges     columns beyond the row do not count.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || !defined(WITH_MEAN)
 #error \
@@ -32,14 +32,15 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kDout, kX, kDtotal, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
-// What fits in a thread's registers beside the float sums, and as many floats on their way: the weight, one row or two.
+// The weight and one or two rows stay in a thread's registers, if they fit with the float sums and as many floats in
+// flight.
 constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;
 constexpr int kRow = (WITH_DTOTAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
 constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldStrips * Rows::kVec;
 constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
 constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
 
-// Over a row, in phase 1: of g n, and of layer norm those of g and of n.
+// Sums over a row in phase 1: of g n, and for layer norm also of g and of n.
 constexpr int kSums = WITH_MEAN ? 3 : 1;
 
 struct Smem {
@@ -53,7 +54,7 @@ struct Arrays {
   Scalar* dx_g;
 };
 
-// A row: where it lies, its statistics, and the strips that this thread holds of it.
+// A row: its offsets, its statistics, and the segments of it that this thread holds.
 struct Row {
   Held dout[Rows::kHeldStrips], x[Rows::kHeldStrips], dtotal[Rows::kHeldStrips];
   const Scalar *dout_g, *x_g, *dtotal_g;
@@ -66,7 +67,7 @@ struct Row {
     if constexpr (WITH_DTOTAL) dtotal[held].load(dtotal_g, strip, length);
   }
 
-  // Its loads begin here. A row beyond the last has none.
+  // The loads of the row start here. A row beyond the last has none.
   __device__ __forceinline__ void begin(const Arrays& arrays, const Params& params, int64 index) {
     const bool exists = index < params.rows;
     int64 offsets[kDx];
@@ -85,7 +86,7 @@ struct Row {
   }
 };
 
-// What a thread computes of a strip: dout, the normalised x, and dout times the weight. Beyond the row dout is 0.
+// A thread's values of a row segment: dout, the normalised x, and dout times the weight. Beyond the row dout is 0.
 struct Terms {
   float dout[Rows::kVec], normal[Rows::kVec], g[Rows::kVec];
 

@@ -1,19 +1,19 @@
-// Layer norm (CENTRED) and RMS norm over the last axis, forward, with an addition before it.
+// Layer norm (CENTRED) and RMS norm over the last axis, forward, with an optional residual addition.
 //
 //   s = round(x + residual),   out_i = (s_i - mean) rstd (weight_offset + weight_i) + bias_i
 //   layer norm: mean = mean_j s_j,  rstd = (mean_j (s_j - mean)^2 + eps)^(-1/2)   (Ba et al., arXiv:1607.06450)
 //   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)       (Zhang, Sennrich, arXiv:1910.07467)
 //
-// Statistics are those of the sum as it is stored, so that a backward that reads it computes with the same numbers.
+// The statistics are of the sum as it is stored, so that a backward that reads it computes with the same numbers.
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
 //           rows.cuh); weight and bias (length,); mean and rstd one float for each row.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
-//           is added, then of weight and bias; a row that is not RESIDENT: VEC of each, and a second read. Shared
-//           memory: 10 floats per warp.
-// Edges     columns beyond the row count as none; a row with a NaN or an infinity gives NaN (RMS norm of a row with
-//           infinities: zeros, and NaN there); rows without items have mean 0 and rstd eps^(-1/2).
+//           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.
+//           Shared memory: 10 floats per warp.
+// Edges     columns beyond the row do not count; a row with a NaN or an infinity gives NaN (RMS norm of a row with
+//           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
     !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD)
@@ -29,16 +29,16 @@ using Held = HeldStrip<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
-// Where several warps share a row of few registers, a layer norm asks for as many threads a multiprocessor as 65,536
-// registers have room for without spills (sm_80 and later; Turing has room for 1024 threads of any): a row waits for
-// its first load and for two barriers, and others pass meanwhile. At widths of 2048 and 4096 it takes 19.8 and 37.9 us
-// so on an H200 as compute_75 code, for 21.8 and 43.9 (8192 rows of float16, 2026-11-24,
+// If several warps share a row of few registers, a layer norm requests as many threads a multiprocessor as 65,536
+// registers allow without spills (sm_80 and later; Turing has room for 1024 threads in any case). A row waits for its
+// first load and for two barriers; other rows run meanwhile. At widths of 2048 and 4096 it takes 19.8 and 37.9 us this
+// way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
     CENTRED && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
-// Whether weight and bias are loaded before the row's statistics are known: where they fit beside it.
+// Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.
 constexpr bool kHoldColumns = Rows::kResident && !kManyThreads &&
                               (1 + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
 
@@ -64,7 +64,7 @@ struct Row {
   int64 length;
 };
 
-// s: from the loads of x and residual. It takes the place of x.
+// Computes s from the loads of x and residual, and writes it over x.
 __device__ __forceinline__ void add_residual(Held& x, const Held& residual, const Row& row, int64 strip) {
   if constexpr (WITH_RESIDUAL) {
     float total[Rows::kVec], added[Rows::kVec];
@@ -89,7 +89,7 @@ __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
   return sum;
 }
 
-// Of a resident row: its mean, then what is left about it.
+// The moments of a resident row: its mean, then the squares about it.
 __device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length, Smem& smem_s) {
   float x[Rows::kVec], sum[1] = {0.f};
 #pragma unroll

@@ -1,16 +1,16 @@
 // Mean and variance of a row from its parts, without the cancellation of E[x^2] - E[x]^2.
 //
-// A part (a thread's items, a warp's, the row's) keeps its sums about a pivot close to its mean:
+// A part (the items of a thread, of a warp, of the row) keeps its sums about a pivot close to its mean:
 //
 //   s1 = sum of x - pivot,   s2 = sum of (x - pivot)^2
 //
-// The differences are exact or nearly so, and s1 repairs what rounding took from the pivot: this is the corrected
-// two-pass algorithm (Chan, Golub, LeVeque, The American Statistician 37, 1983), merged over parts as there.
+// The differences are exact or nearly exact, and s1 corrects the rounding of the pivot: this is the corrected two-pass
+// algorithm (Chan, Golub, LeVeque, The American Statistician 37, 1983), which also gives the merging of parts.
 #pragma once
 
 #include "../common/rows.cuh"
 
-// 1 / count, and 0 of no items.
+// 1 / count, or 0 without items.
 __device__ __forceinline__ float inverse(float count) { return count > 0.f ? rcp_approx(count) : 0.f; }
 
 struct Moments {
@@ -42,7 +42,7 @@ struct Moments {
     count = total;
   }
 
-  // What the mean lies above the pivot: kept apart, because the two rounded to one lose it where the mean is large.
+  // The mean minus the pivot: kept apart, because one rounded sum of both would lose it if the mean is large.
   __device__ __forceinline__ float shift() const { return s1 * inverse(count); }
   __device__ __forceinline__ float variance() const {
     const float squares = s2 - s1 * shift();
@@ -50,7 +50,7 @@ struct Moments {
   }
 };
 
-// From the moments of a thread's items, about a pivot of its own, to those of its row. All threads of the row take part.
+// Merges the moments of each thread's items, about its own pivot, to those of its row. All threads of the row call it.
 template <typename Rows>
 struct RowMoments {
   static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;  // of a row

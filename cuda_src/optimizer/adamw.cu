@@ -4,8 +4,8 @@
 //   param <- decay param - step_size m / (sqrt(v) / bias2 + eps)
 //
 // with decay = 1 - lr weight_decay, step_size = lr / (1 - beta1^step) and bias2 = sqrt(1 - beta2^step), which the host
-// computes. grad_scale is scale times *scale_g, where there is one: a number that only the device knows, such as that
-// which clips a gradient's norm.
+// computes. grad_scale is scale times *scale_g, if that is given: a number that stays on the device, such as the factor
+// that clips a gradient's norm.
 //
 // Shapes    param, grad, m and v of one shape, any rank and any outer strides, last axis contiguous (elements.cuh); m
 //           and v float32.

@@ -1,5 +1,5 @@
-// One step of AdamW in place (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) whose running means are kept in
-// eight bits, in blocks of 256 items with one scale each (Dettmers et al., arXiv:2110.02861, sections 2.1 and 2.2).
+// One step of AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) in place, with running means of eight bits
+// in blocks of 256 items with one scale each (Dettmers et al., arXiv:2110.02861, sections 2.1 and 2.2).
 //
 //   m = scale_m decode(code_m),   v = scale_v decode(code_v),   then as adamw.cu:   g = grad_scale grad,
 //   m <- beta1 m + (1 - beta1) g,   v <- beta2 v + (1 - beta2) g^2,
@@ -8,15 +8,16 @@
 //
 // A code p > 0 is a dynamic tree: its leading bit i is the decade, the bits below it divide the decade evenly, and the
 // largest code is exactly 1:   decode(p) = 10^(i - D + 1) (0.1 + 0.9 (p - 2^i + 1) / 2^i).   v has D = 8 decades; m has
-// D = 7 and a sign. encode takes the nearest, but a v above zero never becomes 0, which would divide by eps alone.
+// D = 7 and a sign. encode takes the nearest code, but a positive v never becomes 0: the next step would divide by eps
+// alone.
 //
 // Shapes    param, grad, m and v of `count` items side by side; param and grad float32, m int8, v uint8; scales float32
 //           (ceil(count / 256),).
 // Work      a warp owns a block, a lane 8 of its items; grid ceil(blocks / warps of a CTA).
 // Budget    registers: 32 floats and the arithmetic of the codes, below 64 in all; no shared memory.
-// Edges     every operation rounds as written, none is contracted: NumPy's float32 finds the same bits. A block of zeros
-//           has the scale 0. NaN and infinities of a gradient reach param and its block's scale, which is then no number
-//           for the block's next step.
+// Edges     every operation rounds as written and none is contracted, so NumPy's float32 gives the same bits. A block
+//           of zeros has the scale 0. NaN and infinities of a gradient reach param and the scale of its block, which
+//           spoils the block's next step.
 #if !defined(THREADS) || !defined(VEC) || !defined(BLOCK)
 #error "THREADS, VEC and BLOCK come from a launch-configuration table"
 #endif
@@ -28,10 +29,10 @@ using uint8 = unsigned char;
 
 constexpr int kItems = BLOCK / kWarpSize;  // of a lane
 constexpr int kLoads = kItems / VEC;
-constexpr int kDecadesOfM = 7, kDecadesOfV = 8;  // 2^7 - 1 codes beside a sign, 2^8 - 1 without
+constexpr int kDecadesOfM = 7, kDecadesOfV = 8;  // 2^7 - 1 codes with a sign, 2^8 - 1 without
 static_assert(BLOCK % (kWarpSize * VEC) == 0 && THREADS % kWarpSize == 0, "whole warps, each with whole loads");
 
-// Of numbers that are not negative, with NaN above all of them: their bits are in the same order.
+// The maximum of numbers that are not negative, with NaN above all others: as integers their bits have that order.
 struct Greatest {
   __device__ __forceinline__ uint32 operator()(uint32 a, uint32 b) const { return a > b ? a : b; }
 };
@@ -51,7 +52,7 @@ __device__ __forceinline__ float decode(int p) {
   return __fmul_rn(size, __fadd_rn(0.1f, __fmul_rn(0.9f, part)));
 }
 
-// Of x >= 0 over the block's largest: 0 / 0 is 0, as is what is no number.
+// The code of x >= 0 over the block's largest number; it is 0 for 0 / 0 and for NaN.
 template <int kDecades>
 __device__ __forceinline__ int encode(float x, float largest) {
   float y = fminf(fmaxf(__fdiv_rn(x, largest), 0.f), 1.f);
@@ -67,7 +68,7 @@ __device__ __forceinline__ int encode(float x, float largest) {
   return (1 << decade) - 1 + static_cast<int>(rintf(part));
 }
 
-// This lane's items of a block; beyond the end they read as 0.
+// This lane's items of a block; items beyond the end are 0.
 template <typename Scalar>
 struct BlockItems {
   using Items = Vec<Scalar, VEC>;
@@ -140,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   param.store(param_g + first, rest);
 
-  // Phase 3: the block's new scales, and codes. Items beyond the end are 0 and no larger than any.
+  // Phase 3: the block's new scales, and codes. Items beyond the end are 0, so they do not change the largest.
   const float new_m_scale = __uint_as_float(warp_reduce<Greatest>(largest_m));
   const float new_v_scale = __uint_as_float(warp_reduce<Greatest>(largest_v));
 #pragma unroll

@@ -1,4 +1,4 @@
-// The norm of many arrays, second step: the root of the sum of what the CTAs left, added in one order.
+// The norm of many arrays, second step: the root of the sum of the CTAs' partial sums, added in a fixed order.
 //
 //   out = sqrt(sum over c of partials_c)
 //

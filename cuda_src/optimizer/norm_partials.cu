@@ -3,13 +3,13 @@
 //
 //   partials_c = sum of x^2 over the items of CTA c
 //
-// Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items, any number apart;
+// Shapes    up to ARRAYS arrays x0, x1, ... of one dtype, each as rows of neighbouring items with any row stride;
 //           partials from params.first_partial on, one float32 for each CTA.
 // Work      array a has the CTAs from params.first_cta[a] on. Rows are cut into units of THREADS vectors; the CTAs of
-//           an array take its units in turn; a row's last items, fewer than a vector, go one a thread. The order of
-//           all additions is fixed.
+//           an array take its units round robin. A row's last items, fewer than a vector, are loaded one a thread.
+//           The order of all additions is fixed.
 // Budget    one float per warp of shared memory; VECTORS * VEC storage items, below 48 registers in all.
-// Edges     squares are float32: of items beyond 1.8e19 infinite, below 1.1e-19 zero. NaN and infinities come through.
+// Edges     squares are float32: infinite for items above 1.8e19, zero below 1.1e-19. NaN and infinities are kept.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(VECTORS) || !defined(ARRAYS)
 #error "DTYPE, THREADS, VEC, VECTORS and ARRAYS come from a launch-configuration table"
 #endif
@@ -30,8 +30,8 @@ static_assert(ARRAYS == 8, "the entry has eight pointers");
 constexpr int kUnitItems = THREADS * VECTORS * VEC;
 static_assert(VEC == 1 || VEC * sizeof(DTYPE) == kVectorBytes, "a load is of one item or of 16 bytes");
 
-// The sum of the squares of this thread's items in a stretch of at most kUnitItems. Vectors come without branches
-// (streaming.cuh says why), so the items behind a row's last whole vector go apart, one a thread.
+// The sum of the squares of this thread's items in at most kUnitItems neighbours. Vectors are loaded without branches
+// (see streaming.cuh), so the items after a row's last whole vector are loaded separately, one a thread.
 __device__ __forceinline__ float squares(const DTYPE* first_g, int64 left) {
   using Items = Vec<DTYPE, VEC>;
   Items loaded[VECTORS] = {};
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
 
-  // Phase 2: its units in turn, then the sum over the CTA.
+  // Phase 2: the CTA's units, then the sum over the CTA.
   float sum = 0.f;
   for (int64 unit = cta; unit < rows * units; unit += ctas) {
     const int64 row = rows == 1 ? 0 : unit / units;

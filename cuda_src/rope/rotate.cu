@@ -1,16 +1,16 @@
-// Rotary position embedding of one array or two (q and k) in one launch, its inverse, and so its backward.
+// Rotary position embedding of one array or two (q and k) in one launch; its inverse and its backward too.
 //
-//   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ what is there, with ACCUMULATE)
+//   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ the previous contents, with ACCUMULATE)
 //
-// for each pair (a, b) of the first R features, with the cosine and sine of the token's position and the pair; sin
-// times `sign` -1 is the inverse rotation. Pair m is (m, m + R/2), or (2 m, 2 m + 1) where INTERLEAVED (Su et al.,
-// arXiv:2104.09864, equation 34, has the latter; GPT-NeoX brought the former). Features from R on are copied.
+// for each pair (a, b) of the first R features, with the cosine and sine of the token's position and the pair. With
+// `sign` = -1, a factor of sin, the rotation is the inverse one. Pair m is (m, m + R/2) as in GPT-NeoX, or with
+// INTERLEAVED (2 m, 2 m + 1) as in Su et al., arXiv:2104.09864, equation 34. Features from R on are copied.
 //
 // Shapes    x (B, S, heads, D) of any outer strides, out alike; cos and sin (positions, R/2) of TABLE; positions (B, S)
-//           or (S,) by its strides, or null: token s stands at s.
-// Work      a head is cut into slots: PAIRS pairs of features, or a copied stretch as long. A thread owns one slot of
-//           HEADS neighbouring heads of a token, and so reads cosines and sines once for them; neighbouring threads
-//           have neighbouring slots, then groups of heads, then tokens. Grid ceil(threads / THREADS).
+//           or (S,) by its strides, or null: token s has position s.
+// Work      a head is cut into slots: PAIRS pairs of features, or as many features that are copied. A thread owns one
+//           slot of HEADS neighbouring heads of a token, and reads cosines and sines once for them; neighbouring
+//           threads have neighbouring slots, then groups of heads, then tokens. Grid ceil(threads / THREADS).
 // Budget    registers: 4 * HEADS * VEC storage items and 2 * PAIRS floats, below 128 in all; no shared memory.
 // Edges     a position outside of the tables gives NaN in the R features, and nothing is read there. out may be x.
 #if !defined(THREADS) || !defined(POSITION)
@@ -45,7 +45,7 @@ __device__ __forceinline__ RopeStrides either(bool other, const RopeStrides (&st
 extern "C" __global__ void __launch_bounds__(THREADS)
     rope(const DTYPE* x0_g, const DTYPE* x1_g, const TABLE* cos_g, const TABLE* sin_g, const POSITION* positions_g,
          DTYPE* out0_g, DTYPE* out1_g, const RopeParams params) {
-  // Phase 1: which slot, heads and token are this thread's.
+  // Phase 1: find this thread's slot, heads and token.
   const uint32 thread = blockIdx.x * static_cast<uint32>(THREADS) + threadIdx.x;
   const uint32 of_group = thread / params.slots, slot = thread - of_group * params.slots;
   const uint32 groups = params.groups[0] + params.groups[1];

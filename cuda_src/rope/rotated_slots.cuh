@@ -1,5 +1,6 @@
-// A token's heads in slots: what the kernels that rotate whole arrays share. A thread has one slot of HEADS neighbouring
-// heads: PAIRS pairs of features, or a copied stretch as long, and so reads cosines and sines once for them.
+// A token's heads in slots, for the kernels that rotate whole arrays. A thread has one slot of HEADS neighbouring
+// heads: PAIRS pairs of features, or as many features that are copied. It reads cosines and sines once for all of its
+// heads.
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEADS) || !defined(VEC) || !defined(TABLE) || !defined(INTERLEAVED) || \
@@ -8,13 +9,13 @@
 #endif
 #include "rotation.cuh"
 
-// A slot is two pieces: the first and second features of its pairs, or one stretch that holds both side by side.
+// A slot has two pieces: the first and the second features of its pairs; or one piece with both, interleaved.
 constexpr int kPairs = !INTERLEAVED ? VEC : VEC > 1 ? VEC / 2 : 1;
 constexpr int kPiece = INTERLEAVED && VEC == 1 ? 1 : VEC;
 constexpr int kPieces = 2 * kPairs / kPiece;
 static_assert(kPieces == 1 || kPieces == 2, "a pair is in one vector or in two");
 
-// What a thread computes of a slot.
+// A thread's pairs of a slot in float32.
 struct Features {
   float piece[kPieces][kPiece];
 
@@ -26,8 +27,8 @@ struct Features {
   }
 };
 
-// A slot as the words that lie in memory, zeros where nothing was loaded. As items it was taken apart behind each load,
-// which waited for it before the next head's began: 64 byte permutations of 501 instructions (two heads, float16 in
+// A slot as words, zeros where nothing was loaded. As items it was unpacked directly after each load, so each head
+// waited for its load before the next one began: 64 byte permutations of 501 instructions (two heads, float16 in
 // halves, sm_75, NVRTC 12.9, 2026-11-24).
 struct Slot {
   WordsOf<Vec<DTYPE, kPiece>> piece[kPieces];
@@ -40,10 +41,10 @@ struct Slot {
   }
 };
 
-// Where the pieces of this thread's slot begin in a head.
+// The first features of the pieces of this thread's slot in a head.
 struct SlotPlace {
   uint32 column[kPieces];
-  bool exists[kPieces];  // what is copied may end within a slot
+  bool exists[kPieces];  // copied features may end within a slot
 
   template <typename Params>
   __device__ __forceinline__ SlotPlace(const Params& params, uint32 slot) {
@@ -71,8 +72,8 @@ struct SlotPlace {
   }
 };
 
-// The slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of() says where the token
-// stands. Where `turns` is false the token is copied, wherever it stands. Params has slots, rotated_slots, half, dim,
+// Rotate this thread's slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of()
+// returns the token's position. If `turns` is false, the token is copied. Params has slots, rotated_slots, half, dim,
 // table_length, the strides of the tables and sign.
 template <typename Params, typename Position>
 __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
@@ -96,12 +97,12 @@ __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uin
     load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);
     load_table<(VEC > 1)>(sin, sin_g + position * params.sin_stride + slot * kPairs);
   } else {
-    const float identity = rotates ? __int_as_float(0x7fc00000) : 1.f;  // NaN where there is no such position
+    const float identity = rotates ? __int_as_float(0x7fc00000) : 1.f;  // NaN if the tables have no such position
 #pragma unroll
     for (int i = 0; i < kPairs; i++) cos[i] = identity, sin[i] = 0.f;
   }
 
-  // Rotate, and store. What is only copied is no product: 0 times infinity is none.
+  // Rotate, and store. Copied features are not multiplied, so that infinities are kept.
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
     Features turned = x[h].features(), added;

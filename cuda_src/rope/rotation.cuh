@@ -3,14 +3,14 @@
 
 #include "../common/vec.cuh"
 
-// One feature of a pair: `other` is the pair's second one, and `turn` its angle's sine, for the second feature; for the
-// first, `turn` is minus the sine. Written out, so that every kernel that rotates gives the same bits.
+// One rotated feature of a pair; `other` is the pair's other feature. `turn` is the angle's sine for the second feature
+// of the pair and minus the sine for the first. Written out, so that every kernel that rotates gives the same bits.
 __device__ __forceinline__ float rotated(float x, float other, float cos, float turn) {
   return __fmaf_rn(x, cos, other * turn);
 }
 
-// kItems neighbouring items of a table, at most 16 bytes at a time; item by item unless kWhole says that they are
-// aligned to that.
+// kItems neighbouring items of a table: at most 16 bytes at a time if they are aligned (kWhole), otherwise item by
+// item.
 template <bool kWhole, int kItems, typename Table>
 __device__ __forceinline__ void load_table(float (&values)[kItems], const Table* source) {
   constexpr int kMost = kWhole ? kVectorBytes / static_cast<int>(sizeof(Table)) : 1;

@@ -1,13 +1,14 @@
-// Sampling with top-k or top-p, second step: how many tokens of a row lie how far below its largest score.
+// Sampling with top-k or top-p, second step: a histogram of the distances below a row's largest score.
 //
 // A token is counted, with its weight, in the bin of its distance's first digit: 1/16 in base 2 each, from the largest
-// score down (sampling_bins.cuh). CTAs add in shared memory, then to the row's bins. Integers: in any order the same.
+// score down (bins.cuh). A CTA adds in shared memory, then to the row's bins. The sums are integers: the order does not
+// matter.
 //
 // Shapes    logits (rows, V), last axis contiguous; previous (rows, width); maxima (rows, parts); bins (rows, 4, 1024)
 //           uint32, zeroed.
 // Work      a CTA for each part of PART tokens of each row.
 // Budget    PART / THREADS logits of a thread in registers; 16 KB of shared memory for the bins.
-// Edges     rows that ask for neither, greedy ones, and ones without a score leave zeros.
+// Edges     rows without top-k and top-p, greedy rows, and rows without a score leave zeros.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(PART) || !defined(ALIGNED) || !defined(PENALISED)
 #error "DTYPE, THREADS, PART, ALIGNED and PENALISED come from a launch-configuration table"
 #endif

@@ -1,4 +1,5 @@
-// Histograms of distances below a row's largest score, and the search for a rank or a share of the probability in them.
+// Histograms of distances below a row's largest score, and the search for a rank or a fraction of the probability in
+// them.
 //
 // A distance has three digits of 10 bits. A histogram counts the tokens of each value of one digit and adds up their
 // weights, in integers: the order of the additions, and which CTA makes them, does not matter.
@@ -77,13 +78,13 @@ struct alignas(kVectorBytes) Bins {
   }
 };
 
-// Where a sum is reached: the bin, what is before it, and with it.
+// The bin where a sum is reached, the sums before it, and the sums with it.
 struct Found {
   uint32 bin;
   Sums before, through;
 };
 
-// The sums before each bin. Of kBins / kThreads neighbouring bins for each thread.
+// The sums before each bin; each thread has kBins / kThreads neighbouring bins.
 template <int kThreads>
 struct BinScan {
   static constexpr int kWarps = kThreads / kWarpSize;

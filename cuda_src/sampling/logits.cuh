@@ -1,19 +1,19 @@
-// What the kernels of sampling share: a part of a row with its scores, and the arithmetic that a replay repeats.
+// Code of all kernels of sampling: a part of a row with its scores, and the arithmetic that the reference repeats.
 //
-// A row of logits is cut into parts of PART tokens, a CTA (cooperative thread array, a block of threads) each. All that
-// decides a draw is exact or written as single multiplications, additions and divisions, which the compiler must not
-// fuse (__fmul_rn and its like): NumPy gets the same bits on any device (cupyattn/ops/sampling/reference.py).
+// A row of logits is cut into parts of PART tokens, a CTA (cooperative thread array, a block of threads) each. All
+// arithmetic that decides a draw is exact, or consists of single multiplications, additions and divisions that the
+// compiler must not fuse (__fmul_rn etc.). So NumPy gives the same bits (cupyattn/ops/sampling/reference.py).
 #pragma once
 
 #include "../common/philox.cuh"
 #include "../common/reduce.cuh"
 #include "../common/vec.cuh"
 
-constexpr float kLeastTemperature = 1e-6f;  // below it a row is greedy
+constexpr float kLeastTemperature = 1e-6f;  // a row with a lower temperature is greedy
 constexpr float kLargestFinite = 0x1.fffffep+127f, kLeastNormal = 0x1p-126f;
-constexpr int kNoToken = 0x7fffffff;  // behind every token
-// A distance below the largest score is in units of 2^-24 and less than 2^30: up to 64 factors of 2. Noise, from -5 to
-// 31.5, lets nobody draw a token that is beyond 37.
+constexpr int kNoToken = 0x7fffffff;  // larger than every token
+// A distance below the largest score is in units of 2^-24 and less than 2^30: up to 64 factors of 2. Noise is from
+// -5 to 31.5, so a token more than 37 below the largest is never drawn.
 constexpr int kDistanceBits = 30, kFractionBits = 24;
 
 // Field for field the structured dtype SAMPLE_PARAMS of cupyattn/ops/sampling/kernels. Strides are in items.
@@ -26,7 +26,7 @@ struct SampleParams {
 };
 static_assert(sizeof(SampleParams) == SAMPLE_PARAMS_BYTES, "its dtype in Python describes another struct");
 
-// An option of a row: an array's item, or what all rows have.
+// An option of a row: an array's item, or the number of all rows.
 template <typename T>
 __device__ __forceinline__ T option(const T* array_g, int64 stride, T value, int64 row) {
   return array_g ? array_g[row * stride] : value;
@@ -43,7 +43,7 @@ struct PartTraits {
   using Scalar = Scalar_;
   static constexpr int kThreads = kThreads_;
   static constexpr int kTokens = kTokens_;                       // of a part
-  static constexpr bool kAligned = kAligned_;                    // rows start where a vector may
+  static constexpr bool kAligned = kAligned_;                    // rows start at multiples of a vector's size
   static constexpr bool kPenalised = kPenalised_;                // there are previous tokens
   static constexpr int kItems = kVectorBytes / sizeof(Scalar);   // neighbours that a thread owns
   static constexpr int kGroups = kTokens / (kThreads * kItems);  // such groups of a thread
@@ -63,7 +63,7 @@ struct Previous {
       __syncthreads();  // bits: zero
       for (int i = threadIdx.x; i < params.width; i += Part::kThreads) {
         const uint32 token = previous_g[row * params.previous_stride + i * params.previous_step];
-        const uint32 place = token - first;  // of -1 and of tokens of other parts beyond the last
+        const uint32 place = token - first;  // beyond the last for -1 and for tokens of other parts
         if (place < Part::kTokens) atomicOr(&bits[place / 32], 1u << place % 32);
       }
       __syncthreads();  // bits: every thread has set its own
@@ -79,13 +79,13 @@ struct Previous {
   }
 };
 
-// A thread's logits of a part, as they lie in memory: all loads are under way before the first is used.
+// A thread's logits of a part, not converted: all loads are in flight before the first is used.
 template <typename Part>
 struct PartLogits {
   using Items = Vec<typename Part::Scalar, Part::kItems>;
   Items items[Part::kGroups];
 
-  // `first` is the part's first token. What is behind the last is NaN, which is no token.
+  // `first` is the part's first token. Items after the last token are NaN, which is no token.
   __device__ __forceinline__ void load(const typename Part::Scalar* row_g, int first, int vocabulary) {
 #pragma unroll
     for (int group = 0; group < Part::kGroups; group++) {
@@ -121,7 +121,7 @@ struct PartLogits {
   }
 };
 
-// log2(1 + t) = t P(t) for 1 + t from sqrt(1/2) to sqrt(2), to 2e-7 of itself: a minimax polynomial.
+// log2(1 + t) = t P(t) for 1 + t from sqrt(1/2) to sqrt(2), with a relative error of 2e-7: a minimax polynomial.
 __device__ __forceinline__ float log2_near_one(float t) {
   constexpr float kP[] = {0x1.715474p+0f, -0x1.715528p-1f, 0x1.ec7724p-2f, -0x1.70e2a8p-2f,
                           0x1.25fd34p-2f, -0x1.fdb328p-3f, 0x1.df5196p-3f, -0x1.2a9f48p-3f};
@@ -151,7 +151,7 @@ __device__ __forceinline__ float gumbel_log2(uint32 word) {
   return -log2_of(-__fadd_rn(__int2float_rn(upper ? -zeros : -zeros - 1), log2_near_one(t)));
 }
 
-// The random words of tokens 4 g to 4 g + 3 in a step. Word 3 of the counter is one that no dropout has.
+// The random words of tokens 4 g to 4 g + 3 in a step. Dropout never uses this word 3 of the counter.
 __device__ __forceinline__ Philox4 token_words(uint64 seed, uint64 step, int group) {
   constexpr uint32 kSampling = 0x80000001u;
   const Philox4 counter = {
@@ -167,13 +167,13 @@ __device__ __forceinline__ float token_gumbel(uint64 seed, uint64 step, int toke
   return gumbel_log2(token % 4 < 2 ? low : high);
 }
 
-// What multiplies differences of logits to make them scores in base 2; not 0, since a difference may be infinite.
+// The factor from differences of logits to scores in base 2; not 0, since a difference may be infinite.
 __device__ __forceinline__ float score_scale(float temperature) {
   return fmaxf(__fdiv_rn(kLog2E, temperature), kLeastNormal);
 }
 
-// The score of a logit above -inf: 0 for the row's largest, less for others, and inf for inf. The difference comes first:
-// near the largest it is exact, however large both are, and keeps the digits of the noise that is added.
+// The score of a logit above -inf: 0 for the row's largest, less for others, and inf for inf. The difference comes
+// first: near the largest it is exact, however large both are, and keeps the digits of the noise that is added.
 __device__ __forceinline__ float score_of(float x, float largest, float scale) {
   return __fmul_rn(__fsub_rn(x, largest), scale);
 }
@@ -194,7 +194,7 @@ __device__ __forceinline__ uint64 weight_of(uint32 distance) {
   return static_cast<uint64>(__float2uint_rz(__fmul_rn(p, 0x1p24f))) << 17 >> (distance >> kFractionBits);
 }
 
-// What a row asks for, beside its random numbers: numbers out of range count as none.
+// The filters of a row; numbers out of range count as no filter.
 struct RowFilters {
   float temperature, top_p, min_p;
   int64 top_k;
@@ -204,13 +204,13 @@ struct RowFilters {
   __device__ __forceinline__ bool has_top_p() const { return top_p < 1.f; }
   __device__ __forceinline__ bool cuts() const { return !greedy() && (has_top_k() || has_top_p()); }
 
-  // min-p: the largest distance with 2^-distance >= min_p, and 2^-18 more, as of top-p.
+  // min-p: the largest distance with 2^-distance >= min_p, plus 2^-18 as for top-p.
   __device__ __forceinline__ uint32 farthest() const {
     if (!(min_p > 0.f)) return ~0u;
     return __float2uint_rz(fminf(__fmul_rn(-log2_of(min_p), 0x1p24f), 0x1p30f)) + (1u << (kFractionBits - 18));
   }
-  // top-p: the share of a sum of weights that the kept tokens reach. It is 2^-18 of itself less than top_p, which is more
-  // than rounding takes from the weights of tokens that add up to top_p, and adds to top_p.
+  // top-p: the fraction of a sum of weights that the kept tokens reach: top_p (1 - 2^-18). The difference is larger
+  // than the rounding errors of top_p and of the weights of tokens that add up to it.
   __device__ __forceinline__ uint64 share(uint64 weight) const {
     constexpr float kReached = 0x1.ffff8p+63f;  // 2^64 (1 - 2^-18)
     const uint64 wanted = __umul64hi(weight, __float2ull_rz(__fmul_rn(fmaxf(top_p, 0.f), kReached)));
@@ -218,7 +218,8 @@ struct RowFilters {
   }
 };
 
-// The largest logit of a row, or of inf the largest number, from those of its parts. All threads of the CTA take part.
+// The largest logit of a row, or the largest finite number if that is inf, from the maxima of its parts. All threads of
+// the CTA take part.
 template <int kThreads>
 __device__ __forceinline__ float largest_logit(const float* maxima_g, int parts, float* partial_s) {
   float largest = -kInfinity;

@@ -4,8 +4,8 @@
 //              positive and otherwise multiplied (Keskar et al., CTRL, arXiv:1909.05858, section 4.1)
 //
 // Shapes    logits (rows, V), last axis contiguous; previous (rows, width) of any strides; maxima (rows, parts).
-// Work      a CTA for each part of PART tokens of each row; it also sets its share of the row's bins and counters to
-//           zero, where the next steps have such and add to them.
+// Work      a CTA for each part of PART tokens of each row; it also zeroes its part of the row's bins and counters, if
+//           the next launches use them.
 // Budget    PART / THREADS logits of a thread in registers; shared memory: a bit for each token, a float for each warp.
 // Edges     a part without tokens above -inf has -inf; NaN counts as -inf.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(PART) || !defined(ALIGNED) || !defined(PENALISED)

@@ -3,18 +3,18 @@
 //   out = argmax over kept tokens j of s_j - log2(-log2 u_j),     s_j = (x_j - max x) log2(e) / temperature
 //
 // draws j with the probability of the softmax over the kept tokens (the Gumbel-max trick; Maddison, Tarlow and Minka,
-// "A* sampling", arXiv:1411.0030). u_j is of Philox with the row's seed as key and (j / 4, step) as counter. Kept are
-// the top_k largest scores; of those the fewest of the largest whose probability reaches top_p (Holtzman et al.,
-// arXiv:1904.09751; RowFilters::share says what reaches it); and of those the ones with at least min_p of the largest
-// probability (Nguyen et al., arXiv:2407.01082). Equal scores are kept together. A row with temperature 0 takes its
+// "A* sampling", arXiv:1411.0030). u_j is from Philox with the row's seed as key and (j / 4, step) as counter. The
+// filters keep the top_k largest scores; of those the fewest largest ones whose probability reaches top_p (Holtzman et
+// al., arXiv:1904.09751; see RowFilters::share); and of those the ones with at least min_p of the largest probability
+// (Nguyen et al., arXiv:2407.01082). Equal scores are kept together. A row with temperature 0 takes its
 // first largest logit.
 //
 // Shapes    logits (rows, V), last axis contiguous; previous (rows, width); options one a row; out (rows,). Scratch:
-//           maxima and bins of the steps before; for each row two counters, zeroed; best (rows, parts); candidates
+//           maxima and bins of the previous steps; for each row two counters, zeroed; best (rows, parts); candidates
 //           (rows, CANDIDATES).
 // Work      a CTA for each part of PART tokens of each row. Tokens in bins that are kept whole are drawn from at once.
-//           Those in bins that hold a cut are candidates, and become a list; the last CTA of the row to arrive finds
-//           the cuts by their further digits, and draws. A list that is full is replaced by the row itself.
+//           Tokens in bins that contain a cut are candidates, and are put into a list; the last CTA of the row to
+//           arrive finds the cuts by further digits, and draws. If the list is full, it reads the row again.
 // Budget    PART / THREADS logits of a thread in registers, of which there are up to 116; with FILTERED 16 KB of shared
 //           memory for bins. Two CTAs on a multiprocessor are enough: a row of 128,256 tokens has 32, a T4 40 of these.
 // Edges     a row without a logit above -inf gives -1. NaN logits are never drawn. A row with +inf takes the first one.
@@ -29,7 +29,7 @@ using Part = PartTraits<DTYPE, THREADS, PART, ALIGNED, PENALISED>;
 using Scan = BinScan<THREADS>;
 constexpr int kWarps = THREADS / kWarpSize;
 
-// The largest key, and the token that has it, of equal ones the first.
+// The largest key and its token, the first one of equal keys.
 struct Best {
   float key;
   int token;
@@ -52,13 +52,13 @@ struct Smem {
   bool is_last;
 };
 
-// Only with FILTERED.
+// Used only with FILTERED.
 struct FilterSmem {
   Bins<THREADS> bins;
   Scan::Shared scan;
 };
 
-// A row, as every thread of its CTAs knows it.
+// A row; every thread of its CTAs has the same values.
 struct Row {
   const DTYPE* logits_g;
   const int* previous_g;
@@ -69,14 +69,14 @@ struct Row {
   uint64 seed, step;
   float penalty;
   RowFilters filters;
-  float scale, largest;  // what multiplies differences of logits, and the largest logit
+  float scale, largest;  // the factor of differences of logits, and the largest logit
 
   __device__ __forceinline__ float key_of(int token, float score) const {
     return __fadd_rn(score, token_gumbel(seed, step, token));
   }
 };
 
-// The bins of a row in which a cut is or may be: tokens in bins before `kept` are kept, and in others none.
+// The bins of a row in which a cut is or may be: tokens in bins before `kept` are kept, those in other bins are not.
 struct Cuts {
   uint32 kept = kBins, low = 1, high = 0;  // low to high: of top-p
   uint32 of_top_k = kBins;
@@ -90,9 +90,9 @@ __device__ __forceinline__ Cuts find_cuts(Row& row, FilterSmem& smem_s) {
   __syncthreads();  // smem_s.bins: written
   Scan bins;
   bins.scan(smem_s.bins, smem_s.scan);
-  if (row.filters.top_k >= bins.total.count) row.filters.top_k = 0;  // it keeps all there are
+  if (row.filters.top_k >= bins.total.count) row.filters.top_k = 0;  // it keeps all tokens
   if (bins.total.count == 0) row.filters.top_p = 1.f;
-  uint64 least = bins.total.weight, most = least;  // of what top-k leaves
+  uint64 least = bins.total.weight, most = least;  // of the tokens that top-k keeps
   if (row.filters.has_top_k()) {
     const Found found = bins.find(kTokens, row.filters.top_k, smem_s.scan);
     cuts.kept = cuts.of_top_k = found.bin;
@@ -105,7 +105,7 @@ __device__ __forceinline__ Cuts find_cuts(Row& row, FilterSmem& smem_s) {
   return cuts;
 }
 
-// Take the best of those of a group of neighbouring tokens that have a bit in `kept`.
+// Take the best of the tokens of a group that have a bit in `kept`.
 __device__ __forceinline__ void draw(Best& best, const Row& row, bool greedy, int token,
                                      const float (&score)[Part::kItems], uint32 kept) {
 #pragma unroll
@@ -124,7 +124,7 @@ __device__ __forceinline__ void draw(Best& best, const Row& row, bool greedy, in
   }
 }
 
-// Put those of a group that have a bit in `chosen` into the row's list, or only count them where it is full.
+// Put the tokens of a group that have a bit in `chosen` into the row's list, or only count them if it is full.
 __device__ __forceinline__ void append(const Row& row, int token, const float (&score)[Part::kItems], uint32 chosen) {
   uint32 slot = atomicAdd(&row.counters_g[0], static_cast<uint32>(__popc(chosen)));
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void append(const Row& row, int token, const float (&
   }
 }
 
-// Call take(distance, token, score) of every candidate, or where the list is too short of every token of the row.
+// Call take(distance, token, score) of every candidate, or of every token of the row if the list is too short.
 template <typename Take>
 __device__ __forceinline__ void each_candidate(const Row& row, const SampleParams& params, Previous<Part>& previous_s,
                                                Take take) {
@@ -159,14 +159,14 @@ __device__ __forceinline__ void each_candidate(const Row& row, const SampleParam
   }
 }
 
-// By the last CTA of a row: the cuts, digit by digit, and the best of the candidates that they leave.
+// Run by the last CTA of a row: find the cuts, digit by digit, and the best of the candidates that are kept.
 __device__ __forceinline__ void draw_candidates(Best& best, const Row& row, uint32 first_bin,
                                                 const SampleParams& params, Previous<Part>& previous_s,
                                                 FilterSmem& smem_s) {
   if (!row.filters.cuts()) return;
   Bins<THREADS>& bins_s = smem_s.bins;
   uint32 farthest = row.filters.farthest();
-  uint64 weight = ~0ull;  // of what top-k leaves
+  uint64 weight = ~0ull;  // of the tokens that top-k keeps
 #pragma unroll 1
   for (int pass = 0; pass < 2; pass++) {
     const Measure measure = pass == 0 ? kTokens : kWeights;
@@ -201,7 +201,7 @@ __device__ __forceinline__ void draw_candidates(Best& best, const Row& row, uint
   });
 }
 
-// All threads of the CTA take part and receive the best of them.
+// Return the best of all threads of the CTA, which all take part.
 __device__ __forceinline__ Best best_of_cta(Best best, Smem& smem_s) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -215,7 +215,7 @@ __device__ __forceinline__ Best best_of_cta(Best best, Smem& smem_s) {
   return best;
 }
 
-// Whether this CTA is the last of its row; what the others have written can be read then.
+// Whether this CTA is the last of its row. If so, the results of the others can be read.
 __device__ __forceinline__ bool is_last(const Row& row, int parts, Smem& smem_s) {
   __threadfence();  // what this thread has written is seen before its CTA counts as arrived
   __syncthreads();  // every thread's fence, before the one arrival
@@ -264,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (row.filters.cuts()) cuts = find_cuts(row, filter_s);
   }
 
-  // Phase 2: the part's tokens. What is kept for sure is drawn from, what may be becomes a candidate.
+  // Phase 2: the part's tokens. Tokens that are certainly kept are drawn from; those that may be are candidates.
   Best best = {-kInfinity, kNoToken};
   logits.each_group(smem_s.previous, row.penalty, [&](int place, const float (&x)[Part::kItems]) {
     float score[Part::kItems];

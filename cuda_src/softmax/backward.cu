@@ -2,8 +2,8 @@
 //
 //   dx_j = scale y_j (dout_j - sum_i y_i dout_i)   or with LOGARITHM   dx_j = scale (dout_j - exp(y_j) sum_i dout_i)
 //
-// With ACCUMULATE that is added to what dx holds. The mask and the bias of the forward are in y: what it hid is 0, or
-// with LOGARITHM -inf, whose dout does not count.
+// With ACCUMULATE dx_j is added to the contents of dx. y contains the mask and the bias of the forward: a hidden column
+// is 0, or with LOGARITHM -inf, and its dout does not count.
 //
 // Shapes    dout, y and dx of any rank and any outer strides, last axis contiguous; the sum over i, one float32 a row,
 //           if it is wanted (RowsParams, rows.cuh).

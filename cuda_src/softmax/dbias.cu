@@ -1,10 +1,10 @@
-// The gradient of a bias of softmax, or of its logarithm, first step: the gradient of the scores, summed over the axes
-// along which the bias was broadcast. column_sums.cu adds the parts.
+// The gradient of a bias of softmax, or of its logarithm, first step: partial sums of the gradient of the scores, over
+// the axes along which the bias was broadcast. column_sums.cu adds the partial sums.
 //
 //   partials[split][k][c] = sum over the rows r of the split of ds[k][r][c]
 //
-// ds is computed again from dout, the forward's result y and the row sums that softmax_backward.cu left
-// (softmax_gradient.cuh): so its terms are float32 and no array holds them.
+// ds is computed again from dout, the forward's result y and the row sums that backward.cu wrote (gradient.cuh): its
+// terms are float32, and no array holds them.
 //
 // Shapes    dout and y of any rank and any outer strides, last axis contiguous: K * R rows of C columns; row_sum one
 //           float32 a row. `kept` has the axes of k, `summed` those of r (RowsParams, rows.cuh). partials
@@ -12,7 +12,7 @@
 // Work      a CTA owns 32 vectors of columns of one k, and one split: its warps add rows in turn, a lane one vector;
 //           then its threads add the warps' sums. Grid K * ceil(C / (32 VEC)) * splits. The order is fixed.
 // Budget    shared memory: a float for each warp and column; registers: the vectors of kAhead rows a thread.
-// Edges     columns beyond the last are neither read nor written; a split without rows leaves zeros.
+// Edges     columns beyond the last are neither read nor written; a split without rows writes zeros.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(VEC) || !defined(LOGARITHM) || !defined(SHARED_BYTES)
 #error "DTYPE, THREADS, VEC, LOGARITHM and SHARED_BYTES come from a launch-configuration table"
 #endif

@@ -2,15 +2,15 @@
 //
 //   y_j = exp(s_j - m) / l   or with LOGARITHM   y_j = (s_j - m) - log l,     m = max_j s_j,   l = sum_j exp(s_j - m)
 //
-// Scores s are what the options make of x (row_scores.cuh). Each thread runs the online softmax (Milakov and
-// Gimelshein, arXiv:1805.02867, algorithm 3) over its part of the row, and the threads' m and l are merged. Of RESIDENT
-// rows the weights (the scores, with LOGARITHM) stay in registers in between; longer ones are read twice.
+// Scores s are x with its options applied (row_scores.cuh). Each thread runs the online softmax (Milakov and
+// Gimelshein, arXiv:1805.02867, algorithm 3) over its part of the row, and the threads' m and l are merged. For
+// RESIDENT rows the weights (with LOGARITHM the scores) stay in registers meanwhile; longer rows are read twice.
 //
 // Shapes    x and y of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats of the row; shared memory: one float per warp.
-// Edges     a row of which nothing is kept, or whose every score is -inf, gives zeros (as an attention row without
-//           keys), with LOGARITHM -inf; NaN and +inf fill their row with NaN.
+// Edges     a row of which nothing is kept, or whose scores are all -inf, gives zeros (as an attention row without
+//           keys), with LOGARITHM -inf; a row with a NaN or +inf gives NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(LOGARITHM)
 #error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and LOGARITHM come from a launch-configuration table"
@@ -32,7 +32,8 @@ __device__ __forceinline__ void load_batch(float (&s)[Rows::kStrips][Rows::kVec]
   for (int strip = 0; strip < Rows::kStrips; strip++) row.load(s[strip], batch * Rows::kStrips + strip);
 }
 
-// `factor` leads from what is kept between the passes to the result: 1 / l, with that of the thread's own maximum.
+// `factor` turns a value that was kept between the passes into the result: 1 / l, times the factor of the thread's own
+// maximum.
 __device__ __forceinline__ float result_of(float s, const RowSoftmax& softmax, float factor, float log_l) {
   if (LOGARITHM) return softmax.l == 0.f ? -kInfinity : s - softmax.m - log_l;
   return (kKeepsWeights ? s : softmax.weight(s)) * factor;

@@ -3,7 +3,7 @@
 //
 //   y_j (dout_j - row_sum), row_sum = sum_i y_i dout_i   or   dout_j - exp(y_j) row_sum, row_sum = sum_i dout_i
 //
-// What the forward hid has a y of 0, or with kLogarithm of -inf, whose dout does not count.
+// A column that the forward hid has a y of 0, or with kLogarithm of -inf, and its dout does not count.
 #pragma once
 
 #include "../common/numeric.cuh"

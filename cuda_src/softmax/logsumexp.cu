@@ -2,13 +2,13 @@
 //
 //   lse = m + log l,   m = max_j s_j,   l = sum_j exp(s_j - m)
 //
-// Scores s are what the options make of x (row_scores.cuh); a row is read once, by the online softmax (Milakov and
+// Scores s are x with its options applied (row_scores.cuh). A row is read once, by the online softmax (Milakov and
 // Gimelshein, arXiv:1805.02867, algorithm 3).
 //
 // Shapes    x of any rank and any outer strides, last axis contiguous; lse one float32 a row (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together; shared memory: one float per warp.
-// Edges     a row of which nothing is kept, or whose every score is -inf, gives -inf; NaN and +inf give NaN.
+// Edges     a row of which nothing is kept, or whose scores are all -inf, gives -inf; NaN and +inf give NaN.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || !defined(RESIDENT)
 #error "DTYPE, THREADS, LANES, STRIPS, VEC and RESIDENT come from a launch-configuration table"
 #endif

@@ -2,13 +2,13 @@
 //
 //   dx_j = scale dlse exp(s_j - lse)
 //
-// With ACCUMULATE that is added to what dx holds. Scores s are what the options make of x (row_scores.cuh).
+// With ACCUMULATE dx_j is added to the contents of dx. Scores s are x with its options applied (row_scores.cuh).
 //
 // Shapes    x and dx of any rank and any outer strides, last axis contiguous; dlse and lse one float32 a row of any
 //           strides (RowsParams, rows.cuh).
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: STRIPS * VEC floats, whose loads are in flight together.
-// Edges     what is not kept gets 0, and so does a row whose lse is -inf.
+// Edges     columns that are not kept give 0, and so does a row whose lse is -inf.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(ACCUMULATE)
 #error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and ACCUMULATE come from a launch-configuration table"
@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int strip = 0; strip < Rows::kStrips; strip++) {
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        // At most 1: rounding lse to float32 alone may bring it below the score. A NaN stays one.
+        // At most 1: an lse that was rounded to float32 may be below the score. A NaN stays NaN.
         const float weight = ex2_approx(at_most((s[strip][i] - shift) * kLog2E, 0.f));
         s[strip][i] = s[strip][i] == -kInfinity ? 0.f : factor * weight;
       }

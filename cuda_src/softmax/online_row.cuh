@@ -1,6 +1,6 @@
-// The online softmax of a row that a group of threads walks together: each its own part of it, in batches of strips.
+// The online softmax of a row that a group of threads reads: each thread its own part, in batches of row segments.
 //
-// A batch raises the maximum once, so that its exponentials depend on one another through nothing but their sum.
+// A batch raises the maximum once, so that its exponentials are independent of each other until they are summed.
 #pragma once
 
 #include "../common/online_softmax.cuh"
@@ -8,7 +8,7 @@
 
 using RowSoftmax = OnlineSoftmax<Unit::kNatural>;
 
-// Take in a batch of scores. With kKeepWeights they become their weights under the maximum that the thread has then.
+// Adds a batch of scores. With kKeepWeights their weights replace them, for the maximum of the thread after the batch.
 template <bool kKeepWeights, int kStrips, int kVec>
 __device__ __forceinline__ void fold(RowSoftmax& softmax, float (&s)[kStrips][kVec]) {
   float largest = s[0][0];
@@ -32,8 +32,8 @@ __device__ __forceinline__ void fold(RowSoftmax& softmax, float (&s)[kStrips][kV
   for (int i = 0; i < kVec; i++) softmax.l += sum[i];
 }
 
-// From the maximum and sum of each thread's part of the row to those of the whole row, for all of its threads. Returns
-// the factor from a thread's own weights to the row's.
+// Merges the maximum and sum of each thread's part of the row to those of the whole row, for all threads of the row.
+// Returns the factor that turns a thread's own weights into the row's.
 template <typename Rows>
 __device__ __forceinline__ float merge_row(RowSoftmax& softmax, float* partial_s) {
   const float factor = softmax.raise(row_reduce<Max, Rows>(softmax.m, partial_s));

@@ -1,9 +1,9 @@
-// A row of scores, as the softmax kernels see it: what the options make of the items of x.
+// A row of scores of the softmax kernels: the items of x with their options applied.
 //
 //   s_j = scale x_j + bias_j where column j is kept, and -inf otherwise.
 //
-// A column is kept where the mask says so, and with CAUSAL if j <= i + length - queries, i being the row's place along
-// the axis before the last, of `queries` places. Mask and bias broadcast to the rows.
+// Column j is kept if the mask is true, and with CAUSAL if j <= i + length - queries, where i is the row's index along
+// the axis before the last, whose extent is `queries`. Mask and bias broadcast to the rows.
 #pragma once
 
 #if !defined(CAUSAL) || !defined(WITH_MASK) || !defined(MASK_DTYPE) || !defined(MASK_WHOLE) || !defined(WITH_BIAS) || \
@@ -13,7 +13,7 @@
 #endif
 #include "../common/rows.cuh"
 
-// What a call has beside x.
+// The arrays and options of a call apart from x.
 struct ScoreOptions {
   const MASK_DTYPE* mask_g;
   const BIAS_DTYPE* bias_g;
@@ -22,7 +22,7 @@ struct ScoreOptions {
   int64 queries;
 };
 
-// The places of x, mask and bias in RowsParams.
+// The indices of x, mask and bias in RowsParams.
 template <typename Rows, typename Scalar, int kX, int kMask, int kBias>
 class ScoreRow {
  public:
@@ -41,10 +41,10 @@ class ScoreRow {
     }
   }
 
-  // Columns from here on are -inf and need not be walked.
+  // Columns from here on are -inf and need not be read.
   __device__ __forceinline__ int64 visible() const { return visible_; }
 
-  // A strip's scores; what is hidden or beyond the row is -inf.
+  // The scores of a row segment; columns that are hidden or beyond the row are -inf.
   __device__ __forceinline__ void load(float (&s)[Rows::kVec], int64 strip) const {
     float bias[Rows::kVec], mask[Rows::kVec];
     load_strip<Rows>(s, x_row_g_, strip, visible_, 0.f);

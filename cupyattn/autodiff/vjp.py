@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.autodiff.recording import Call, Place, Recording, each, is_array, place_of
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.records import record_of
 
 
 def vjp(
@@ -252,7 +252,7 @@ def _require_taken(call: Call, gradients: dict[str, Any]) -> None:
 
 def _zeros_like(result: Array) -> Array:
     """Return zeros where result is: CuPy's zeros_like takes the current device's memory."""
-    device = device_of(adopt({"result": result}))
+    device = device_of(adopt(record_of("result")(result)))
     if device is None:
         return np.zeros_like(result)
     zeros = device.empty(result.shape, result.dtype)

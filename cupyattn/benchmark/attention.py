@@ -18,7 +18,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.benchmark import libraries
-from cupyattn.benchmark.cases import Case, Harness, Implementation, NotAskedError, products_of
+from cupyattn.benchmark.cases import Case, Harness, NotAskedError, TimedImplementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option, every, with_defaults
 from cupyattn.benchmark.libraries import BACKENDS, names_among, swapped, tensor_of
 from cupyattn.benchmark.timer import READ, Round
@@ -26,7 +26,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.ops.attention.modifiers import ScoreMod
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.rope.tables import rope_tables
+from cupyattn.ops.rope.api import rope_tables
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -53,7 +53,7 @@ _MASKED = 0.1  # of the scores
 
 
 @dataclass(frozen=True)
-class Problem:
+class SelfAttentionProblem:
     """Self-attention of `batch` sequences; with `queries`, only the last tokens are queries."""
 
     batch: int
@@ -149,10 +149,10 @@ class Tensors(NamedTuple):
     lse: Array
 
 
-class Inputs:
+class AttentionInputs:
     """The inputs of all implementations of a case, made when the first one is prepared."""
 
-    def __init__(self, problem: Problem, option: str, harness: Harness) -> None:
+    def __init__(self, problem: SelfAttentionProblem, option: str, harness: Harness) -> None:
         self.problem, self.option, self.harness = problem, option, harness
 
     @cached_property
@@ -171,7 +171,7 @@ class Inputs:
         return arguments_of(self.option, self.problem, self.harness.xp)
 
 
-def arguments_of(option: str, problem: Problem, xp: Any) -> dict[str, Any]:
+def arguments_of(option: str, problem: SelfAttentionProblem, xp: Any) -> dict[str, Any]:
     """Return an option's keyword arguments of a call, with arrays of its size."""
     heads, sq, window = problem.heads, problem.shapes["q"][1], problem.window
     make: dict[str, Callable[[], dict[str, Any]]] = {
@@ -193,7 +193,7 @@ def arguments_of(option: str, problem: Problem, xp: Any) -> dict[str, Any]:
     return {"causal": problem.causal, **make.get(option, dict)()}
 
 
-def _mask(problem: Problem, sq: int, xp: Any) -> Array:
+def _mask(problem: SelfAttentionProblem, sq: int, xp: Any) -> Array:
     """Return one mask for all heads and sequences."""
     numbers = np.random.default_rng(2).random((1, 1, sq, problem.seqlen), np.float32)
     return xp.asarray(numbers >= _MASKED)
@@ -212,12 +212,12 @@ def _alibi(heads: int, xp: Any) -> ScoreMod:
     )
 
 
-def _tables(problem: Problem, xp: Any) -> tuple[Array, ...]:
+def _tables(problem: SelfAttentionProblem, xp: Any) -> tuple[Array, ...]:
     """Return the tables of all features, or of all but the last."""
     return tuple(map(xp.asarray, rope_tables(problem.seqlen, problem.head_dim // 2 * 2)))
 
 
-def _documents(problem: Problem, xp: Any) -> cupyattn.MaskMod:
+def _documents(problem: SelfAttentionProblem, xp: Any) -> cupyattn.MaskMod:
     """Return what lets a token see those of its own document."""
     return cupyattn.MaskMod(
         "document[q_idx] == document[k_idx]",
@@ -226,7 +226,7 @@ def _documents(problem: Problem, xp: Any) -> cupyattn.MaskMod:
     )
 
 
-def _bias(problem: Problem, sq: int, xp: Any) -> Array:
+def _bias(problem: SelfAttentionProblem, sq: int, xp: Any) -> Array:
     """Return one bias for each head, the same for all sequences, as relative positions have."""
     numbers = np.random.default_rng(1).standard_normal((problem.heads, sq, 1), np.float32)
     column = xp.asarray(numbers.astype(dtype_of(problem.dtype)))
@@ -240,8 +240,8 @@ def _slopes(heads: int, xp: Any) -> Array:
 
 
 def implementations(
-    direction: str, arguments: argparse.Namespace, inputs: Inputs
-) -> list[Implementation]:
+    direction: str, arguments: argparse.Namespace, inputs: AttentionInputs
+) -> list[TimedImplementation]:
     """Return this library's kernels, and the baselines that have the option.
 
     "flash" has one-pass and deterministic gradients; the teaching kernels do the same either way,
@@ -249,7 +249,7 @@ def implementations(
     """
     modes = (False,) if direction == "forward" else DETERMINISTIC[arguments.deterministic]
     own = [
-        Implementation(
+        TimedImplementation(
             f"cupyattn {name}{' deterministic' if mode and name == 'flash' else ''}",
             partial(_own_calls, direction, name, mode, inputs),
             comparable=lambda result: result if hasattr(result, "shape") else result[:3],
@@ -259,7 +259,7 @@ def implementations(
         for mode in (modes if name == "flash" else modes[:1])
     ]
     other = [
-        Implementation.of(
+        TimedImplementation.of(
             name,
             partial(_baseline_calls, direction, name, inputs),
             (lambda out: out) if name == "cupy"
@@ -270,7 +270,7 @@ def implementations(
     return [*own, *other]
 
 
-def _own_calls(direction: str, name: str, deterministic: bool, inputs: Inputs) -> Round:
+def _own_calls(direction: str, name: str, deterministic: bool, inputs: AttentionInputs) -> Round:
     flops = inputs.problem.flops(direction, inputs.option)
     if name != "flash" and flops > TEACHING_FLOPS and inputs.harness.filled:
         raise NotAskedError(
@@ -300,7 +300,7 @@ def _own_calls(direction: str, name: str, deterministic: bool, inputs: Inputs) -
     return [step]
 
 
-def _baselines_of(direction: str, inputs: Inputs) -> list[str]:
+def _baselines_of(direction: str, inputs: AttentionInputs) -> list[str]:
     problem, option = inputs.problem, inputs.option
     causal = problem.causal or option == "causal"
     if problem.queries is not None and causal:  # PyTorch aligns the first query, not the last
@@ -313,7 +313,7 @@ def _baselines_of(direction: str, inputs: Inputs) -> list[str]:
     return [name for name in inputs.harness.baselines if option in takes.get(name, TAKES)]
 
 
-def _baseline_calls(direction: str, name: str, inputs: Inputs) -> Round:
+def _baseline_calls(direction: str, name: str, inputs: AttentionInputs) -> Round:
     if name == "cupy":
         return _composed(inputs)
     torch, arguments, harness = inputs.harness.torch, inputs.arguments, inputs.harness
@@ -341,7 +341,7 @@ def _baseline_calls(direction: str, name: str, inputs: Inputs) -> Round:
     return make(torch, attend, tensors, within, dout=dout)
 
 
-def _composed(inputs: Inputs) -> Round:
+def _composed(inputs: AttentionInputs) -> Round:
     """Keep the scores in memory: two products of cuBLAS, and array functions between them."""
     xp, causal = inputs.harness.xp, inputs.arguments["causal"]
     q, k, v = (array.swapaxes(1, 2) for array in inputs.arrays[:3])
@@ -369,14 +369,14 @@ def option_names(text: str) -> list[str]:
     return names_among((*OPTIONS, "all", "none"), text)
 
 
-def problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+def problems(arguments: argparse.Namespace) -> Iterator[SelfAttentionProblem]:
     """Yield every dtype, head dim, length, batch, and number of queries if they are given."""
     for each in every(arguments, "dtype", "head_dim", "seqlen"):
         dim, fits = each["head_dim"], max((arguments.tokens or 0) // each["seqlen"], 1)
         masked = {*BLOCK_MASKED} & {*arguments.options}
         for batch in [fits] if arguments.tokens else arguments.batch:
             for queries in getattr(arguments, "queries", None) or [None]:
-                yield Problem(
+                yield SelfAttentionProblem(
                     batch=batch, heads=arguments.heads or max(arguments.width // dim, 1), **each,
                     head_dim_v=arguments.head_dim_v or dim, causal=arguments.causal,
                     window=arguments.window, queries=queries,
@@ -390,7 +390,7 @@ def cases(direction: str, arguments: argparse.Namespace, harness: Harness) -> It
         for option in (PLAIN, *arguments.options):
             if option == "causal" and problem.causal:
                 continue
-            inputs = Inputs(problem, option, harness)
+            inputs = AttentionInputs(problem, option, harness)
             moved = {"forward": 1, "backward": 2, "step": 3}[direction]  # q, k, v, out; gradients
             yield Case(
                 {**problem.labels, "option": option},

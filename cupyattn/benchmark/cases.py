@@ -40,7 +40,7 @@ _OWN_REFUSALS = (NotImplementedError, MemoryError, NotAskedError)
 
 
 @dataclass(frozen=True)
-class Implementation:
+class TimedImplementation:
     """Who computes a case, and the calls that do it."""
 
     name: str
@@ -57,7 +57,7 @@ class Implementation:
         baseline: str,
         prepare: Callable[[], Round],
         comparable: Callable[[Any], Any] = lambda result: result,
-    ) -> Implementation:
+    ) -> TimedImplementation:
         """Make one of `BASELINES`."""
         return cls(BASELINES[baseline], prepare, baseline, comparable)
 
@@ -67,7 +67,7 @@ class Case:
     """Labels, implementations, the least work, and the ceiling that binds."""
 
     labels: Mapping[str, Any]
-    implementations: Sequence[Implementation]
+    implementations: Sequence[TimedImplementation]
     flops: float | None = None
     bytes: float | None = None
     ceiling: str | None = None
@@ -149,7 +149,7 @@ class Harness:
         """Return how many sets of arrays of so many bytes exceed any cache, `most` at most."""
         return max(1, min(most, -(-COLD_BYTES // max(traffic, 1)))) if self.cold else 1
 
-    def library_of(self, implementation: Implementation) -> Any:
+    def library_of(self, implementation: TimedImplementation) -> Any:
         """Return PyTorch if the implementation needs it; raise RuntimeError if it is missing."""
         if implementation.baseline is None or implementation.baseline in ARRAY_CODE:
             return None

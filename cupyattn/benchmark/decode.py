@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
+from cupyattn.benchmark.cases import Case, Harness, TimedImplementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option, every, with_defaults
 from cupyattn.benchmark.libraries import (
     BACKENDS,
@@ -46,7 +46,7 @@ _LAYERS = 8  # whose blocks are copied at once
 _TABLE = 4096  # positions of the rotary tables
 
 
-class Step(NamedTuple):
+class DecodingStep(NamedTuple):
     """One step; `ragged` draws lengths from 256 to the context instead of taking the context.
 
     Without a block_size keys and values are dense, and the step is a call of `attention`.
@@ -149,7 +149,7 @@ def _pool(xp: Any, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> 
     return pool
 
 
-def steps(arguments: argparse.Namespace) -> list[Step]:
+def steps(arguments: argparse.Namespace) -> list[DecodingStep]:
     """Return every combination of the options.
 
     Raises
@@ -167,7 +167,7 @@ def steps(arguments: argparse.Namespace) -> list[Step]:
     names = ("dtype", "head_dim", "context", "batch", "ragged", "heads", "kv_heads", "queries")
     paged = ("block_size", "cache")
     return [
-        Step(**each, **of_layout)
+        DecodingStep(**each, **of_layout)
         for each in every(arguments, *names)
         for layout in arguments.layout
         for of_layout in (every(arguments, *paged) if layout == "paged" else [{"block_size": None}])
@@ -182,7 +182,7 @@ def _cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
         yield Case(
             step._asdict(),
             [
-                Implementation("cupyattn", call),
+                TimedImplementation("cupyattn", call),
                 *(_baseline(name, step, arguments.layers, harness) for name in other),
             ],
             bytes=step.bytes,
@@ -191,16 +191,16 @@ def _cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
         )
 
 
-def _baseline(name: str, step: Step, layers: int, harness: Harness) -> Implementation:
+def _baseline(name: str, step: DecodingStep, layers: int, harness: Harness) -> TimedImplementation:
     def prepare() -> Round:
         if step.queries > 1:  # PyTorch aligns the first query, not the last
             raise NotImplementedError("other libraries are timed with one query token")
         return step.round(harness, layers, partial(_by_torch, name, step, harness))
 
-    return Implementation.of(name, prepare, swapped)
+    return TimedImplementation.of(name, prepare, swapped)
 
 
-def _by_torch(name: str, step: Step, harness: Harness) -> Call:
+def _by_torch(name: str, step: DecodingStep, harness: Harness) -> Call:
     torch = harness.torch
     tensors = [swapped(tensor_of(torch, array)) for array in step.arrays(harness.xp)[:3]]
     attend, within = torch_attention(torch, name, enable_gqa=step.heads != step.kv_heads)
@@ -212,7 +212,7 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
     names = ("context", "batch", "block_size", "queries", "heads", "kv_heads", "head_dim", "dtype")
     for each in every(arguments, *names):
         labels = {**each, "queries": min(arguments.queries, each["context"])}
-        chunk = Step(**labels, ragged=False)
+        chunk = DecodingStep(**labels, ragged=False)
         calls: dict[str, Callable[[Any], Call]] = {
             "dense": chunk._replace(block_size=None).call,
             "paged": chunk.call,
@@ -221,7 +221,7 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
         yield Case(
             labels,
             [
-                Implementation(f"cupyattn {layout}", partial(_alone, call, harness.xp))
+                TimedImplementation(f"cupyattn {layout}", partial(_alone, call, harness.xp))
                 for layout, call in calls.items()
             ],
             flops=chunk.flops,
@@ -233,7 +233,7 @@ def _alone(call: Callable[[Any], Call], xp: Any) -> Round:
     return [call(xp)]
 
 
-class Blocks(NamedTuple):
+class CacheOperation(NamedTuple):
     """An operation on so many tokens of a cache; `cache` float stores the tokens' dtype."""
 
     operation: str
@@ -326,8 +326,8 @@ def cache_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Cas
     names = ("cache", "tokens", "heads", "kv_heads", "head_dim", "block_size", "dtype")
     for operation in OPERATIONS:
         for each in every(arguments, *names):
-            blocks = Blocks(operation, **each)
-            own = Implementation("cupyattn", partial(blocks.round, harness.xp))
+            blocks = CacheOperation(operation, **each)
+            own = TimedImplementation("cupyattn", partial(blocks.round, harness.xp))
             yield Case(blocks._asdict(), [own], bytes=blocks.bytes, ceiling=COPY)
 
 

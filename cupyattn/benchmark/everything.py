@@ -32,7 +32,7 @@ _TO_BEGIN_S = 1.0  # a part with less would be interrupted while it imports
 _TO_FINISH_S = 15.0  # for a part that was interrupted, and writes its rows
 
 
-class Part(NamedTuple):
+class BenchmarkVariant(NamedTuple):
     """A benchmark or a variant of one, and the words that run it."""
 
     benchmark: Benchmark
@@ -43,13 +43,13 @@ class Part(NamedTuple):
         return gpus >= self.benchmark.gpus or (gpus == 0 and self.benchmark.modelled is not None)
 
 
-def parts_of(benchmarks: Sequence[Benchmark]) -> dict[str, Part]:
+def parts_of(benchmarks: Sequence[Benchmark]) -> dict[str, BenchmarkVariant]:
     """Return every part by the name of its results."""
     found = {}
     for benchmark in benchmarks:
-        found[benchmark.name] = Part(benchmark, (benchmark.name,))
+        found[benchmark.name] = BenchmarkVariant(benchmark, (benchmark.name,))
         for flag, variant in benchmark.variants.items():
-            found[variant.name] = Part(variant, (benchmark.name, f"--{flag}"))
+            found[variant.name] = BenchmarkVariant(variant, (benchmark.name, f"--{flag}"))
     return found
 
 

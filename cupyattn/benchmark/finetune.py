@@ -30,7 +30,7 @@ from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.progress import progress
 
 
-class Size(NamedTuple):
+class TrainingSize(NamedTuple):
     """A batch: so many samples of so many tokens."""
 
     samples: int
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 _LR = 1e-4
 
 
-class Plan(NamedTuple):
+class FinetunePlan(NamedTuple):
     """The training that is timed, except the batch's size: a model, and adapters of a rank."""
 
     model: str
@@ -54,13 +54,13 @@ class Plan(NamedTuple):
     timer: Timer
 
 
-def samples_of(vocabulary: int, size: Size) -> list[training.Sample]:
+def samples_of(vocabulary: int, size: TrainingSize) -> list[training.Sample]:
     """Return random tokens, all of which are learnt."""
     drawn = np.random.default_rng(0).integers(0, vocabulary, (size.samples, size.length))
     return [training.Sample.of(ids, [True] * size.length) for ids in drawn.tolist()]
 
 
-def timed(step: Callable[[], Any], plan: Plan) -> list[float]:
+def timed(step: Callable[[], Any], plan: FinetunePlan) -> list[float]:
     """Return the seconds of each step; a step waits for its loss, so the host's clock does.
 
     A step waits for the loss of the one before, while that one's update still runs.
@@ -75,7 +75,7 @@ def timed(step: Callable[[], Any], plan: Plan) -> list[float]:
     return plan.timer.waited(once, once())
 
 
-def own(plan: Plan, size: Size, xp: Any, held: Callable[[], int]) -> dict[str, Any]:
+def own(plan: FinetunePlan, size: TrainingSize, xp: Any, held: Callable[[], int]) -> dict[str, Any]:
     """Time this library's steps, and return their budget; `held` returns the bytes in use."""
     make = models.random if plan.model in models.PRESETS else models.load
     made = make(plan.model, quantize=plan.quantize, xp=xp)
@@ -104,7 +104,7 @@ PEFT = "peft"
 _LOSS_SCALE = 2.0**10
 
 
-def baseline(plan: Plan, size: Size) -> dict[str, Any]:
+def baseline(plan: FinetunePlan, size: TrainingSize) -> dict[str, Any]:
     """Time PEFT's steps: gradient checkpointing, LoRA on all linear layers, fused AdamW.
 
     Raises RuntimeError if it is not installed, or cannot train this model.
@@ -125,7 +125,7 @@ def baseline(plan: Plan, size: Size) -> dict[str, Any]:
     return {"seconds": seconds, "held_bytes": held}
 
 
-def _adapted(plan: Plan, torch: Any, transformers: Any, peft: Any) -> Any:
+def _adapted(plan: FinetunePlan, torch: Any, transformers: Any, peft: Any) -> Any:
     if plan.model in models.PRESETS:
         config = transformers_config(transformers, models.PRESETS[plan.model])
         with torch.device("cuda"):
@@ -165,9 +165,9 @@ OWN = "cupyattn"
 Held = Callable[[], int]
 
 
-def _size(text: str) -> Size:
+def _size(text: str) -> TrainingSize:
     samples, _, length = text.partition("x")
-    return Size(integer(1)(samples), integer(2)(length))
+    return TrainingSize(integer(1)(samples), integer(2)(length))
 
 
 def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
@@ -180,14 +180,14 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
                      "lora_rank": arguments.lora_rank}  # fmt: skip
             for kind in arguments.quantize:
                 quantize = None if kind == "none" else kind
-                plan = Plan(name, quantize, arguments.lora_rank, timer)
+                plan = FinetunePlan(name, quantize, arguments.lora_rank, timer)
                 found = _held_alone(partial(own, plan, size, harness.xp))
                 yield _row({**given, "quantize": quantize}, OWN, found, harness)
             for who in harness.baselines:
                 labels = {**given, "quantize": None}
                 try:
                     harness.require_time_for(who)
-                    found = baseline(Plan(name, None, arguments.lora_rank, timer), size)
+                    found = baseline(FinetunePlan(name, None, arguments.lora_rank, timer), size)
                 except Exception as failure:  # another library may raise anything
                     yield without(labels, BASELINES[who], failure)
                 else:
@@ -229,8 +229,8 @@ BENCHMARK = Benchmark(
     options=(
         Option("model", ["phi-2"], f"random weights of these shapes ({', '.join(models.PRESETS)}), "
                "or folders", str, metavar="MODEL"),
-        Option("size", [Size(2, 1024), Size(4, 2048)], "samples of a batch and their tokens "
-               "(default: 2x1024 4x2048)", _size, metavar="BxS"),
+        Option("size", [TrainingSize(2, 1024), TrainingSize(4, 2048)],
+               "samples and tokens of a batch (default: 2x1024 4x2048)", _size, metavar="BxS"),
         Option("quantize", ["none", "nf4"], "storage of frozen weights",
                choices=("none", "nf4", "int4", "int8")),
         Option("lora-rank", 16, "rank of the adapters"),

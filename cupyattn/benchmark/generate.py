@@ -20,11 +20,11 @@ from cupyattn import models
 from cupyattn.benchmark.cases import Harness, Row, row_of, without
 from cupyattn.benchmark.command import Benchmark, Option, every
 from cupyattn.benchmark.libraries import BASELINES
-from cupyattn.benchmark.other_models import GENERATING, Generate, Run, Size, baseline
+from cupyattn.benchmark.other_models import GENERATING, Generate, PromptSize, TimedRun, baseline
 from cupyattn.benchmark.timer import COPY
 from cupyattn.cli.arguments import integer
-from cupyattn.models.activations import activated
-from cupyattn.models.quantised import QUANTIZE, quantises_to
+from cupyattn.models.forward import activated
+from cupyattn.models.loading import QUANTIZE, quantises_to
 from cupyattn.models.weights import empty
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.progress import progress
@@ -37,13 +37,13 @@ OWN = "cupyattn"
 _ALL = "step: all parts"
 
 
-def own(model: Any, size: Size, **options: Any) -> Generate:
+def own(model: Any, size: PromptSize, **options: Any) -> Generate:
     """Return this library's generation, from one cache and with steps that stay captured."""
     generator = models.Generator(
         model, lengths=[size.prompt + size.new] * size.batch, max_batch=size.batch, **options
     )
 
-    def generate(prompts: list[list[int]], new: int) -> Run:
+    def generate(prompts: list[list[int]], new: int) -> TimedRun:
         began = time.perf_counter()
         submitted = [generator.submit(prompt, max_new_tokens=new) for prompt in prompts]
         while not all(each.outputs[0] for each in submitted):
@@ -54,12 +54,12 @@ def own(model: Any, size: Size, **options: Any) -> Generate:
             generator.step()
         ended = time.perf_counter()
         tokens = [each.outputs[0] for each in submitted]
-        return Run(first - began, ended - first, tokens, early)
+        return TimedRun(first - began, ended - first, tokens, early)
 
     return generate
 
 
-def timed(generate: Generate, size: Size, vocab_size: int, runs: int) -> dict[str, Any]:
+def timed(generate: Generate, size: PromptSize, vocab_size: int, runs: int) -> dict[str, Any]:
     """Return the times of runs after a first one, which compiles and captures.
 
     Returns
@@ -78,7 +78,7 @@ def timed(generate: Generate, size: Size, vocab_size: int, runs: int) -> dict[st
     }
 
 
-class Part(NamedTuple):
+class DecodeCall(NamedTuple):
     """A call of a step, and the least that it reads and writes."""
 
     name: str
@@ -86,7 +86,7 @@ class Part(NamedTuple):
     call: Callable[[], Any]
 
 
-def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
+def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCall]:
     """Return the calls of a step in their order, on arrays of their own.
 
     The sequences of `tables` have one new token and `context` tokens each. Calls are those of
@@ -109,28 +109,34 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
     rotary = {} if model.rotary is None else {"q": q, "rotary": model.rotary}
     cached = 2 * rows * groups * cache.nbytes // (2 * cache.k[..., 0].size)  # a token of a layer
 
-    def weighted(name: str, of: Any, given: Any, residual: Any = None, **options: Any) -> Part:
+    def weighted(
+        name: str, of: Any, given: Any, residual: Any = None, **options: Any
+    ) -> DecodeCall:
         moved = _nbytes(of.weight, of.bias, given, residual)
         out = rows * len(of.weight) // (2 if "glu" in str(options.get("activation")) else 1)
         if residual is not None:
             options["residual"] = residual
-        return Part(name, moved + out * kind.itemsize, partial(of, given, **options))
+        return DecodeCall(name, moved + out * kind.itemsize, partial(of, given, **options))
 
-    def norm(name: str, of: Any) -> Part:
-        return Part(name, _nbytes(of.weight, of.bias, x, x), partial(of, x))
+    def norm(name: str, of: Any) -> DecodeCall:
+        return DecodeCall(name, _nbytes(of.weight, of.bias, x, x), partial(of, x))
 
-    parts = [Part("embedding", 2 * x.nbytes, partial(cupyattn.embedding, weights.embedding, ids))]
+    parts = [
+        DecodeCall("embedding", 2 * x.nbytes, partial(cupyattn.embedding, weights.embedding, ids))
+    ]
     if weights.positions is not None:
         found = partial(cupyattn.embedding, weights.positions, tables.positions[:rows])
-        parts.append(Part("embedding", 2 * x.nbytes, found))
-        parts.append(Part("sum of embeddings", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy())))
+        parts.append(DecodeCall("embedding", 2 * x.nbytes, found))
+        parts.append(
+            DecodeCall("sum of embeddings", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy()))
+        )
     for index, layer in enumerate(weights.layers):
         attention = [
-            Part("rotary + append", 2 * qkv.nbytes,
-                 partial(cache.append, index, k, v, tables, **rotary)),
-            Part("attention", cached * context + 2 * q.nbytes,
-                 partial(cache.attend, index, q[:, None], tables, causal=True,
-                         window_size=config.window_size)),
+            DecodeCall("rotary + append", 2 * qkv.nbytes,
+                       partial(cache.append, index, k, v, tables, **rotary)),
+            DecodeCall("attention", cached * context + 2 * q.nbytes,
+                       partial(cache.attend, index, q[:, None], tables, causal=True,
+                               window_size=config.window_size)),
         ]  # fmt: skip
         output = weighted("output + residual", layer.output, seen, x)
         down = weighted("down + residual", layer.down, inner, x)
@@ -140,7 +146,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
             activation = partial(activated, both, config.activation)
             parts += [
                 weighted("qkv and up", layer.qkv_up, x),
-                Part("activation", both.nbytes + inner.nbytes, activation),
+                DecodeCall("activation", both.nbytes + inner.nbytes, activation),
                 *(down, *attention, output),
             ]
             continue
@@ -155,11 +161,11 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[Part]:
         *parts,
         norm("norm", weights.norm),
         weighted("head", weights.head, x),
-        Part("sample", logits.nbytes, draw),
+        DecodeCall("sample", logits.nbytes, draw),
     ]
 
 
-def time_parts(parts: list[Part], xp: Any, runs: int) -> list[list[float]]:
+def time_parts(parts: list[DecodeCall], xp: Any, runs: int) -> list[list[float]]:
     """Return the seconds of each part, in each of the runs of all of them in their order.
 
     The GPU is kept busy by copies while a run is queued: so its calls follow one another as in a
@@ -184,7 +190,9 @@ def time_parts(parts: list[Part], xp: Any, runs: int) -> list[list[float]]:
     return [list(times) for times in zip(*found[1:], strict=True)]
 
 
-def summary(parts: list[Part], seconds: list[list[float]], gb_per_s: float) -> list[dict[str, Any]]:
+def summary(
+    parts: list[DecodeCall], seconds: list[list[float]], gb_per_s: float
+) -> list[dict[str, Any]]:
     """Return calls, bytes and seconds of each name, and of all together; a T4's time is modelled.
 
     On a T4 a call is assumed to last what it lasts here beyond its bytes at this GPU's rate, and
@@ -227,7 +235,7 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
 
 
 def _generations(
-    model: models.Model, folder: str | None, size: Size, labels: dict[str, Any],
+    model: models.Model, folder: str | None, size: PromptSize, labels: dict[str, Any],
     arguments: argparse.Namespace, harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of this library's generation, then of the other libraries'."""
@@ -259,7 +267,7 @@ def _generations(
 
 
 def _parts(
-    model: models.Model, size: Size, labels: dict[str, Any], arguments: argparse.Namespace,
+    model: models.Model, size: PromptSize, labels: dict[str, Any], arguments: argparse.Namespace,
     harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Time the kernels of a step in the middle of the generation; the last row is all of them."""
@@ -275,7 +283,9 @@ def _parts(
         )  # fmt: skip
 
 
-def _parts_of(model: models.Model, size: Size, arguments: argparse.Namespace) -> list[Part]:
+def _parts_of(
+    model: models.Model, size: PromptSize, arguments: argparse.Namespace
+) -> list[DecodeCall]:
     context = size.prompt + size.new // 2
     cache = models.Generator(
         model, lengths=[context] * size.batch, max_batch=size.batch,
@@ -310,9 +320,9 @@ def _unfilled(name: str, arguments: argparse.Namespace) -> models.Model:
     return models.Model(config, empty(config, dtype, np, quantises_to(quantize)), dtype, np)
 
 
-def _sizes(arguments: argparse.Namespace) -> list[Size]:
+def _sizes(arguments: argparse.Namespace) -> list[PromptSize]:
     return [
-        Size(each["batch"], each["prompt"], arguments.new_tokens)
+        PromptSize(each["batch"], each["prompt"], arguments.new_tokens)
         for each in every(arguments, "prompt", "batch")
     ]
 

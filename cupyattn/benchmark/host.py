@@ -30,7 +30,7 @@ GOAL_US = 20.0
 _SHAPE = (1, 16, 1, 64)  # (B, S, H, D): a kernel of a few microseconds
 
 
-class Timed(NamedTuple):
+class HostCall(NamedTuple):
     """One thing to call, and the most microseconds that it should take."""
 
     name: str
@@ -56,7 +56,7 @@ _BATCHES_SHARE = 20
 """Calls that --calls counts for each batch: 50 batches by default."""
 
 
-def _timed(device: CudaDevice) -> list[Timed]:
+def _timed(device: CudaDevice) -> list[HostCall]:
     cupy, rng = load_cupy(), np.random.default_rng(0)
     q, k, v = (cupy.asarray(rng.standard_normal(_SHAPE).astype(np.float16)) for _ in range(3))
     batch, length, heads, _ = _SHAPE
@@ -70,17 +70,17 @@ def _timed(device: CudaDevice) -> list[Timed]:
     passed = [device.null if x is None else device.argument(x) for x in arrays]
     launch = partial(start, device, recorded.specialisation, recorded.grid[0], passed, (params,))
     return [
-        Timed("attention, out=", partial(attend, out=out), GOAL_WITH_OUT_US),
-        Timed("attention", attend, GOAL_US),
-        Timed("attention, return_lse, out=(out, lse)",
-              partial(attend, return_lse=True, out=(out, lse)), GOAL_WITH_OUT_US),
+        HostCall("attention, out=", partial(attend, out=out), GOAL_WITH_OUT_US),
+        HostCall("attention", attend, GOAL_US),
+        HostCall("attention, return_lse, out=(out, lse)",
+                 partial(attend, return_lse=True, out=(out, lse)), GOAL_WITH_OUT_US),
         *_layers(q, out, k[0, :, 0], out[0, :, 0]),
-        Timed("the attention kernel's launch alone", launch, None),
-        Timed("an empty array of CuPy", partial(cupy.empty, _SHAPE, np.float16), None),
+        HostCall("the attention kernel's launch alone", launch, None),
+        HostCall("an empty array of CuPy", partial(cupy.empty, _SHAPE, np.float16), None),
     ]  # fmt: skip
 
 
-def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[Timed]:
+def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[HostCall]:
     """Yield layers of one launch, which put results of q into out, and those of rows x into y."""
     cupy = load_cupy()
     _, length, _, width = _SHAPE
@@ -93,8 +93,8 @@ def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[Timed]:
         "linear": (partial(cupyattn.linear, x, cupy.ones((width, width), np.float16)), y),
     }
     for name, (call, result) in calls.items():
-        yield Timed(f"{name}, out=", partial(call, out=result), GOAL_WITH_OUT_US)
-        yield Timed(name, call, GOAL_US)
+        yield HostCall(f"{name}, out=", partial(call, out=result), GOAL_WITH_OUT_US)
+        yield HostCall(name, call, GOAL_US)
 
 
 def microseconds_per_call(

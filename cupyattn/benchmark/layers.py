@@ -16,7 +16,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn.benchmark import libraries
-from cupyattn.benchmark.cases import Arrays, Case, Harness, Implementation, products_of
+from cupyattn.benchmark.cases import Arrays, Case, Harness, TimedImplementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.timer import COPY, Call, Round, torch_stream
@@ -33,7 +33,7 @@ _POSITIONS = 2048  # tokens of a sequence, for rope
 Values = tuple[Any, ...]
 
 
-class Size(NamedTuple):
+class RowSize(NamedTuple):
     """How large an operation's rows are: a token each."""
 
     rows: int
@@ -52,13 +52,13 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operation:
+class LayerCall:
     """One operation, and the least memory traffic that it can have."""
 
     name: str
     function: str
     """Its name in `cupyattn`."""
-    arrays: Callable[[Size, Arrays], Values]
+    arrays: Callable[[RowSize, Arrays], Values]
     """Make its positional arguments."""
     torch: Callable[..., Any]
     """Compute it in PyTorch, from torch and the tensors."""
@@ -66,9 +66,9 @@ class Operation:
     """How many arrays of rows the forward reads and writes."""
     backward_arrays: int | None = None
     """How many the backward does, from the gradient of the result; None without a backward."""
-    more_bytes: Callable[[Size], tuple[int, int]] = lambda size: (0, 0)
+    more_bytes: Callable[[RowSize], tuple[int, int]] = lambda size: (0, 0)
     """Bytes of other arrays that the forward, and the backward, read and write."""
-    flops: Callable[[Size], tuple[int, int]] | None = None
+    flops: Callable[[RowSize], tuple[int, int]] | None = None
     """Operations of forward and backward, if products take the time."""
     options: Mapping[str, Any] = field(default_factory=dict)
     by_name: tuple[str, ...] = ()
@@ -78,11 +78,11 @@ class Operation:
     shape: tuple[int, int] | None = None
     """Its own rows and width."""
 
-    def size(self, size: Size) -> Size:
+    def size(self, size: RowSize) -> RowSize:
         """Return its own size, or the given one."""
-        return size if self.shape is None else Size(*self.shape, size.dtype)
+        return size if self.shape is None else RowSize(*self.shape, size.dtype)
 
-    def traffic(self, size: Size, direction: str) -> int:
+    def traffic(self, size: RowSize, direction: str) -> int:
         """Return the least bytes that a call moves."""
         backward = direction == "backward"
         rows = self.backward_arrays if backward else self.forward_arrays
@@ -98,57 +98,57 @@ class Operation:
 # Arrays of operations
 
 
-def _rows(size: Size, source: Arrays) -> Array:
+def _rows(size: RowSize, source: Arrays) -> Array:
     return source.normal(size.rows, size.width, dtype=size.dtype)
 
 
-def _one(size: Size, source: Arrays) -> Values:
+def _one(size: RowSize, source: Arrays) -> Values:
     return (_rows(size, source),)
 
 
-def _norm(parameters: int, size: Size, source: Arrays, *, residual: bool = False) -> Values:
+def _norm(parameters: int, size: RowSize, source: Arrays, *, residual: bool = False) -> Values:
     columns = [source.normal(size.width, dtype=size.dtype) for _ in range(parameters)]
     return (_rows(size, source), *columns, *([_rows(size, source)] if residual else []))
 
 
-def _packed(size: Size, source: Arrays) -> Values:
+def _packed(size: RowSize, source: Arrays) -> Values:
     return (source.normal(size.rows, 2 * size.width, dtype=size.dtype),)
 
 
-def _labelled(size: Size, source: Arrays) -> Values:
+def _labelled(size: RowSize, source: Arrays) -> Values:
     return _rows(size, source), source.integers(0, size.width, size.rows)
 
 
-def _features(size: Size, source: Arrays) -> Values:
+def _features(size: RowSize, source: Arrays) -> Values:
     x = source.normal(size.rows, _FEATURES, dtype=size.dtype)
     w = source.normal(size.width, _FEATURES, dtype=size.dtype)
     return x, w.T, source.integers(0, size.width, size.rows)
 
 
-def _feature_bytes(size: Size) -> tuple[int, int]:
+def _feature_bytes(size: RowSize) -> tuple[int, int]:
     """Return the bytes of x and w, and of these and their gradients."""
     read = (size.rows + size.width) * _FEATURES * size.item_bytes
     return read, 2 * read
 
 
-def _feature_flops(size: Size) -> tuple[int, int]:
+def _feature_flops(size: RowSize) -> tuple[int, int]:
     """Return the operations of one product, and of two; recomputed logits do not count."""
     product = 2 * size.rows * size.width * _FEATURES
     return product, 2 * product
 
 
-def _table(size: Size, source: Arrays) -> Values:
+def _table(size: RowSize, source: Arrays) -> Values:
     table = source.normal(_TABLE_ROWS, size.width, dtype=size.dtype)
     return table, source.integers(0, _TABLE_ROWS, size.rows)
 
 
-def _optimised(size: Size, source: Arrays) -> Values:
+def _optimised(size: RowSize, source: Arrays) -> Values:
     param, grad = (_rows(size, source) for _ in range(2))
     m, v = (source.normal(size.rows, size.width, dtype="float32") for _ in range(2))
     return param, grad, m, v**2 + 1
 
 
-def _heads(size: Size, source: Arrays) -> Values:
+def _heads(size: RowSize, source: Arrays) -> Values:
     positions = min(_POSITIONS, size.rows)
     width = min(HEAD_DIM, size.width)
     shape = (size.rows // positions, positions, max(size.width // HEAD_DIM, 1), width)
@@ -212,42 +212,42 @@ def _functional(name: str, **options: Any) -> Callable[..., Any]:
 _LN, _RMS = ("layer_norm", 1e-5), ("rms_norm", 1e-6)
 _RESIDUAL: dict[str, Any] = {"by_name": ("residual",)}
 OPERATIONS = (
-    Operation("layer_norm", "layer_norm", partial(_norm, 2), partial(_torch_norm, *_LN), 2, 3),
-    Operation("rms_norm", "rms_norm", partial(_norm, 1), partial(_torch_norm, *_RMS), 2, 3),
-    Operation("add + layer_norm", "layer_norm", partial(_norm, 2, residual=True),
+    LayerCall("layer_norm", "layer_norm", partial(_norm, 2), partial(_torch_norm, *_LN), 2, 3),
+    LayerCall("rms_norm", "rms_norm", partial(_norm, 1), partial(_torch_norm, *_RMS), 2, 3),
+    LayerCall("add + layer_norm", "layer_norm", partial(_norm, 2, residual=True),
               partial(_torch_add_norm, *_LN), 4, 4, **_RESIDUAL),
-    Operation("add + rms_norm", "rms_norm", partial(_norm, 1, residual=True),
+    LayerCall("add + rms_norm", "rms_norm", partial(_norm, 1, residual=True),
               partial(_torch_add_norm, *_RMS), 4, 4, **_RESIDUAL),
-    Operation("softmax", "softmax", _one, lambda torch, x: torch.softmax(x, -1), 2, 3),
-    Operation("log_softmax", "log_softmax", _one, lambda torch, x: torch.log_softmax(x, -1), 2, 3),
-    Operation("logsumexp", "logsumexp", _one, lambda torch, x: torch.logsumexp(x, -1), 1, 2),
-    Operation("cross_entropy", "cross_entropy", _labelled,
+    LayerCall("softmax", "softmax", _one, lambda torch, x: torch.softmax(x, -1), 2, 3),
+    LayerCall("log_softmax", "log_softmax", _one, lambda torch, x: torch.log_softmax(x, -1), 2, 3),
+    LayerCall("logsumexp", "logsumexp", _one, lambda torch, x: torch.logsumexp(x, -1), 1, 2),
+    LayerCall("cross_entropy", "cross_entropy", _labelled,
               lambda torch, x, labels: torch.nn.functional.cross_entropy(x.float(), labels), 1, 2,
               shape=_VOCABULARY),
-    Operation("linear_cross_entropy", "linear_cross_entropy", _features,
+    LayerCall("linear_cross_entropy", "linear_cross_entropy", _features,
               lambda torch, x, w, labels:
               torch.nn.functional.cross_entropy((x @ w).float(), labels), 0, 0,
               _feature_bytes, _feature_flops, shape=_VOCABULARY),
-    Operation("embedding", "embedding", _table,
+    LayerCall("embedding", "embedding", _table,
               lambda torch, table, ids: torch.nn.functional.embedding(ids, table), 2, 1,
               lambda size: (0, _TABLE_ROWS * size.width * size.item_bytes)),
-    Operation("rope", "rope", _heads, _torch_rope, 2, 2),
-    Operation("gelu", "gelu", _one, _functional("gelu", approximate="tanh"), 2, 3,
+    LayerCall("rope", "rope", _heads, _torch_rope, 2, 2),
+    LayerCall("gelu", "gelu", _one, _functional("gelu", approximate="tanh"), 2, 3,
               options={"approximate": "tanh"}),
-    Operation("silu", "silu", _one, _functional("silu"), 2, 3),
-    Operation("swiglu", "swiglu", _packed, partial(_torch_gated, "silu"), 3, 5),
-    Operation("geglu", "geglu", _packed, partial(_torch_gated, "gelu"), 3, 5),
-    Operation("dropout", "dropout", lambda size, source: (_rows(size, source), _DROPOUT_P, 1),
+    LayerCall("silu", "silu", _one, _functional("silu"), 2, 3),
+    LayerCall("swiglu", "swiglu", _packed, partial(_torch_gated, "silu"), 3, 5),
+    LayerCall("geglu", "geglu", _packed, partial(_torch_gated, "gelu"), 3, 5),
+    LayerCall("dropout", "dropout", lambda size, source: (_rows(size, source), _DROPOUT_P, 1),
               lambda torch, x, p, seed: torch.nn.functional.dropout(x, p), 2, 2,
               tolerance=np.inf),  # another generator
-    Operation("dropout + add", "dropout",
+    LayerCall("dropout + add", "dropout",
               lambda size, source: (_rows(size, source), _DROPOUT_P, 1, _rows(size, source)),
               lambda torch, x, p, seed, residual: torch.nn.functional.dropout(x, p) + residual,
               3, 2, **_RESIDUAL, tolerance=np.inf),
-    Operation("adamw_step", "adamw_step", _optimised, _torch_adamw, 3, None,
+    LayerCall("adamw_step", "adamw_step", _optimised, _torch_adamw, 3, None,
               lambda size: (4 * 4 * size.rows * size.width, 0),  # m and v, read and written
               options=_ADAMW, tolerance=np.inf),  # every call makes another step
-    Operation("global_norm", "global_norm", _one,
+    LayerCall("global_norm", "global_norm", _one,
               lambda torch, x: torch.linalg.vector_norm(x, dtype=torch.float32), 1),
 )  # fmt: skip
 """All of them, in the order of the table."""
@@ -262,10 +262,10 @@ _MOST_SETS = 16
 _BACKWARD_TOLERANCE = 2.5  # times the forward's: gradients are sums of more
 
 
-class Inputs:
+class LayerInputs:
     """Sets of arrays that calls alternate between, so that no cache holds them."""
 
-    def __init__(self, operation: Operation, size: Size, harness: Harness) -> None:
+    def __init__(self, operation: LayerCall, size: RowSize, harness: Harness) -> None:
         self.operation, self.size, self.harness = operation, size, harness
 
     @cached_property
@@ -292,7 +292,7 @@ class Inputs:
         return [make(torch, function, arrays, self.harness) for arrays in self.sets]
 
 
-def own_call(operation: Operation, direction: str, arrays: Values, harness: Harness) -> Call:
+def own_call(operation: LayerCall, direction: str, arrays: Values, harness: Harness) -> Call:
     """Return this library's call."""
     function: Callable[..., Any] = getattr(cupyattn, operation.function)
     positional, named = operation.given(arrays)
@@ -341,10 +341,10 @@ def _tensors(torch: Any, arrays: Values) -> list[Any]:
     return [tensor_of(torch, a).detach() if hasattr(a, "dtype") else a for a in arrays]
 
 
-def sized(arguments: argparse.Namespace) -> Iterator[tuple[Operation, Size]]:
+def sized(arguments: argparse.Namespace) -> Iterator[tuple[LayerCall, RowSize]]:
     """Yield every operation at every size; those with their own size once."""
     chosen = [each for each in OPERATIONS if each.name in arguments.operation]
-    sizes = [Size(rows, w, arguments.dtype) for rows in arguments.rows for w in arguments.width]
+    sizes = [RowSize(rows, w, arguments.dtype) for rows in arguments.rows for w in arguments.width]
     every = [(operation, operation.size(size)) for size in sizes for operation in chosen]
     yield from {(operation.name, size): (operation, size) for operation, size in every}.values()
 
@@ -352,22 +352,22 @@ def sized(arguments: argparse.Namespace) -> Iterator[tuple[Operation, Size]]:
 def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield every operation at every size, forward and backward."""
     for operation, size in sized(arguments):
-        inputs = Inputs(operation, size, harness)
+        inputs = LayerInputs(operation, size, harness)
         yield _case(inputs, "forward", harness)
         if operation.backward_arrays is not None:
             yield _case(inputs, "backward", harness)
 
 
-def _case(inputs: Inputs, direction: str, harness: Harness) -> Case:
+def _case(inputs: LayerInputs, direction: str, harness: Harness) -> Case:
     operation, size, backward = inputs.operation, inputs.size, direction == "backward"
     flops = None if operation.flops is None else operation.flops(size)[backward]
     others = [
-        Implementation.of(name, partial(inputs.by_torch, name, direction))
+        TimedImplementation.of(name, partial(inputs.by_torch, name, direction))
         for name in harness.baselines
     ]
     return Case(
         {"operation": operation.name, **size._asdict(), "direction": direction},
-        [Implementation("cupyattn", partial(inputs.own, direction)), *others],
+        [TimedImplementation("cupyattn", partial(inputs.own, direction)), *others],
         flops=flops,
         bytes=operation.traffic(size, direction),
         ceiling=COPY if flops is None else products_of(size.dtype),

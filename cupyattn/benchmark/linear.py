@@ -17,10 +17,10 @@ import numpy as np
 
 import cupyattn
 from cupyattn.benchmark import libraries
-from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
+from cupyattn.benchmark.cases import Case, Harness, TimedImplementation, products_of
+from cupyattn.benchmark.ceiling_kernels import CTAS_PER_SM, read_weight
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
-from cupyattn.benchmark.read_weight import CTAS_PER_SM, read_weight
 from cupyattn.benchmark.timer import READ, Round
 from cupyattn.ops.linear.problem import ACTIVATIONS
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight, empty
@@ -61,7 +61,7 @@ _MOST_WEIGHTS = 10**6
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightProduct:
     """One product; letters as in the public API."""
 
     kind: str
@@ -107,7 +107,7 @@ def block_size(name: str, inner: int) -> int:
     return FORMATS[name].block_size or inner
 
 
-class Operands(NamedTuple):
+class ProductArrays(NamedTuple):
     """The arrays of a product: x, the weights as stored, b, dout, and memory for the result."""
 
     x: Array
@@ -117,14 +117,14 @@ class Operands(NamedTuple):
     out: Array
 
 
-class Inputs:
+class LinearInputs:
     """The inputs of all implementations of a product, made when the first one is prepared."""
 
-    def __init__(self, product: Product, harness: Harness) -> None:
+    def __init__(self, product: WeightProduct, harness: Harness) -> None:
         self.product, self.harness = product, harness
 
     @cached_property
-    def arrays(self) -> Operands:
+    def arrays(self) -> ProductArrays:
         """The arrays; of few rows with so many weights that none is in L2 when it is read."""
         product, source = self.product, self.harness.arrays()
         m, n, k = product.M, product.N, product.K
@@ -140,7 +140,7 @@ class Inputs:
         weights = [weight() for _ in range(max(copies, 1 + (thin and self.harness.cold)))]
         shape = (m, k if product.kind == "dx" else n)
         out = self.harness.xp.empty(shape, dtype_of(product.dtype))
-        return Operands(normal(m, k), weights, normal(n), normal(m, n), out)
+        return ProductArrays(normal(m, k), weights, normal(n), normal(m, n), out)
 
     def _quantised(self, name: str) -> Any:
         product, source = self.product, self.harness.arrays()
@@ -217,7 +217,7 @@ class Inputs:
         return [partial(xp.matmul, x, w, out=xp.empty_like(out)) for w in ws]
 
 
-def products(arguments: argparse.Namespace) -> Iterator[Product]:
+def products(arguments: argparse.Namespace) -> Iterator[WeightProduct]:
     """Yield every kind, dtype, layout, format of weights and size."""
     for kind in arguments.kind:
         if kind == "backward" and arguments.weights:  # dw of a quantised weight does not exist
@@ -233,21 +233,21 @@ def products(arguments: argparse.Namespace) -> Iterator[Product]:
             for layout in arguments.layout:
                 for weights in (None, *(arguments.weights if layout == "nk" else ())):
                     for m, n, k in sizes:
-                        yield Product(kind, m, n, k, dtype, layout, after, weights)
+                        yield WeightProduct(kind, m, n, k, dtype, layout, after, weights)
                     if kind == "large" and arguments.weights:
                         for m, n, k in sizes:
-                            yield Product("dx", m, n, k, dtype, layout, None, weights)
+                            yield WeightProduct("dx", m, n, k, dtype, layout, None, weights)
 
 
 def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
     """Yield a case for each product."""
     for product in products(arguments):
-        inputs, thin = Inputs(product, harness), product.kind == "thin"
-        reading = Implementation(READING, inputs.reading_calls)
+        inputs, thin = LinearInputs(product, harness), product.kind == "thin"
+        reading = TimedImplementation(READING, inputs.reading_calls)
         yield Case(
             asdict(product),
             [
-                Implementation(OWN, inputs.own_calls),
+                TimedImplementation(OWN, inputs.own_calls),
                 *[reading] * thin,
                 *_baselines(product, inputs, harness),
             ],
@@ -259,17 +259,19 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
         )
 
 
-def _baselines(product: Product, inputs: Inputs, harness: Harness) -> Iterator[Implementation]:
+def _baselines(
+    product: WeightProduct, inputs: LinearInputs, harness: Harness
+) -> Iterator[TimedImplementation]:
     if product.weights is not None or product.kind == "dx":
         return
     for name in harness.baselines:
         if name in ("eager", "compile"):
             backward = product.kind == "backward"
-            yield Implementation.of(
+            yield TimedImplementation.of(
                 name, partial(inputs.torch_calls, name), _kn if backward else _same
             )
         elif product.kind != "backward":  # without bias and activation: another result
-            yield Implementation.of(name, inputs.product_calls, lambda result: None)
+            yield TimedImplementation.of(name, inputs.product_calls, lambda result: None)
 
 
 def _same(result: Any) -> Any:

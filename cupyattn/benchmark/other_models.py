@@ -16,7 +16,7 @@ GENERATING = ("transformers", "static")
 """transformers as it is, and with its static cache and compiled."""
 
 
-class Run(NamedTuple):
+class TimedRun(NamedTuple):
     """Seconds until every prompt of a batch has a token, and of all steps after that.
 
     `early` counts the tokens after `first_s`: prompts that do not fit into one step get their first
@@ -29,11 +29,11 @@ class Run(NamedTuple):
     early: int
 
 
-Generate = Callable[[list[list[int]], int], Run]
+Generate = Callable[[list[list[int]], int], TimedRun]
 """Continues prompts greedily by as many tokens each."""
 
 
-class Size(NamedTuple):
+class PromptSize(NamedTuple):
     """A batch of prompts that are equally long, and how many tokens each gets."""
 
     batch: int
@@ -78,14 +78,14 @@ def baseline(name: str, model: Model, folder: str | None) -> Generate:
 def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Generate:
     """Time the first token by a call of its own: another library does not report when it came."""
 
-    def run(prompts: list[list[int]], new: int) -> Run:
+    def run(prompts: list[list[int]], new: int) -> TimedRun:
         began = time.perf_counter()
         generate(prompts, 1)
         first = time.perf_counter()
         tokens = generate(prompts, new)
         ended = time.perf_counter()
         rest = max(ended - first - (first - began), 1e-9)
-        return Run(first - began, rest, tokens, len(prompts))
+        return TimedRun(first - began, rest, tokens, len(prompts))
 
     return run
 

@@ -20,7 +20,7 @@ from typing import Any
 from cupyattn.benchmark.command import invocation, run_on_gpu
 from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.benchmark.table import show_machine
-from cupyattn.cli.table_rows import kernel_name
+from cupyattn.cli.configurations import kernel_name
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.registry import KERNELS
 from cupyattn.runtime.arch import TURING

@@ -23,12 +23,12 @@ from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
 from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, Call, copy_rate
 from cupyattn.cli.arguments import positive
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
+from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing import (
     MACHINES,
@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
             disassembler_version()
         except DisassemblerError as failure:
             machine, missing = None, str(failure)
-    model = None if machine is None else Model(machine)
+    model = None if machine is None else TuringModel(machine)
     copied = copy_rate()
     parts = [
         _measured(*part, model, clock() + (ends - clock()) / (len(PARTS) - number), clock)
@@ -137,7 +137,11 @@ def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Res
 
 
 def _measured(
-    benchmark: Benchmark, words: tuple[str, ...], model: Model | None, ends: float, clock: Clock
+    benchmark: Benchmark,
+    words: tuple[str, ...],
+    model: TuringModel | None,
+    ends: float,
+    clock: Clock,
 ) -> dict[str, Any]:
     """Return the rows of a part with the model's figures, and whether time ended them."""
     _, arguments = benchmark.parse(*words, *CALLS)
@@ -203,7 +207,7 @@ def machine_of(device: CudaDevice) -> Machine | None:
     )
 
 
-class Model:
+class TuringModel:
     """The model of a GPU; a kernel that several calls launch is analysed once."""
 
     def __init__(self, machine: Machine) -> None:
@@ -265,7 +269,7 @@ def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
     return sum(of_each) - 2 * two_passes, of_each
 
 
-def figure(row: Row, cases: dict[str, Case], model: Model | None) -> float | None:
+def figure(row: Row, cases: dict[str, Case], model: TuringModel | None) -> float | None:
     """Return a row's figure by the model: TFLOP/s of products, or the specified GB/s."""
     if model is None or median_of(row) is None:
         return None

@@ -25,6 +25,7 @@ from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.tables import MAX_HEAD_DIM
+from cupyattn.runtime.value_checks import on_host
 
 GOALS = {"forward": 0.95, "forward + backward": 0.93}
 _FLOPS = {"forward": 4, "forward + backward": 14}
@@ -59,11 +60,11 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
     q, k, v, dout = whole = drawn(arguments, xp)
     forward = partial(cupyattn.attention, q, k, v, causal=causal, return_lse=True)
     cut = partial(distributed.shard, placement=arguments.placement)
-    expected = cut(forward()[0], 0, gpus).get().astype(np.float32)
+    expected = on_host(cut(forward()[0], 0, gpus)).astype(np.float32)
     both = partial(_both, forward, cupyattn.attention_backward, (dout, q, k, v), {"causal": causal})
     calls = zip(GOALS, (forward, both), strict=True)
     alone = {name: timed(call, timer, xp, lambda: None) for name, call in calls}
-    shards = [[cut(x, rank, gpus).get() for x in whole] for rank in range(gpus)]
+    shards = [[on_host(cut(x, rank, gpus)) for x in whole] for rank in range(gpus)]
     del q, k, v, dout, whole, forward, both
     harness.free()
     ranks = distributed.run(
@@ -160,7 +161,7 @@ def timed(
     once()
     took = once()
     if group is not None:
-        took = float(group.all_gather(cupy.array([took]))[0].get()[0])
+        took = float(on_host(group.all_gather(cupy.array([took]))[0])[0])
     return timer.waited(once, took)
 
 

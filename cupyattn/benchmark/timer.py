@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.benchmark import fma_rate, read_weight
+from cupyattn.benchmark import ceiling_kernels
 from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import mma_rate
@@ -209,8 +209,8 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
         return statistics.median(_TIMER.queued(partial(launch, device, kernel, grid, arguments)))
 
     source, sink = (load_cupy().zeros(*each) for each in ((_BYTES, np.uint8), (1, np.uint32)))
-    grid = device.multiprocessors * read_weight.CTAS_PER_SM
-    read = read_weight.read_weight()
+    grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
+    read = ceiling_kernels.read_weight()
     found[READ] = _BYTES / seconds(read, grid, source, sink, _BYTES // VECTOR_BYTES) / 1e9
     found[PRODUCTS] = None
     if device.tensor_cores:
@@ -218,10 +218,10 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
         took = seconds(mma_rate.mma_rate(rounds), grid, empty(SUB_PARTITIONS, np.int64))
         products = grid * SUB_PARTITIONS * mma_rate.IN_FLIGHT * rounds
         found[PRODUCTS] = products * _PRODUCT_FLOPS / took / 1e12
-    grid = device.multiprocessors * fma_rate.CTAS_PER_SM
-    threads = grid * fma_rate.THREADS
-    took = seconds(fma_rate.fma_rate(), grid, empty(threads, np.float32), _ADDEND)
-    found[FLOAT32] = 2 * threads * fma_rate.IN_FLIGHT * fma_rate.ROUNDS / took / 1e12
+    grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
+    threads = grid * ceiling_kernels.THREADS
+    took = seconds(ceiling_kernels.fma_rate(), grid, empty(threads, np.float32), _ADDEND)
+    found[FLOAT32] = 2 * threads * ceiling_kernels.IN_FLIGHT * ceiling_kernels.ROUNDS / took / 1e12
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cupyattn
-from cupyattn.benchmark.cases import Case, Harness, Implementation, products_of
+from cupyattn.benchmark.cases import Case, Harness, TimedImplementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.timer import Call, Round
 from cupyattn.cli.arguments import integer
@@ -28,7 +28,7 @@ FACTORS = {"forward": 1.0, "backward": 2.5}
 _TOLERANCE = 0.05
 
 
-class Problem(NamedTuple):
+class PackedAttentionProblem(NamedTuple):
     """`tokens` in sequences of `length`, or of lengths with that mean."""
 
     tokens: int
@@ -66,7 +66,9 @@ class Problem(NamedTuple):
         return (1 if direction == "forward" else 2) * items * STORAGE[self.dtype]
 
 
-def call_of(problem: Problem, layout: str, direction: str, arrays: Any, xp: Any) -> Call:
+def call_of(
+    problem: PackedAttentionProblem, layout: str, direction: str, arrays: Any, xp: Any
+) -> Call:
     """Return the call of a direction, whose results and scratch are allocated."""
     lengths, total = problem.lengths(layout), len(arrays[0])
     shape = (len(lengths), problem.length) if layout == "dense" else (total,)
@@ -86,12 +88,12 @@ def call_of(problem: Problem, layout: str, direction: str, arrays: Any, xp: Any)
     return partial(backward, grads=backward())
 
 
-def problems(arguments: argparse.Namespace) -> list[Problem]:
+def problems(arguments: argparse.Namespace) -> list[PackedAttentionProblem]:
     """Return every length, plain and causal."""
     names = ("tokens", "heads", "kv_heads", "head_dim", "dtype")
     given = {name: getattr(arguments, name) for name in names}
     return [
-        Problem(length=min(length, arguments.tokens), causal=causal, **given)
+        PackedAttentionProblem(length=min(length, arguments.tokens), causal=causal, **given)
         for causal in (False, True)
         for length in arguments.length
     ]
@@ -105,7 +107,7 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
             yield Case(
                 {**problem._asdict(), "direction": direction},
                 [
-                    Implementation(
+                    TimedImplementation(
                         f"cupyattn {layout}",
                         partial(_calls, problem, layout, direction, harness),
                         comparable=(lambda result: None) if layout == "ragged" else packed,
@@ -120,13 +122,13 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
             )
 
 
-def _calls(problem: Problem, layout: str, direction: str, harness: Harness) -> Round:
+def _calls(problem: PackedAttentionProblem, layout: str, direction: str, harness: Harness) -> Round:
     source = harness.arrays(2)
     arrays = [source.normal(*shape, dtype=problem.dtype) for shape in problem.shapes]
     return [call_of(problem, layout, direction, arrays, harness.xp)]
 
 
-def _packed(problem: Problem, direction: str, result: Any) -> Any:
+def _packed(problem: PackedAttentionProblem, direction: str, result: Any) -> Any:
     """Return out, or the gradients, in the packed shapes."""
     q, k, v, out = problem.shapes
     shapes = (out,) if direction == "forward" else (q, k, v)

@@ -13,9 +13,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cupyattn
-from cupyattn.cli import chat, compile, demo, generate, info, merge, profile, turing
+from cupyattn.cli import chat, compile, demo, finetune, generate, info, merge, profile, turing
 from cupyattn.cli.arguments import Parser, print_help_of
-from cupyattn.cli.finetune import command as finetune
 
 INTERRUPTED = 130  # what shells report for SIGINT
 

@@ -10,7 +10,7 @@ from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.models import (
     MODEL_FAILURES,
-    Timed,
+    TimedPieces,
     add_drawing_arguments,
     add_model_arguments,
     drawing_of,
@@ -96,7 +96,7 @@ class Talk:
             return
         left = self._most - len(prompt.ids) + 1
         options = {**self._options, "max_new_tokens": min(self._options["max_new_tokens"], left)}
-        timed = Timed(self._generator, prompt, **options)
+        timed = TimedPieces(self._generator, prompt, **options)
         pieces = []
         try:
             for piece in timed.pieces():

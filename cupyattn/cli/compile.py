@@ -15,8 +15,13 @@ from typing import Any
 
 import cupyattn
 from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.compiled_kernel import compiled_kernel, spill_bytes
-from cupyattn.cli.table_rows import add_row_options, rows_of, without_rows
+from cupyattn.cli.configurations import (
+    add_row_options,
+    compiled_kernel,
+    rows_of,
+    spill_bytes,
+    without_rows,
+)
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.runtime.arch import ARCHS, TURING, Arch
 from cupyattn.runtime.compile import nvrtc_version

@@ -1,19 +1,283 @@
-"""``python -m cupyattn demo``: attention on what is here, beside the reference and its bound."""
+"""``python -m cupyattn demo``: attention on this device, compared with the reference.
+
+It runs kernels on a GPU, otherwise kernels on the emulator, otherwise NumPy, and prints the error
+next to its bound.
+"""
 
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cupyattn.cli.accuracy import Problem
+import numpy as np
+
+import cupyattn
+from cupyattn import reference
 from cupyattn.cli.arguments import add_json_option, integer
-from cupyattn.cli.attention_runs import TIMED_CALLS, on_gpu, without_gpu
-from cupyattn.cli.compiled_kernel import spill_bytes
-from cupyattn.cli.table_rows import configuration
+from cupyattn.cli.configurations import compiled_kernel, configuration, spill_bytes
+from cupyattn.cli.recorder import attention_launch
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.runtime.device.cuda import device_count
+from cupyattn.emulator import Checks, Report
+from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
+from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.compile import CompilationError
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice, cuda_device, device_count
+from cupyattn.runtime.device.recorder import Launch
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
+from cupyattn.runtime.target import tensor_cores_override
+
+
+@dataclass(frozen=True)
+class DemoProblem:
+    """The demo's problem: causal self-attention of standard normal q, k and v."""
+
+    batch: int = 2
+    seqlen: int = 2048
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    dtype: str = "float16"
+    seed: int = 0
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Make q, k and v."""
+        import ml_dtypes  # noqa: F401 (gives NumPy the name bfloat16)
+
+        rng = np.random.default_rng(self.seed)
+        q, k, v = (
+            rng.standard_normal((self.batch, self.seqlen, heads, self.head_dim), dtype=np.float32)
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference's results in float64 and how far a right kernel may be from them."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    out_bound: np.ndarray
+    lse_bound: np.ndarray
+
+    @classmethod
+    def of(cls, arch: Arch, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Expected:
+        """Compute them for causal attention by the kernels of an architecture."""
+        tile_k = min(TILED_TILE_K, flash_row(arch.number, q.shape[-1], v.shape[-1]).tile_k)
+        bounds = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=tile_k, causal=True)
+        return cls(*reference.attention(q, k, v, causal=True), *bounds)
+
+    def errors(self, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
+        """Compare a result with them."""
+        return {
+            "out": compare(out, self.out, self.out_bound),
+            "lse": compare(lse, self.lse, self.lse_bound),
+        }
+
+
+def compare(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> dict[str, Any]:
+    """Find the largest error, the bound at its place, and the largest error / bound.
+
+    Returns
+    -------
+    dict
+        ``max_error``, ``bound`` and ``max_ratio``, None where they are not finite, and
+        ``within_bound``.
+
+    Examples
+    --------
+    >>> compare(np.array([1.0, 2.5]), np.array([1.25, 2.5]), np.array([0.5, 0.1]))
+    {'max_error': 0.25, 'bound': 0.5, 'max_ratio': 0.5, 'within_bound': True}
+    """
+    with np.errstate(invalid="ignore"):
+        errors = np.where(actual == exact, 0.0, np.abs(actual.astype(np.float64) - exact))
+    worst = np.unravel_index(np.argmax(np.where(np.isnan(errors), np.inf, errors)), errors.shape)
+    ratio = reference.error_ratio(actual, exact, bound)
+    return {
+        "max_error": _finite(errors[worst]),
+        "bound": _finite(bound[worst]),
+        "max_ratio": _finite(ratio),
+        "within_bound": ratio <= 1.0,
+    }
+
+
+def _finite(number: Any) -> float | None:
+    return float(number) if np.isfinite(number) else None
+
+
+TIMED_CALLS = 20
+"""Calls on a GPU, of which the median is shown."""
+
+# naive is the textbook: on the emulator it is slow and no more
+_ON_EMULATOR = tuple(name for name in IMPLEMENTATIONS if name != "naive")
+
+
+def on_gpu(problem: DemoProblem) -> Result:
+    """Run each kernel on the first GPU."""
+    cupy = load_cupy()
+
+    device = cuda_device(0)
+    host = problem.arrays()
+    expected = Expected.of(device.arch, *host)
+    runs = []
+    with cupy.cuda.Device(device.ordinal):
+        q, k, v = map(cupy.asarray, host)
+        launches = kernels_of(
+            device.arch, q, k, v, IMPLEMENTATIONS, tensor_cores=device.tensor_cores
+        )
+        for implementation, launch in launches.items():
+
+            def call(implementation: str = implementation) -> Any:
+                return _attention(q, k, v, implementation)
+
+            began = time.perf_counter()
+            results = [cupy.asnumpy(result) for result in call()]
+            first_call_s = time.perf_counter() - began
+            _require_loaded(device, launch)
+            runs.append(
+                {
+                    "implementation": implementation,
+                    "launch": _describe(launch, device.arch),
+                    "first_call_s": first_call_s,
+                    "seconds": _median_gpu_seconds(call),
+                    "errors": expected.errors(*results),
+                }
+            )
+    return _result(problem, "gpu", runs, device=device.name, capability=device.capability)
+
+
+def without_gpu(problem: DemoProblem) -> Result:
+    """Run the kernels on the emulator, or NumPy if there is nothing to compile them with."""
+    tensor_cores = tensor_cores_override() is not False
+    launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
+    try:
+        described = {name: _describe(launch, TURING) for name, launch in launches.items()}
+    except CompilationError:
+        raise
+    except RuntimeError as failure:
+        return _on_numpy(problem, str(failure))
+    return _on_emulator(problem, described)
+
+
+def kernels_of(
+    arch: Arch,
+    q: Array,
+    k: Array,
+    v: Array,
+    implementations: tuple[str, ...],
+    *,
+    tensor_cores: bool,
+) -> dict[str, Launch]:
+    """Return what each of the implementations would launch; those not written yet are left out."""
+    launches = {}
+    for implementation in implementations:
+        options = AttentionOptions(causal=True, implementation=implementation)
+        try:
+            launches[implementation] = attention_launch(
+                arch, q, k, v, options, tensor_cores=tensor_cores
+            )
+        except NotImplementedError:
+            continue
+    return launches
+
+
+def _on_emulator(problem: DemoProblem, launches: dict[str, dict[str, Any]]) -> Result:
+    q, k, v = problem.arrays()
+    expected = Expected.of(TURING, q, k, v)
+    checks = Checks.all()
+    runs = []
+    for implementation, launch in launches.items():
+        report = Report()
+        began = time.perf_counter()
+        with cupyattn.backend("emulator", checks=checks, report=report):
+            results = _attention(q, k, v, implementation)
+        first_call_s = time.perf_counter() - began
+        with cupyattn.backend("emulator", checks=checks):
+            began = time.perf_counter()
+            _attention(q, k, v, implementation)
+            seconds = time.perf_counter() - began
+        runs.append(
+            {
+                "implementation": implementation,
+                "launch": launch,
+                "first_call_s": first_call_s,
+                "seconds": seconds,
+                "errors": expected.errors(*results),
+                "warp_instructions": sum(report.instruction_mix.values()),
+                "bank_conflict_ways": report.bank_conflict_ways,
+                "sector_efficiency": report.sector_efficiency,
+            }
+        )
+    on = [name for name, value in asdict(checks).items() if value is True]
+    return _result(problem, "emulator", runs, checks=on)
+
+
+def _on_numpy(problem: DemoProblem, why: str) -> Result:
+    q, k, v = problem.arrays()
+    began = time.perf_counter()
+    with cupyattn.backend("reference"):
+        results = _attention(q, k, v, "tiled")  # whichever: it is the same there
+    seconds = time.perf_counter() - began
+    run = {
+        "implementation": "NumPy reference",
+        "launch": None,
+        "first_call_s": seconds,
+        "seconds": seconds,
+        "errors": Expected.of(TURING, q, k, v).errors(*results),
+    }
+    return _result(problem, "numpy", [run], not_compiled_because=why)
+
+
+def _attention(q: Array, k: Array, v: Array, implementation: str) -> Any:
+    return cupyattn.attention(q, k, v, causal=True, implementation=implementation, return_lse=True)
+
+
+def _result(problem: DemoProblem, place: str, runs: list[dict[str, Any]], **more: Any) -> Result:
+    within = all(error["within_bound"] for run in runs for error in run["errors"].values())
+    return {
+        "command": "demo",
+        "version": cupyattn.__version__,
+        "ran_on": place,
+        "problem": asdict(problem),
+        "runs": runs,
+        "within_bound": within,
+        **more,
+    }
+
+
+def _describe(launch: Launch, arch: Arch) -> dict[str, Any]:
+    return {"grid": list(launch.grid), **compiled_kernel(launch.specialisation, arch)}
+
+
+def _require_loaded(device: CudaDevice, launch: Launch) -> None:
+    """Make sure that what is reported is what ran."""
+    if launch.specialisation not in device.loaded:
+        raise AssertionError(f"{launch.specialisation.label} was recorded but did not run")
+
+
+def _median_gpu_seconds(call: Callable[[], Any]) -> float:
+    """Time calls by CUDA events on the current stream."""
+    cupy = load_cupy()
+
+    seconds = []
+    for _ in range(TIMED_CALLS):
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        seconds.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
+    return statistics.median(seconds)
+
 
 GPU_SEQLEN = 2048
 EMULATED_SEQLEN = 128  # about half a second for the tiled kernel
@@ -23,7 +287,7 @@ _ERROR_COLUMNS = ("max_error", "bound", "max_ratio")
 
 def add_parser(commands: Any) -> None:
     """Add the command to the command line."""
-    default = Problem()
+    default = DemoProblem()
     parser = commands.add_parser(
         "demo",
         help="run the attention kernels on this machine's GPU, or emulated on its CPU",
@@ -69,7 +333,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     try:
         has_gpu = device_count() > 0
-        problem = Problem(
+        problem = DemoProblem(
             seqlen=arguments.seqlen or (GPU_SEQLEN if has_gpu else EMULATED_SEQLEN),
             head_dim=arguments.head_dim,
             dtype=arguments.dtype,

@@ -11,7 +11,7 @@ from cupyattn import models
 from cupyattn.cli.arguments import add_json_option, integer
 from cupyattn.cli.models import (
     MODEL_FAILURES,
-    Timed,
+    TimedPieces,
     add_drawing_arguments,
     add_model_arguments,
     device_name,
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             model, lengths=[len(prompt.ids) + arguments.max_new_tokens], max_batch=1,
             cache_dtype=arguments.cache_dtype, lookup=arguments.lookup,
         )  # fmt: skip
-        timed = Timed(generator, prompt, **options)
+        timed = TimedPieces(generator, prompt, **options)
         if prompt.is_text and not arguments.json:
             print(arguments.prompt, end="", flush=True)
         for piece in timed.pieces():

@@ -15,7 +15,7 @@ from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.writing import require_source, write_folder
-from cupyattn.models.device import DTYPES
+from cupyattn.models.loading import DTYPES
 from cupyattn.models.training import LoraAdapters
 from cupyattn.runtime.errors import error, explaining, size_text
 

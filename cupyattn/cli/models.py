@@ -13,8 +13,7 @@ import numpy as np
 from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
-from cupyattn.models.device import DTYPES
-from cupyattn.models.quantised import OF_THE_FILE, QUANTIZE, quantises_to
+from cupyattn.models.loading import DTYPES, OF_THE_FILE, QUANTIZE, quantises_to
 from cupyattn.models.training import LoraAdapters
 from cupyattn.runtime.errors import size_text
 
@@ -114,7 +113,7 @@ def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("max_new_tokens", *names)}
 
 
-class Timed:
+class TimedPieces:
     """A generation's pieces as they come, and when they came."""
 
     def __init__(self, generator: models.Generator, prompt: Any, **options: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import cupyattn
 from cupyattn.cli.arguments import add_json_option
-from cupyattn.cli.table_rows import add_row_options, row_name, rows_of, without_rows
+from cupyattn.cli.configurations import add_row_options, row_name, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.progress import progress

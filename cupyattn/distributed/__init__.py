@@ -21,12 +21,11 @@ A process for each GPU, started by ``mpiexec -n 2 python program.py``:
         out = ring_attention(q, k, v, group=group, causal=True)
 """
 
-from cupyattn.distributed.communicators.protocol import Communicator
+from cupyattn.distributed.communicators import Communicator
 from cupyattn.distributed.failures import RankFailedError
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.processes import launched_group, nccl_group, unique_id
-from cupyattn.distributed.ring import ring_attention
-from cupyattn.distributed.ring_backward import ring_attention_backward
+from cupyattn.distributed.ring import ring_attention, ring_attention_backward
 from cupyattn.distributed.shards import positions, shard, unshard
 from cupyattn.distributed.tensor_parallel import (
     all_reduce,

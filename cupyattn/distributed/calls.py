@@ -17,10 +17,16 @@ from cupyattn import (
     attention_varlen,
     attention_varlen_backward,
 )
-from cupyattn.distributed.options import OF_ROWS
-from cupyattn.distributed.plan import Call
+from cupyattn.distributed.options import (
+    OF_ROWS,
+    ScoreOffsets,
+    blocks_of,
+    moved,
+    place_of,
+    with_four_axes,
+)
+from cupyattn.distributed.plan import AttentionCall
 from cupyattn.distributed.problem import RingProblem
-from cupyattn.distributed.scores import Places, blocks_of, moved, place_of, with_four_axes
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 
@@ -28,14 +34,16 @@ BLOCK = ("k", "v")
 """Arrays of which a call takes a block's rows; of all others it takes the rank's own rows."""
 
 
-class Calls:
+class RingCalls:
     """The calls of one problem."""
 
     def __init__(self, problem: RingProblem) -> None:
         self._problem, self._xp = problem, problem.xp
         self._plan, self._options = problem.plan, problem.options
 
-    def forward(self, call: Call, arrays: dict[str, Array], results: tuple[Array, Array]) -> None:
+    def forward(
+        self, call: AttentionCall, arrays: dict[str, Array], results: tuple[Array, Array]
+    ) -> None:
         """Attend: write out (B, rows, H, Dv) and lse (B, H, rows) of the call's queries.
 
         `arrays` has q, and k and v of the block.
@@ -54,7 +62,9 @@ class Calls:
                     out=(out[:, rows], lse[:, :, rows]), **self._dense(call, b),
                 )  # fmt: skip
 
-    def backward(self, call: Call, arrays: dict[str, Array], deterministic: bool) -> AttentionGrads:
+    def backward(
+        self, call: AttentionCall, arrays: dict[str, Array], deterministic: bool
+    ) -> AttentionGrads:
         """Return the call's share of the gradients, of its rows.
 
         `arrays` has dout, q, k, v, out, lse and perhaps dlse, in the order of the public function.
@@ -92,7 +102,7 @@ class Calls:
         bounds = self._plan.cu_seqlens.tolist()
         return [(b, slice(*rows)) for b, rows in enumerate(pairwise(bounds))]
 
-    def _common(self, call: Call) -> dict[str, Any]:
+    def _common(self, call: AttentionCall) -> dict[str, Any]:
         options = self._options
         given: dict[str, Any] = {
             "softmax_scale": options.softmax_scale,
@@ -106,11 +116,11 @@ class Calls:
             given["window_size"] = (call.left, call.right)
         return given
 
-    def _needs_offset(self, call: Call) -> bool:
+    def _needs_offset(self, call: AttentionCall) -> bool:
         banded = call.left is not None or call.right is not None
         return banded or self._options.alibi_slopes is not None
 
-    def _dense(self, call: Call, b: int) -> dict[str, Any]:
+    def _dense(self, call: AttentionCall, b: int) -> dict[str, Any]:
         """Return the options of a batch of sequences of one length, or of one that was packed."""
         options, given = self._options, self._common(call)
         alone = slice(b, b + 1) if self._problem.packed else slice(None)
@@ -139,7 +149,7 @@ class Calls:
             )
         return given
 
-    def _packed(self, call: Call) -> dict[str, Any]:
+    def _packed(self, call: AttentionCall) -> dict[str, Any]:
         options, given = self._options, self._common(call)
         bounds = tuple(self._plan.cu_seqlens.tolist())
         extents = tuple(after - before for before, after in pairwise(bounds))
@@ -150,8 +160,8 @@ class Calls:
         if options.seqused_k is not None:
             starts, most = self._integers(call.key_starts), self._integers(extents)
             given["seqused_k"] = self._used(options.seqused_k, starts, most)
-        starts = ((0,) * len(extents), call.query_starts, call.key_starts)
-        return given | self._moved(starts, packed=True)
+        begins = ((0,) * len(extents), call.query_starts, call.key_starts)
+        return given | self._moved(begins, packed=True)
 
     def _used(self, used: Array, start: Any, extent: Any) -> Array:
         """Return how many keys of a piece that begins at `start` are among the first `used`."""
@@ -159,11 +169,11 @@ class Calls:
         return self._xp.clip((used - start + (step - 1)) // step, 0, extent)
 
     def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> dict[str, Any]:
-        """Return the expressions, told where their calls begin: see `Places`."""
+        """Return the expressions, told where their calls begin: see `ScoreOffsets`."""
         given = self._options.expressions
         if not given:
             return {}
-        places = Places(self._integers(starts), packed, self._plan.placement.step)
+        places = ScoreOffsets(self._integers(starts), packed, self._plan.placement.step)
         return {name: moved(option, places) for name, option in given.items()}
 
     def _integers(self, values: tuple[Any, ...]) -> Array:
@@ -182,7 +192,7 @@ def _on_device(values: tuple[Any, ...], device: int, stream: int) -> Array:
     return load_cupy().asarray(values, np.int64)
 
 
-def _rows_of(call: Call, arrays: dict[str, Array]) -> dict[str, Array]:
+def _rows_of(call: AttentionCall, arrays: dict[str, Array]) -> dict[str, Array]:
     """Take the call's rows of each array."""
     return {
         name: _take(name, array, (call.keys if name in BLOCK else call.queries).slice)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn import BlockMask, DropoutSeed, MaskMod, ScoreMod
 from cupyattn.distributed.group import Group
-from cupyattn.distributed.options import OF_ROWS, RingOptions
+from cupyattn.distributed.options import OF_ROWS, RingOptions, with_four_axes
 from cupyattn.distributed.placement import Placement
-from cupyattn.distributed.scores import with_four_axes
-from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import Operands, adopt
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.errors import bool_fix, error, shown
+from cupyattn.runtime.records import record_of, values_of
 
 DROPOUT_KEYS = 32
 """Keys whose dropout one call of Philox draws: a piece begins at a multiple of them."""
@@ -51,12 +51,27 @@ def require_group(group: Any) -> None:
         )
 
 
-def require_array(x: Any) -> Operands:
-    """Take an array, and raise TypeError for what is none."""
-    operands = adopt({"x": x})
-    if not operands.arrays:  # None is an optional array that was left out
+class Adopted(NamedTuple):
+    """Arrays of one library and one device, by the names that errors have for them."""
+
+    arrays: dict[str, Array]
+    device_id: int | None
+    """CUDA ordinal; None for NumPy arrays."""
+
+
+def adopted(given: Mapping[str, Any], fixes: Mapping[str, str] = MappingProxyType({})) -> Adopted:
+    """Take arrays as `cupyattn.runtime.arrays.adopt` does; None is an array that was left out."""
+    operands = adopt(record_of(*given)(*given.values()), fixes)
+    pairs = zip(given, values_of(operands.arrays), strict=True)
+    return Adopted({name: array for name, array in pairs if array is not None}, operands.device_id)
+
+
+def require_array(x: Any) -> tuple[Array, int | None]:
+    """Take an array and return it with its device, or raise TypeError if it is none."""
+    arrays, device_id = adopted({"x": x})
+    if not arrays:
         raise error(TypeError, "x is None", "it is an array", "pass this rank's, or all of it")
-    return operands
+    return arrays["x"], device_id
 
 
 def require_flags(**given: Any) -> None:

@@ -1,4 +1,9 @@
-"""How a rank that fails ends all others: who failed is posted where every rank looks."""
+"""How a rank that fails ends all others: who failed is posted where every rank looks.
+
+A rank that waits knows its neighbour, not which rank keeps all of them waiting. It leaves a
+question in a folder. Every rank whose watch runs answers with the number of transfers that it has
+begun. A rank that is stopped does not answer.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,105 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from cupyattn.distributed.presence import Presence
 from cupyattn.runtime.errors import error, explaining, shown
 from cupyattn.runtime.reading import read_text
+
+_QUESTION = "question"
+_LONGEST_ANSWER = 100
+_SECONDS_BETWEEN_QUESTIONS = 0.1
+_SECONDS_TO_ANSWER = 2.0
+
+
+class Presence:
+    """One rank's questions and answers.
+
+    Parameters
+    ----------
+    folder : path
+        One that all ranks see.
+    rank, size : int
+        Which rank this is, of how many.
+    write : callable
+        ``write(path, content)`` writes a file at once.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, size: int, write: Callable[[Path, bytes], None]
+    ) -> None:
+        self._folder, self._rank, self._size, self._write = folder, rank, size, write
+        self._next_look = 0.0
+        self._answered = -1
+
+    def answer(self, begun: int) -> None:
+        """Answer if a rank asks; call it as often as you like.
+
+        Parameters
+        ----------
+        begun : int
+            The transfers that this rank has begun.
+        """
+        now = time.monotonic()
+        if now < self._next_look or begun == self._answered:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_QUESTIONS
+        if (self._folder / _QUESTION).exists():
+            self._say(begun)
+
+    def ask(
+        self, number: int, begun: int, stop: Callable[[], bool]
+    ) -> list[tuple[int, int | None]]:
+        """Return the ranks that have not begun a transfer, each with those that it has begun.
+
+        Parameters
+        ----------
+        number : int
+            The transfer, counted from 1.
+        begun : int
+            The transfers that this rank has begun.
+        stop : callable
+            Whether it is no use to wait for answers any longer.
+
+        Returns
+        -------
+        list of (int, int or None)
+            None for a rank that gives no answer.
+        """
+        self._say(begun)
+        self._write(self._folder / _QUESTION, b"")
+        until = time.monotonic() + _SECONDS_TO_ANSWER
+        while True:
+            answers = [(rank, self._answer_of(rank)) for rank in range(self._size)]
+            behind = [each for each in answers if each[1] is None or each[1] < number]
+            silent = any(answer is None for _, answer in behind)
+            if not behind or stop() or time.monotonic() > until:
+                with suppress(OSError):  # another rank has asked and taken it away
+                    (self._folder / _QUESTION).unlink()
+                # A rank that answers and is behind may itself wait for one that gives no answer.
+                return [each for each in behind if each[1] is None] if silent else behind
+            time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+
+    def leave(self) -> None:
+        """Take this rank's answer away."""
+        with suppress(OSError):
+            self._file(self._rank).unlink()
+
+    def _say(self, begun: int) -> None:
+        self._write(self._file(self._rank), str(begun).encode())
+        self._answered = begun
+
+    def _answer_of(self, rank: int) -> int | None:
+        try:
+            return int(read_text(self._file(rank), _LONGEST_ANSWER, _no_answer))
+        except (OSError, ValueError):
+            return None
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"begun-{rank}"
+
+
+def _no_answer(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}")
+
 
 ALIKE = "all ranks make the same calls in the same order"
 PATIENCE = "look what that rank does, or pass a longer timeout"

@@ -1,25 +1,33 @@
-"""A group of ranks: what carries their bytes, which device is theirs, and what ends them."""
+"""A group of ranks: what carries their bytes, which device is theirs, and what ends them.
+
+Ranks whose calls differ get an error each, before anything else is sent. For that each rank gathers
+what all ranks are about to do. On the host that costs no more than any message, and every call does
+it, also for CuPy arrays if the communicator can (`gathers_on_host`). Otherwise the host has to wait
+for the GPU's answer, and calls of a kind that was agreed on are not compared again. A digest
+travels first, and the words follow only if digests differ.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from cupyattn.distributed.communicators.adapters import communicator_of
-from cupyattn.distributed.communicators.carrier import Carrier
-from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
+from cupyattn.distributed.communicators import Carrier, communicator_of
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures, seconds_of
+from cupyattn.distributed.mailbox import ThreadCommunicator
 from cupyattn.distributed.watch import Watch
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.value_checks import on_host
 
 TIMEOUT = 300.0
 _NAMED = 8  # ranks in an error
@@ -207,7 +215,7 @@ class Group:
         self._carrier.require_here(array, or_on_host=self.gathers_on_host)
         on_host = isinstance(array, np.ndarray)
         xp = np if on_host else load_cupy()
-        with self.on_device(None if on_host else array.device.id):
+        with self.on_device(None if on_host else cast("CudaArray", array).device.id):
             stream = None if on_host else xp.cuda.get_current_stream()
             peer = (self.rank + 1) % self.size
             own = xp.ascontiguousarray(array)
@@ -321,3 +329,67 @@ class Group:
     def on_device(self, device: int | None) -> AbstractContextManager[Any]:
         """Make a device the current one, if it is a GPU."""
         return nullcontext() if device is None else load_cupy().cuda.Device(device)
+
+
+_DIGEST = 32
+_NUMBER = 8
+_BETWEEN = "\n"
+_SHOWN = 180  # characters of a rank: errors have room for two
+
+
+def agree(
+    group: Group, said: Sequence[str], xp: Any, *, allowed: str, fix: str, number: int = 0
+) -> list[int]:
+    """Return the number of each rank, if all say the same of what they are about to do.
+
+    Arrays of `xp` carry both. `allowed` and `fix` are the error's.
+
+    Raises
+    ------
+    ValueError
+        If they do not, on every rank, with what differs.
+    RankFailedError
+        If a rank has failed, or did not come in time.
+    """
+    if group.size == 1:
+        return [number]
+    text = _BETWEEN.join(said).encode()
+    digest = hashlib.sha256(text).digest()
+    own = digest + number.to_bytes(_NUMBER, "little", signed=True)
+    heads = _gather(group, own + len(text).to_bytes(_NUMBER, "little"), xp)
+    other = next((rank for rank, head in enumerate(heads) if head[:_DIGEST] != digest), None)
+    if other is not None:  # which every rank sees
+        longest = max(int.from_bytes(head[_DIGEST + _NUMBER :], "little") for head in heads)
+        texts = _gather(group, text.ljust(longest, b"\0"), xp)
+        theirs = texts[other].rstrip(b"\0").decode().split(_BETWEEN)
+        raise error(
+            ValueError,
+            f"rank {group.rank} called with {_without(said, theirs)}, "
+            f"rank {other} with {_without(theirs, said)}",
+            allowed,
+            fix,
+        )
+    return [
+        int.from_bytes(head[_DIGEST : _DIGEST + _NUMBER], "little", signed=True) for head in heads
+    ]
+
+
+def _gather(group: Group, own: bytes, xp: Any) -> list[bytes]:
+    answers = group.all_gather(xp.asarray(np.frombuffer(own, np.uint8)))
+    gathered = [on_host(x).tobytes() for x in answers]
+    group.check()  # of a transfer that was aborted nothing has come
+    return gathered
+
+
+def _without(parts: Sequence[str], others: Sequence[str]) -> str:
+    """Return what only one rank says."""
+    text = ", ".join(part for part in parts if part not in others) or "none of it"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+def fingerprint(*arrays: Array | bytes) -> str:
+    """Return eight digits that tell what is on the host apart."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(array if isinstance(array, bytes) else np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:8]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cupyattn.distributed.group import Group
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 
 Mark = Any
@@ -24,7 +24,9 @@ class Lane:
 
     def __init__(self, group: Group, array: Array) -> None:
         self.group = group
-        self._device = None if isinstance(array, np.ndarray) else int(array.device.id)
+        self._device = None
+        if not isinstance(array, np.ndarray):
+            self._device = int(cast("CudaArray", array).device.id)
         self.xp = np if self._device is None else load_cupy()
 
     def __enter__(self) -> Lane:
@@ -77,7 +79,7 @@ class Lane:
         return event
 
 
-class Blocks:
+class RingBlocks:
     """Arrays that go round the ring: what is here now, and a buffer for what comes next.
 
     Two buffers take turns: what has been received in one is used, and sent on, while the other

@@ -27,7 +27,7 @@ from cupyattn.distributed.placement import Placement
 Integers = NDArray[np.int64]
 
 
-class Rows(NamedTuple):
+class RankRows(NamedTuple):
     """Rows of what a rank holds."""
 
     start: int
@@ -39,15 +39,15 @@ class Rows(NamedTuple):
         return slice(self.start, self.stop)
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of attention: some of a rank's queries to some keys of a block.
 
     In sequence b, query i of the rows sees keys ``i + q_offsets[b] - left`` to
     ``i + q_offsets[b] + right`` of them; None is unbounded.
     """
 
-    queries: Rows
-    keys: Rows
+    queries: RankRows
+    keys: RankRows
     q_offsets: tuple[int, ...]
     left: int | None
     right: int | None
@@ -58,12 +58,12 @@ class Call(NamedTuple):
     key_starts: tuple[int, ...]
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """The work of a rank on one block of keys and values."""
 
     shift: int
     """The block is that of the rank so many places before."""
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
 
 
 class RingPlan(NamedTuple):
@@ -73,7 +73,7 @@ class RingPlan(NamedTuple):
     rank: int
     lengths: tuple[int, ...]
     """The lengths of the whole sequences."""
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
 
     @property
     def hops(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class RingPlan(NamedTuple):
         return tuple(after - before for before, after in pairwise(shifts))
 
     @property
-    def parted(self) -> tuple[tuple[Step, ...], tuple[Call, ...]]:
+    def parted(self) -> tuple[tuple[RingStep, ...], tuple[AttentionCall, ...]]:
         """Steps without the own block's later pieces of queries, and those calls for the end.
 
         Backward, the gradients of the last block go home while the rank computes them; of causal
@@ -166,7 +166,7 @@ def ring_plan(
     """
     joins = join and not packed
     steps = tuple(
-        Step(shift, _calls(placement, rank, shift, lengths, sight, joins, part_own))
+        RingStep(shift, _calls(placement, rank, shift, lengths, sight, joins, part_own))
         for shift in shifts_needed(placement, lengths, sight)
     )
     return RingPlan(placement, rank, lengths, steps)
@@ -237,7 +237,7 @@ def _calls(
     sight: Sight,
     join: bool,
     part_own: bool,
-) -> tuple[Call, ...]:
+) -> tuple[AttentionCall, ...]:
     of_keys = placement.numbers((rank - shift) % placement.ranks)
     pairs = [
         _call(placement, (place, query), (key_place, key), lengths, sight)
@@ -253,8 +253,8 @@ def _calls(
         begins = [rows.start for rows in ends] if part_own else [0]
         return tuple(
             calls[0]._replace(
-                queries=Rows(begin, rows.stop),
-                keys=Rows(0, rows.stop),
+                queries=RankRows(begin, rows.stop),
+                keys=RankRows(0, rows.stop),
                 q_offsets=(begin,),
                 right=0,
             )
@@ -275,7 +275,7 @@ def _call(
     of_keys: tuple[int, int],
     lengths: tuple[int, ...],
     sight: Sight,
-) -> Call | None:
+) -> AttentionCall | None:
     """Return the call for a pair of pieces, (place, number) each; None where nothing is seen."""
     (place, query), (key_place, key) = of_queries, of_keys
     extents = [placement.piece_length(length) for length in lengths]
@@ -298,9 +298,9 @@ def _call(
     if not seen:
         return None
     total = sum(extents)
-    return Call(
-        Rows(place * total, (place + 1) * total),
-        Rows(key_place * total, (key_place + 1) * total),
+    return AttentionCall(
+        RankRows(place * total, (place + 1) * total),
+        RankRows(key_place * total, (key_place + 1) * total),
         tuple(offsets),
         left if below else None,
         right if above else None,
@@ -310,9 +310,9 @@ def _call(
     )
 
 
-def _joined(calls: list[Call], alike: str, neighbours: str) -> list[Call]:
+def _joined(calls: list[AttentionCall], alike: str, neighbours: str) -> list[AttentionCall]:
     """Join calls that are seen whole, alike on one side, if they are neighbours on the other."""
-    joined: list[Call] = []
+    joined: list[AttentionCall] = []
     for call in sorted(calls, key=lambda call: (getattr(call, alike), getattr(call, neighbours))):
         last = joined[-1] if joined else call
         whole = all(side is None for side in (last.left, last.right, call.left, call.right))
@@ -320,7 +320,7 @@ def _joined(calls: list[Call], alike: str, neighbours: str) -> list[Call]:
         same = getattr(last, alike) == getattr(call, alike)
         # A query meets itself once; one that does and one that does not are no one call.
         if joined and whole and adjacent and same and (alike == "queries" or last.own == call.own):
-            both = Rows(getattr(last, neighbours).start, getattr(call, neighbours).stop)
+            both = RankRows(getattr(last, neighbours).start, getattr(call, neighbours).stop)
             rows: dict[str, Any] = {neighbours: both}
             joined[-1] = last._replace(own=last.own or call.own, **rows)
         else:

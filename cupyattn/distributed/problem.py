@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn import BlockMask, attention, rope
-from cupyattn.distributed.agreement import agree, fingerprint
 from cupyattn.distributed.checks import (
+    adopted,
     require_blocks,
     require_device,
     require_expressions,
@@ -25,7 +25,7 @@ from cupyattn.distributed.checks import (
     require_rows,
     require_used,
 )
-from cupyattn.distributed.group import Group
+from cupyattn.distributed.group import Group, agree, fingerprint
 from cupyattn.distributed.options import RingOptions
 from cupyattn.distributed.placement import (
     Placement,
@@ -35,7 +35,6 @@ from cupyattn.distributed.placement import (
 )
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 
@@ -151,10 +150,10 @@ def ring_problem(
         )
     require_own_seed(options.seed)
     require_expressions(options)
-    operands = adopt({**arrays, **options.arrays})
-    taken = operands.arrays
-    options = replace(options, **{name: taken[name] for name in options.arrays})
-    require_device(group, operands.device_id)
+    taken, device_id = adopted({**arrays, **options.arrays})
+    own: dict[str, Any] = {name: taken[name] for name in options.arrays}
+    options = replace(options, **own)
+    require_device(group, device_id)
     lifted = {name: _lifted(name, array, packed) for name, array in taken.items() if name in arrays}
     q, k, v = (lifted[name] for name in ("q", "k", "v"))
     tokens = q.shape[1]

@@ -1,20 +1,188 @@
-"""A process for each rank, started by mpiexec or anything else that tells each its number."""
+"""A process for each rank, started by mpiexec or any other launcher.
+
+Launchers leave a process's rank in its environment. Processes that share a folder find one another
+there: all have come, and all have one id.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
+import secrets
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from cupyattn.distributed.communicators.nccl import ID_BYTES, load_nccl, new_id, of_id
-from cupyattn.distributed.failures import FolderFailures, seconds_of
+from cupyattn.distributed.failures import FolderFailures, leave_in, seconds_of
 from cupyattn.distributed.group import TIMEOUT, Group
-from cupyattn.distributed.launchers import launched
+from cupyattn.distributed.nccl import ID_BYTES, load_nccl, new_id, of_id
 from cupyattn.distributed.placement import require_rank
-from cupyattn.distributed.rendezvous import shared_id
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.reading import read_bytes
+
+_ID, _GO = "id", "go"
+_MOST_BYTES = 1 << 20
+"""The limit of a file of the folder, which has an id and 33 bytes for each rank."""
+_TOKEN = re.compile(rb"[0-9a-f]{32}")
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+
+def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
+    """Return the id of NCCL that rank 0 makes, once all ranks have come.
+
+    Each leaves a token, drawn anew. Rank 0 writes the id beside the tokens that it finds; who finds
+    their own there signs that, and all go on when all have signed. What an earlier run has left in
+    the folder bears neither token nor signature of this one.
+
+    Raises
+    ------
+    TimeoutError
+        If a rank does not come in time, which it names.
+    """
+    token = secrets.token_hex(16).encode()
+    leave_in(folder, _card(folder, rank).name, token)
+    made = new_id() if rank == 0 else b""
+    until = time.monotonic() + timeout
+    invitation = signature = b""
+    while True:
+        if rank == 0:
+            cards = _cards(folder, size)
+            if all(cards):
+                seen = made + b" ".join(card[0] for card in cards)
+                if seen != invitation:  # of a rank that comes now, an earlier run's was there
+                    invitation, signature = seen, _sign(seen)
+                    leave_in(folder, _ID, invitation)
+                if all(card[1:] == [signature] for card in cards[1:]):
+                    leave_in(folder, _GO, signature)
+                    return made
+        else:
+            seen = _read(folder / _ID)
+            if seen != invitation and token in seen[ID_BYTES:].split():
+                invitation, signature = seen, _sign(seen)
+                leave_in(folder, _card(folder, rank).name, token + b" " + signature)
+            if signature and _read(folder / _GO) == signature:
+                return invitation[:ID_BYTES]
+        if time.monotonic() > until:
+            missing = ", ".join(map(str, _missing(_cards(folder, size), signature)))
+            raise error(
+                TimeoutError,
+                f"rank {rank} waited {timeout:g} s in {folder} for rank {missing} of {size}",
+                "all ranks come there before any goes on",
+                "look whether that rank runs and sees the same folder, or pass a longer timeout",
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _card(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def _cards(folder: Path, size: int) -> list[list[bytes]]:
+    """Return each rank's token and signature, as far as they are there."""
+    cards = [_read(_card(folder, rank)).split() for rank in range(size)]
+    return [card if card and _TOKEN.fullmatch(card[0]) else [] for card in cards]
+
+
+def _missing(cards: list[list[bytes]], signature: bytes) -> list[int]:
+    """Tell who has left nothing; otherwise who has not signed; otherwise it is rank 0."""
+    absent = [rank for rank, card in enumerate(cards) if not card]
+    unsigned = [rank for rank, card in enumerate(cards) if rank and card[1:] != [signature]]
+    return absent or (unsigned if signature else []) or [0]
+
+
+def _sign(invitation: bytes) -> bytes:
+    return hashlib.sha256(invitation).hexdigest().encode()
+
+
+def _read(path: Path) -> bytes:
+    """Return what a file holds: nothing if it is not there, or no rank can have written it."""
+    try:
+        return read_bytes(path, _MOST_BYTES, _garbage)
+    except (FileNotFoundError, ValueError):
+        return b""
+
+
+def _garbage(where: str, what: str) -> ValueError:
+    return ValueError(f"{where}: {what}")
+
+
+_OUR_OWN = ("CUPYATTN_RANK", "CUPYATTN_SIZE", "CUPYATTN_LOCAL_RANK")
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),  # Open MPI
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH, Intel MPI
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),  # torchrun
+)
+_BATCH_SYSTEM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+_FIX = "set CUPYATTN_RANK and CUPYATTN_SIZE, which come before all others"
+
+
+class Launched(NamedTuple):
+    """A process among those that a launcher started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Which of the processes of its host; the rank where nothing says so."""
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched:
+    """Read which rank this process is, of how many.
+
+    Slurm's batch job is in the environment of all that is started in it, so any other launcher
+    knows better.
+
+    Raises
+    ------
+    RuntimeError
+        If nothing there says so, or launchers disagree.
+    ValueError
+        For numbers that are none.
+
+    Examples
+    --------
+    >>> launched({"PMI_RANK": "1", "PMI_SIZE": "4"})
+    Launched(rank=1, size=4, local_rank=1)
+    """
+    for names in ((_OUR_OWN,), _LAUNCHERS, (_BATCH_SYSTEM,)):
+        found = {
+            rank: _launched_by(environment, rank, size, local)
+            for rank, size, local in names
+            if rank in environment and size in environment
+        }
+        if len({(place.rank, place.size) for place in found.values()}) > 1:
+            raise error(
+                RuntimeError,
+                ", ".join(f"{name} says {at.rank} of {at.size}" for name, at in found.items()),
+                "a process is one rank, and launchers may stand inside of one another",
+                _FIX,
+            )
+        if found:
+            return next(iter(found.values()))
+    raise error(
+        RuntimeError,
+        "nothing in the environment says which rank this process is",
+        f"launchers set {', '.join(rank for rank, *_ in (*_LAUNCHERS, _BATCH_SYSTEM))}",
+        f"start with mpiexec -n 2 python ..., or {_FIX}",
+    )
+
+
+def _launched_by(environment: Mapping[str, str], rank: str, size: str, local: str) -> Launched:
+    names = [name for name in (rank, size, local) if name in environment]
+    try:
+        numbers = [int(environment[name]) for name in names]
+    except ValueError:
+        raise error(
+            ValueError,
+            ", ".join(f"{name} = {shown(environment[name])}" for name in names),
+            "they are integers",
+            _FIX,
+        ) from None
+    require_rank(*numbers[:2])
+    return Launched(numbers[0], numbers[1], numbers[-1] if local in environment else numbers[0])
 
 
 def unique_id() -> bytes:

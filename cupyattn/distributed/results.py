@@ -1,16 +1,23 @@
-"""Results of a ring: arrays that are given or made, and that overlap no array still to be read."""
+"""The results of a ring: arrays that are given or made, and the merging of blocks into them.
+
+Results of a rank's queries are merged in float32 for each dtype, as blocks arrive. What is written
+must not overlap what is still read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import AttentionGrads
+from cupyattn import AttentionGrads, merge_attention
+from cupyattn.distributed.checks import adopted
+from cupyattn.distributed.plan import RankRows, RingPlan
 from cupyattn.distributed.problem import RingProblem
 from cupyattn.runtime.arrays import Array, address
-from cupyattn.runtime.by_name import adopt
+from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, made_beforehand
 
 
@@ -116,7 +123,7 @@ def own_block(problem: RingProblem) -> tuple[Array, Array]:
 
 
 def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    adopt({name: given}, {name: made_beforehand(name)})
+    adopted({name: given}, {name: made_beforehand(name)})
     if given.shape != shape or given.dtype != dtype:
         raise error(
             ValueError,
@@ -155,3 +162,86 @@ def _standing_in(array: Array) -> np.ndarray:
         "data": (address(array), True),
     }
     return np.asarray(SimpleNamespace(__array_interface__=interface))
+
+
+Part = tuple[Array, Array]
+"""out (B, rows, H, Dv) and lse (B, H, rows) of some queries to some keys."""
+
+
+class Merged:
+    """The parts merged so far for each piece of queries, and the results that they become.
+
+    Parts come rounded to the dtype of the arrays, as any result. The first part of a piece is
+    computed into its result; sums are kept in float32 (float64 for float64), and the last one is
+    rounded into the result.
+    """
+
+    def __init__(self, plan: RingPlan, out: Array, lse: Array) -> None:
+        extent = int(plan.cu_seqlens[-1])
+        self._pieces = [
+            RankRows(place * extent, (place + 1) * extent) for place in range(plan.placement.pieces)
+        ]
+        self._results = out, lse
+        calls = [call for step in plan.steps for call in step.calls]
+        self._to_come = [
+            sum(_within(piece, call.queries) for call in calls) for piece in self._pieces
+        ]
+        self._sums: list[Part | None] = [None] * len(self._pieces)
+
+    def add(self, queries: RankRows, compute: Callable[[Part], Any]) -> None:
+        """Merge a part of some rows, which begin and end with pieces; `compute` writes it."""
+        pieces = [number for number, piece in enumerate(self._pieces) if _within(piece, queries)]
+        begun = any(self._sums[number] is not None for number in pieces)
+        results = _rows(self._results, queries)
+        part = _empty_like(*results) if begun else results
+        compute(part)
+        for number in pieces:
+            start = self._pieces[number].start - queries.start
+            stop = self._pieces[number].stop - queries.start
+            self._to_come[number] -= 1
+            of_piece, result = (
+                _rows(part, RankRows(start, stop)),
+                _rows(results, RankRows(start, stop)),
+            )
+            before = self._sums[number]
+            if before is not None:
+                self._sums[number] = self._merged(number, before, of_piece, result)
+                continue
+            if begun:  # another piece had, and this one was computed beside it
+                result[0][...], result[1][...] = of_piece
+            self._sums[number] = result
+
+    def _merged(self, number: int, before: Part, part: Part, result: Part) -> Part:
+        exact = exact_dtype(before[0])
+        into = before
+        if self._to_come[number] == 0:
+            into = result
+        elif before[0].dtype != exact:
+            into = _empty_like(*before, exact)
+        merge_attention(*before, *part, out=into)
+        return into
+
+    def finish(self) -> None:
+        """Write the results of queries that see nothing."""
+        for held, piece in zip(self._sums, self._pieces, strict=True):
+            if held is None:
+                out, lse = _rows(self._results, piece)
+                out[...], lse[...] = 0, -np.inf
+
+
+def exact_dtype(array: Array) -> Any:
+    """Return what sums of parts are kept in."""
+    return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
+
+
+def _within(piece: RankRows, rows: RankRows) -> bool:
+    return rows.start <= piece.start and piece.stop <= rows.stop
+
+
+def _rows(part: Part, rows: RankRows) -> Part:
+    return part[0][:, rows.slice], part[1][:, :, rows.slice]
+
+
+def _empty_like(out: Array, lse: Array, dtype: Any = None) -> Part:
+    xp = np if isinstance(out, np.ndarray) else load_cupy()
+    return xp.empty(out.shape, dtype or out.dtype), xp.empty(lse.shape, lse.dtype)

@@ -1,4 +1,7 @@
-"""Attention whose keys and values go round a ring of ranks."""
+"""Ring attention and its gradients: keys and values travel around a ring of ranks.
+
+In the backward the gradients of keys and values travel after the blocks that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,235 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from cupyattn import BlockMask, MaskMod, Rotary, ScoreMod
-from cupyattn.distributed.calls import Calls
+import numpy as np
+
+from cupyattn import AttentionGrads, BlockMask, MaskMod, Rotary, ScoreMod, add_to
+from cupyattn.distributed.calls import RingCalls
 from cupyattn.distributed.checks import refuse, require_flags
 from cupyattn.distributed.group import Group
-from cupyattn.distributed.lane import Blocks, Lane
-from cupyattn.distributed.merged import Merged, exact_dtype
-from cupyattn.distributed.options import RingOptions
-from cupyattn.distributed.problem import ring_problem
-from cupyattn.distributed.results import Wanted, given_results, lifted, own_block, results_of
+from cupyattn.distributed.lane import Lane, RingBlocks
+from cupyattn.distributed.options import RingOptions, place_of, with_four_axes
+from cupyattn.distributed.plan import AttentionCall
+from cupyattn.distributed.problem import RingProblem, ring_problem
+from cupyattn.distributed.results import (
+    Merged,
+    Wanted,
+    exact_dtype,
+    given_gradients,
+    given_results,
+    lifted,
+    own_block,
+    results_of,
+)
 from cupyattn.runtime.arrays import Array
+
+
+def ring_attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    /,
+    *,
+    group: Group,
+    placement: str = "zigzag",
+    cu_seqlens: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] | None = None,
+    seqused_k: Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
+    alibi_slopes: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    rotary: tuple[Array, Array] | Rotary | None = None,
+    score_mod: ScoreMod | Callable[..., Any] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    grads: AttentionGrads | None = None,
+    accumulate: bool = False,
+    **others: Any,
+) -> AttentionGrads:
+    r"""Gradients of `ring_attention` with respect to its arrays.
+
+    Parameters
+    ----------
+    dout : array (B, S, H, Dv), dtype of q
+        Gradient with respect to this rank's out. With cu_seqlens (S, H, Dv).
+    q, k, v : array
+        As given to `ring_attention`, with the same options.
+    out : array (B, S, H, Dv)
+        Its result.
+    lse : array (B, H, S)
+        Its second result.
+    group, placement, cu_seqlens
+        As given to `ring_attention`.
+    causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap : optional
+        As given to `ring_attention`.
+    sinks, dropout_p, seed, rotary, score_mod, mask_mod : optional
+        As given to `ring_attention`: dropout draws the same mask again.
+    dlse : array (B, H, S), optional
+        Gradient with respect to lse, where it was used.
+    deterministic : bool
+        Bitwise the same result from run to run: as in `cupyattn.attention_backward`.
+    grads : AttentionGrads, optional
+        Arrays to write the gradients into; a field that is None makes a new one.
+    accumulate : bool
+        Add to the contents of grads instead of replacing them, before the one rounding.
+    **others
+        As of `ring_attention`.
+
+    Returns
+    -------
+    AttentionGrads
+        ``(dq, dk, dv, dbias, dsinks)`` of this rank's tokens, each like its array. dsinks is that
+        of all ranks, the same on each; so is dbias of a bias that is the same for all queries,
+        where S is more than 1.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RankFailedError
+        As `ring_attention`, and `cupyattn.attention_backward`.
+
+    Notes
+    -----
+    Keys and values go round as in the forward. The gradients of each block go with it, a step
+    behind, and home at the end, while the rank computes what it has left of its own block. They are
+    sums of the ranks' shares, in float32 (float64 for float64): each share is rounded to the dtype
+    of its array, the sum once more.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> from cupyattn import distributed
+    >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 8, 2, 8), dtype=np.float32)
+    >>> def of_rank(group):
+    ...     own = [distributed.shard(x, group.rank, group.size) for x in (q, k, v, dout)]
+    ...     ring = {"group": group, "causal": True}
+    ...     results = distributed.ring_attention(*own[:3], return_lse=True, **ring)
+    ...     return distributed.ring_attention_backward(own[3], *own[:3], *results, **ring).dk
+    >>> dk = distributed.unshard(distributed.run(of_rank, 2))
+    >>> results = cupyattn.attention(q, k, v, causal=True, return_lse=True)
+    >>> whole = cupyattn.attention_backward(dout, q, k, v, *results, causal=True)
+    >>> np.allclose(dk, whole.dk, atol=1e-6)
+    True
+    """
+    refuse("ring_attention_backward", others)
+    require_flags(deterministic=deterministic, accumulate=accumulate)
+    options = RingOptions(
+        causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
+        dropout_p, seed, rotary, score_mod, mask_mod,
+    )  # fmt: skip
+    targets = given_gradients(grads, accumulate, bias=bias is not None, sinks=sinks is not None)
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    problem = ring_problem(group, given, options, placement, cu_seqlens, part_own=True)
+    arrays, plan = problem.arrays, problem.plan
+    with Lane(problem.group, arrays["q"]) as lane:
+        xp, exact = problem.xp, exact_dtype(arrays["q"])
+        calls = RingCalls(problem)
+        own = {name: array for name, array in arrays.items() if name not in "kv"}
+        own["q"] = problem.rotated(arrays["q"])
+        hops = plan.hops
+        blocks = RingBlocks(lane, own_block(problem), len(hops) - 1)
+        results = results_of(problem, _wanted(targets, problem))
+        sums = [xp.zeros(arrays[name].shape, exact) for name in "kv"]
+        gradients = RingBlocks(lane, sums, len(hops), overwrites=True)
+        dq = xp.zeros(arrays["q"].shape, exact)
+        extra = problem.options.arrays
+        dsinks: Any = xp.zeros(extra["sinks"].shape, exact) if "sinks" in extra else None
+        dbias: Any = (
+            xp.zeros(with_four_axes(extra["bias"]).shape, exact) if "bias" in extra else None
+        )
+        steps, later = plan.parted
+
+        def shares_of(step_calls: tuple[AttentionCall, ...], block: tuple[Array, ...]) -> Any:
+            of_block = _ordered(own, *block)
+            return [(call, calls.backward(call, of_block, deterministic)) for call in step_calls]
+
+        def add(shares: Any) -> None:
+            dk, dv = gradients.here
+            for call, share in shares:
+                for total, part, rows in (
+                    (dq, share.dq, call.queries),
+                    (dk, share.dk, call.keys),
+                    (dv, share.dv, call.keys),
+                ):
+                    _add(total[:, rows.slice], part)
+                if dbias is not None:
+                    # Columns of striped tokens are no neighbours, as `add_to` wants them.
+                    dbias[place_of(dbias, call, plan.placement)] += share.dbias.astype(exact)
+                if share.dsinks is not None:
+                    dsinks[...] += share.dsinks
+
+        held = blocks.here
+        for number, step in enumerate(steps):
+            block = blocks.arrive() if number else held
+            before = lane.mark()
+            shares = shares_of(step.calls, block)
+            if not number:
+                problem.agree()
+            if number + 1 < len(steps):
+                blocks.depart(hops[number], before)
+            if number:
+                # A step behind the block, so that they travel while this step is computed.
+                gradients.depart(hops[number - 1], before)
+                gradients.arrive()
+            add(shares)
+        before = lane.mark()
+        shares = shares_of(later, held)
+        gradients.depart(hops[-1], before)
+        dk, dv = gradients.arrive()
+        add(shares)
+        totals = {
+            "dq": problem.rotated(dq, inverse=True),
+            "dk": problem.rotated(dk, inverse=True),
+            "dv": dv,
+        }
+        if dbias is not None:
+            if dbias.shape[2] == 1 < arrays["q"].shape[1]:
+                dbias = sum(problem.group.all_gather(dbias))
+            totals["dbias"] = dbias.reshape(extra["bias"].shape)
+        if dsinks is not None:
+            dsinks = sum(problem.group.all_gather(dsinks))
+            totals["dsinks"] = dsinks
+        for name, total in totals.items():
+            target = results[f"grads.{name}"]
+            place = lifted(target, problem) if name in ("dq", "dk", "dv") else target
+            if accumulate and targets.get(name) is not None:
+                total = total + place.astype(total.dtype)
+            place[...] = total
+    return AttentionGrads(**{name.removeprefix("grads."): x for name, x in results.items()})
+
+
+def _wanted(given: dict[str, Array | None], problem: RingProblem) -> dict[str, Wanted]:
+    """Return the gradients by name, with what was given for each."""
+    options = {name: problem.options.arrays.get(name) for name in ("bias", "sinks")}
+    of = {**{name: problem.arrays[name] for name in "qkv"}, **options}
+    return {
+        f"grads.d{name}": Wanted(given.get(f"d{name}"), array.shape, array.dtype)
+        for name, array in of.items()
+        if array is not None
+    }
+
+
+def _ordered(own: dict[str, Array], k: Array, v: Array) -> dict[str, Array]:
+    """Return a backward's arrays in the order of its parameters."""
+    arrays = {**own, "k": k, "v": v}
+    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def _add(total: Array, part: Array) -> None:
+    if total.dtype == np.float64:
+        total += part
+    else:
+        add_to(total, part)
 
 
 def ring_attention(
@@ -154,8 +376,8 @@ def ring_attention(
             "lse": Wanted(given_lse, of_lse, exact_dtype(arrays["q"])),
         })  # fmt: skip
         merged = Merged(plan, *(lifted(array, problem) for array in results.values()))
-        calls, turned = Calls(problem), problem.rotated(arrays["q"])
-        blocks = Blocks(lane, own_block(problem), len(plan.steps) - 1)
+        calls, turned = RingCalls(problem), problem.rotated(arrays["q"])
+        blocks = RingBlocks(lane, own_block(problem), len(plan.steps) - 1)
         hops = plan.hops
         for number, step in enumerate(plan.steps):
             k_block, v_block = blocks.arrive() if number else blocks.here

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.distributed.checks import require_array
+from cupyattn.distributed.checks import adopted, require_array
 from cupyattn.distributed.placement import (
     Placement,
     placement_of,
@@ -21,7 +21,6 @@ from cupyattn.distributed.placement import (
     token_positions,
 )
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 
@@ -75,7 +74,7 @@ def shard(
     >>> shard(tokens, 1, 2, axis=0, placement="striped").tolist()
     [1, 3, 5, 7]
     """
-    x = require_array(x).arrays["x"]
+    x = require_array(x)[0]
     axis = _token_axis(axis, cu_seqlens, x.shape)
     rank, ranks = require_rank(rank, ranks)
     begins, lengths = _sequences(x.shape[axis], cu_seqlens)
@@ -131,7 +130,7 @@ def unshard(
             "pass what every rank holds, as run and Group.all_gather return it",
         )
     given = {f"shards[{rank}]": part for rank, part in enumerate(shards)}
-    arrays = list(adopt(given).arrays.values())
+    arrays = list(adopted(given).arrays.values())
     kinds = [f"{part.dtype} {part.shape}" for part in arrays]
     if len(set(kinds)) != 1 or len(arrays) < len(given):  # None is no array
         raise error(

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
-from cupyattn.distributed.checks import require_array, require_device, require_group
+from cupyattn.distributed.checks import adopted, require_array, require_device, require_group
 from cupyattn.distributed.group import Group
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.errors import error
 
 
@@ -231,7 +230,7 @@ def row_linear(
     product = linear(x, w)
     shapes = {"b": product.shape[-1:], "residual": product.shape}
     given = {"x": x, "b": b, "residual": residual}
-    added = {name: each for name, each in adopt(given).arrays.items() if name != "x"}
+    added = {name: each for name, each in adopted(given).arrays.items() if name != "x"}
     for name, array in added.items():
         if array.shape != shapes[name] or array.dtype != product.dtype:
             raise error(
@@ -247,9 +246,9 @@ def _taken(x: Array, group: Group) -> Array:
     """Take an array of this rank, and refuse what is none."""
     require_group(group)
     group.check()
-    operands = require_array(x)
-    require_device(group, operands.device_id)
-    return operands.arrays["x"]
+    array, device_id = require_array(x)
+    require_device(group, device_id)
+    return array
 
 
 def _sum(x: Array, group: Group, *added: Array) -> Array:

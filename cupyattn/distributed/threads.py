@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
-from cupyattn.distributed.communicators.nccl import nccl_is_there, of_devices
-from cupyattn.distributed.communicators.protocol import Communicator
+from cupyattn.distributed.communicators import Communicator
 from cupyattn.distributed.failures import PATIENCE, SharedFailures, seconds_of
 from cupyattn.distributed.group import TIMEOUT, Group
+from cupyattn.distributed.mailbox import PostOffice, ThreadCommunicator
+from cupyattn.distributed.nccl import nccl_is_there, of_devices
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 

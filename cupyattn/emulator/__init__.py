@@ -112,7 +112,6 @@ become one NumPy operation. ``machine`` is what that function calls: memories, b
 scheduler of threads that took different branches. `launch` puts a launch together.
 """
 
-from cupyattn.emulator.arguments import Struct
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import (
     BarrierError,
@@ -129,8 +128,8 @@ from cupyattn.emulator.errors import (
     UnsupportedPTXError,
     WarpSyncError,
 )
-from cupyattn.emulator.launch import launch, run
-from cupyattn.emulator.machine.argument import Argument
+from cupyattn.emulator.launch import Struct, launch, run
+from cupyattn.emulator.machine.global_memory import Argument
 from cupyattn.emulator.module import Entry, Module, load
 from cupyattn.emulator.report import Report
 

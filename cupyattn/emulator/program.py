@@ -1,4 +1,4 @@
-"""A kernel ready to run."""
+"""A kernel ready to run, and where its variables and parameters are in memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,74 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.codegen.layout import MemoryLayout
-from cupyattn.emulator.ptx.model import Function, Statement
+from cupyattn.emulator.ptx.model import SIZE, Function, Statement, Variable, readable
 
-__all__ = ["Program"]
+__all__ = ["MemoryLayout", "Program", "shared_granule"]
+
+
+class MemoryLayout:
+    """Offsets of the names that a kernel uses as addresses.
+
+    Attributes
+    ----------
+    offsets : dict
+        Name -> offset in its state space (shared, local or parameters).
+    shared_variables : list of (name, offset, size)
+        By their C++ names, for messages. Dynamic shared memory (``extern __shared__``) has size 0.
+    static_shared_bytes, local_bytes : int
+    module_symbols : set of str
+        Global and const variables of the module; their addresses are known at launch.
+    used_symbols : set of str
+        Those that the kernel mentions.
+    """
+
+    def __init__(self, function: Function, module_variables: dict[str, Variable]) -> None:
+        self.offsets: dict[str, int] = {p.name: p.offset for p in function.parameters}
+        self.shared_variables: list[tuple[str, int, int]] = []
+        self.used_symbols: set[str] = set()
+        variables = [*function.variables.values(), *module_variables.values()]
+        self.module_symbols = {v.name for v in variables if v.space in ("global", "const")}
+        shared = [v for v in variables if v.space == "shared"]
+        static = [v for v in shared if v.size]
+        self.static_shared_bytes = self._place(static)
+        dynamic = [v for v in shared if not v.size]
+        alignment = max((v.alignment for v in dynamic), default=1)
+        self.dynamic_shared_offset = -(-self.static_shared_bytes // alignment) * alignment
+        for variable in dynamic:
+            self.offsets[variable.name] = self.dynamic_shared_offset
+        if dynamic:
+            names = ", ".join(readable(v.name) for v in dynamic)
+            self.shared_variables.append((names, self.dynamic_shared_offset, 0))
+        self.shared_variables += [(readable(v.name), self.offsets[v.name], v.size) for v in static]
+        self.local_bytes = self._place([v for v in variables if v.space == "local"])
+
+    @classmethod
+    def restored(cls, attributes: dict[str, Any]) -> MemoryLayout:
+        """Return the layout that has these attributes."""
+        layout = cls.__new__(cls)
+        vars(layout).update(attributes)
+        return layout
+
+    def _place(self, variables: list[Variable]) -> int:
+        offset = 0
+        for variable in variables:
+            offset = -(-offset // variable.alignment) * variable.alignment
+            self.offsets[variable.name] = offset
+            offset += variable.size
+        return offset
+
+
+def shared_granule(function: Function) -> int:
+    """Return the size of the smallest access that may go to shared memory, at most 8."""
+    smallest = 8
+    for x in function.instructions:
+        if x.root not in ("ld", "st", "atom", "red"):
+            continue
+        if {"global", "local", "param", "const"} & set(x.parts):
+            continue
+        count = 2 if "v2" in x.parts else 4 if "v4" in x.parts else 1
+        smallest = min(smallest, count * SIZE.get(x.parts[-1], 1))
+    return smallest
 
 
 @dataclass

@@ -8,7 +8,7 @@ What is counted, and how far to trust it:
   them would have held its data. Exact, without caches.
 - Bytes that lanes asked for, and divergence (a warp that ran with only some of its live lanes).
   Exact.
-- Instructions by *pipe*, the part of a multiprocessor that they keep busy (``pipes.pipe``; ``lds``,
+- Instructions by *pipe*, the part of a multiprocessor that they keep busy (`pipe`; ``lds``,
   ``ldsm``, ``ldg`` and others share the load-store unit, LSU). They are those of the PTX, of which
   the assembler fuses and removes some.
 
@@ -25,16 +25,143 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.machine.lanes import Lanes
-from cupyattn.emulator.machine.metrics import SECTOR_BYTES, bank_wavefronts, sector_counts
-from cupyattn.emulator.machine.positions import Positions
-from cupyattn.emulator.pipes import pipe
+from cupyattn.emulator.machine.lanes import Lanes, Positions
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.model import RECEIPT, Statement
 
-__all__ = ["Access", "LineReport", "Report"]
+__all__ = [
+    "SECTOR_BYTES",
+    "Access",
+    "LineReport",
+    "Report",
+    "bank_wavefronts",
+    "pipe",
+    "sector_counts",
+]
+
 
 Array = Any
+
+
+_XU = frozenset(
+    ["ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "popc", "brev", "bfind"]
+)
+_FMA = frozenset(["add", "sub", "mul", "fma", "mad", "div"])
+
+
+def pipe(instruction: Statement) -> str:
+    """Return the hardware pipe that a PTX instruction keeps busy, as far as PTX can tell.
+
+    ``tensor`` (mma), ``fma`` (float32 arithmetic, integer multiplication), ``half``, ``double``,
+    ``alu`` (integer and logic), ``xu`` (special functions, conversions), ``lds`` (shared loads and
+    stores), ``ldsm`` (ldmatrix), ``ldg`` (global), ``local``, ``atomic``, ``shuffle``, ``control``,
+    and ``move``, most of which the assembler removes.
+    """
+    root, parts = instruction.root, instruction.parts
+    kind = parts[-1]
+    if root == "mma":
+        return "tensor"
+    if root in ("ldmatrix", "movmatrix"):
+        return "ldsm"
+    if root in ("ld", "st", "ldu"):
+        for space, name in (("shared", "lds"), ("local", "local"), ("param", "move")):
+            if space in parts:
+                return name
+        return "ldg"
+    if root in ("atom", "red"):
+        return "atomic"
+    if root in ("shfl", "vote", "match"):
+        return "shuffle"
+    if root in ("bra", "brx", "ret", "exit", "bar", "barrier", "membar", "fence", "trap"):
+        return "control"
+    if root in ("mov", "cvta", "activemask"):
+        return "move"
+    if kind == "f64":
+        return "double"
+    if root in _XU:
+        return "xu"
+    if root == "cvt" and parts[-2:] == ("f32", "f16"):
+        return "half"  # the assembler makes an HADD2.F32 of it
+    if root == "cvt":
+        return "xu" if {"f16", "f32", "bf16"} & set(parts[-2:]) else "alu"
+    if kind in ("f16", "f16x2"):
+        return "half"
+    if root in _FMA and (kind == "f32" or root in ("mul", "mad")):
+        return "fma"
+    return "alu"
+
+
+SECTOR_BYTES = 32
+_BANK_ROW = 128  # 32 banks of 4 bytes
+
+
+def bank_wavefronts(
+    offsets: np.ndarray, size: int, active: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count the passes that shared memory needs for accesses of whole warps.
+
+    Wide accesses go in phases of 32, 16 or 8 lanes (4, 8, 16 bytes each), 128 bytes a phase. In a
+    phase, different words in one bank need a pass each; lanes that want the same word share it.
+
+    Parameters
+    ----------
+    offsets : (..., lanes) array
+        Byte offsets, the lanes of a warp (or of one ldmatrix) along the last axis.
+    size : int
+        Bytes per lane.
+    active : array of bool or None
+        Lanes that take part, None for all.
+
+    Returns
+    -------
+    (wavefronts, phases) : per warp
+        Without bank conflicts the two are equal.
+    """
+    unit = max(size, 4)
+    banks = _BANK_ROW // unit
+    lanes = offsets.shape[-1]
+    rows = offsets.reshape(-1, min(banks, lanes)).astype(np.int64)
+    word = rows // unit
+    key = ((np.arange(len(rows))[:, None] * banks + word % banks) << 20) + word // banks
+    if active is not None:
+        key = key[np.broadcast_to(active, offsets.shape).reshape(rows.shape)]
+    distinct = np.unique(key)
+    ways = np.bincount(distinct >> 20, minlength=len(rows) * banks).reshape(-1, banks).max(1)
+    per_warp = ways.reshape(-1, max(1, lanes // banks))
+    return per_warp.sum(1), (per_warp > 0).sum(1)
+
+
+def sector_counts(
+    addresses: np.ndarray, size: int, active: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count the 32-byte sectors that each warp touches, and the fewest that could hold its data.
+
+    Parameters
+    ----------
+    addresses : (warps, 32) array
+    size : int
+        Bytes per lane.
+    active : (warps, 32) array of bool or None
+
+    Returns
+    -------
+    (sectors, ideal) : (warps,) arrays
+        0 for warps without an active lane.
+    """
+    address = addresses.astype(np.int64)
+    if active is not None:
+        address = np.where(active, address, -1)
+    ordered = np.sort(address, axis=1)
+    valid = ordered >= 0
+
+    def distinct(values: np.ndarray) -> np.ndarray:
+        new = np.ones(values.shape, bool)
+        new[:, 1:] = values[:, 1:] != values[:, :-1]
+        return (new & valid).sum(1)
+
+    ideal = -(-distinct(ordered) * size // SECTOR_BYTES)
+    return distinct(ordered // SECTOR_BYTES), ideal
+
 
 _RECEIPTS = frozenset(RECEIPT.values())
 
@@ -89,7 +216,7 @@ class LineReport:
     Attributes
     ----------
     instructions : Counter
-        Executed warp instructions by pipe (see ``pipes``).
+        Executed warp instructions by pipe (see `pipe`).
     accesses : list of Access
         Its loads and stores.
     diverged_steps : int
@@ -169,7 +296,7 @@ class Report:
 
     @property
     def instruction_mix(self) -> dict[str, int]:
-        """Executed warp instructions by pipe (see ``pipes``)."""
+        """Executed warp instructions by pipe (see `pipe`)."""
         return dict(sum((line.instructions for line in self.lines), Counter()))
 
     @property

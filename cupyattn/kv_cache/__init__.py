@@ -1,12 +1,11 @@
 """Paged KV cache: the blocks of sequences, who shares them, and which sequences run when."""
 
 from cupyattn.kv_cache.allocator import BlockAllocator
-from cupyattn.kv_cache.paged import PagedKVCache
+from cupyattn.kv_cache.paged import CacheStatistics, PagedKVCache
 from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
 from cupyattn.kv_cache.requests import Request, SchedulerCache, Work
 from cupyattn.kv_cache.scheduler import Scheduler
 from cupyattn.kv_cache.sequence import Sequence
-from cupyattn.kv_cache.statistics import CacheStatistics
 from cupyattn.kv_cache.tables import StepTables
 
 __all__ = [

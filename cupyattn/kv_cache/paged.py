@@ -1,21 +1,165 @@
-"""A paged KV cache: the allocator of its blocks, and the arrays that hold them."""
+"""A paged KV cache: the allocator of its blocks, the arrays that hold them, and how full it is.
+
+A picture of the pool shows which blocks are free or cached, whose they are and how far each is
+filled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.functions import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
-from cupyattn.kv_cache.picture import draw
 from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
-from cupyattn.kv_cache.statistics import CacheStatistics, statistics_of
 from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import Storage, as_format, require_library
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.fork import no_fork
+
+
+class CacheStatistics(NamedTuple):
+    """How full a cache is.
+
+    Attributes
+    ----------
+    used, free, cached : int
+        Blocks that sequences use (or `BlockAllocator.allocate` gave), that hold nothing, and that
+        no sequence uses but `BlockAllocator.add` may find. Together they are the pool.
+    fragmentation : float
+        The share of the slots in used blocks that hold no token, 0 if no block is used.
+    prefix_hit_rate : float
+        The share of the tokens of all sequences so far that `BlockAllocator.add` found cached, 0
+        if there was none. A scheduler counts each prompt once and whole, in whatever parts it is
+        computed.
+    """
+
+    used: int
+    free: int
+    cached: int
+    fragmentation: float
+    prefix_hit_rate: float
+
+
+def statistics_of(allocator: BlockAllocator) -> CacheStatistics:
+    """Count the blocks of a pool, and the slots in them."""
+    used, added = allocator.num_used, allocator.num_added_tokens
+    slots = used * allocator.block_size
+    return CacheStatistics(
+        used,
+        allocator.num_free,
+        allocator.num_cached,
+        allocator.num_unused_slots / slots if slots else 0.0,
+        allocator.num_found_tokens / added if added else 0.0,
+    )
+
+
+BACKGROUNDS = {"free": "white", "cached": "0.85", "used": "0.4"}
+"""The backgrounds of blocks that belong to none of the sequences drawn, by the block's state."""
+EDGE = "0.6"
+MARGIN = 0.06  # of a cell
+FAINT = 0.25  # the colour of what is not filled
+
+
+def draw(
+    allocator: BlockAllocator,
+    sequences: Mapping[str, Sequence] | Iterable[Sequence] | None,
+    axes: Any,
+    columns: int,
+) -> Any:
+    """Draw the pool into axes, which are made if they are None; see `PagedKVCache.picture`."""
+    try:
+        with no_fork():
+            from matplotlib.patches import Rectangle
+    except ImportError:
+        raise error(
+            RuntimeError,
+            "no matplotlib, which draws the picture",
+            "it is no dependency of the library, and comes with the extra notebooks",
+            "pip install matplotlib",
+        ) from None
+    named = _named(allocator, sequences)
+    if axes is not None and not hasattr(axes, "add_patch"):
+        raise error(
+            TypeError, f"got axes = {shown(axes)}", "it is an Axes of matplotlib, or None",
+            "pass what matplotlib.pyplot.subplots returned second",
+        )  # fmt: skip
+    size, count = allocator.block_size, allocator.num_blocks
+    rows = -(-count // columns)
+    if axes is None:
+        with no_fork():
+            import matplotlib.pyplot as plt
+
+        _, axes = plt.subplots(figsize=(0.45 * columns + 2, 0.45 * rows + 0.6))
+    owners: dict[int, list[tuple[Any, float]]] = {}  # of each block: a colour, the filled share
+    for number, (name, sequence) in enumerate(named.items()):
+        colour = f"C{number % 10}"
+        note = _note(allocator, sequence)
+        axes.add_patch(Rectangle((0, 0), 0, 0, color=colour, label=f"{name}: {note}"))
+        if sequence in allocator and not sequence.is_swapped:
+            for place, block in enumerate(sequence.block_ids):
+                filled = min(1.0, (len(sequence) - place * size) / size)
+                if block >= 0:
+                    owners.setdefault(block, []).append((colour, filled))
+    for block in range(count):
+        x, y = block % columns + MARGIN, block // columns + MARGIN
+        side = 1 - 2 * MARGIN
+        of_block = owners.get(block, [])
+        background = "none" if of_block else BACKGROUNDS[allocator.state(block)]
+        for part, (colour, filled) in enumerate(of_block):
+            # Sharers lie above each other; what is filled is in full colour, from the left.
+            height = side / len(of_block)
+            top = y + part * height
+            axes.add_patch(Rectangle((x, top), side, height, color=colour, alpha=FAINT, lw=0))
+            axes.add_patch(Rectangle((x, top), side * filled, height, color=colour, lw=0))
+        axes.add_patch(Rectangle((x, y), side, side, facecolor=background, edgecolor=EDGE))
+    axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
+    axes.set_frame_on(False)
+    if named:
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize="small")
+    return axes
+
+
+def _no_sequences(name: str, passed: Any) -> TypeError:
+    return error(
+        TypeError,
+        f"got {name}, {shown(passed)}",
+        "a picture is of Sequences: a mapping of names to them, a list, or None for all",
+        "pass what this cache's allocator.add returned, [sequence] for one",
+    )
+
+
+def _named(
+    allocator: BlockAllocator, sequences: Mapping[str, Sequence] | Iterable[Sequence] | None
+) -> dict[str, Sequence]:
+    if sequences is None:
+        sequences = allocator.sequences
+    if isinstance(sequences, Sequence) or not isinstance(sequences, Iterable):
+        raise _no_sequences("sequences", sequences)
+    if not isinstance(sequences, Mapping):
+        sequences = {f"sequence {number}": each for number, each in enumerate(sequences)}
+    for name, sequence in sequences.items():
+        if not isinstance(sequence, Sequence):
+            raise _no_sequences(name, sequence)
+        if not sequence.is_freed and sequence not in allocator:
+            raise error(
+                ValueError,
+                f"got {name}, {sequence!r} of another allocator",
+                "a picture shows the sequences of its own pool",
+                "pass sequences that this cache's allocator made",
+            )
+    return dict(sequences)
+
+
+def _note(allocator: BlockAllocator, sequence: Sequence) -> str:
+    if sequence.is_freed:
+        return "finished"
+    swapped = ", swapped out" if sequence.is_swapped else ""
+    return f"{len(sequence)} tokens{swapped}"
+
 
 SLOTS_OF_A_LOAD = 16
 """Block sizes are multiples of it: so many tokens the kernels take at once."""

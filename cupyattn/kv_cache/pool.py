@@ -1,17 +1,59 @@
-"""A pool of block ids: how often each is referenced, which are free, and which wait as cached."""
+"""A pool of block ids: how often each is referenced, which are free, and which wait as cached.
+
+A pool on the host may be as large as the memory that the system reports.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import ref
 
-from cupyattn.kv_cache.host_memory import require_host_memory
 from cupyattn.kv_cache.prefix_index import Node, PrefixIndex
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, size_text
+
+if sys.platform == "win32":
+
+    def _limit() -> int | None:
+        return None
+
+else:
+    import resource
+
+    def _limit() -> int | None:
+        """Return the limit of the process (``ulimit -v``), if there is one."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return None if soft == resource.RLIM_INFINITY else soft
+
+
+def host_memory() -> int | None:
+    """Return the bytes of memory that this process can have at most; None if nothing tells.
+
+    What other processes use is not counted.
+    """
+    limits = [_limit()]
+    with suppress(AttributeError, OSError, ValueError):  # not every system tells
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min((each for each in limits if each is not None and each > 0), default=None)
+
+
+def require_host_memory(what: str, size: int, fix: str) -> None:
+    """Raise MemoryError for what takes more bytes than the host has, before it is begun."""
+    memory = host_memory()
+    if memory is not None and size > memory:
+        raise error(
+            MemoryError,
+            f"got {what}, which take {size_text(size)} of the host's memory",
+            f"it has {size_text(memory)}",
+            fix,
+        )
+
 
 HELD = -1
 """In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""

@@ -1,31 +1,244 @@
-"""Continuous batching: which sequences run in a step, and which wait for blocks."""
+"""Continuous batching: which sequences run in a step, which may begin, and which wait for blocks.
+
+Moves of blocks, within the pool, to host memory and back, have one order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from heapq import heappop, heappush
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
-from cupyattn.kv_cache.admission import Admission, as_left
+from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count, as_ends, as_tokens, uncopied
-from cupyattn.kv_cache.moves import Moves
-from cupyattn.kv_cache.pool import OutOfBlocksError
+from cupyattn.kv_cache.pool import Copy, OutOfBlocksError
 from cupyattn.kv_cache.requests import (
     Forward,
     Request,
-    Run,
+    RequestRun,
     SchedulerCache,
+    Taken,
     Work,
     as_ending,
     as_sampled,
     as_swaps,
+    going,
+    has_whole,
     require_between_steps,
     require_cache,
     require_forward,
 )
-from cupyattn.kv_cache.taken import Taken, going
-from cupyattn.runtime.errors import error
+from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime.errors import error, shown
+
+
+class Admission:
+    """The blocks of sequences whose tokens see `left` tokens before their own; all, if None."""
+
+    def __init__(self, allocator: BlockAllocator, left: int | None, max_tokens: int) -> None:
+        self._allocator = allocator
+        self._left = left
+        self._max_tokens = max_tokens
+
+    def most_blocks(self, tokens: int) -> int:
+        """Return the most blocks that a sequence needs at once on its way to so many tokens."""
+        if self._left is None:
+            return self._blocks(tokens)
+        # Those of a step's tokens, and of what the first of them sees; both ends within a block.
+        seen = self._left + self._max_tokens
+        return min(self._blocks(tokens), self._blocks(seen - 1) + 1)
+
+    def require_possible(self, tokens: int, new_tokens: int) -> None:
+        """Refuse a request that has no room even if it runs alone."""
+        allocator = self._allocator
+        # The last new token is not computed.
+        blocks = self.most_blocks(tokens + new_tokens - 1) + allocator.watermark
+        if blocks > allocator.num_blocks:
+            raise error(
+                ValueError,
+                f"got {tokens} tokens and max_new_tokens = {new_tokens}, which need {blocks} "
+                "blocks with the watermark",
+                f"the cache has {allocator.num_blocks}",
+                "make the cache larger or the request shorter",
+            )
+
+    def evict(self, runs: Iterable[RequestRun]) -> None:
+        """Give back what no later token of their sequences sees; each one's last token stays."""
+        if self._left is None:
+            return
+        for run in runs:
+            assert run.sequence is not None
+            # The next token stands at position len(sequence).
+            run.sequence.evict_before(max(0, len(run.sequence) - max(self._left, 1)))
+
+    def require_room(self, run: RequestRun, found: int = 0) -> None:
+        """Refuse a run that has no room to go on to its end.
+
+        Parts of a prompt come later, but are not begun without room for all of it; `found` of its
+        tokens are cached.
+        """
+        allocator, tokens = self._allocator, len(run.tokens)
+        blocks = min(self.most_blocks(tokens), self._blocks(tokens) - self._blocks(found))
+        available = self._available()
+        if blocks > available:
+            raise error(
+                OutOfBlocksError,
+                f"the next sequence needs {blocks} blocks beside a watermark of "
+                f"{allocator.watermark}, and {available + allocator.watermark} are free or cached",
+                "a sequence begins when all of its tokens have room",
+                "give back blocks that others took from the allocator",
+            )
+
+    def begin(self, run: RequestRun, budget: int, *, alone: bool) -> list[int]:
+        """Give a run that has none a sequence, and return the tokens to compute in this step."""
+        allocator = self._allocator
+        done = allocator.find(run.tokens)
+        self.require_room(run, done)
+        tokens = run.tokens[done : done + budget]
+        # A prompt counts whole, though parts of it come later, and once, though it may begin anew.
+        counted = 0 if run.request.counted else len(run.tokens)
+        try:
+            run.sequence = allocator.add(run.tokens[: done + len(tokens)], counted=counted)
+        except OutOfBlocksError:
+            if not alone or self._left is None:
+                raise
+            # Its cached prefix alone fills the pool: begin with less of it.
+            room = self._available() * allocator.block_size
+            done = allocator.find(run.tokens[:room])
+            tokens = run.tokens[done:room][:budget]
+            run.sequence = allocator.add(run.tokens[: done + len(tokens)], counted=counted)
+        run.request.counted = True
+        return tokens
+
+    def _available(self) -> int:
+        allocator = self._allocator
+        return allocator.num_free + allocator.num_cached - allocator.watermark
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._allocator.block_size)
+
+
+def as_left(window_size: Any) -> int | None:
+    """Read how far a window (left, right) reaches back; None stands for no end."""
+    if window_size is None:
+        return None
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise error(
+            TypeError,
+            f"got window_size = {shown(window_size)}",
+            "it is a pair (left, right), as attention takes it, or None",
+            "pass (left, 0): how many tokens before its own a token sees",
+        )
+    left, _ = (
+        None if side is None else as_count(f"window_size's {name}", side, 0)
+        for name, side in zip(("left", "right"), window_size, strict=True)
+    )
+    return left
+
+
+class BlockMoves:
+    """The copies that sequences call for: each is run after those that were called for before it.
+
+    Parameters
+    ----------
+    cache : SchedulerCache
+        Runs them.
+    swaps : bool
+        Whether blocks move to host memory to make room.
+    """
+
+    def __init__(self, cache: SchedulerCache, *, swaps: bool) -> None:
+        self._cache = cache
+        self._swaps = swaps
+        self._waiting: list[Copy] = []
+        # What a fault would leave undone: copies that an append has called for, a run's move.
+        self._missing = False
+        self._moving: RequestRun | None = None
+        self._dropped: list[RequestRun] = []
+
+    def append(self, sequence: Sequence, tokens: Iterable[int]) -> None:
+        """Let a sequence append; its copies are run before anything is written."""
+        before, self._missing = self._missing, True
+        try:
+            copies = sequence.append(tokens)
+        except OutOfBlocksError:
+            self._missing = before
+            raise
+        self._waiting += copies
+        self._missing = bool(self._waiting)
+
+    def run(self) -> None:
+        """Run the copies so far."""
+        if self._waiting:
+            self._cache.copy(tuple(self._waiting))
+        self._missing = False
+        self._waiting = []
+
+    def undo(self, running: Items[RequestRun], others: Items[RequestRun]) -> None:
+        """Cut what has no keys and values yet, and drop the copies that were not run.
+
+        `running` are those that no forward should have freed, moved or cut.
+        """
+        self._stop_moving()
+        for run in running:
+            if run.sequence is not None and not has_whole(run.sequence, run.written):
+                self._dropped.append(run)
+        for run in (*running, *others):
+            sequence = run.sequence
+            if sequence is None or not has_whole(sequence, run.written):
+                continue
+            if len(sequence) == run.written:
+                continue
+            # One that has just begun may have found what another should have written.
+            if self._missing or not run.written:
+                self._dropped.append(run)
+            sequence.truncate(run.written or sequence.num_cached_tokens)
+        for run in self._dropped:  # after all are cut: nothing not written may stay cached
+            run.drop()
+        self._dropped, self._waiting = [], []
+        self._missing = False
+
+    def _stop_moving(self) -> None:
+        """Let a run whose move was cut short be computed anew."""
+        run = self._moving
+        if run is None:
+            return
+        if run.runs:
+            assert run.sequence is not None
+            run.sequence.truncate(0)  # its blocks are found already, and may hold nothing
+        run.drop()
+        self._moving = None
+
+    def swap_out(self, run: RequestRun) -> None:
+        """Take the blocks of a run; what they hold moves to host memory, if that has room."""
+        assert run.sequence is not None
+        self._moving = run
+        try:
+            copies = run.sequence.swap_out() if self._swaps else None
+        except OutOfBlocksError:  # host memory is full
+            copies = None
+        if copies is None:
+            run.drop()
+        else:
+            self.run()
+            self._cache.copy_to_host(copies)
+        self._moving = None
+
+    def swap_in(self, run: RequestRun, tokens: Iterable[int]) -> None:
+        """Give a run that was swapped out its blocks back, and append what it computes next."""
+        assert run.sequence is not None
+        self._moving = run
+        try:
+            copies = run.sequence.swap_in()
+            self.run()
+            self._cache.copy_from_host(copies)
+            self.append(run.sequence, tokens)
+        except OutOfBlocksError:
+            self._stop_moving()
+            raise
+        self._moving = None
 
 
 class Scheduler:
@@ -101,15 +314,15 @@ class Scheduler:
     ) -> None:
         swaps = as_swaps(preempt)
         require_cache(cache, swaps=swaps)
-        self._moves = Moves(cache, swaps=swaps)
+        self._moves = BlockMoves(cache, swaps=swaps)
         self._allocator = cache.allocator
         self._max_batch = as_count("max_batch", max_batch, 1)
         self._max_tokens = as_count("max_tokens", max_tokens, self._max_batch)
         self._admission = Admission(self._allocator, as_left(window_size), self._max_tokens)
         self._submitted = self._num_preempted = 0
         self._stepping = Lock()
-        self._running: list[Run] = []  # the earliest first
-        self._waiting: list[Run] = []  # a heap
+        self._running: list[RequestRun] = []  # the earliest first
+        self._waiting: list[RequestRun] = []  # a heap
         self._finished: list[Request] = []  # that no step has returned yet
         self._taken: Taken | None = None  # this and the next: what `_settle` brings to its end
         self._cancelled = False
@@ -182,7 +395,7 @@ class Scheduler:
         self._admission.require_possible(len(prompt), max_new_tokens)
         request = Request(self._submitted, prompt, max_new_tokens, n, ends, self)
         self._submitted += 1
-        heappush(self._waiting, Run(request, tuple(range(n)), prompt))
+        heappush(self._waiting, RequestRun(request, tuple(range(n)), prompt))
         return request
 
     def cancel(self, request: Request, sample: int | None = None) -> None:
@@ -308,7 +521,7 @@ class Scheduler:
                 budget -= len(tokens)
         return batch
 
-    def _preempt(self, run: Run) -> None:
+    def _preempt(self, run: RequestRun) -> None:
         """Take the blocks of the last that runs."""
         self._num_preempted += 1
         self._moves.swap_out(run)
@@ -331,7 +544,7 @@ class Scheduler:
             budget, places = budget - len(tokens), places - len(run.samples)
         return batch
 
-    def _begin(self, run: Run, budget: int) -> list[int]:
+    def _begin(self, run: RequestRun, budget: int) -> list[int]:
         """Give a run its blocks, and return the tokens to compute in this step."""
         if run.sequence is None:
             return self._admission.begin(run, budget, alone=not self._running)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from cupyattn.kv_cache.arguments import as_copies
 from cupyattn.kv_cache.pool import Copy
-from cupyattn.runtime.arrays import Array, address, dtype_of
+from cupyattn.runtime.arrays import Array, CudaArray, address, dtype_of
 from cupyattn.runtime.errors import error, shown
 
 MOST_PITCH = 2**31 - 1
 """Bytes from one row to the next that a strided copy of CUDA may have."""
 
 
-class Format(NamedTuple):
+class CacheFormat(NamedTuple):
     """How keys and values are kept."""
 
     name: str
@@ -32,16 +32,16 @@ class Format(NamedTuple):
 FORMATS = {
     each.name: each
     for each in (
-        Format("float16", "float16"),
-        Format("float32", "float32"),
-        Format("bfloat16", "bfloat16"),
-        Format("int8", "int8", scaled=True),
-        Format("int4", "uint8", packed=2, scaled=True),
+        CacheFormat("float16", "float16"),
+        CacheFormat("float32", "float32"),
+        CacheFormat("bfloat16", "bfloat16"),
+        CacheFormat("int8", "int8", scaled=True),
+        CacheFormat("int4", "uint8", packed=2, scaled=True),
     )
 }
 
 
-def as_format(dtype: Any) -> Format:
+def as_format(dtype: Any) -> CacheFormat:
     """Read what a cache is to hold, or refuse it."""
     name = dtype
     if not isinstance(dtype, str):
@@ -82,7 +82,7 @@ class Storage:
 
     def __init__(
         self,
-        form: Format,
+        form: CacheFormat,
         num_layers: int,
         num_blocks: int,
         num_host_blocks: int,
@@ -129,7 +129,7 @@ class Storage:
                 for name, array in target.items():
                     array[:, dst] = source[name][:, src]
             return
-        with self.device["k"].device:
+        with cast("CudaArray", self.device["k"]).device:
             stream = self._xp.cuda.get_current_stream().ptr
             for src, dst in pairs:
                 for name, array in target.items():

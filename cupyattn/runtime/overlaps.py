@@ -73,7 +73,7 @@ class Overlaps(NamedTuple):
         `item_by_item` each result may be any array that is only read.
         """
         fields = fields_of(type(layouts))
-        there = {n: each for n, each in enumerate(values_of(type(layouts))(layouts)) if each}
+        there = {n: each for n, each in enumerate(values_of(layouts)) if each}
         spans = {n: span(layout) for n, layout in there.items()}
         writes = frozenset(writes)
         results = tuple(n for n in there if fields[n] in writes)
@@ -107,13 +107,13 @@ class Overlaps(NamedTuple):
             if least < distance < most and not (may_be_same and distance == 0):
                 self._check_items(operands, result, other)
         if operands.device_id is None:
-            arrays = values_of(type(operands.arrays))(operands.arrays)
+            arrays = values_of(operands.arrays)
             for result in self.results:
                 require_writable(self.names[result], arrays[result])
 
     def _check_items(self, operands: Operands[Any], result: int, other: int) -> None:
         kind = type(operands.arrays)
-        layouts = values_of(kind)(layouts_of(kind, operands.description))
+        layouts = values_of(layouts_of(kind, operands.description))
         distance = operands.places[other] - operands.places[result]
         if share_an_item(layouts[result], layouts[other], distance):
             shown = self.names[result]

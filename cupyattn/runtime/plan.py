@@ -128,7 +128,7 @@ class Planner(Generic[R]):
         self._fields = fields_of(kind)
         numbers = {field: slot for slot, field in enumerate(self._fields)}
         self.results = tuple(Made(numbers[name], name, *each) for name, each in outputs.items())
-        present = zip(self._fields, values_of(type(given))(given), strict=True)
+        present = zip(self._fields, values_of(given), strict=True)
         self.slots = slots_of(
             kind, [None if each is None and name not in outputs else 0 for name, each in present]
         )

@@ -8,14 +8,21 @@ fields in the order of the kernel's parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import make_dataclass
 from functools import cache
+from inspect import get_annotations
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, TypeVar, cast, get_origin
+from typing import Any, ClassVar, Generic, TypeVar, get_origin
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record[Any]")
+
+
+def _getter(names: tuple[str, ...]) -> Any:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return staticmethod(lambda record: tuple(getattr(record, name) for name in names))
 
 
 class Record(Generic[T]):
@@ -28,7 +35,7 @@ class Record(Generic[T]):
     ... class Sum(Record[T]):
     ...     x: T
     ...     out: T | None = None
-    >>> fields_of(Sum), values_of(Sum)(Sum(3))
+    >>> fields_of(Sum), values_of(Sum(3))
     (('x', 'out'), (3, None))
     >>> made(Sum[str], ["a", "b"])
     Sum(x='a', out='b')
@@ -38,26 +45,42 @@ class Record(Generic[T]):
 
     SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """What errors call a field that callers know by another name: dx is grads.dx to them."""
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+    VALUES: ClassVar[Any]
+    """Takes a record apart: at once, as each call does it."""
+
+    def __init_subclass__(cls) -> None:
+        """Note the fields, from which a dataclass will be made: those of a base come first."""
+        hints = get_annotations(cls)
+        own = (name for name, hint in hints.items() if "ClassVar" not in str(hint))
+        base: type[Record[Any]] = cls.__mro__[1]
+        cls.FIELDS = (*base.FIELDS, *own)
+        cls.VALUES = _getter(cls.FIELDS)
 
 
 @cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(get_origin(kind) or kind))
+def record_of(*names: str) -> Callable[..., Record[Any]]:
+    """Return a class of records for arrays that only the caller names; fields are by position.
+
+    Examples
+    --------
+    >>> record = record_of("shards[0]", "shards[1]")("an array", "another")
+    >>> values_of(record), [*record.SHOWN_AS.values()]
+    (('an array', 'another'), ['shards[0]', 'shards[1]'])
+    """
+    shown = {f"array_{number}": name for number, name in enumerate(names)}
+    space = {"SHOWN_AS": MappingProxyType(shown)}
+    return make_dataclass("Arrays", shown, bases=(Record,), namespace=space, slots=True)
 
 
-@cache
-def _values(kind: Any) -> Callable[[Record[Any]], tuple[Any, ...]]:
-    names = _fields(kind)
-    if len(names) > 1:
-        return cast("Callable[[Record[Any]], tuple[Any, ...]]", attrgetter(*names))
-    return lambda record: tuple(getattr(record, name) for name in names)
+def fields_of(kind: type[Record[Any]]) -> tuple[str, ...]:
+    """Return the names of a record's fields."""
+    return (get_origin(kind) or kind).FIELDS
 
 
-# (mypy takes no class for hashable whose instances are not.)
-fields_of: Callable[[type[Record[Any]]], tuple[str, ...]] = _fields  # type: ignore[assignment]
-"""Return the names of a record's fields, for its class."""
-values_of: Callable[[type[Record[Any]]], Callable[[Record[Any]], tuple[Any, ...]]] = _values  # type: ignore[assignment]
-"""Return the function that takes records of a class apart."""
+def values_of(record: Record[Any]) -> tuple[Any, ...]:
+    """Return what a record's fields hold."""
+    return record.VALUES(record)
 
 
 def made(kind: type[R], values: Iterable[Any]) -> R:
@@ -67,8 +90,7 @@ def made(kind: type[R], values: Iterable[Any]) -> R:
 
 def given_of(record: Record[Any]) -> dict[str, Any]:
     """Return what a record has, by field, for kernels that are data: their roles are names."""
-    kind = type(record)
-    pairs = zip(fields_of(kind), values_of(kind)(record), strict=True)
+    pairs = zip(record.FIELDS, record.VALUES(record), strict=True)
     return {name: value for name, value in pairs if value is not None}
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 
 from cupyattn.runtime.arrays import Array
 
 
+@overload
+def round_into(
+    given: None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> np.ndarray: ...
+@overload
 def round_into(
     given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
-) -> np.ndarray:
+) -> Array: ...
+def round_into(
+    given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> Array:
     """Round once, into the array given or a new one. Too large for the dtype becomes inf.
 
     A new array is in C order, or with `transposed` the transpose of one that is.

@@ -1,7 +1,7 @@
-"""Kernels of one pass over rows (cuda_src/common/rows.cuh): how they are declared and configured.
+"""Declarations and configurations of row kernels (cuda_src/common/rows.cuh).
 
-A row kernel reads arrays of one shape row by row, and perhaps arrays with an item for each column,
-and writes rows, an item for each row, or sums over all rows. One table serves them all.
+A row kernel reads arrays of one shape row by row, and optionally arrays with an item for each
+column. It writes rows, an item for each row, or sums over all rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.checks import INTEGERS as INTEGERS
+from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.records import Record, fields_of
 from cupyattn.runtime.spec import (
     Gates,
@@ -31,7 +33,7 @@ from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, round_up, rows
 
 
 class Result(Enum):
-    """What a row kernel writes."""
+    """The kinds of results of a row kernel."""
 
     ROW = auto()
     """An array of the rows' shape and dtype, with strides of its own."""
@@ -43,39 +45,39 @@ class Result(Enum):
 
 @dataclass(frozen=True)
 class RowConfig:
-    """How many threads share a row, and how much of it each keeps in registers."""
+    """A configuration: the threads that share a row, and the items each keeps in registers."""
 
     threads: int
     lanes: int
     items: int
-    """Items of a row that a thread holds; 0 where the row is read again in each pass."""
+    """Items of a row that a thread holds; 0 if the row is read again in each pass."""
     reason: str
     in_flight: int = 0
-    """Where it is read in each pass, items that a thread loads before it uses the first of them."""
+    """Items that a thread loads before it uses the first of them, if `items` is 0."""
     summing_ctas: int = 4
-    """With sums over columns, CTAs for each multiprocessor, which walk over the rows: enough to
-    fill it, and few, because each leaves a partial sum."""
+    """CTAs for each multiprocessor if there are sums over rows: enough to fill it, and few, because
+    each CTA loops over rows and writes a partial sum."""
     gates: Gates = Gates()
 
     @property
     def rows_per_cta(self) -> int:
-        """Rows that one CTA works on side by side."""
+        """Rows that one CTA computes at the same time."""
         return self.threads // self.lanes
 
     def items_of(self, length: int) -> int:
-        """Return how many items of a row of that length a thread holds, or has in flight."""
+        """Return how many items of a row of this length a thread holds, or has in flight."""
         if not self.items:
             return self.in_flight
         return min(self.items, round_up(-(-length // self.lanes), _ITEMS_STEP))
 
 
 _ITEMS_STEP = 8
-"""Items that a thread holds come in steps of a vector of 16-bit ones."""
+"""The number of items that a thread holds is a multiple of a vector of 16-bit items."""
 
 Macros = tuple[tuple[str, int | str], ...]
 RowTable = Mapping[int, Mapping[int | None, RowConfig]]
 
-# The first row whose length is not below that of the array's last axis; None takes the rest.
+# A call takes the first configuration whose limit is not below the length of its rows.
 ROWS: RowTable = {
     75: {
         128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
@@ -86,16 +88,13 @@ ROWS: RowTable = {
 }
 
 OF_THE_PLAN = ("accumulate", "queries")
-"""What a plan knows by itself: whether a call adds to what its results hold (sums over columns need
-not be told), a choice or a number of the kernel, and the extent of the axis before the last."""
-
-INTEGERS = ("int32", "int64")
-"""Of arrays such as labels, by the names that the kernels have for them."""
+"""Choices and scalars that follow from the call: whether it adds to the contents of its results
+(column sums do without), and the extent of the axis before the last."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowKernel:
-    """A row kernel: its names are those of the C parameters, in the order of these attributes.
+    """A row kernel, declared by the names of its C parameters in the order of these attributes.
 
     Attributes
     ----------
@@ -111,27 +110,30 @@ class RowKernel:
     per_row : tuple of str
         Arrays with one item for each row, in the dtype of statistics, of any strides.
     integers : tuple of str
-        The same, int32 or int64: the macro <NAME>_DTYPE says which.
+        Arrays with one item for each row, int32 or int64. The macro <NAME>_DTYPE has the dtype.
     broadcast : mapping
-        Arrays that broadcast to the rows' shape, with the dtypes that they may have: the macro
-        <NAME>_DTYPE says which. Where <NAME>_WHOLE, items of neighbouring columns come in vectors
-        as those of rows do; otherwise the number <name>_stride says how far apart they are, 0 for
-        one item that serves all columns.
+        Arrays that broadcast to the rows' shape, with their allowed dtypes. The macro <NAME>_DTYPE
+        has the dtype. If the macro <NAME>_WHOLE is true, neighbouring columns are loaded in vectors
+        as rows are; otherwise the scalar <name>_stride is their distance in items, 0 if one item
+        serves all columns.
     results : mapping
-        What is written, by name. A COLUMN_SUM is passed as float32 partial sums (CTAs, length).
+        Results by name, each with its kind. The kernel writes a COLUMN_SUM as float32 partial sums
+        (CTAs, length).
     optional : tuple of str
-        Arrays that may be absent, results too; the macro WITH_<NAME> says whether one is there.
+        Inputs and results that may be absent; the macro WITH_<NAME> is true if one is present.
     follows : mapping
-        Results that are there exactly if an optional input is, whose macro speaks for both.
+        Results that are present exactly if an optional input is; one macro describes both.
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
     choices : mapping
-        Macros that a call decides, each with its values.
+        Macros that a call decides, each with its possible values.
     scalars : mapping
-        Numbers passed by value, with their dtypes. Those of `OF_THE_PLAN` follow from the call, and
-        so do such choices.
+        Numbers passed by value, with their dtypes. Scalars and choices in `OF_THE_PLAN` follow from
+        the call.
     table : RowTable
-        By architecture and length.
+        Configurations by architecture and length.
+    fixes : mapping
+        What to pass instead of something that is no array, by the names in errors.
     """
 
     entry: str
@@ -149,15 +151,22 @@ class RowKernel:
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     table: RowTable = field(default_factory=lambda: ROWS)
+    fixes: Mapping[str, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         fields = [name for name in fields_of(self.record) if name != "workspace"]
         if fields != [*self.inputs, *self.results]:
             raise TypeError(f"{self.record.__name__} is {fields}, not the arrays of {self.entry}")
+        rows = self.shown_as.get(self.rows[0], self.rows[0])
+        of_row = f"pass an int32 array with an item for each row, of shape {rows}.shape[:-1]"
+        of_column = "pass an array of shape (N,), an item for each column"
+        fixes = {**dict.fromkeys(self.columns, of_column), **dict.fromkeys(self.integers, of_row)}
+        fixes |= fixes_of_results(*(self.shown_as.get(name, name) for name in self.results))
+        object.__setattr__(self, "fixes", fixes)
 
     @property
     def shown_as(self) -> Mapping[str, str]:
-        """What errors call an array that callers know by another name."""
+        """Names in errors of arrays that callers know by another name."""
         return self.record.SHOWN_AS
 
     def results_of(self, kind: Result) -> tuple[str, ...]:
@@ -166,17 +175,17 @@ class RowKernel:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What is read, in the order of the parameters."""
+        """Names of the inputs, in the order of the parameters."""
         return (*self.rows, *self.columns, *self.per_row, *self.integers, *self.broadcast)
 
     @property
     def whole_rows(self) -> tuple[str, ...]:
-        """The arrays of rows, read or written."""
+        """Names of the arrays of rows, inputs and results."""
         return (*self.rows, *self.results_of(Result.ROW))
 
     @property
     def strided(self) -> tuple[str, ...]:
-        """The arrays that RowsParams has strides for, in their order there."""
+        """Names of the arrays that RowsParams has strides for, in its order."""
         return (
             *self.rows,
             *self.per_row,
@@ -192,7 +201,7 @@ class RowKernel:
 
     @cached_property
     def spec(self) -> KernelSpec:
-        """What is compiled and launched."""
+        """The kernel as it is compiled and launched."""
         parameters: tuple[Parameter, ...] = (
             *(Pointer(name, const=True, optional=self.may_be_absent(name)) for name in self.inputs),
             *(Pointer(name, optional=self.may_be_absent(name)) for name in self.results),
@@ -203,7 +212,7 @@ class RowKernel:
         return KernelSpec(self.entry, self.source, parameters)
 
     def config(self, arch: int, length: int) -> RowConfig:
-        """Return the table row for rows of `length` items."""
+        """Return the configuration for rows of `length` items."""
         rows = rows_for(self.table, arch).items()
         return next(row for limit, row in rows if limit is None or length <= limit)
 
@@ -219,13 +228,13 @@ class RowKernel:
         Parameters
         ----------
         present : container of str
-            Those of the optional arrays that are there.
+            Optional arrays that the call has.
         dtypes : mapping
-            Those of the arrays of integers, and of the arrays that broadcast and are there.
+            Dtypes of the arrays of integers, and of the arrays that broadcast and are present.
         choices : mapping
-            What the call decides.
+            A value for each choice.
         whole : container of str
-            The arrays that broadcast and come in vectors.
+            Arrays that broadcast and are loaded in vectors.
         """
         macros: dict[str, int | str] = {
             f"WITH_{name.upper()}": cpp_bool(name in present) for name in self.optional
@@ -242,9 +251,9 @@ class RowKernel:
     def specialise(
         self, arch: int, dtype: str, length: int, vec: int, macros: Macros | None = None
     ) -> Specialisation:
-        """Specialise the kernel; `vec` is the items of one load, 1 or 16 bytes' worth.
+        """Specialise the kernel; `vec` is the number of items in one load, 1 or 16 bytes of them.
 
-        Without `macros` no optional array is there, and choices are the first of their values.
+        Without `macros` no optional array is present, and each choice has its first value.
         """
         macros = self._plainest if macros is None else macros
         config = self.config(arch, length)
@@ -256,7 +265,7 @@ class RowKernel:
         return self.macros_of((), dict.fromkeys(self.integers, INTEGERS[0]), choices)
 
     def catalogue(self, arch: int = TURING.number) -> Iterator[Specialisation]:
-        """Yield every row of the table with dtypes, loads, optional arrays and choices in pairs."""
+        """Yield every configuration, with dtypes, loads, optional arrays and choices in pairs."""
         limits = rows_for(self.table, arch)
         beyond = max(filter(None, limits)) + 1
         optional = [name for name in self.optional if name not in self.broadcast]
@@ -279,7 +288,7 @@ class RowKernel:
             yield self.specialise(arch, dtype, limit or beyond, vec, macros)
 
     def _ways_of(self, name: str) -> list[tuple[str, bool] | None]:
-        """Return how an array that broadcasts may come: dtype and whether in vectors, or absent."""
+        """Return the ways to pass an array that broadcasts: dtype and in vectors or not; absent."""
         allowed = self.broadcast[name]
         ways = (allowed[0], True), (allowed[-1], False)
         return [*ways, None] if self.may_be_absent(name) else [*ways]
@@ -314,7 +323,7 @@ COLUMN_SUMS = KernelSpec(
         Scalar("accumulate", np.dtype(np.int32)),
     ),
 )
-"""Adds the partial sums that a row kernel left, in a fixed order."""
+"""Adds the partial sums that a row kernel wrote, in a fixed order."""
 
 COLUMN_SUMS_COLUMNS = 32
 """Columns of one CTA: a warp reads 128 bytes of a row of partial sums at a time."""

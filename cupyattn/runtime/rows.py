@@ -1,17 +1,16 @@
-"""Operations over rows, on a device: any rank, last axis contiguous, outer axes of any strides.
+"""Calls of row kernels: arrays of any rank, whose last axis is contiguous, checked and launched.
 
-What an operation reads and writes is data, the `RowKernel` of its table: the checks, the plan and
-the sums over rows are the same for all.
+An operation is data, a `RowKernel`: the checks, the plan and the sums over rows serve all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,17 +18,18 @@ from cupyattn.runtime.arrays import (
     Description,
     Layout,
     Operands,
+    adopt,
     contiguous,
     layouts_of,
     starts_of,
 )
 from cupyattn.runtime.axes import row_params
-from cupyattn.runtime.broadcast import broadcast_layout
+from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
-    fixes_of_results,
     require_arrays,
+    require_bool_mask,
     require_contiguous_rows,
     require_dtype,
     require_item_alignment,
@@ -45,6 +45,7 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, given_of
+from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.row_kernel import (
     COLUMN_SUMS_COLUMNS,
     OF_THE_PLAN,
@@ -54,9 +55,84 @@ from cupyattn.runtime.row_kernel import (
     column_sums,
 )
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.value_checks import checks_values
 
 _FLOAT32 = np.dtype(np.float32)
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class RowOptions(NamedTuple):
+    """Everything that a call decides apart from its arrays: hashable, a key for caches."""
+
+    choices: tuple[tuple[str, Any], ...] = ()
+    """A value for each choice of the kernel, without those in `OF_THE_PLAN`."""
+    scalars: tuple[tuple[str, Any], ...] = ()
+    """A number for each scalar of the kernel, without those in `OF_THE_PLAN`."""
+    wanted: tuple[str, ...] = ()
+    """Optional results that are made where the call gives no array for them."""
+    accumulate: bool = False
+    """Whether gradients are added to the contents of the arrays that are given for them."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        choices: Mapping[str, Any] = MappingProxyType({}),
+        wanted: tuple[str, ...] = (),
+        accumulate: bool = False,
+        **scalars: float,
+    ) -> RowOptions:
+        """Make the options of a call; `scalars` are numbers by name."""
+        return cls((*choices.items(),), (*scalars.items(),), wanted, accumulate)
+
+
+def call_rows(
+    kernel: RowKernel,
+    arrays: R,
+    reference: Callable[..., np.ndarray | tuple[np.ndarray | None, ...]],
+    options: RowOptions,
+    check_values: Callable[[R], None] | None = None,
+) -> R:
+    """Run an operation on the arrays of its record; return the record with the results.
+
+    Parameters
+    ----------
+    kernel : RowKernel
+        The operation.
+    arrays : Record
+        The inputs, and the arrays that results are written into; None for those not given.
+    reference : callable
+        Takes the inputs in the kernel's order, None for those not given; returns the results in the
+        kernel's order.
+    options : RowOptions
+        Choices, scalars, optional results and whether to accumulate.
+    check_values : callable, optional
+        Takes the arrays and raises for values that are not allowed. Called where `backend` has the
+        values in arrays checked.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    operands = adopt(arrays, kernel.fixes)
+    problem = row_problem(kernel, operands, options)
+    if check_values is not None and checks_values(operands):
+        check_values(operands.arrays)
+    device = device_of(operands)
+    if device is not None:
+        return run_rows(device, problem, operands)
+    exact = reference(*[getattr(arrays, name) for name in kernel.inputs])
+    # The reference leaves out results that only other kernels read: no call on the CPU has them.
+    values = exact if isinstance(exact, tuple) else (exact,)
+    exacts = dict(zip(kernel.results, values, strict=False))
+    for name, output in problem.outputs.items():
+        target, result = getattr(arrays, name), exacts.get(name)
+        assert result is not None, f"the reference gives no {name}"
+        if options.accumulate and target is not None:
+            with np.errstate(invalid="ignore"):  # inf - inf is NaN, as on a GPU
+                result = target.astype(result.dtype) + result
+        setattr(arrays, name, round_into(target, result, output.dtype))
+    return arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,34 +145,34 @@ class RowProblem:
     scalars: Mapping[str, Any]
     choices: Mapping[str, Any]
     accumulate: bool
-    """Whether gradients are added to what is there."""
+    """Whether gradients are added to the contents of their arrays."""
     arrays: Record[Layout]
     layouts: dict[str, Layout]
-    """Of the arrays that are given; what broadcasts has the shape of the rows here."""
+    """Layouts of the arrays that are given. Arrays that broadcast have the rows' shape here."""
     starts: dict[str, int]
-    """By how many bytes each array misses a vector's alignment."""
+    """How many bytes each array starts beyond a multiple of a vector's size."""
     wanted: frozenset[str]
-    """The optional results that are written."""
+    """Optional results that are made."""
     overlaps: Overlaps
 
     @property
     def length(self) -> int:
-        """Items of a row."""
+        """The number of items in a row."""
         return self.shape[-1]
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return math.prod(self.shape[:-1])
 
     def is_there(self, name: str) -> bool:
-        """Whether the call has an array, given or made."""
+        """Tell whether the call has an array, given or made."""
         name = self.kernel.follows.get(name, name)
         return name in self.layouts or name in self.wanted or name not in self.kernel.optional
 
     @property
     def outputs(self) -> dict[str, Output]:
-        """What is written."""
+        """The results by name."""
         of = {
             Result.ROW: Output(self.shape, self.dtype),
             Result.PER_ROW: Output(self.shape[:-1], statistics_dtype(self.dtype)),
@@ -105,7 +181,7 @@ class RowProblem:
         return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
 
     def macros(self, vec: int) -> Macros:
-        """Return what the call decides of how the kernel is compiled, with `vec` items a load."""
+        """Return the macros that the call decides, with `vec` items in one load."""
         kernel, layouts = self.kernel, self.layouts
         present = [name for name in kernel.optional if self.is_there(name)]
         typed = [name for name in (*kernel.integers, *kernel.broadcast) if name in layouts]
@@ -115,7 +191,7 @@ class RowProblem:
         return kernel.macros_of(present, dtypes, choices, whole)
 
     def _whole(self, name: str, vec: int) -> bool:
-        """Whether an array that broadcasts comes in vectors, of at most 16 bytes each."""
+        """Tell whether an array that broadcasts is loaded in vectors of at most 16 bytes."""
         *outer, column = self.layouts[name].strides
         itemsize = self.layouts[name].dtype.itemsize
         aligned_to = min(vec * itemsize, VECTOR_BYTES)
@@ -124,62 +200,27 @@ class RowProblem:
 
 
 def statistics_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of what there is of each row."""
+    """Return the dtype of results with one item for each row of this dtype."""
     return dtype if dtype == np.float64 else _FLOAT32
 
 
-def row_problem(
-    kernel: RowKernel,
-    operands: Operands[Any],
-    *,
-    wanted: Iterable[str] = (),
-    choices: Mapping[str, Any] = _NOTHING,
-    scalars: Mapping[str, Any] = _NOTHING,
-    accumulate: bool = False,
-) -> RowProblem:
-    """Check the arrays of a call, or find that they were checked before.
-
-    Parameters
-    ----------
-    kernel : RowKernel
-        The operation.
-    operands : Operands
-        Its arrays, by the names of the kernel's parameters.
-    wanted : iterable of str
-        Optional results to make where none was given.
-    choices, scalars : mapping
-        A value for each choice and each scalar of the kernel, but for those of the plan.
-    accumulate : bool
-        Add gradients to what is there.
+def row_problem(kernel: RowKernel, operands: Operands[Any], options: RowOptions) -> RowProblem:
+    """Check the arrays of a call, or find that arrays of this description were checked before.
 
     Raises
     ------
     TypeError, ValueError
         As the public functions document.
     """
-    # As they came: to find and type those of the kernel would take as long as the look-up.
-    problem = _cached_problem(
-        kernel,
-        operands.description,
-        tuple(scalars.items()),
-        tuple(choices.items()),
-        accumulate,
-        tuple(wanted),
-    )
+    problem = _cached_problem(kernel, operands.description, options)
     problem.overlaps.check(operands)
     return problem
 
 
 @lru_cache(maxsize=4096)
-def _cached_problem(
-    kernel: RowKernel,
-    description: Description,
-    given_scalars: tuple[tuple[str, Any], ...],
-    given_choices: tuple[tuple[str, Any], ...],
-    accumulate: bool,
-    wanted: tuple[str, ...],
-) -> RowProblem:
-    scalars, choices = dict(given_scalars), dict(given_choices)
+def _cached_problem(kernel: RowKernel, description: Description, options: RowOptions) -> RowProblem:
+    scalars, choices = dict(options.scalars), dict(options.choices)
+    accumulate = options.accumulate
     arrays = layouts_of(kernel.record, description)
     layouts = given_of(arrays)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
@@ -202,7 +243,7 @@ def _cached_problem(
         arrays,
         layouts,
         given_of(starts_of(kernel.record, description)),
-        frozenset(wanted),
+        frozenset(options.wanted),
         Overlaps.of(arrays, (*kernel.results, "workspace"), in_place),
     )
     _check_inputs(problem)
@@ -253,16 +294,39 @@ def _check_inputs(problem: RowProblem) -> None:
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
 
 
-@cache
-def array_fixes(kernel: RowKernel) -> Mapping[str, str]:
-    """Return what to pass instead of what is no array, by the names in errors."""
-    rows = kernel.shown_as.get(kernel.rows[0], kernel.rows[0])
-    of_row = f"pass an int32 array with an item for each row, of shape {rows}.shape[:-1]"
-    return {
-        **dict.fromkeys(kernel.columns, "pass an array of shape (N,), an item for each column"),
-        **dict.fromkeys(kernel.integers, of_row),
-        **fixes_of_results(*(kernel.shown_as.get(name, name) for name in kernel.results)),
-    }
+def broadcast_layout(kernel: RowKernel, name: str, layout: Layout, rows: Layout) -> Layout:
+    """Return the layout of an array broadcast to the rows' shape.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For another dtype, or a shape that does not broadcast.
+    """
+    shape, dtypes = rows.shape, kernel.broadcast[name]
+    if "float32" in dtypes and rows.dtype == np.float64:
+        dtypes = (*dtypes, "float64")
+    if dtypes == ("bool",):
+        require_bool_mask(name, layout)
+    else:
+        require_dtype(name, layout, dtypes)
+    require_whole_item_strides(name, layout)
+    extents = (1,) * (len(shape) - len(layout.shape)) + layout.shape
+    fits = len(extents) == len(shape) and all(
+        extent in (1, full) for extent, full in zip(extents, shape, strict=True)
+    )
+    if not fits:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape}",
+            f"it broadcasts to the rows' shape {shape}",
+            f"give it axes of 1 where it does not vary, as {name}[:, None] does",
+        )
+    strides = (0,) * (len(shape) - len(layout.shape)) + layout.strides
+    return Layout(
+        shape,
+        tuple(0 if n == 1 else stride for n, stride in zip(extents, strides, strict=True)),
+        layout.dtype,
+    )
 
 
 def run_rows(device: Device, problem: RowProblem, operands: Operands[R]) -> R:
@@ -308,12 +372,12 @@ def _plan(problem: RowProblem, arch: int, multiprocessors: int) -> Plan:
 
 
 def _column_stride(layout: Layout | None) -> int:
-    """Return how many items apart neighbouring columns are; 0 of what is absent."""
+    """Return the distance of neighbouring columns in items; 0 for an absent array."""
     return layout.strides[-1] // layout.dtype.itemsize if layout else 0
 
 
 def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:
-    """Return how many items one load brings: a vector's where every row starts at one, or 1."""
+    """Return the number of items in one load: a vector's if every row starts at one, or 1."""
     items = vector_items(problem.dtype.name)
     rows = [name for name in problem.kernel.whole_rows if name in layouts]
     aligned = not any(problem.starts.get(name, 0) for name in (*rows, *problem.kernel.columns))
@@ -324,7 +388,7 @@ def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:
 
 
 def _params(problem: RowProblem, layouts: Mapping[str, Layout]) -> Any:
-    """Fill the C struct RowsParams; what is absent has strides of 0."""
+    """Fill the C struct RowsParams; absent arrays have strides of 0."""
     *rows, length = problem.shape
     strides = {
         name: (

@@ -139,6 +139,7 @@ class KernelSpec:
         shared_bytes: int = 0,
         static_shared_bytes: int = 0,
         gates: Gates = Gates(),
+        reason: str = "",
         **macros: int | str,
     ) -> Specialisation:
         """Give every macro its value: one specialisation is one compiled module.
@@ -147,7 +148,7 @@ class KernelSpec:
         not among the macros.
         """
         return Specialisation(
-            self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes, gates
+            self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes, gates, reason
         )
 
 
@@ -167,6 +168,8 @@ class Specialisation:
     static_shared_bytes: int = 0
     """Shared memory that the source declares itself, in bytes, as far as the table knows it."""
     gates: Gates = Gates()
+    reason: str = ""
+    """Why the table has this configuration, for `cupyattn.explain`."""
 
     @cached_property
     def defines(self) -> dict[str, int | str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Array, NamedOperands, Operands
+from cupyattn.runtime.arrays import Array, CudaArray, NamedOperands, Operands
 from cupyattn.runtime.errors import error
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
@@ -20,8 +20,9 @@ def checks_values(operands: Operands[Any] | NamedOperands) -> bool:
     Examples
     --------
     >>> import numpy as np
-    >>> from cupyattn.runtime.by_name import adopt
-    >>> checks_values(adopt({"x": np.zeros(3)}))
+    >>> from cupyattn.runtime.arrays import adopt
+    >>> from cupyattn.runtime.records import record_of
+    >>> checks_values(adopt(record_of("x")(np.zeros(3))))
     True
     """
     return operands.device_id is None or on_gpu.get()
@@ -47,4 +48,4 @@ def require_within(name: str, numbers: Array, count: int, allowed: str, fix: str
 
 def on_host(array: Array) -> np.ndarray:
     """Return an array's items in NumPy; those on a GPU are waited for."""
-    return array if isinstance(array, np.ndarray) else array.get()
+    return array if isinstance(array, np.ndarray) else cast(CudaArray, array).get()

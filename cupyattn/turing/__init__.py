@@ -17,12 +17,12 @@ For the main loop of each kernel that shows:
   and stalls that the compiler wrote into the code, one load/store unit, barriers, and CTAs that
   started at different times.
 
-``disassembler`` has nvdisasm list the code, ``sass`` reads the listing, ``pipes`` says what
-executes an instruction and for how long on the SM that ``machine`` describes, ``loops`` finds the
-loops that do the work, ``counts`` adds up what an iteration asks of each pipe, ``simulation`` plays
-it on one SM, and `analyse` puts the figures of a kernel together: one of the library's by its
-`row`, or of your own, the ``specialisation`` of a `cupyattn.Kernel`. For another card than a T4 it
-takes one of `MACHINES`, as the command does (``--machine "RTX 2080 Ti"``), or any `Machine`::
+``sass`` runs nvdisasm and reads its listing. ``machine`` has the rates and latencies of an SM, and
+which pipe executes an instruction. ``counts`` adds up what an iteration asks of each pipe.
+``simulation`` finds the loops that do the work and plays them on one SM. `analyse` puts the figures
+of a kernel together: one of the library's by its `row`, or of your own, the ``specialisation`` of a
+`cupyattn.Kernel`. For another card than a T4 it takes one of `MACHINES`, as the command does
+(``--machine "RTX 2080 Ti"``), or any `Machine`::
 
     kernel = row("attention_forward", HEAD_DIM=64)
     analyse(kernel, machine=MACHINES["RTX 2080 Ti"])  # a GeForce: half the tensor rate
@@ -50,12 +50,10 @@ that it was chosen for. The tests hold it to them. The notebook
 ``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
 """
 
-from cupyattn.turing.analysis import KernelFigures, analyse
+from cupyattn.turing.analysis import KernelFigures, MemoryFigures, analyse, memory_figures, row
 from cupyattn.turing.counts import LoopFigures
-from cupyattn.turing.disassembler import DisassemblerError, disassembler_version
 from cupyattn.turing.machine import MACHINES, T4, Machine
-from cupyattn.turing.memory import MemoryFigures, memory_figures
-from cupyattn.turing.rows import row
+from cupyattn.turing.sass import DisassemblerError, disassembler_version
 from cupyattn.turing.simulation import MARGIN, Utilisation
 
 __all__ = [

@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cupyattn.runtime.arch import SUB_PARTITIONS
-from cupyattn.turing.loops import Work, steady_path
-from cupyattn.turing.machine import T4, Machine
-from cupyattn.turing.pipes import (
+from cupyattn.turing.machine import (
     ARITHMETIC,
     GLOBAL,
     MEMORY,
     SPILLS,
+    T4,
+    Machine,
     access_bytes,
     interval,
     pipe_of,
     service,
 )
-from cupyattn.turing.sass import Instruction
-from cupyattn.turing.simulation import Utilisation
+from cupyattn.turing.sass import SassInstruction
+from cupyattn.turing.simulation import LoopWork, Utilisation, steady_path
 
 _WIDEST = 16  # bytes of one access of a thread
 
@@ -98,14 +98,14 @@ class LoopFigures:
 
 
 def loop_figures(
-    body: Sequence[Instruction], work: Work, warps: int, ctas: int, machine: Machine = T4
+    body: Sequence[SassInstruction], work: LoopWork, warps: int, ctas: int, machine: Machine = T4
 ) -> LoopFigures:
     """Count a loop of a kernel of which an SM holds `ctas` CTAs of `warps` warps."""
     path = steady_path(body, work)
     products = [each for each in path if work.does(each)]
     resident = warps * ctas
 
-    def busy(instructions: Iterable[Instruction]) -> float:
+    def busy(instructions: Iterable[SassInstruction]) -> float:
         return sum(interval(each, machine) for each in instructions) * resident / SUB_PARTITIONS
 
     by_pipe = {

@@ -4,28 +4,116 @@ Scoreboards, stalls and waits are those of the control words. Each sub-partition
 instruction a cycle, of the warp that issued last if it can, else of the one that is least advanced.
 Memory instructions wait in a queue of each sub-partition for the SM's one load/store unit, which
 serves the queues in turn. Values are not computed: every warp repeats the steady path of the loop.
+
+The loops that do the work are found first, and in each the steady path of an iteration.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
-from cupyattn.runtime.arch import SUB_PARTITIONS
-from cupyattn.turing.loops import Work
-from cupyattn.turing.machine import T4, Machine
-from cupyattn.turing.pipes import (
+from cupyattn.runtime.arch import SUB_PARTITIONS, WARP_SIZE
+from cupyattn.turing.machine import (
     ARITHMETIC,
     MEMORY,
+    T4,
+    Machine,
     barrier_warps,
     interval,
     latency,
     pipe_of,
     service,
 )
-from cupyattn.turing.sass import SCOREBOARDS, Instruction
+from cupyattn.turing.sass import SCOREBOARDS, SassInstruction
+
+
+class LoopWork(NamedTuple):
+    """The main work of a kernel: instructions of one pipe, which its other work must not delay."""
+
+    pipe: str
+    does: Callable[[SassInstruction], bool]
+    flop: int
+    """Floating-point operations of one of them, of a warp."""
+
+
+MATRIX = LoopWork("tensor", lambda instruction: pipe_of(instruction) == "tensor", 2 * 16 * 8 * 8)
+"""Products on tensor cores."""
+
+FFMA = LoopWork("fma", lambda instruction: instruction.name in ("FFMA", "FFMA32I"), 2 * WARP_SIZE)
+"""Products in float32; the pipe's other instructions are not the work."""
+
+# A forward branch over any of these is taken to fall through: `if (more) load the next tile`.
+# Over others, such as rescaling and masking, it is taken to jump: they are rare.
+_STEADY = ("LDG", "STG", "LDS", "STS", "LDSM", "barrier")
+
+
+def working_loops(
+    code: Sequence[SassInstruction],
+) -> tuple[LoopWork, list[Sequence[SassInstruction]]]:
+    """Return what the kernel's work is, and its innermost loops that do any of it.
+
+    Tensor-core products, or in a kernel without them float32 products.
+    """
+    for work in (MATRIX, FFMA):
+        found = [code[start : end + 1] for start, end in _innermost(code, work)]
+        if found:
+            break
+    return work, found
+
+
+def _innermost(code: Sequence[SassInstruction], work: LoopWork) -> list[tuple[int, int]]:
+    """First and last index of each loop, from its backward branch and that branch's target."""
+    index = {instruction.address: k for k, instruction in enumerate(code)}
+    loops = {
+        (index[instruction.target], k)
+        for k, instruction in enumerate(code)
+        if instruction.target in index and index[instruction.target] < k
+    }
+    # What begins inside a loop and ends behind it is a rare block that jumps back: no loop.
+    loops = {
+        (start, end)
+        for start, end in loops
+        if not any(first < start <= last < end for first, last in loops)
+    }
+    loops = {(start, end) for start, end in loops if any(map(work.does, code[start : end + 1]))}
+    return sorted(
+        (start, end)
+        for start, end in loops
+        if not any(
+            start <= first and last <= end and (start, end) != (first, last)
+            for first, last in loops
+        )
+    )
+
+
+def steady_path(body: Sequence[SassInstruction], work: LoopWork) -> list[SassInstruction]:
+    """Return the instructions of a loop that an iteration in steady state executes.
+
+    Predicated instructions count as executed. A forward branch within the loop is taken if it is
+    unconditional, or if it skips no product, no barrier and no access to shared or global memory.
+    """
+    return list(_walk(body, work))
+
+
+def _walk(body: Sequence[SassInstruction], work: LoopWork) -> Iterator[SassInstruction]:
+    index = {instruction.address: k for k, instruction in enumerate(body)}
+    k = 0
+    while k < len(body):
+        instruction = body[k]
+        yield instruction
+        target = -1 if instruction.target is None else index.get(instruction.target, -1)
+        skipped = body[k + 1 : max(target, k + 1)]
+        is_steady = any(work.does(each) or pipe_of(each) in _STEADY for each in skipped)
+        diverges = "DIV" in instruction.modifiers  # taken only by a warp that is not together
+        if target > k and not diverges and (instruction.is_unconditional or not is_steady):
+            k = target
+        else:
+            k += 1
+
 
 MARGIN = 0.05
 """How far a simulated utilisation is to be trusted, either way."""
@@ -53,7 +141,7 @@ class Utilisation:
 
 
 def utilisation(
-    path: Sequence[Instruction], work: Work, warps: int, ctas: int, machine: Machine = T4
+    path: Sequence[SassInstruction], work: LoopWork, warps: int, ctas: int, machine: Machine = T4
 ) -> Utilisation:
     """Simulate `ctas` CTAs of `warps` warps that repeat a loop's steady path, for each offset."""
     offsets = OFFSETS if ctas > 1 else OFFSETS[:1]  # one CTA starts when it starts
@@ -62,8 +150,8 @@ def utilisation(
 
 
 def busy_fraction(
-    path: Sequence[Instruction],
-    work: Work,
+    path: Sequence[SassInstruction],
+    work: LoopWork,
     warps: int,
     ctas: int,
     offset: int = OFFSETS[0],
@@ -105,7 +193,9 @@ class _Step:
     barrier_warps: int
 
     @classmethod
-    def of(cls, instruction: Instruction, work: Work, warps: int, machine: Machine) -> _Step:
+    def of(
+        cls, instruction: SassInstruction, work: LoopWork, warps: int, machine: Machine
+    ) -> _Step:
         pipe, control = pipe_of(instruction), instruction.control
         occupied = "tensor" if pipe == "fp16" else pipe
         cycles = interval(instruction, machine)

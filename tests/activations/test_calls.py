@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import KERNELS, everywhere, kernels_only
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere, kernels_only
 from support.search import examples, mostly_deep, wider
 
 import cupyattn

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.choices import choose
-from support.devices import KERNELS
+from support.devices import KERNELS, choose
 from support.search import deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
     FLASH,
     TALL,
@@ -20,6 +18,7 @@ from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
 )
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

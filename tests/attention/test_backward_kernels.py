@@ -12,11 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS, every_option
 from support.backward_runs import check, check_accumulated, error_ratios, inputs, run
 from support.devices import KERNELS, SENTINEL, GpuArrays
 from support.search import deep, examples, mostly_deep, wider
-from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
+from support.strategies import (
+    EITHER_HALF,
+    FRUGAL,
+    LONGEST,
+    RUN_TIME_OPTIONS,
+    AttentionProblem,
+    attention_problems,
+    every_option,
+)
 from support.varlen import VarlenProblem
 
 import cupyattn

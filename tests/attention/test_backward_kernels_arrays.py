@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.attention_options import ALL_AT_ONCE, RUN_TIME_OPTIONS, every_option
 from support.backward_runs import (
     GRADIENTS,
     Arrays,
@@ -25,7 +24,14 @@ from support.backward_runs import (
 )
 from support.devices import KERNELS, SENTINEL
 from support.search import deep, examples, wider
-from support.strategies import FRUGAL, AttentionProblem, attention_problems
+from support.strategies import (
+    ALL_AT_ONCE,
+    FRUGAL,
+    RUN_TIME_OPTIONS,
+    AttentionProblem,
+    attention_problems,
+    every_option,
+)
 
 import cupyattn
 from cupyattn import AttentionGrads, reference

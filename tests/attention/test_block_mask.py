@@ -11,11 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support import block_masks
-from support.block_masks import Case, arrays, blocks_of, mask_of, masked_tiles
+from support import modifiers
 from support.devices import KERNELS, NUMPY
-from support.modifiers import by_the_reference
-from support.packed_modifiers import PackedBlocks, ragged
+from support.modifiers import (
+    PackedBlocks,
+    TileMask,
+    arrays,
+    blocks_of,
+    by_the_reference,
+    mask_of,
+    masked_tiles,
+    ragged,
+)
 from support.search import deep, examples, mostly_deep, wider
 from support.strategies import AttentionProblem
 
@@ -61,7 +68,7 @@ def test_tiles_are_what_the_mask_leaves(batch, heads, sq, sk, tile, seed):
 
 
 @st.composite
-def cases(draw, dtype: str, head_dim: int) -> Case:
+def cases(draw, dtype: str, head_dim: int) -> TileMask:
     """Lengths around tiles; masks of 16, of kernels' tiles and of more; options that cut more."""
     lengths = [(1, 40), (130, 70), (33, 16), (16, 200)]
     longer = [(97, 260), (200, 200), (16, 330)] if dtype == "float16" else [(97, 160)]
@@ -82,7 +89,7 @@ def cases(draw, dtype: str, head_dim: int) -> Case:
              {"q_offset": 5, "causal": True}]
         )
     )  # fmt: skip
-    return Case(problem, seen, tuple(options.items()))
+    return TileMask(problem, seen, tuple(options.items()))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -114,7 +121,7 @@ def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
     problem = AttentionProblem(
         B=1, Sq=130, Sk=70, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, drawn=()
     )
-    ratios = Case(problem, masked_tiles((1, 4, 130, 70), 64, 1)).backward_ratios()
+    ratios = TileMask(problem, masked_tiles((1, 4, 130, 70), 64, 1)).backward_ratios()
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -124,7 +131,7 @@ def test_a_window_cuts_tiles_that_the_mask_leaves_whole():
     seen = masked_tiles((1, 2, 290, 310), 128, 3, full=0.4)
     seen[:, 0, :128, :128], seen[:, 0, 128:256, 128:], seen[:, 0, 256:] = True, True, True
     seen[:, 0, 128:256, :128] = np.arange(128) % 2 == 0
-    ratios = Case(problem, seen, (("window_size", (200, 90)),)).forward_ratios()
+    ratios = TileMask(problem, seen, (("window_size", (200, 90)),)).forward_ratios()
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -166,7 +173,7 @@ def test_empty_tiles_are_not_read(dtype):
 )
 def test_work_is_the_share_of_the_tiles_that_are_left(monkeypatch, dtype, head_dim):
     """Two documents of whole tiles: half of the scores, on the emulator's count."""
-    monkeypatch.setattr(block_masks, "KERNELS", NUMPY)
+    monkeypatch.setattr(modifiers, "KERNELS", NUMPY)
     border = WHOLE_TILES[dtype]
     dout, q, k, v = arrays(dtype, 2 * border, 2 * border, head_dim, heads=1)
     seen = two_documents(2 * border, border)
@@ -219,7 +226,7 @@ def few_tiles(sq: int, sk: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_lists_that_are_made_in_steps(dtype):
-    keys = Case(AttentionProblem(1, 16, LONG, 1, 1, 8, 8, dtype), few_tiles(16, LONG))
+    keys = TileMask(AttentionProblem(1, 16, LONG, 1, 1, 8, 8, dtype), few_tiles(16, LONG))
     ratios = keys.forward_ratios()
     assert max(ratios.values()) <= 1, ratios
 
@@ -227,7 +234,7 @@ def test_lists_that_are_made_in_steps(dtype):
 @pytest.mark.parametrize("dtype", deep("float16", "float32"))
 def test_gradients_of_lists_that_are_made_in_steps(dtype):
     for sq, sk in ((16, LONG), (LONG, 16)):
-        case = Case(AttentionProblem(1, sq, sk, 1, 1, 8, 8, dtype), few_tiles(sq, sk))
+        case = TileMask(AttentionProblem(1, sq, sk, 1, 1, 8, 8, dtype), few_tiles(sq, sk))
         ratios = case.backward_ratios(deterministic=True)
         assert max(ratios.values()) <= 1, ratios
 
@@ -303,7 +310,7 @@ def test_q_offset_is_that_of_the_call():
 
 
 @st.composite
-def biased_cases(draw: st.DrawFn) -> Case:
+def biased_cases(draw: st.DrawFn) -> TileMask:
     """Lengths around the kernel's tiles; a mask and a bias of one or of all, and windows."""
     # A plain run reads one key of a bias at a time here; other tests here read four.
     lengths = wider([(1, 41), (33, 17), (130, 99), (200, 161)], [(1, 40), (33, 16), (130, 100)])
@@ -328,12 +335,12 @@ def biased_cases(draw: st.DrawFn) -> Case:
     shape = [1 if one else n for one, n in zip(of_bias, everywhere, strict=True)]
     bias = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     more = draw(st.sampled_from([{}, {"causal": True}, {"window_size": (70, 20)}]))
-    return Case(problem, seen, (("bias", bias), *more.items()))
+    return TileMask(problem, seen, (("bias", bias), *more.items()))
 
 
 @given(case=biased_cases())
 @examples(3, deep=40)
-def test_dbias_within_the_bounds_of_the_mask(case: Case):
+def test_dbias_within_the_bounds_of_the_mask(case: TileMask):
     ratio = case.backward_ratios()["dbias"]
     assert ratio <= 1, ratio
 
@@ -341,7 +348,7 @@ def test_dbias_within_the_bounds_of_the_mask(case: Case):
 @pytest.mark.deep
 @given(case=biased_cases())
 @examples(8, deep=16)
-def test_dbias_has_the_bits_of_the_mask_alone(case: Case):
+def test_dbias_has_the_bits_of_the_mask_alone(case: TileMask):
     """Skipped terms are zeros, and the other terms are added in the same order."""
     found = [
         KERNELS.get(case.run_backward(mask_mod=each(case.seen)).dbias)

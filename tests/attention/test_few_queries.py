@@ -12,21 +12,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention_options import RUN_TIME_OPTIONS
 from support.devices import KERNELS, placed
 from support.paged import keys_shared, multiprocessors
 from support.recording_device import device_array
 from support.search import Search, deep, examples, wider
-from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
+from support.strategies import (
+    FRUGAL,
+    LONGEST,
+    RUN_TIME_OPTIONS,
+    AttentionProblem,
+    attention_problems,
+)
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
 from cupyattn.ops.attention import choice
 from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.choice import LEAST_DECODED_KEYS
 from cupyattn.ops.attention.kernels.decode import TENSOR_CORES, TILE_KEYS
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -15,7 +15,7 @@ from support.backward_runs import check as check_backward
 from support.devices import KERNELS
 from support.forward_runs import check
 from support.grid_order import CARDS, HEAD_DIMS, Grid, causal_problem
-from support.packed import PackedProblem as PackedPrompts
+from support.paged import PackedProblem as PackedPrompts
 from support.paged import multiprocessors
 from support.probes import Probe
 from support.recording_device import device_array

@@ -11,14 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS
 from support.backward_runs import placed
 from support.backward_runs import run as gradients_of
-from support.devices import KERNELS, SENTINEL, GpuArrays
-from support.dtypes import DTYPES, FLOAT_DTYPES, dtype_of
+from support.devices import DTYPES, FLOAT_DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
 from support.forward_runs import check, run
 from support.search import deep, examples, wider
-from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
+from support.strategies import (
+    EITHER_HALF,
+    FRUGAL,
+    LONGEST,
+    RUN_TIME_OPTIONS,
+    AttentionProblem,
+    attention_problems,
+)
 
 import cupyattn
 from cupyattn import reference

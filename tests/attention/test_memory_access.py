@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.dtypes import dtype_of
+from support.devices import dtype_of
 from support.search import deep, mostly_deep
 
 import cupyattn

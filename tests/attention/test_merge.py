@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from support.devices import KERNELS, everywhere
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of, everywhere
 from support.search import deep, examples, wider
 
 import cupyattn

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS
-from support.modifiers import Case, by_the_reference
+from support.modifiers import Expression, by_the_reference
 from support.search import deep, mostly_deep
 
 import cupyattn
@@ -23,11 +23,11 @@ WIDE = ("float16", 136)  # whose keys and values are kept by pairs of warps in t
 
 
 @cache
-def case(dtype: str, head_dim: int) -> Case:
-    return Case(dtype, head_dim)
+def case(dtype: str, head_dim: int) -> Expression:
+    return Expression(dtype, head_dim)
 
 
-def both(x: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+def both(x: Expression) -> tuple[dict[str, Any], dict[str, Any]]:
     own = {"score_mod": x.score_mod(KERNELS.put), "mask_mod": x.mask_mod(KERNELS.put)}
     return own, {**x.score_options(), **x.mask_options()}
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.packed import PackedProblem
-from support.paged import PagedProblem
+from support.paged import PackedProblem, PagedProblem
 
 import cupyattn
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.packed import PackedProblem
-from support.paged import PagedProblem, on_emulator, on_kernels
+from support.paged import PackedProblem, PagedProblem, on_emulator, on_kernels
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn

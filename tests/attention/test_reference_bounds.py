@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, dtype_of
 from support.search import examples
 from support.simulated_kernel import TILE, SimulatedKernel, precise_tanh
 from support.strategies import AttentionProblem, attention_problems, softmax_problems

@@ -7,9 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support.attention_options import OPTIONS
 from support.search import Search, examples
-from support.strategies import AttentionProblem, attention_problems
+from support.strategies import OPTIONS, AttentionProblem, attention_problems
 
 from cupyattn.ops.attention.reference import scores
 from cupyattn.reference import attention, attention_backward

@@ -9,22 +9,29 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS, every_option
 from support.devices import KERNELS
 from support.forward_runs import check, ratios_of, run
-from support.modifiers import Case
+from support.modifiers import Expression
 from support.paged import multiprocessors
 from support.recording_device import device_array
 from support.search import deep, examples, wider
 from support.split_keys import split
-from support.strategies import FRUGAL, LONGEST, AttentionProblem, attention_problems
+from support.strategies import (
+    EITHER_HALF,
+    FRUGAL,
+    LONGEST,
+    RUN_TIME_OPTIONS,
+    AttentionProblem,
+    attention_problems,
+    every_option,
+)
 
 import cupyattn
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Report
 from cupyattn.ops.attention.choice import LEAST_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as float_row
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -69,7 +76,7 @@ def test_options_within_bounds_of_the_reference(problem: AttentionProblem, into:
 @pytest.mark.deep
 @pytest.mark.parametrize("of", [("float16", 24), ("float32", 24)], ids=str)
 def test_expressions_within_the_bounds_of_what_they_stand_for(of):
-    case = Case(*of)
+    case = Expression(*of)
     own = {"score_mod": case.score_mod(KERNELS.put), "mask_mod": case.mask_mod(KERNELS.put)}
     with split(4):
         ratios = case.forward_ratios(own, {**case.score_options(), **case.mask_options()})

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support import backward_runs
 from support.backward_runs import check_accumulated, inputs
-from support.devices import KERNELS, SENTINEL, GpuArrays
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
 from support.forward_runs import TEACHING, check, run
 from support.search import deep, examples, mostly_deep, wider
 from support.strategies import FRUGAL, VIEWS, AttentionProblem, attention_problems

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from support.attention_options import EITHER_HALF, RUN_TIME_OPTIONS
 from support.base_problem import EVERY_OPTION
 from support.devices import KERNELS, SENTINEL
 from support.search import deep, examples, wider
-from support.strategies import FRUGAL, AttentionProblem
+from support.strategies import EITHER_HALF, FRUGAL, RUN_TIME_OPTIONS, AttentionProblem
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from support.attention_options import (
+from support.devices import KERNELS, SENTINEL, placed
+from support.modifiers import PackedBlocks, PackedExpressions, blocks_of, masked_tiles, ragged
+from support.search import Search, deep, examples, wider
+from support.strategies import (
     ALL_AT_ONCE,
     EITHER_HALF,
+    FRUGAL,
     OPTION_SETS,
     RUN_TIME_OPTIONS,
+    AttentionProblem,
     every_option,
 )
-from support.block_masks import blocks_of, masked_tiles
-from support.devices import KERNELS, SENTINEL, placed
-from support.packed_modifiers import PackedBlocks, PackedExpressions, ragged
-from support.search import Search, deep, examples, wider
-from support.strategies import FRUGAL, AttentionProblem
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from support.backward_runs import check_accumulated, error_ratios, inputs
 from support.backward_runs import run as run_backward
-from support.cards import without_tensor_cores
+from support.devices import without_tensor_cores
 from support.forward_runs import run as run_forward
 from support.paged import PagedProblem, on_kernels
 from support.search import examples, mostly_deep, wider

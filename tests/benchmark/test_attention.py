@@ -6,7 +6,7 @@ import argparse
 
 import numpy as np
 import pytest
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, dtype_of
 from support.fake_gpu import FakeTorch, harness
 
 import cupyattn
@@ -15,15 +15,15 @@ from cupyattn.benchmark.attention import (
     BLOCK_MASKED,
     OPTIONS,
     PLAIN,
-    Inputs,
-    Problem,
+    AttentionInputs,
+    SelfAttentionProblem,
     arguments_of,
     problems,
 )
 from cupyattn.benchmark.cases import Case, Harness, rows_of
 
-CASE = Problem(2, 4, 24, 16, 8, "float16", causal=False, window=5)
-DOCUMENTS = Problem(1, 2, 300, 8, 8, "float32", causal=False, window=0, documents=4)
+CASE = SelfAttentionProblem(2, 4, 24, 16, 8, "float16", causal=False, window=5)
+DOCUMENTS = SelfAttentionProblem(1, 2, 300, 8, 8, "float32", causal=False, window=0, documents=4)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -36,7 +36,7 @@ def rows(direction, words, *options, case=CASE, measure=None, tolerance=0.05):
     arguments = parsed("--implementation", *words.split())
     found = []
     for option in options:
-        inputs = Inputs(case, option, measure)
+        inputs = AttentionInputs(case, option, measure)
         made = attention.implementations(direction, arguments, inputs)
         flops = case.flops(direction, option)
         case_of_option = Case({"option": option}, made, flops=flops, tolerance=tolerance)
@@ -52,7 +52,10 @@ def rows(direction, words, *options, case=CASE, measure=None, tolerance=0.05):
 def test_scores_of_a_window_are_those_that_are_kept(causal, window):
     i, j = np.indices((24, 24))
     keep = (np.abs(i - j) <= window) & ((j <= i) | (not causal))
-    assert Problem(1, 1, 24, 8, 8, "float16", causal, window).scores("window") == keep.sum()
+    assert (
+        SelfAttentionProblem(1, 1, 24, 8, 8, "float16", causal, window).scores("window")
+        == keep.sum()
+    )
 
 
 def test_flops_count_every_product_over_the_kept_scores():
@@ -63,13 +66,13 @@ def test_flops_count_every_product_over_the_kept_scores():
         plain = CASE.flops(direction, PLAIN)
         assert CASE.flops(direction, "causal") == plain / 2
         assert CASE.flops(direction, "softcap") == plain
-        causal = Problem(2, 4, 24, 16, 8, "float16", causal=True, window=5)
+        causal = SelfAttentionProblem(2, 4, 24, 16, 8, "float16", causal=True, window=5)
         assert causal.flops(direction, "bias") == plain / 2
 
 
 @pytest.mark.parametrize(("length", "documents"), [(300, 4), (1000, 9)])
 def test_kept_is_the_share_of_tiles_that_are_seen(length, documents):
-    problem = Problem(1, 1, length, 8, 8, "float32", False, 0, documents=documents)
+    problem = SelfAttentionProblem(1, 1, length, 8, 8, "float32", False, 0, documents=documents)
     document = problem.document()
     assert (np.diff(document) >= 0).all()
     assert np.unique(document).tolist() == list(range(documents))
@@ -103,8 +106,8 @@ def test_the_cases_are_those_of_the_command_line():
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arguments_of_options_are_taken(option, dtype):
-    case = Problem(2, 4, 24, 16, 8, dtype, causal=False, window=5, documents=3)
-    q, k, v, dout, out, lse = Inputs(case, PLAIN, Harness(np)).arrays
+    case = SelfAttentionProblem(2, 4, 24, 16, 8, dtype, causal=False, window=5, documents=3)
+    q, k, v, dout, out, lse = AttentionInputs(case, PLAIN, Harness(np)).arrays
     assert {array.dtype for array in (q, k, v, dout, out)} == {dtype_of(dtype)}
     assert (lse.shape, lse.dtype) == ((case.batch, case.heads, case.seqlen), np.float32)
     arguments = arguments_of(option, case, np)
@@ -116,7 +119,7 @@ def test_arguments_of_options_are_taken(option, dtype):
 def test_gradients_are_those_of_the_option(option):
     measure = harness()
     rows("backward", "flash --deterministic never", option, measure=measure)
-    q, k, v, dout, _, _ = Inputs(CASE, PLAIN, Harness(np)).arrays
+    q, k, v, dout, _, _ = AttentionInputs(CASE, PLAIN, Harness(np)).arrays
     arguments = arguments_of(option, CASE, np)
     out, lse = cupyattn.attention(q, k, v, return_lse=True, **arguments)
     expected = cupyattn.attention_backward(dout, q, k, v, out, lse, **arguments)
@@ -137,10 +140,10 @@ def test_mask_mod_and_block_mask_give_the_same(direction):
 
 
 def test_the_step_is_forward_and_backward():
-    problem = Problem(2, 2, 24, 16, 16, "float16", causal=True, window=0)
+    problem = SelfAttentionProblem(2, 2, 24, 16, 16, "float16", causal=True, window=0)
     measure = harness()
     rows("step", "flash --deterministic never", PLAIN, case=problem, measure=measure)
-    q, k, v, dout, _, _ = Inputs(problem, PLAIN, Harness(np)).arrays
+    q, k, v, dout, _, _ = AttentionInputs(problem, PLAIN, Harness(np)).arrays
     out, lse = cupyattn.attention(q, k, v, causal=True, return_lse=True)
     expected = cupyattn.attention_backward(dout, q, k, v, out, lse, causal=True)
     for got, gradient in zip(measure.times.results[0][:3], expected[:3], strict=True):
@@ -193,7 +196,7 @@ def test_baselines_are_timed_where_they_have_the_option():
 
 def test_causal_calls_with_few_queries_have_no_baselines():
     """PyTorch aligns the first query, this library the last."""
-    case = Problem(2, 4, 24, 16, 8, "float16", causal=False, window=5, queries=3)
+    case = SelfAttentionProblem(2, 4, 24, 16, 8, "float16", causal=False, window=5, queries=3)
     measure = harness(torch=FakeTorch(), baselines=("eager", "cupy"))
     found = rows("forward", "flash", PLAIN, "causal", case=case, measure=measure)
     assert [(row["option"], row["implementation"]) for row in found if "times" in row] == [

@@ -16,8 +16,8 @@ from cupyattn.benchmark.cases import (
     FLOAT32,
     PRODUCTS,
     Case,
-    Implementation,
     NotAskedError,
+    TimedImplementation,
     measured,
     products_of,
     row_of,
@@ -33,11 +33,13 @@ def calling(result):
 
 
 def subject(*implementations, **more):
-    return Case({"M": 8}, [Implementation("cupyattn", calling(ONES)), *implementations], **more)
+    return Case(
+        {"M": 8}, [TimedImplementation("cupyattn", calling(ONES)), *implementations], **more
+    )
 
 
 def peer(result, name="eager", **more):
-    return Implementation.of(name, calling(result), **more)
+    return TimedImplementation.of(name, calling(result), **more)
 
 
 def test_times():
@@ -107,7 +109,7 @@ def refusing(failure):
 
 
 def test_what_a_peer_cannot_do_is_a_row():
-    broken = Implementation.of("math", refusing(KeyError("no kernel\nand much more")))
+    broken = TimedImplementation.of("math", refusing(KeyError("no kernel\nand much more")))
     row = list(rows_of(subject(broken), harness()))[1]
     assert row == {
         "M": 8,
@@ -121,25 +123,25 @@ def test_who_was_not_asked_has_refused_nothing():
     _, row = rows_of(subject(peer(ONES)), missing)
     assert row["left_out"] and row["unavailable"].startswith("a peer of PyTorch")
     (own,) = rows_of(
-        Case({}, [Implementation("cupyattn", refusing(NotAskedError("for hours")))]), harness()
+        Case({}, [TimedImplementation("cupyattn", refusing(NotAskedError("for hours")))]), harness()
     )
     assert own["left_out"]
     refused = list(
-        rows_of(subject(Implementation.of("math", refusing(KeyError("none")))), harness())
+        rows_of(subject(TimedImplementation.of("math", refusing(KeyError("none")))), harness())
     )
     assert "left_out" not in refused[1]
 
 
 @pytest.mark.parametrize("failure", [NotImplementedError("no softcap"), MemoryError("64 GB")])
 def test_what_a_kernel_refuses_is_a_row(failure):
-    (row,) = rows_of(Case({}, [Implementation("cupyattn", refusing(failure))]), harness())
+    (row,) = rows_of(Case({}, [TimedImplementation("cupyattn", refusing(failure))]), harness())
     assert row["unavailable"] == f"{type(failure).__name__}: {failure}"
 
 
 def test_a_fault_in_a_kernel_is_no_row():
     fault = RuntimeError("an illegal memory access was encountered")
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        list(rows_of(Case({}, [Implementation("cupyattn", refusing(fault))]), harness()))
+        list(rows_of(Case({}, [TimedImplementation("cupyattn", refusing(fault))]), harness()))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +174,6 @@ def test_arrays_of_a_case_are_freed_before_the_next_is_prepared():
             made.append(weakref.ref(held[0]))
             return [lambda: None]
 
-        return Case({"M": number}, [Implementation("cupyattn", prepare)])
+        return Case({"M": number}, [TimedImplementation("cupyattn", prepare)])
 
     assert len(list(measured(map(one, range(3)), harness()))) == len(made) == 3

@@ -11,7 +11,7 @@ from cupyattn.benchmark import decode
 from cupyattn.benchmark.__main__ import main
 from cupyattn.benchmark.cases import COLD_BYTES, Harness, rows_of
 
-CASE = decode.Step(3, 300, True, 4, 2, 8, 2, 16, "float16")
+CASE = decode.DecodingStep(3, 300, True, 4, 2, 8, 2, 16, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
@@ -102,7 +102,7 @@ def test_layers_take_caches_in_turn_until_no_cache_holds_them():
 
 
 def test_a_chunk_counts_causal_products():
-    chunk = decode.Step(2, 70, False, 4, 2, 8, 20, 16, "float32")
+    chunk = decode.DecodingStep(2, 70, False, 4, 2, 8, 20, 16, "float32")
     assert chunk.flops == 4 * 2 * 4 * 8 * sum(range(51, 71))
     assert np.allclose(chunk.packed_call(np)(), chunk.call(np)().reshape(40, 4, 8))
 
@@ -114,7 +114,7 @@ def test_more_queries_than_a_step_has_are_refused(a_gpu, capsys):
 
 # --- decode --cache-operations
 
-BLOCKS_OF_A_CACHE = decode.Blocks("append", "float", 37, 4, 2, 8, 16, "float16")
+BLOCKS_OF_A_CACHE = decode.CacheOperation("append", "float", 37, 4, 2, 8, 16, "float16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])

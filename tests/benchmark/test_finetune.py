@@ -12,7 +12,7 @@ from support.tiny_models import TINY
 from cupyattn import models
 from cupyattn.benchmark import finetune as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.finetune import Plan, Size, own, samples_of, timed
+from cupyattn.benchmark.finetune import FinetunePlan, TrainingSize, own, samples_of, timed
 from cupyattn.benchmark.timer import Timer
 
 random = models.random
@@ -26,19 +26,19 @@ def test_steps_are_timed_behind_the_first_ones(monkeypatch):
     clock = iter([0, 5, 10, 11, 20, 22, 30, 31, 40, 49, 50, 53])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     calls = []
-    plan = Plan("", None, 1, Timer(calls=3, warm_up=1, budget_s=100.0))
+    plan = FinetunePlan("", None, 1, Timer(calls=3, warm_up=1, budget_s=100.0))
     assert timed(lambda: calls.append(1), plan) == [1, 9, 3]
     assert len(calls) == 2 + 1 + 3
 
 
 def test_own_steps(monkeypatch):
     monkeypatch.setattr(models, "random", lambda name, **options: tiny())
-    plan = Plan("gpt2", None, 4, Timer(2, 1, 1.0))
-    row = own(plan, Size(2, 10), np, lambda: 12345)
+    plan = FinetunePlan("gpt2", None, 4, Timer(2, 1, 1.0))
+    row = own(plan, TrainingSize(2, 10), np, lambda: 12345)
     assert row["held_bytes"] == 12345 and min(row["seconds"]) > 0
     assert row["budget_bytes"] == sum(row["budget"].values())
     assert row["budget"]["weights"] == tiny().nbytes
-    (one, other) = samples_of(50, Size(2, 10))
+    (one, other) = samples_of(50, TrainingSize(2, 10))
     assert len(one.ids) == 10 and one.num_labels == 9 and (one.ids != other.ids).any()
 
 

@@ -12,8 +12,8 @@ import cupyattn
 from cupyattn import models
 from cupyattn.benchmark import generate as command
 from cupyattn.benchmark.__main__ import main
-from cupyattn.benchmark.generate import T4_GB_PER_S, Part, own, parts_of, summary, timed
-from cupyattn.benchmark.other_models import Run, Size
+from cupyattn.benchmark.generate import T4_GB_PER_S, DecodeCall, own, parts_of, summary, timed
+from cupyattn.benchmark.other_models import PromptSize, TimedRun
 
 
 def tiny(name):
@@ -66,7 +66,7 @@ def test_the_parts_are_the_calls_of_a_step(name, monkeypatch):
 
 
 def test_a_t4_is_latency_and_bytes():
-    part = Part("head", 320_000_000, lambda: None)
+    part = DecodeCall("head", 320_000_000, lambda: None)
     (row, _) = summary([part], [[200e-6, 200e-6]], 3200.0)
     assert row["t4_s"] == pytest.approx(100e-6 + 320e6 / T4_GB_PER_S / 1e9)
     (row, _) = summary([part, part], [[1e-4, 2e-4], [3e-4, 4e-4]], 3200.0)
@@ -75,7 +75,7 @@ def test_a_t4_is_latency_and_bytes():
 
 
 def test_runs_are_timed_and_repeated():
-    size = Size(2, 5, 4)
+    size = PromptSize(2, 5, 4)
     model = tiny("gpt2")
     result = timed(own(model, size), size, model.config.vocab_size, 2)
     assert result["tokens_per_s"] > 0
@@ -83,7 +83,7 @@ def test_runs_are_timed_and_repeated():
 
     def generate(prompts, new):
         seen.append(prompts)
-        return Run(0.5, 2.0, [[len(seen)] * new] * 2, 2)
+        return TimedRun(0.5, 2.0, [[len(seen)] * new] * 2, 2)
 
     result = timed(generate, size, 61, 3)
     assert (result["first_s"], result["tokens_per_s"]) == ([0.5] * 3, 3.0)
@@ -96,7 +96,7 @@ def generating(a_gpu, monkeypatch):
     """The command as on a GPU, but for the models, and a peer that is wrong."""
     model = tiny("phi")
     monkeypatch.setattr(models, "random", lambda name, **options: model)
-    wrong = [Run(0.1, 0.2, [[0] * 4], 1), Run(0.1, 0.2, [[0] * 4] * 2, 2)]
+    wrong = [TimedRun(0.1, 0.2, [[0] * 4], 1), TimedRun(0.1, 0.2, [[0] * 4] * 2, 2)]
     monkeypatch.setattr(
         command, "baseline", lambda name, model, folder: lambda ids, new: wrong[len(ids) - 1]
     )

@@ -8,9 +8,9 @@ from support.fake_gpu import FakeTorch, harness
 
 from cupyattn.benchmark import layers as command
 from cupyattn.benchmark.cases import Arrays, Harness
-from cupyattn.benchmark.layers import OPERATIONS, Size, own_call
+from cupyattn.benchmark.layers import OPERATIONS, RowSize, own_call
 
-SMALL = Size(4, 256, "float16")
+SMALL = RowSize(4, 256, "float16")
 NAMES = {operation.name: operation for operation in OPERATIONS}
 
 

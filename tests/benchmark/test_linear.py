@@ -12,13 +12,13 @@ from support.processes import run
 import cupyattn
 from cupyattn.benchmark import linear as command
 from cupyattn.benchmark.cases import Harness
-from cupyattn.benchmark.linear import LARGE, QUANTISED, Inputs, Product, products
+from cupyattn.benchmark.linear import LARGE, QUANTISED, LinearInputs, WeightProduct, products
 from cupyattn.emulator import Checks, Report
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.device.emulated import EmulatedDevice
 
 HERE = Harness(np, cold=False)
-FEW = Product("thin", 2, 16, 40, "float32", "nk", None)
+FEW = WeightProduct("thin", 2, 16, 40, "float32", "nk", None)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -47,16 +47,16 @@ def test_quantised_weights_stand_beside_those_of_the_dtype():
 
 @pytest.mark.parametrize("weights", [None, *FORMATS])
 def test_calls_of_quantised_weights(weights):
-    case = Product("large", 3, 8, 256, "float32", "nk", None, weights)
-    inputs = Inputs(case, HERE)
+    case = WeightProduct("large", 3, 8, 256, "float32", "nk", None, weights)
+    inputs = LinearInputs(case, HERE)
     arrays = inputs.arrays
     w = arrays.weights[0]
     assert w.nbytes == case.weight_bytes
     dense = w if weights is None else cupyattn.dequantize(w)
     (call,) = inputs.own_calls()
     np.testing.assert_allclose(call(), arrays.x @ dense.T + arrays.b, rtol=1e-3, atol=1e-3)
-    back = Product("dx", 3, 8, 256, "float32", "nk", None, weights)
-    (call,) = Inputs(back, HERE).own_calls()
+    back = WeightProduct("dx", 3, 8, 256, "float32", "nk", None, weights)
+    (call,) = LinearInputs(back, HERE).own_calls()
     np.testing.assert_allclose(call(), arrays.dout @ dense, rtol=1e-3, atol=1e-3)
 
 
@@ -64,8 +64,8 @@ def test_calls_of_quantised_weights(weights):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("kind", ["large", "backward", "dx"])
 def test_the_bytes_of_a_case_are_its_arrays(kind, activation, weights):
-    case = Product(kind, 8, 64, 128, "float32", "nk", activation, weights)
-    x, (w, *_), b, dout, out = Inputs(case, HERE).arrays
+    case = WeightProduct(kind, 8, 64, 128, "float32", "nk", activation, weights)
+    x, (w, *_), b, dout, out = LinearInputs(case, HERE).arrays
     expected = {
         "large": (x, w, b, out),
         "dx": (dout, w, out),
@@ -75,14 +75,14 @@ def test_the_bytes_of_a_case_are_its_arrays(kind, activation, weights):
 
 
 def weights(product):
-    return Inputs(product, Harness(np, filled=False)).arrays.weights
+    return LinearInputs(product, Harness(np, filled=False)).arrays.weights
 
 
 def test_few_rows_meet_weights_that_no_cache_holds():
-    case = Product("thin", 1, 2560, 2560, "float16", "nk", None)
+    case = WeightProduct("thin", 1, 2560, 2560, "float16", "nk", None)
     assert len(weights(case)) * case.weight_bytes >= 2**28
-    assert len(weights(Product("large", 1, 2560, 2560, "float16", "nk", None))) == 1
-    assert len(weights(Product("thin", 1, 128256, 2048, "float16", "nk", None))) == 2
+    assert len(weights(WeightProduct("large", 1, 2560, 2560, "float16", "nk", None))) == 1
+    assert len(weights(WeightProduct("thin", 1, 128256, 2048, "float16", "nk", None))) == 2
 
 
 @pytest.fixture
@@ -92,8 +92,8 @@ def two_weights(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_forward_calls_are_linear_of_each_weight(layout, two_weights):
-    case = Product("thin", 2, 16, 40, "float32", layout, "silu")
-    inputs = Inputs(case, HERE)
+    case = WeightProduct("thin", 2, 16, 40, "float32", layout, "silu")
+    inputs = LinearInputs(case, HERE)
     arrays = inputs.arrays
     calls = inputs.own_calls()
     assert len(calls) == 2
@@ -107,8 +107,8 @@ def test_forward_calls_are_linear_of_each_weight(layout, two_weights):
 
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
 def test_backward_calls_write_what_is_there(activation):
-    case = Product("backward", 8, 16, 24, "float32", "nk", activation)
-    inputs = Inputs(case, HERE)
+    case = WeightProduct("backward", 8, 16, 24, "float32", "nk", activation)
+    inputs = LinearInputs(case, HERE)
     arrays = inputs.arrays
     (call,) = inputs.own_calls()
     first, second = call(), call()
@@ -120,7 +120,7 @@ def test_backward_calls_write_what_is_there(activation):
 
 @pytest.mark.nvrtc
 def test_the_reading_kernel_reads_all_once(two_weights):
-    inputs = Inputs(Product("thin", 1, 40, 1000, "float32", "nk", None), HERE)
+    inputs = LinearInputs(WeightProduct("thin", 1, 40, 1000, "float32", "nk", None), HERE)
     arrays = inputs.arrays
     report = Report()
     device = EmulatedDevice(Checks.all(), report)
@@ -132,8 +132,8 @@ def test_the_reading_kernel_reads_all_once(two_weights):
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_cublas_computes_the_product_alone(layout):
-    case = Product("large", 8, 16, 24, "float32", layout, "silu")
-    inputs = Inputs(case, HERE)
+    case = WeightProduct("large", 8, 16, 24, "float32", layout, "silu")
+    inputs = LinearInputs(case, HERE)
     arrays = inputs.arrays
     (product,) = inputs.product_calls()
     w = arrays.weights[0].T if layout == "nk" else arrays.weights[0]

@@ -8,7 +8,7 @@ from itertools import combinations
 from xml.etree import ElementTree
 
 import pytest
-from support.made_up_results import CEILINGS, FEW, SPEED, attention, layers, result
+from support.fake_gpu import FEW, MADE_UP_CEILINGS, SPEED, attention, layers, result
 
 from cupyattn.benchmark import plot
 from cupyattn.benchmark.__main__ import main
@@ -40,7 +40,7 @@ def test_results_of_one_command_are_one_picture():
     (found,) = measured([attention(implementations=FEW[:1]), baselines])
     assert found.implementations == [*FEW]
     assert found.source.endswith("2026-11-20, 2026-11-22")
-    assert found.ceilings == CEILINGS
+    assert found.ceilings == MADE_UP_CEILINGS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import report as command
 from cupyattn.benchmark.cases import labels_of, row_of
 from cupyattn.benchmark.command import Benchmark, Option
-from cupyattn.benchmark.report import PARTS, UNFILLED, Model, figure, machine_of, markdown
+from cupyattn.benchmark.report import PARTS, UNFILLED, TuringModel, figure, machine_of, markdown
 from cupyattn.benchmark.timer import COPY, PRODUCTS
 from cupyattn.turing import MACHINES, T4
 
@@ -95,7 +95,7 @@ def figures(benchmark, *words, machine=T4):
         for case in cases.values()
         for each in case.implementations
     ]
-    return [figure(row, cases, Model(machine)) for row in rows]
+    return [figure(row, cases, TuringModel(machine)) for row in rows]
 
 
 SMALL = ("--seqlen", "512", "--batch", "2", "--head-dim", "64", "--dtype", "float16")

@@ -46,7 +46,7 @@ RUNS = [
 def test_rows_are_held_against_the_ceiling_that_binds(
     name, words, title, implementations, dtype, a_gpu, capsys, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(linear.Inputs, "reading_calls", lambda self: [lambda: None])
+    monkeypatch.setattr(linear.LinearInputs, "reading_calls", lambda self: [lambda: None])
     monkeypatch.setattr(Harness, "sets", lambda self, traffic, most: 2)
     file = tmp_path / "result.json"
     words = words if words.partition(" ")[0] in ("attention", "decode") else f"{name} {words}"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from cupyattn.benchmark import fma_rate
+from cupyattn.benchmark import ceiling_kernels
 from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.timer import Timer, peak_bytes
 from cupyattn.emulator import Checks, Report
@@ -208,7 +208,7 @@ def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
     assert sectors * 32 == 2**16
     _, mma, fma = launches
     for (entry, macros, grid), name, flops in (
-        (mma, "mma", 4 * 2 * 16 * 8 * 8), (fma, "fma", fma_rate.THREADS * 2),
+        (mma, "mma", 4 * 2 * 16 * 8 * 8), (fma, "fma", ceiling_kernels.THREADS * 2),
     ):  # fmt: skip
         assert entry == f"{name}_rate"
         flops *= grid * dict(macros)["ROUNDS"] * dict(macros)["IN_FLIGHT"]
@@ -222,9 +222,9 @@ def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
 @pytest.mark.nvrtc
 def test_every_thread_makes_its_multiply_adds():
     """Each chain of 20 is 1 - 2 ** -20."""
-    sums = np.full(2 * fma_rate.THREADS, np.nan, np.float32)
-    launch(EmulatedDevice(Checks.all(), Report()), fma_rate.fma_rate(20), 2, (sums, 0.5))
-    assert (sums == fma_rate.IN_FLIGHT * (1 - 2.0**-20)).all()
+    sums = np.full(2 * ceiling_kernels.THREADS, np.nan, np.float32)
+    launch(EmulatedDevice(Checks.all(), Report()), ceiling_kernels.fma_rate(20), 2, (sums, 0.5))
+    assert (sums == ceiling_kernels.IN_FLIGHT * (1 - 2.0**-20)).all()
 
 
 @pytest.mark.gpu

@@ -17,11 +17,11 @@ from cupyattn.__main__ import main
 from cupyattn.benchmark import command as driver
 from cupyattn.benchmark import tune
 from cupyattn.benchmark.cases import Harness
-from cupyattn.benchmark.linear import LARGE, Inputs, Product
+from cupyattn.benchmark.linear import LARGE, LinearInputs, WeightProduct
 from cupyattn.benchmark.tune import TunedCall, tuned_calls
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.tuning import USUAL
 
 HERE = Harness(np, cold=False)
@@ -45,8 +45,8 @@ def attention_of(device, head_dim):
 
 
 def product_of(device, kind, *size, weights=None):
-    product = Product(kind, *size, "float16", "nk", None, weights)
-    return on(device, Inputs(product, Harness(np, cold=False, filled=False)).own_calls)
+    product = WeightProduct(kind, *size, "float16", "nk", None, weights)
+    return on(device, LinearInputs(product, Harness(np, cold=False, filled=False)).own_calls)
 
 
 @pytest.fixture

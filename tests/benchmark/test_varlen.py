@@ -7,7 +7,7 @@ import numpy as np
 from cupyattn.benchmark import varlen
 from cupyattn.benchmark.cases import Harness
 
-CASE = varlen.Problem(40, 10, 4, 2, 8, True, "float32")
+CASE = varlen.PackedAttentionProblem(40, 10, 4, 2, 8, True, "float32")
 
 
 def test_the_ways_have_the_same_tokens():

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from numpy.testing import assert_array_equal
 from support.appends import POSITIONS, AppendProblem, append_problems
-from support.devices import KERNELS, everywhere
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of, everywhere
 from support.search import deep, examples, mostly_deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.ops.cache import append_problem as checks
+from cupyattn.ops.cache import problems
 from cupyattn.ops.cache.kernels import AppendLaunch, append_config, specialise_append
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import compile_ptx
@@ -146,7 +145,7 @@ def test_a_head_that_one_lane_holds(bits):
 @pytest.mark.parametrize("integers", ["int64", *deep("int32")])
 def test_slots_that_do_not_exist_are_skipped(integers, monkeypatch):
     """Where values are not checked, as on a GPU; and rotated features without a row are NaN."""
-    monkeypatch.setattr(checks, "checks_values", lambda _: False)
+    monkeypatch.setattr(problems, "checks_values", lambda _: False)
     problem = replace(ROTATED, integers=integers, bits=8)
     given = problem.memory()
     count = given["pool"].shape[0] * problem.block_size

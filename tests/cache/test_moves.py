@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, everywhere
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of, everywhere
 from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import Copy, reference
 from cupyattn.ops.attention.reference.cache_formats import quantise
-from cupyattn.ops.cache import copies_problem, gather_problem
-from cupyattn.ops.cache.structs import COPIES_PASSED
+from cupyattn.ops.cache import problems
+from cupyattn.ops.cache.kernels import COPIES_PASSED
 
 pytestmark = pytest.mark.nvrtc
 
@@ -186,7 +185,7 @@ def test_rows_of_minus_one_copy_nothing(side):
 
 def test_blocks_that_do_not_exist_are_skipped(monkeypatch):
     """Where values are not checked, as on a GPU: nothing outside of the caches is touched."""
-    monkeypatch.setattr(copies_problem, "checks_values", lambda _: False)
+    monkeypatch.setattr(problems, "checks_values", lambda _: False)
     caches = pools("float16", (BLOCKS, 2, 1, 8))
     wild = 2**40
     copies = [(BLOCKS, 0), (0, BLOCKS), (-1, 1), (1, -1), (wild, 2), (2, -wild), (3, 4)]
@@ -348,7 +347,7 @@ def test_blocks_that_a_window_has_left_behind_are_zeros(side):
 @pytest.mark.parametrize("bits", [None, *deep(4)])
 def test_wild_ids_and_lengths_are_not_followed(bits, monkeypatch):
     """Where values are not checked, as on a GPU."""
-    monkeypatch.setattr(gather_problem, "checks_values", lambda _: False)
+    monkeypatch.setattr(problems, "checks_values", lambda _: False)
     arguments, scales, tokens = sequences((11, 4, 4), 2, 8, "float16", bits=bits, spare=0)
     plain = gathered(arguments, **scales)
     arguments[2][0, 1] = arguments[0].shape[0]

@@ -13,15 +13,11 @@ from support.appends import AppendProblem
 from support.devices import everywhere
 
 import cupyattn
-from cupyattn.ops.cache import (
-    append,
-    append_problem,
-    copies,
-    copies_problem,
-    gather,
-    gather_problem,
-)
+from cupyattn.ops.cache.kernels import AppendArrays, CopyArrays, GatherArrays
+from cupyattn.ops.cache.plan import append_plan, copy_launches, gather_plan
+from cupyattn.ops.cache.problems import checked_append, checked_copies, checked_gather
 from cupyattn.runtime.arrays import contiguous
+from cupyattn.runtime.records import fields_of
 
 PROBLEM = AppendProblem((6,), H=4, G=2, D=8, dtype="float32", half=4)
 STORED = replace(PROBLEM, bits=8)
@@ -267,33 +263,29 @@ def test_a_result_within_the_cache():
         cupyattn.gather(*CACHES, table, np.array([5]), out=out)
 
 
-def described(**arrays: tuple[tuple[int, ...], str]) -> tuple[Any, ...]:
-    """Arrays of a call as checks see them, of any size."""
-    return tuple(
-        (name, *contiguous(shape, np.dtype(dtype)), 0) for name, (shape, dtype) in arrays.items()
-    )
+def described(kind: type[Any], **arrays: tuple[tuple[int, ...], str]) -> tuple[Any, ...]:
+    """Arrays of a call as checks see them, of any size, in the order of a record's fields."""
+    given = (arrays.get(field) for field in fields_of(kind))
+    return tuple(each and (*contiguous(each[0], np.dtype(each[1])), 0) for each in given)
 
 
 def test_launches_that_are_too_large():
     """Rows of lanes, and a block's words, are numbered with 32 bits."""
     cache = (8, 16, 2, 8), "float16"
+    caches = {"k_cache": cache, "v_cache": cache}
     tokens = (2**31, 2, 8), "float16"
-    description = described(
-        k_cache=cache, v_cache=cache, k=tokens, v=tokens, slot_mapping=((2**31,), "int32")
-    )
+    slots = (2**31,), "int32"
+    description = described(AppendArrays, **caches, k=tokens, v=tokens, slot_mapping=slots)
     with pytest.raises(ValueError, match=f"{2**31} tokens, and caches of 128 slots; a launch"):
-        append._plan(append_problem._checked(description, False), 75)
-    cache = (2**20, 2, 2**12, 64, 128), "float16"
-    description = described(k_cache=cache, v_cache=cache)
-    with pytest.raises(ValueError, match="a block of all layers has more than"):
-        copies._launches(copies_problem._checked(description))
-    cache = (8, 16, 2, 8), "float16"
-    description = described(
-        k_cache=cache, v_cache=cache, block_table=((2**16, 2**12), "int32"),
-        seqlens_k=((2**16,), "int32"),
-    )  # fmt: skip
+        append_plan(checked_append(description, False), 75)
+    table, lengths = ((2**16, 2**12), "int32"), ((2**16,), "int32")
+    description = described(GatherArrays, **caches, block_table=table, seqlens_k=lengths)
     with pytest.raises(ValueError, match=r"results of 65536 \* 65536 tokens; a launch"):
-        gather._plan(gather_problem._checked(description, None, None))
+        gather_plan(checked_gather(description, None, None))
+    pool = (2**20, 2, 2**12, 64, 128), "float16"
+    description = described(CopyArrays, k_cache=pool, v_cache=pool)
+    with pytest.raises(ValueError, match="a block of all layers has more than"):
+        copy_launches(checked_copies(description))
 
 
 @everywhere

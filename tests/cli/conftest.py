@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cupyattn.cli import compile, table_rows
+from cupyattn.cli import compile, configurations
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def uncompiled(monkeypatch):
         sizes = {"registers": 32, "spill_store_bytes": 0, "spill_load_bytes": 0, "ctas_per_sm": 4}
         sizes |= {"threads": row.threads, "shared_bytes": row.shared_bytes}
         told = {"cached": True, "seconds": 0.0, "macros": dict(row.macros)}
-        return {"kernel": row.spec.entry, "row": table_rows.row_name(row), **sizes, **told}
+        return {"kernel": row.spec.entry, "row": configurations.row_name(row), **sizes, **told}
 
     monkeypatch.setattr(compile, "nvrtc_version", lambda: (12, 9))
     monkeypatch.setattr(compile, "compiled_kernel", pretend)

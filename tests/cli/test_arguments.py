@@ -11,7 +11,7 @@ from support.search import Search, deep
 import cupyattn
 from cupyattn.__main__ import main
 from cupyattn.cli import INTERRUPTED, compile, demo, finetune, generate
-from cupyattn.cli.compiled_kernel import compiled_kernel
+from cupyattn.cli.configurations import compiled_kernel
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.device.cuda import cuda_device, device_count

@@ -16,8 +16,8 @@ from support.gates import first_of_each_kernel
 from support.processes import environment, run
 from support.search import Search
 
-from cupyattn.cli import INTERRUPTED, compile, main, table_rows
-from cupyattn.cli.compiled_kernel import compiled_kernel
+from cupyattn.cli import INTERRUPTED, compile, configurations, main
+from cupyattn.cli.configurations import compiled_kernel
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.registry import catalogue
 from cupyattn.runtime.arch import TURING
@@ -32,7 +32,7 @@ def asked(capsys, *arguments: str) -> dict:
 @pytest.mark.nvrtc
 def test_compile_for_turing(monkeypatch, capsys):
     rows = first_of_each_kernel(catalogue())[:: 1 if Search.deep else 40]
-    monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
+    monkeypatch.setattr(configurations, "catalogue", lambda _: iter(rows))
     report = asked(capsys, "--arch", "75")
     assert report["ok"] is True
     assert report["arch"] == "sm_75"
@@ -54,7 +54,7 @@ def test_the_whole_catalogue_is_compiled(uncompiled, capsys):
 @pytest.mark.nvrtc
 def test_compile_finds_what_it_compiled(empty_cache, monkeypatch, capsys):
     rows = [softmax.FORWARD.specialise(75, "float32", length, 1) for length in (100, 1000)]
-    monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
+    monkeypatch.setattr(configurations, "catalogue", lambda _: iter(rows))
     assert main(["compile", "--jobs", "2", "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     assert [kernel["cached"] for kernel in first["kernels"]] == [False, False]
@@ -79,7 +79,7 @@ def test_compile_fails_for_a_kernel_that_does_not_compile(
     empty_cache, tmp_path, monkeypatch, capsys
 ):
     rows = [kernel_of("#error out of order\n", tmp_path)]
-    monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
+    monkeypatch.setattr(configurations, "catalogue", lambda _: iter(rows))
     assert main(["compile", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is False
@@ -96,7 +96,7 @@ def test_compile_fails_for_a_kernel_that_does_not_fit(
 ):
     source = 'extern "C" __global__ void kernel() {}\n'
     rows = [kernel_of(source, tmp_path, shared_bytes)]
-    monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
+    monkeypatch.setattr(configurations, "catalogue", lambda _: iter(rows))
     assert main(["compile"]) == code
     assert ("does not fit on an SM" in capsys.readouterr().out) == bool(code)
 
@@ -107,7 +107,7 @@ def test_compile_marks_spills_without_failing(monkeypatch, capsys):
         return compiled_kernel(specialisation, arch) | {"spill_store_bytes": 12}
 
     rows = [softmax.FORWARD.specialise(75, "float32", 100, 1)]
-    monkeypatch.setattr(table_rows, "catalogue", lambda _: iter(rows))
+    monkeypatch.setattr(configurations, "catalogue", lambda _: iter(rows))
     monkeypatch.setattr(compile, "compiled_kernel", spilling)
     assert main(["compile"]) == 0
     assert "  spilling registers to memory: 1\n" in capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_kernels_and_head_dims_that_are_asked_for(uncompiled, capsys):
     few = asked(capsys, "--kernel", *kernels, "--head-dim", "64", "96")["kernels"]
     dims = {(each["kernel"], each["macros"]["HEAD_DIM_V"]) for each in few}
     assert dims == {(kernel, dim) for kernel in kernels for dim in (64, 96)}
-    rows = [each for each in catalogue() if table_rows.head_dim_of(each) == 80]
+    rows = [each for each in catalogue() if configurations.head_dim_of(each) == 80]
     assert len(asked(capsys, "--head-dim", "80")["kernels"]) == len(rows) > 0
 
 
@@ -146,7 +146,7 @@ def test_rows_are_those_of_the_architecture(uncompiled, monkeypatch, capsys):
         asked_for.append(number)
         return catalogue(number)
 
-    monkeypatch.setattr(table_rows, "catalogue", spy)
+    monkeypatch.setattr(configurations, "catalogue", spy)
     kernel = ("--kernel", "attention_forward")
     turing, newer = (asked(capsys, *kernel, "--arch", number)["kernels"] for number in ("75", "90"))
     assert asked_for == [75, 90]

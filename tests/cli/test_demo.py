@@ -9,7 +9,7 @@ import pytest
 from support.search import deep
 
 import cupyattn
-from cupyattn.cli import attention_runs, main
+from cupyattn.cli import demo, main
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.emulator import SharedMemoryRaceError
 from cupyattn.ops.attention.options import AttentionOptions
@@ -120,7 +120,7 @@ def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
     def absent(*_):
         raise RuntimeError("NVRTC is not here")
 
-    monkeypatch.setattr(attention_runs, "compiled_kernel", absent)
+    monkeypatch.setattr(demo, "compiled_kernel", absent)
     assert main([*SMALL_DEMO]) == 0
     printed = capsys.readouterr().out
     assert "no GPU here: ran in NumPy" in printed
@@ -135,7 +135,7 @@ def test_demo_does_not_hide_a_kernel_that_does_not_compile(monkeypatch, capsys):
     def rejected(*_):
         raise CompilationError("NVRTC rejected tiled.cu", "")
 
-    monkeypatch.setattr(attention_runs, "compiled_kernel", rejected)
+    monkeypatch.setattr(demo, "compiled_kernel", rejected)
     assert main([*SMALL_DEMO]) == 1
     assert "NVRTC rejected tiled.cu" in capsys.readouterr().err
 

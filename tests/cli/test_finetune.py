@@ -17,9 +17,8 @@ from support.finetuning import CONFIG, DRAW, finetune, losses_of, model_and_data
 from support.search import deep
 
 from cupyattn import models
-from cupyattn.cli import main
-from cupyattn.cli.finetune import preparation, training_run
-from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.cli import main, training_run
+from cupyattn.models.checkpoints import writing
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import FullWeights, LoraAdapters, Trainer, curve, peft
 
@@ -259,7 +258,7 @@ pytest.importorskip("matplotlib")
 
 
 def test_a_full_disk_says_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "store", no_room)
+    monkeypatch.setattr(writing, "store", no_room)
     finetune(code=1)
     error = " ".join(capsys.readouterr().err.split())
     assert "No space left on device" in error
@@ -354,7 +353,7 @@ def test_a_disk_that_is_full_at_the_end_loses_nothing(full, capsys, monkeypatch)
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_once(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(preparation, "opened", None)
+    monkeypatch.setattr(training_run, "opened", None)
     (tmp_path / "a file").write_text("")
     finetune("--out", "a file/in it", code=1)
     error = " ".join(capsys.readouterr().err.split())
@@ -433,7 +432,7 @@ def test_a_folder_that_cannot_be_written(capsys, monkeypatch, tmp_path):
     assert main(["merge", "model", "finetuned", "--out", "a file"]) == 1
     assert re.search(r"--out a file could not be written .*exists.*; .*pass another", told(capsys))
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_writer, "store", no_room)
+        patch.setattr(writing, "store", no_room)
         assert main(["merge", "model", "finetuned", "--out", "merged"]) == 1
     message = told(capsys)
     assert "--out merged could not be written ([Errno 28] No space left on device); " in message

@@ -15,9 +15,8 @@ from support.search import deep
 
 import cupyattn
 from cupyattn import models
-from cupyattn.cli import main
-from cupyattn.cli.finetune import preparation
-from cupyattn.cli.finetune.out_folder import claimed
+from cupyattn.cli import main, training_run
+from cupyattn.cli.finetune import claimed
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import LoraAdapters, split
 
@@ -131,7 +130,7 @@ def test_missing_data_is_found_before_the_model_is_loaded(capsys, monkeypatch):
     ],
 )
 def test_numbers_are_looked_at_before_anything_is_read(given, message, capsys, monkeypatch):
-    monkeypatch.setattr(preparation, "opened", None)
+    monkeypatch.setattr(training_run, "opened", None)
     finetune(*given, code=1)
     assert message in " ".join(capsys.readouterr().err.split())
     assert not Path("finetuned").exists()
@@ -182,7 +181,7 @@ def test_two_trainings_do_not_share_a_folder(capsys):
 def test_a_process_that_was_killed_leaves_a_folder_free():
     """Its lock ends with it, though its file does not."""
     holder = (
-        "import sys; from pathlib import Path; from cupyattn.cli.finetune.out_folder import "
+        "import sys; from pathlib import Path; from cupyattn.cli.finetune import "
         "claimed\nwith claimed(Path('shared')): print('has it', flush=True); sys.stdin.read()"
     )
     where = {**os.environ, "PYTHONPATH": str(Path(cupyattn.__file__).parents[1])}
@@ -289,9 +288,9 @@ def test_data_that_are_no_file_are_told(data, capsys):
 
 
 def test_a_model_without_a_tokenizer_is_told(capsys, monkeypatch):
-    opened = preparation.opened
+    opened = training_run.opened
     without = {"read_tokenizer": lambda: None}
-    monkeypatch.setattr(preparation, "opened", lambda path: opened(path)._replace(**without))
+    monkeypatch.setattr(training_run, "opened", lambda path: opened(path)._replace(**without))
     finetune(code=1)
     assert "model has no tokenizer; " in " ".join(capsys.readouterr().err.split())
 

@@ -7,8 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from support.byte_tokenizer import ByteTokenizer
-from support.tiny_models import TINY
+from support.tiny_models import TINY, ByteTokenizer
 
 from cupyattn import models
 from cupyattn.cli import main

@@ -12,8 +12,7 @@ from support.search import deep, mostly_deep
 
 import cupyattn
 from cupyattn.cli import main
-from cupyattn.cli.profile import SHOWN_LINES
-from cupyattn.cli.profiled_lines import busy_cycles, instruction_at, source_of
+from cupyattn.cli.profile import SHOWN_LINES, busy_cycles, instruction_at, source_of
 from cupyattn.emulator import OutOfBoundsError
 from cupyattn.emulator.report import LineReport
 from cupyattn.runtime.source import source_root

@@ -13,8 +13,8 @@ from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
 from support.search import deep
 
 import cupyattn.runtime.progress as progress_module
-from cupyattn.cli import compile, demo, info, layout, main, profile, turing
-from cupyattn.cli.table_rows import rows_of
+from cupyattn.cli import compile, demo, info, main, profile, terminal, turing
+from cupyattn.cli.configurations import rows_of
 from cupyattn.cli.terminal import RichTerminal, Terminal
 from cupyattn.runtime.progress import progress
 from cupyattn.turing import KernelFigures, LoopFigures, Utilisation
@@ -144,13 +144,13 @@ def test_a_table_that_fits(capsys, monkeypatch):
 def test_a_table_that_does_not_fit_cuts_nothing():
     columns = ("row", "bytes", "threads", "time")
     rows = [("a name of several words", 5, 1024, "1.5 s"), ("short", 123456, 32, "")]
-    heading, lines = layout.table(columns, rows, 18)
+    heading, lines = terminal.folded_table(columns, rows, 18)
     assert heading == ["  row", "     bytes", "    threads  time"]
     assert lines == [
         *("  a name of", "  several words", "         5", "       1024  1.5 s"),
         *("  short", "    123456", "         32"),
     ]
-    assert layout.table(columns, rows, 200)[1][0].split("  ")[1] == rows[0][0]
+    assert terminal.folded_table(columns, rows, 200)[1][0].split("  ")[1] == rows[0][0]
 
 
 NAMED = [
@@ -165,7 +165,7 @@ NAMED = [
 def test_columns_that_name_a_row_stay_together(width):
     """In its line, or the last alone beside figures below the others, told again where new."""
     columns = ("operation", "width", "ran", "median time", "of ceiling")
-    heading, lines = layout.table(columns, NAMED, width, names=3)
+    heading, lines = terminal.folded_table(columns, NAMED, width, names=3)
     assert sorted(words(heading).split()) == sorted(" ".join(columns).split())
     assert max(map(len, heading + lines)) <= width
     whole = [[str(cell) for cell in row] for row in NAMED]
@@ -178,7 +178,7 @@ def test_columns_that_name_a_row_stay_together(width):
 
 def test_rows_below_their_names():
     columns = ("operation", "width", "ran", "median time", "of ceiling")
-    heading, lines = layout.table(columns, NAMED, 36, names=3)
+    heading, lines = terminal.folded_table(columns, NAMED, 36, names=3)
     assert heading == [
         "  operation  width",
         "                 median  of",
@@ -191,7 +191,7 @@ def test_rows_below_their_names():
         "  rms_norm     768",
         "    cupyattn     7.0 us  0.80",
     ]
-    _, lines = layout.table(columns, NAMED, 30, names=3)
+    _, lines = terminal.folded_table(columns, NAMED, 30, names=3)
     assert lines[:2] == ["  softmax      768  cupyattn", "    5.0 us  0.90"]
     assert lines[2:5] == ["  softmax      768  torch", "  eager", "    6.0 us"], "nothing is cut"
 
@@ -199,11 +199,11 @@ def test_rows_below_their_names():
 @pytest.mark.parametrize("width", [1, 10, 40])
 def test_nothing_is_lost_however_narrow(width):
     text = "  - a path: /home/somebody/with-a-long-name/.cache and more\n\nthe  end"
-    lines = layout.paragraphs(text, width)
+    lines = terminal.paragraphs(text, width)
     assert " ".join(" ".join(lines).split()) == " ".join(text.split())
     assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
     assert all(line.startswith("  ") for line in lines[: lines.index("")])
-    facts = layout.facts({"name": text}, width)
+    facts = terminal.folded_facts({"name": text}, width)
     assert " ".join(" ".join(facts).split()) == f"name {' '.join(text.split())}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cupyattn.cli import main, turing
-from cupyattn.cli.table_rows import head_dim_of, row_name
+from cupyattn.cli.configurations import head_dim_of, row_name
 from cupyattn.registry import catalogue
 from cupyattn.turing import MACHINES, DisassemblerError, KernelFigures, LoopFigures, Utilisation
 

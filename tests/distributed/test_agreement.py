@@ -14,16 +14,16 @@ from cupyattn import AttentionGrads, DropoutSeed, MaskMod, Rotary, ScoreMod, blo
 from cupyattn.distributed import (
     Group,
     RankFailedError,
+    nccl,
     ring_attention,
     ring_attention_backward,
     run,
 )
-from cupyattn.distributed.agreement import agree
-from cupyattn.distributed.calls import Calls
-from cupyattn.distributed.communicators import nccl
-from cupyattn.distributed.communicators.mailbox import ThreadCommunicator
-from cupyattn.distributed.communicators.meeting import Meeting
+from cupyattn.distributed.calls import RingCalls
 from cupyattn.distributed.failures import SharedFailures
+from cupyattn.distributed.group import agree
+from cupyattn.distributed.mailbox import ThreadCommunicator
+from cupyattn.distributed.nccl import ThreadMeeting
 from cupyattn.distributed.problem import RingProblem
 
 X = np.random.default_rng(0).standard_normal((1, 64, 2, 8))
@@ -169,7 +169,7 @@ def test_threads_of_nccl_gather_on_the_host(monkeypatch):
     """Where they meet, as often as they like; processes of NCCL do not."""
     monkeypatch.setattr(nccl, "load_nccl", lambda: None)
     failures = SharedFailures()
-    meeting = Meeting(3, failures, timeout=20.0)
+    meeting = ThreadMeeting(3, failures, timeout=20.0)
 
     def end(rank: int, *how: Any) -> Group:
         known = {"rank_id": lambda: rank, "size": lambda: 3, "device_id": lambda: rank}
@@ -208,8 +208,8 @@ def test_ranks_agree_behind_the_first_kernels_and_before_anything_is_sent(monkey
 
         monkeypatch.setattr(owner, name, noting)
 
-    noted(Calls, "forward", lambda calls: calls._plan.rank)
-    noted(Calls, "backward", lambda calls: calls._plan.rank)
+    noted(RingCalls, "forward", lambda calls: calls._plan.rank)
+    noted(RingCalls, "backward", lambda calls: calls._plan.rank)
     noted(RingProblem, "agree", lambda problem: problem.group.rank)
     noted(Group, "exchange", lambda group: group.rank)
 

@@ -14,22 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.communicators import MPI, Own, Wires
 from support.ring import CLOSE, Case, case, one_device, ring
 from support.search import deep
-from support.wires import MPI, Own, Wires
 
 from cupyattn import DropoutSeed
 from cupyattn.distributed import (
     Group,
+    communicators,
+    nccl,
     nccl_group,
     ring_attention,
     run,
     shard,
     threads,
 )
-from cupyattn.distributed.communicators import adapters, nccl
-from cupyattn.distributed.communicators.adapters import communicator_of
-from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
+from cupyattn.distributed.communicators import communicator_of
+from cupyattn.distributed.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.threads import _ends
 from cupyattn.runtime.device.cuda import device_count
 
@@ -313,7 +314,7 @@ def test_nccl_is_given_bytes_in_one_group(monkeypatch):
 def test_cupyx_has_two_peers_in_one_group(monkeypatch):
     """Its own send_recv has one for both."""
     bindings = Bindings()
-    monkeypatch.setattr(adapters, "load_nccl", lambda: bindings)
+    monkeypatch.setattr(communicators, "load_nccl", lambda: bindings)
     end = communicator_of(Backend(bindings))
     assert (end.rank, end.size, end.device) == (1, 3, 2)
     with end.together():
@@ -337,7 +338,7 @@ def test_nccl4py_is_given_streams_by_their_address(monkeypatch):
         bindings.group_end()
 
     modules = {"nccl.core": SimpleNamespace(group=group)}
-    monkeypatch.setattr(adapters, "import_module", modules.__getitem__)
+    monkeypatch.setattr(communicators, "import_module", modules.__getitem__)
     end = communicator_of(NCCL4Py(bindings))
     assert (end.rank, end.size, end.device) == (1, 3, 2)
     with end.together():

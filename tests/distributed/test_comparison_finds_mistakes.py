@@ -10,8 +10,8 @@ import pytest
 from support.ring import assert_same, case
 
 from cupyattn import merge_attention, rope_tables
-from cupyattn.distributed import calls, lane, merged, plan, problem
-from cupyattn.distributed.plan import Call, RingPlan, Sight
+from cupyattn.distributed import calls, lane, plan, problem, results
+from cupyattn.distributed.plan import AttentionCall, RingPlan, Sight
 
 OPTIONS: dict[str, Any] = {
     "causal": True,
@@ -41,7 +41,7 @@ def merges_otherwise(patch: Any, merge: Callable[..., Any]) -> None:
         for result, found in zip(out, merge(*parts), strict=True):
             result[...] = found
 
-    patch.setattr(merged, "merge_attention", wrong)
+    patch.setattr(results, "merge_attention", wrong)
 
 
 def weights_change_places(patch: Any) -> None:
@@ -58,12 +58,12 @@ def lse_is_the_last_part(patch: Any) -> None:
 
 def a_part_is_forgotten(patch: Any) -> None:
     """The one that is computed where its result goes is taken for nothing."""
-    right = merged.Merged.add
+    right = results.Merged.add
 
     def wrong(self: Any, queries: Any, compute: Any) -> None:
         right(self, queries, lambda part: (compute(part), part[1][:, :1].fill(-np.inf)))
 
-    patch.setattr(merged.Merged, "add", wrong)
+    patch.setattr(results.Merged, "add", wrong)
 
 
 def a_key_too_many(patch: Any) -> None:
@@ -105,10 +105,10 @@ def positions_of_alibi_from_the_shard(patch: Any) -> None:
     )
 
 
-def changed_calls(patch: Any, change: Callable[[Call], Call]) -> None:
+def changed_calls(patch: Any, change: Callable[[AttentionCall], AttentionCall]) -> None:
     right = plan._call
 
-    def wrong(*given: Any) -> Call | None:
+    def wrong(*given: Any) -> AttentionCall | None:
         call = right(*given)
         return None if call is None else change(call)
 
@@ -136,7 +136,7 @@ def blocks_go_two_ranks_at_a_time(patch: Any) -> None:
 
 
 def gradients_replace_one_another(patch: Any) -> None:
-    right = lane.Blocks.arrive
+    right = lane.RingBlocks.arrive
 
     def wrong(self: Any) -> Any:
         arrived = right(self)
@@ -145,17 +145,17 @@ def gradients_replace_one_another(patch: Any) -> None:
                 array *= 0.5
         return arrived
 
-    patch.setattr(lane.Blocks, "arrive", wrong)
+    patch.setattr(lane.RingBlocks, "arrive", wrong)
 
 
 def a_call_is_left_out(patch: Any) -> None:
-    right = calls.Calls.backward
+    right = calls.RingCalls.backward
 
-    def wrong(self: Any, call: Call, *given: Any) -> Any:
+    def wrong(self: Any, call: AttentionCall, *given: Any) -> Any:
         grads = right(self, call, *given)
         return grads._replace(dk=0 * grads.dk) if not call.own else grads
 
-    patch.setattr(calls.Calls, "backward", wrong)
+    patch.setattr(calls.RingCalls, "backward", wrong)
 
 
 MISTAKES = [

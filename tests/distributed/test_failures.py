@@ -19,10 +19,10 @@ from cupyattn.distributed import (
     run,
     shard,
 )
-from cupyattn.distributed.calls import Calls
-from cupyattn.distributed.communicators.mailbox import Parcel, PostOffice, ThreadCommunicator
-from cupyattn.distributed.communicators.meeting import Meeting
+from cupyattn.distributed.calls import RingCalls
 from cupyattn.distributed.failures import FolderFailures, SharedFailures
+from cupyattn.distributed.mailbox import Parcel, PostOffice, ThreadCommunicator
+from cupyattn.distributed.nccl import ThreadMeeting
 from cupyattn.distributed.watch import Watch
 
 Q = np.random.default_rng(0).standard_normal((1, 24, 2, 8))
@@ -334,8 +334,8 @@ STAGES: dict[str, tuple[Any, Any]] = {
     "send": (ThreadCommunicator, lambda communicator: communicator.rank),
     "receive": (ThreadCommunicator, lambda communicator: communicator.rank),
     "all_gather": (ThreadCommunicator, lambda communicator: communicator.rank),
-    "forward": (Calls, lambda calls: calls._plan.rank),
-    "backward": (Calls, lambda calls: calls._plan.rank),
+    "forward": (RingCalls, lambda calls: calls._plan.rank),
+    "backward": (RingCalls, lambda calls: calls._plan.rank),
 }
 """What fails, and whose it is."""
 
@@ -401,7 +401,7 @@ def together(size, act):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_nobody_begins_before_all_have_come(size):
-    meeting, came, seen = Meeting(size, SharedFailures(), 10.0), [0] * size, []
+    meeting, came, seen = ThreadMeeting(size, SharedFailures(), 10.0), [0] * size, []
 
     def act(rank):
         for turn in range(1, 20):
@@ -415,7 +415,7 @@ def test_nobody_begins_before_all_have_come(size):
 
 
 def test_who_does_not_come_is_named():
-    meeting = Meeting(3, SharedFailures(), 0.2)
+    meeting = ThreadMeeting(3, SharedFailures(), 0.2)
     raised = together(3, lambda rank: None if rank == 1 else meeting(rank))
     assert [error and error.rank for error in raised] == [1, None, 1]
     assert "rank 1 did not come" in str(raised[0])
@@ -423,7 +423,7 @@ def test_who_does_not_come_is_named():
 
 def test_who_has_left_is_not_waited_for():
     failures = SharedFailures()
-    meeting = Meeting(2, failures, 60.0)
+    meeting = ThreadMeeting(2, failures, 60.0)
     begun = time.monotonic()
     raised = together(2, lambda rank: failures.leave(1) if rank else meeting(rank))
     assert "rank 1 has returned" in str(raised[0]) and time.monotonic() - begun < 10
@@ -431,7 +431,7 @@ def test_who_has_left_is_not_waited_for():
 
 def test_a_failure_ends_the_wait():
     failures = SharedFailures()
-    meeting = Meeting(2, failures, 60.0)
+    meeting = ThreadMeeting(2, failures, 60.0)
 
     def act(rank):
         if rank:

@@ -15,16 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pipe_ranks import Pipes
+from support.communicators import Own, Pipes, Wires
 from support.search import deep
-from support.wires import Own, Wires
 
-from cupyattn.distributed import Group, RankFailedError, failures, processes
-from cupyattn.distributed.communicators import nccl
-from cupyattn.distributed.failures import FolderFailures, SharedFailures, write_at_once
-from cupyattn.distributed.presence import Presence
-from cupyattn.distributed.processes import nccl_group
-from cupyattn.distributed.rendezvous import shared_id
+from cupyattn.distributed import Group, RankFailedError, failures, nccl, processes
+from cupyattn.distributed.failures import FolderFailures, Presence, SharedFailures, write_at_once
+from cupyattn.distributed.processes import nccl_group, shared_id
 from cupyattn.distributed.watch import Watch
 
 
@@ -310,7 +306,7 @@ def asked(presence: Presence, answers: Any, *, number: int, begun: int) -> Any:
 
 
 def test_who_is_behind_is_told_apart_from_who_gives_no_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("cupyattn.distributed.presence._SECONDS_TO_ANSWER", 0.5)
+    monkeypatch.setattr("cupyattn.distributed.failures._SECONDS_TO_ANSWER", 0.5)
     first, second, third = presences(tmp_path, 3)
     assert asked(first, [(second, 4), (third, 5)], number=5, begun=7) == [(1, 4)]
     assert asked(first, [(second, 5), (third, 9)], number=5, begun=7) == []
@@ -333,7 +329,7 @@ def test_all_that_have_come_are_heard_at_once_and_no_question_stays(tmp_path):
 
 @pytest.mark.parametrize("garbage", [b"", b"x", b"\xff", b"9" * 101, b"1.5"])
 def test_an_answer_that_is_none_is_no_answer(garbage, tmp_path, monkeypatch):
-    monkeypatch.setattr("cupyattn.distributed.presence._SECONDS_TO_ANSWER", 0.1)
+    monkeypatch.setattr("cupyattn.distributed.failures._SECONDS_TO_ANSWER", 0.1)
     (tmp_path / "begun-1").write_bytes(garbage)
     first, _ = presences(tmp_path, 2)
     assert first.ask(1, 1, lambda: False) == [(1, None)]
@@ -346,7 +342,7 @@ def test_nobody_answers_who_is_not_asked(tmp_path):
 
 
 def test_a_rank_that_has_returned_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("cupyattn.distributed.presence._SECONDS_TO_ANSWER", 0.1)
+    monkeypatch.setattr("cupyattn.distributed.failures._SECONDS_TO_ANSWER", 0.1)
     here, other = (FolderFailures(tmp_path, rank, 2) for rank in range(2))
     other.leave(1)
     assert here.missing(1, 1) == (1, "rank 1 has returned")

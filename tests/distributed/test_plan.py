@@ -20,17 +20,17 @@ from cupyattn.distributed import (
     shard,
     unshard,
 )
-from cupyattn.distributed.launchers import launched
 from cupyattn.distributed.placement import PLACEMENTS, Placement
 from cupyattn.distributed.plan import (
+    RingStep,
     Sight,
-    Step,
     balance,
     ring_plan,
     scores_by_shift,
     seen_by_shift,
     shifts_needed,
 )
+from cupyattn.distributed.processes import launched
 
 FULL, CAUSAL = Sight(None, None), Sight(None, 0)
 
@@ -57,7 +57,7 @@ def pairs_of(placement: Placement, rank: int, lengths, sight, **how):
     if how["part_own"]:
         steps, later = plan.parted
         assert all(call.queries.start for call in later)
-        plan = plan._replace(steps=(*steps, Step(0, later)))
+        plan = plan._replace(steps=(*steps, RingStep(0, later)))
     for step in plan.steps:
         owner = (rank - step.shift) % placement.ranks
         for call in step.calls:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.pipe_ranks import on_processes
+from support.communicators import on_processes
 from support.ring import CLOSE, case, one_device
 from support.search import deep
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from cupyattn.distributed import RankFailedError, nccl_group, processes, rendezvous
-from cupyattn.distributed.communicators import nccl
+from cupyattn.distributed import RankFailedError, nccl, nccl_group, processes
 from cupyattn.distributed.failures import FolderFailures
-from cupyattn.distributed.rendezvous import shared_id
+from cupyattn.distributed.processes import shared_id
 
 
 class NCCL:
@@ -202,5 +201,5 @@ def test_an_id_of_another_length_is_refused():
 
 
 def test_rank_0_makes_the_id(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "new_id", lambda: b"n" * 128)
+    monkeypatch.setattr(processes, "new_id", lambda: b"n" * 128)
     assert shared_id(tmp_path, 0, 1, 1) == b"n" * 128

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import NUMPY
-from support.dtypes import DTYPES
-from support.ring import Case, assert_same, case, on_ranks
-from support.ring_bounds import case_ratios
+from support.devices import DTYPES, NUMPY
+from support.ring import Case, assert_same, case, case_ratios, on_ranks
 from support.search import Search, examples, mostly_deep
 
 from cupyattn import Rotary, ScoreMod, block_mask, rope_tables

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.block_masks import blocks_of, masked_tiles
 from support.devices import KERNELS, placed
-from support.ring import Case, case, whole
-from support.ring_bounds import case_ratios
+from support.modifiers import blocks_of, masked_tiles
+from support.ring import Case, case, case_ratios, whole
 from support.search import deep, mostly_deep
 
 from cupyattn import AttentionGrads, MaskMod, Rotary, ScoreMod, rope_tables

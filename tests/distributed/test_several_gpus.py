@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.dtypes import dtype_of
-from support.ring_bounds import ring_ratios
+from support.devices import dtype_of
+from support.ring import ring_ratios
 from support.ring_process import OPTIONS, TIMEOUT, arrays
 
 from cupyattn.distributed import (
@@ -27,7 +27,7 @@ from cupyattn.distributed import (
     shard,
     unshard,
 )
-from cupyattn.distributed.communicators.nccl import nccl_is_there
+from cupyattn.distributed.nccl import nccl_is_there
 from cupyattn.runtime.device.cuda import device_count
 
 pytestmark = [

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from cupyattn.distributed import communicators, mailbox, watch
 from cupyattn.distributed import group as groups
 from cupyattn.distributed import lane as lanes
-from cupyattn.distributed import watch
-from cupyattn.distributed.communicators import carrier, mailbox
-from cupyattn.distributed.communicators.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.group import Group
-from cupyattn.distributed.lane import Blocks, Lane
+from cupyattn.distributed.lane import Lane, RingBlocks
+from cupyattn.distributed.mailbox import PostOffice, ThreadCommunicator
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.plan import CAUSAL, Sight, ring_plan
 
@@ -127,7 +126,7 @@ FAKE = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def _a_stand_in_for_cupy(monkeypatch):
-    for module in (groups, lanes, watch, mailbox, carrier):
+    for module in (groups, lanes, watch, mailbox, communicators):
         monkeypatch.setattr(module, "load_cupy", lambda: FAKE)
     Log.accesses.clear()
     Log.races.clear()
@@ -140,8 +139,8 @@ def backward(group: Group, plan: Any, results: dict[int, Any]) -> None:
         stream = current_stream()
         stream.touch(own, "making k", writes=True)
         stream.touch(sums, "making dk", writes=True)
-        blocks = Blocks(lane, [own], len(plan.hops) - 1)
-        gradients = Blocks(lane, [sums], len(plan.hops), overwrites=True)
+        blocks = RingBlocks(lane, [own], len(plan.hops) - 1)
+        gradients = RingBlocks(lane, [sums], len(plan.hops), overwrites=True)
         seen = []
 
         def add(of: str) -> None:
@@ -239,13 +238,13 @@ def kernels_do_not_wait_for_arrival(patch: Any) -> None:
 
 
 def one_buffer_instead_of_two(patch: Any) -> None:
-    right = Blocks.__init__
+    right = RingBlocks.__init__
 
     def wrong(self: Any, *given: Any, **options: Any) -> None:
         right(self, *given, **options)
         self._spare = [(*self._spare[0],) for _ in self._spare]
 
-    patch.setattr(Blocks, "__init__", wrong)
+    patch.setattr(RingBlocks, "__init__", wrong)
 
 
 def the_sender_does_not_wait_for_the_copy(patch: Any) -> None:

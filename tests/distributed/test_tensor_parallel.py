@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, dtype_of
 
 from cupyattn import LinearGrads, linear, linear_backward, quantize
 from cupyattn.distributed import (

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import KERNELS, everywhere
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere
 from support.search import examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
 from cupyattn.ops.embedding import kernels as configs
-from cupyattn.ops.embedding import plan as ops
 
 
 def floats(seed: int, dtype: str, *shape: int) -> np.ndarray:
@@ -135,7 +133,7 @@ def test_rows_are_copied_bit_for_bit(dtype, length):
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
 def test_ids_out_of_range_give_nan_and_no_gradient(monkeypatch, ids):
     """Without checks of values nothing beyond the table is read or written."""
-    monkeypatch.setattr(ops, "checks_values", lambda operands: False)
+    monkeypatch.setattr(configs, "checks_values", lambda operands: False)
     table, dout = floats(0, "float32", 5, 8), floats(1, "float32", 40, 8)
     numbers = np.random.default_rng(0).integers(-3, 9, 40).astype(ids)
     numbers[:2] = np.iinfo(ids).max, np.iinfo(ids).min

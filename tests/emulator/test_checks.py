@@ -26,10 +26,10 @@ from cupyattn.emulator import (
     UninitializedReadError,
     WarpSyncError,
 )
-from cupyattn.emulator.machine import history
+from cupyattn.emulator.machine import races
 from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.memory import SlicedBuffer
 from cupyattn.emulator.machine.races import SharedMemoryTracker
-from cupyattn.emulator.machine.storage import Storage
 
 pytestmark = pytest.mark.nvrtc
 FILE = "faults.cu"
@@ -479,13 +479,13 @@ class Model:
         return False
 
 
-def tracker(half_warps: bool) -> tuple[SharedMemoryTracker, Storage]:
+def tracker(half_warps: bool) -> tuple[SharedMemoryTracker, SlicedBuffer]:
     program: Any = SimpleNamespace(
         shared_granule=4, partial_warp_barriers=half_warps, name="random",
         instructions=[SimpleNamespace(location=("", 0))],
     )  # fmt: skip
     lanes = Lanes(program, {}, (BLOCKS, 1, 1), (THREADS, 1, 1), 0, BLOCKS)
-    storage = Storage(4 * WORDS, (BLOCKS, 1))
+    storage = SlicedBuffer(4 * WORDS, (BLOCKS, 1))
     checks = Checks(uninitialized=False)
     return SharedMemoryTracker(lanes, checks, storage), storage
 
@@ -497,13 +497,13 @@ def test_the_first_race_is_found(half_warps, seed, most_logged):
     found, storage = tracker(half_warps)
     model = Model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(history, "_MOST_LOGGED", most_logged)
+        patch.setattr(races, "_MOST_LOGGED", most_logged)
         for _ in range(60):
             if not step(rng, found, storage, model):
                 return
 
 
-def step(rng: Any, found: SharedMemoryTracker, storage: Storage, model: Model) -> bool:
+def step(rng: Any, found: SharedMemoryTracker, storage: SlicedBuffer, model: Model) -> bool:
     """Let one random instruction run; False if it races."""
     kind = rng.choice(["read", "read", "write", "atomic", "blocks", "all", "warps"])
     chosen = np.zeros(LANES.shape, bool)

@@ -21,7 +21,7 @@ from support.golden.atomics import ATOMICS, AtomicTable
 from support.golden.case import Case
 from support.golden.catalogue import CASES, TABLES
 from support.golden.elementwise import Table
-from support.golden.tolerance import allowed_error, is_exact
+from support.golden.vectors import allowed_error, is_exact
 from support.golden.warp_level import MMA, MMA_DEPTH, MMA_PROBLEMS, WARP_LEVEL, mma_case
 
 from cupyattn import emulator

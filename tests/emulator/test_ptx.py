@@ -12,12 +12,10 @@ from support.ptx import kernel_text
 from cupyattn import emulator
 from cupyattn.emulator import PTXSyntaxError
 from cupyattn.emulator.codegen.control_flow import ControlFlow
-from cupyattn.emulator.ptx.body import split_operands
+from cupyattn.emulator.ptx.body import parse_variable, split_operands
 from cupyattn.emulator.ptx.calls import expand_calls
-from cupyattn.emulator.ptx.mangling import readable
-from cupyattn.emulator.ptx.model import Function
+from cupyattn.emulator.ptx.model import Function, readable
 from cupyattn.emulator.ptx.parser import parse_module
-from cupyattn.emulator.ptx.variables import parse_variable
 from cupyattn.runtime.device import emulated
 
 

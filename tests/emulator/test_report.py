@@ -6,8 +6,8 @@ from support.ptx import kernel_text
 
 from cupyattn import emulator
 from cupyattn.emulator import Report
-from cupyattn.emulator.pipes import pipe
 from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.report import pipe
 
 PROLOGUE = "mov.u32 %r60, %tid.x; ld.param.u64 %rd1, [x]; "
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from support.block_memory import BlockMemory
+from support.block_model import BlockMemory
 from support.paged import keys_shared
 
 from cupyattn import BlockAllocator

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cupyattn import BlockAllocator, Copy, OutOfBlocksError, PagedKVCache
-from cupyattn.kv_cache import host_memory
+from cupyattn.kv_cache import pool
 from cupyattn.kv_cache.pool import BYTES_OF_A_BLOCK
 
 
@@ -363,23 +363,23 @@ def test_bad_pools_are_refused(changes, kind, passed):
 
 @pytest.mark.parametrize("given", [{"num_blocks": 10**9}, {"num_host_blocks": 10**9 - 4}])
 def test_more_blocks_than_memory_holds_are_refused_before_any_is_made(given, monkeypatch):
-    monkeypatch.setattr(host_memory, "host_memory", lambda: 16 * 10**9)
+    monkeypatch.setattr(pool, "host_memory", lambda: 16 * 10**9)
     begun = time.monotonic()
     with pytest.raises(MemoryError, match=r"num_blocks = .* take 44\.00 GB .*; it has 16\.00 GB; "):
         BlockAllocator(**{"num_blocks": 4, "block_size": 16, **given})
     assert time.monotonic() - begun < 1
-    monkeypatch.setattr(host_memory, "host_memory", lambda: None)  # not every system tells
+    monkeypatch.setattr(pool, "host_memory", lambda: None)  # not every system tells
     BlockAllocator(4, 16)
 
 
 def test_the_memory_of_the_host_is_that_of_the_machine_or_of_the_process():
     resource = pytest.importorskip("resource")
-    found = host_memory.host_memory()
+    found = pool.host_memory()
     assert found is not None and found > 1 << 28
     assert found <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = resource.getrlimit(resource.RLIMIT_AS)
     program = (
-        "import resource, sys; from cupyattn.kv_cache.host_memory import host_memory\n"
+        "import resource, sys; from cupyattn.kv_cache.pool import host_memory\n"
         "resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), resource.RLIM_INFINITY))\n"
         "print(host_memory())"
     )

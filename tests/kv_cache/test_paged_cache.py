@@ -20,8 +20,7 @@ from support.cache_contents import (
     LAYERS,
     KnownCache,
 )
-from support.devices import CUPY, KERNELS, NUMPY
-from support.dtypes import dtype_of
+from support.devices import CUPY, KERNELS, NUMPY, dtype_of
 from support.search import examples, mostly_deep
 
 import cupyattn

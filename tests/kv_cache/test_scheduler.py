@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.block_memory import VOCABULARY, BlockMemory, alone, finish, require_empty
+from support.block_model import VOCABULARY, BlockMemory, alone, finish, require_empty
 from support.search import Search, examples
 
 from cupyattn import BlockAllocator, Scheduler
-from cupyattn.kv_cache import admission, moves, requests, scheduler, taken
+from cupyattn.kv_cache import requests as requests_module
 from cupyattn.kv_cache import scheduler as scheduler_module
-from cupyattn.kv_cache.admission import Admission
-from cupyattn.kv_cache.moves import Moves
+from cupyattn.kv_cache.scheduler import Admission, BlockMoves
 
 
 def trial(seed, *, faulty=False, windowed=False):
@@ -97,7 +96,7 @@ def test_the_trials_above_meet_what_they_are_for():
 
 
 def writes_before_it_copies(monkeypatch):
-    monkeypatch.setattr(Moves, "run", lambda self: self._waiting.clear())
+    monkeypatch.setattr(BlockMoves, "run", lambda self: self._waiting.clear())
 
 
 def keeps_what_found_unwritten_blocks(monkeypatch):
@@ -116,7 +115,9 @@ def undoes_nothing(monkeypatch):
 
 
 def leaks_what_ends(monkeypatch):
-    monkeypatch.setattr(scheduler_module.Run, "drop", lambda self: setattr(self, "sequence", None))
+    monkeypatch.setattr(
+        scheduler_module.RequestRun, "drop", lambda self: setattr(self, "sequence", None)
+    )
 
 
 def gives_back_what_the_next_token_sees(monkeypatch):
@@ -149,7 +150,7 @@ def test_mutants_are_found(bug, monkeypatch):
         trials()
 
 
-FILES = frozenset(map(inspect.getfile, (admission, moves, requests, scheduler, taken)))
+FILES = frozenset(map(inspect.getfile, (requests_module, scheduler_module)))
 MOST_STEPS = 500
 
 

@@ -7,10 +7,10 @@ import pickle
 
 import numpy as np
 import pytest
-from support.block_memory import BlockMemory, FaultError, alone, finish, next_token, require_empty
+from support.block_model import BlockMemory, FaultError, alone, finish, next_token, require_empty
 
 from cupyattn import BlockAllocator, OutOfBlocksError, Scheduler
-from cupyattn.kv_cache.requests import Run
+from cupyattn.kv_cache.requests import RequestRun
 
 
 def test_samples_share_the_prompt(memory):
@@ -91,8 +91,8 @@ def test_cancelled_requests_give_back_all(memory):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_cancelling_waiting_requests_looks_at_each_a_few_times(memory, monkeypatch, order):
-    looked, leave = [], Run.leave
-    monkeypatch.setattr(Run, "leave", lambda run: (looked.append(run), leave(run)))
+    looked, leave = [], RequestRun.leave
+    monkeypatch.setattr(RequestRun, "leave", lambda run: (looked.append(run), leave(run)))
     scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
     requests = [scheduler.submit([i], max_new_tokens=4) for i in range(1000)]
     scheduler.step(memory.forward)

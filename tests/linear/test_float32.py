@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from numpy.testing import assert_array_equal
-from support.cards import without_tensor_cores
-from support.devices import KERNELS
+from support.devices import KERNELS, without_tensor_cores
 from support.linear_problems import LinearCase, backward_ratio, forward_ratio, linear_cases, put
 from support.search import deep, examples, mostly_deep
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.cards import without_tensor_cores
-from support.devices import KERNELS
+from support.devices import KERNELS, without_tensor_cores
 from support.linear_problems import LinearCase, forward_ratio, put
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples, mostly_deep, wider

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.cards import without_tensor_cores
-from support.choices import choose
-from support.devices import KERNELS
+from support.devices import KERNELS, choose, without_tensor_cores
 from support.linear_problems import LinearCase, backward_ratio, forward_ratio, put
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples

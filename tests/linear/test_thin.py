@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.choices import choose
-from support.devices import KERNELS, SENTINEL
+from support.devices import KERNELS, SENTINEL, choose
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn

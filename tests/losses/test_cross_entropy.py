@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import EMULATED, KERNELS, everywhere, kernels_only, unchanged
-from support.dtypes import DTYPES
+from support.devices import DTYPES, EMULATED, KERNELS, everywhere, kernels_only, unchanged
 from support.search import deep, examples
 from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.ops.losses.kernels import ReductionArrays
-from cupyattn.ops.losses.plan import reduce_losses
+from cupyattn.ops.losses.kernels import ReductionArrays, reduce_losses
 from cupyattn.runtime.arrays import adopt
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -301,7 +299,7 @@ def test_error_names_the_first_label_out_of_range(label, where, backward, side):
 @pytest.mark.parametrize("label", [-1, 8, 2**31 - 1, -(2**31)])
 def test_unchecked_label_out_of_range_gives_nan_in_its_row_alone(side, label, monkeypatch):
     """The emulator's checks find any read outside the logits."""
-    monkeypatch.setattr("cupyattn.runtime.call_rows.checks_values", lambda _: False)
+    monkeypatch.setattr("cupyattn.runtime.rows.checks_values", lambda _: False)
     logits = side.put(np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32))
     labels = side.put(np.array([1, label, IGNORED], np.int32))
     losses, lse = cupyattn.cross_entropy(logits, labels, reduction="none", return_lse=True)
@@ -432,5 +430,5 @@ def test_mean_of_eight_million_rows_is_exact():
     labels = np.zeros(8191 * 1024 + 5, np.int32)
     labels[[0, 77, -1]] = IGNORED
     dloss = np.asarray(len(labels) - 3, np.float32)
-    placed = adopt(ReductionArrays(KERNELS.put(labels), dloss=KERNELS.put(dloss)))
+    placed = adopt(ReductionArrays(dloss=KERNELS.put(dloss), labels=KERNELS.put(labels)))
     assert KERNELS.get(reduce_losses(KERNELS.device, placed, IGNORED, mean=True)) == 1

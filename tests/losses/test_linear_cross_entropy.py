@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, everywhere
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere
 from support.recording_device import device_array
 from support.search import deep, examples
 
 import cupyattn
 from cupyattn import LinearCrossEntropyGrads, reference, vjp
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.by_name import allot
+from cupyattn.runtime.plan import allot
 
 RNG = np.random.default_rng(0)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2}
@@ -236,17 +235,17 @@ def test_no_features_give_zero_logits(side, rows):
 
 def test_scratch_memory_is_at_most_one_chunk(monkeypatch):
     """Only the results are larger than a chunk of logits."""
-    from cupyattn.ops.losses import logit_chunks
+    from cupyattn.ops.losses import api_linear
 
     x, w, labels = problem((1000,), 4, 64, "float32")
     made: list[int] = []
 
     def noted(*given: Any) -> Any:
         scratch = allot(*given)
-        made.append(sum(array.nbytes for array in scratch.values()))
+        made.append(sum(array.nbytes for array in scratch))
         return scratch
 
-    monkeypatch.setattr(logit_chunks, "allot", noted)
+    monkeypatch.setattr(api_linear, "allot", noted)
     loss, lse = cupyattn.linear_cross_entropy(x, w, labels, logits_bytes=2**16, return_lse=True)
     cupyattn.linear_cross_entropy_backward(
         np.ones_like(loss), x, w, labels, lse, logits_bytes=2**15

@@ -18,7 +18,7 @@ from cupyattn.models.tokenizer import (  # noqa: E402
     tokenizer_of_folder,
     tokenizer_of_gguf,
 )
-from cupyattn.models.tokenizer.chat_template import MOST_TEMPLATE, rendered  # noqa: E402
+from cupyattn.models.tokenizer.text import MOST_TEMPLATE, rendered  # noqa: E402
 
 TOOL = {
     "type": "function",

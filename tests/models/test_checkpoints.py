@@ -14,9 +14,8 @@ from support.tiny_models import LLAMA
 
 import cupyattn
 from cupyattn import models
-from cupyattn.models.checkpoints import safetensors_writer
-from cupyattn.models.checkpoints.whole_files import write_whole
-from cupyattn.models.checkpoints.writing import write_folder
+from cupyattn.models.checkpoints import writing
+from cupyattn.models.checkpoints.writing import write_folder, write_whole
 from cupyattn.models.weights import named_arrays
 
 pytest.importorskip("safetensors")
@@ -164,7 +163,7 @@ def test_a_folder_with_a_config_is_complete(fails, request, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         if fails == "weights":
-            patch.setattr(safetensors_writer, "store", no_room)
+            patch.setattr(writing, "store", no_room)
         elif fails == "the tokenizer":
             patch.setattr(shutil, "copy2", no_room)
         else:

@@ -12,7 +12,7 @@ from support.tiny_models import TINY
 
 import cupyattn
 from cupyattn import models
-from cupyattn.models import loss as losses
+from cupyattn.models import forward as losses
 from cupyattn.models.weights import empty, named_arrays
 
 IDS = np.random.default_rng(5).integers(0, 59, (3, 11))

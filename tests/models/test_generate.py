@@ -8,16 +8,15 @@ from functools import cache
 
 import numpy as np
 import pytest
-from support.byte_tokenizer import ByteTokenizer
 from support.devices import kernels_only
 from support.search import deep, mostly_deep
-from support.tiny_models import TINY
+from support.tiny_models import TINY, ByteTokenizer
 
 import cupyattn
 from cupyattn import models
 from cupyattn.kv_cache.pool import Pool
 from cupyattn.models import Generator
-from cupyattn.models.generation.decoding import DecodeStep
+from cupyattn.models.generation.steps import DecodeStep
 
 NEW = 12
 

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.byte_tokenizer import ByteTokenizer
 from support.search import examples
-from support.tiny_models import TINY
+from support.tiny_models import TINY, ByteTokenizer
 
 from cupyattn import PagedKVCache, models
 from cupyattn.models import Generator
-from cupyattn.models.activations import FUNCTIONS
-from cupyattn.models.beside import Beside
 from cupyattn.models.config import ELEMENTWISE, GATED
-from cupyattn.models.generation import graph, room
-from cupyattn.models.generation.lookup import LONGEST_MATCH, accepted, draft
+from cupyattn.models.forward import FUNCTIONS, Beside
+from cupyattn.models.generation import generator as room
+from cupyattn.models.generation import steps as graph
+from cupyattn.models.generation.continuations import LONGEST_MATCH, accepted, draft
 from cupyattn.models.generation.text import INCOMPLETE, TextStream
 
 

@@ -18,16 +18,16 @@ from support.search import Search
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.checkpoints import copying, gguf_format, gguf_model, hugging_face
-from cupyattn.models.tokenizer.byte_level import byte_level
-from cupyattn.models.tokenizer.chat_template import rendered
+from cupyattn.models.checkpoints import copying, gguf, hugging_face
+from cupyattn.models.tokenizer.from_files import byte_level
+from cupyattn.models.tokenizer.text import rendered
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.weights import named_arrays
 
 safetensors = pytest.importorskip("safetensors.numpy")
 pytest.importorskip("safetensors")
 
-from support.model_folders import tensors_of, write_folder  # noqa: E402
+from support.tiny_models import tensors_of, write_folder  # noqa: E402
 
 FOLDER = Path(__file__).parent / "checkpoints"
 
@@ -424,11 +424,11 @@ def test_values_of_gguf_metadata(tmp_path, monkeypatch, name):
     model = models.random(TINY[name], dtype="float32", xp=np)
     ids = {"tokenizer.ggml.eos_token_id": 2}
     path = write_gguf(tmp_path / "m.gguf", model, GGUF[name], metadata=ids)
-    file = gguf_format.read_gguf(path)
+    file = gguf.read_gguf(path)
     asked = Recording(file.metadata)
 
     def load(metadata):
-        monkeypatch.setattr(gguf_model, "read_gguf", lambda path: file._replace(metadata=metadata))
+        monkeypatch.setattr(gguf, "read_gguf", lambda path: file._replace(metadata=metadata))
         return models.load(path, xp=np)
 
     for scaling in ("yarn", "linear"):

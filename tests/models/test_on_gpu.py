@@ -78,7 +78,7 @@ def test_quantised_models(tmp_path, name, kind):
 
     pytest.importorskip("safetensors")
     from models.test_quantised import CONFIGS
-    from support.model_folders import tensors_of, write_folder
+    from support.tiny_models import tensors_of, write_folder
 
     plain = models.random(CONFIGS[name], dtype="float32", xp=np, seed=2)
     folder = write_folder(tmp_path, CONFIGS[name], tensors_of(plain))

@@ -20,8 +20,8 @@ from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.models import loading, parallel
 from cupyattn.models.checkpoints import copying
 from cupyattn.models.config import GATED
-from cupyattn.models.quantised import quantises_to
-from cupyattn.models.shares import columns_of, rows_of
+from cupyattn.models.loading import quantises_to
+from cupyattn.models.parallel import columns_of, rows_of
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.transformer import Model
 from cupyattn.ops.linear.weight_formats import FORMATS

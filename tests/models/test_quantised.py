@@ -129,7 +129,7 @@ def test_what_a_model_takes():
 
 
 def test_rows_may_be_filled_in_pieces(monkeypatch):
-    monkeypatch.setattr("cupyattn.models.random_weights._AT_ONCE", 500)
+    monkeypatch.setattr("cupyattn.models.loading._AT_ONCE", 500)
     pieces = models.random(CONFIGS["llama"], dtype="float32", quantize="nf4", xp=np, seed=1)
     monkeypatch.undo()
     whole = models.random(CONFIGS["llama"], dtype="float32", quantize="nf4", xp=np, seed=1)
@@ -161,7 +161,7 @@ def test_rows_that_are_no_whole_blocks_are_refused(kind):
 
 
 def test_making_one_takes_the_memory_of_the_quantised_model(monkeypatch):
-    monkeypatch.setattr("cupyattn.models.random_weights._AT_ONCE", 1 << 12)
+    monkeypatch.setattr("cupyattn.models.loading._AT_ONCE", 1 << 12)
     monkeypatch.setattr(copying, "_AT_ONCE", 1 << 12)
     config = CONFIGS["llama"]._replace(vocab_size=10, hidden_size=256, intermediate_size=2048)
     tracemalloc.start()

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support import packings
-from support.packings import AWQ, BNB, GPTQ
+from support.quantised_weights import AWQ, BNB, GPTQ, awq, bitsandbytes, gptq
 from support.search import deep, mostly_deep
 
 pytest.importorskip("safetensors")
@@ -23,18 +22,17 @@ from models.write_packed import FOLDER, ROWS, SHAPES, weights  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 from support.gguf_files import tensors_of as gguf_tensors  # noqa: E402
 from support.gguf_files import write_gguf  # noqa: E402
-from support.model_folders import tensors_of, write_folder  # noqa: E402
+from support.tiny_models import tensors_of, write_folder  # noqa: E402
 
 import cupyattn  # noqa: E402
 from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
 from cupyattn.models.checkpoints.bitsandbytes import unpacked_nf4  # noqa: E402
+from cupyattn.models.checkpoints.contents import QuantisedTensor  # noqa: E402
 from cupyattn.models.checkpoints.safetensors_files import read_safetensors  # noqa: E402
-from cupyattn.models.checkpoints.tensors import QuantisedTensor  # noqa: E402
 from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
-from cupyattn.models.loading import opened  # noqa: E402
-from cupyattn.models.quantised import quantises_as_in  # noqa: E402
+from cupyattn.models.loading import opened, quantises_as_in  # noqa: E402
 from cupyattn.models.training.budget import Training, budget_of  # noqa: E402
 from cupyattn.models.training.lora_options import LoraOptions  # noqa: E402
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
@@ -42,25 +40,25 @@ from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa:
 TYPE = gguf.GGMLQuantizationType
 TABLE = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
 PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bitsandbytes": (lambda *given: packings.bitsandbytes(*given, nested=False), BNB),
-    "nested": (lambda *given: packings.bitsandbytes(*given, nested=True, table=TABLE), BNB),
-    "tables": (lambda *given: packings.bitsandbytes(*given, nested=True), BNB),
+    "bitsandbytes": (lambda *given: bitsandbytes(*given, nested=False), BNB),
+    "nested": (lambda *given: bitsandbytes(*given, nested=True, table=TABLE), BNB),
+    "tables": (lambda *given: bitsandbytes(*given, nested=True), BNB),
     "blocks of 32": (
-        lambda *given: packings.bitsandbytes(*given, nested=True, block_size=32, table=TABLE),
+        lambda *given: bitsandbytes(*given, nested=True, block_size=32, table=TABLE),
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     ),
-    "gptq": (packings.gptq, GPTQ),
+    "gptq": (gptq, GPTQ),
     "gptq_v2": (
-        lambda *given: packings.gptq(*given, less_one=False),
+        lambda *given: gptq(*given, less_one=False),
         {**GPTQ, "checkpoint_format": "gptq_v2"},
     ),
-    "gptq of act-order": (packings.gptq, {**GPTQ, "desc_act": True}),  # which g_idx denies
+    "gptq of act-order": (gptq, {**GPTQ, "desc_act": True}),  # which g_idx denies
     "gptq of one group": (
-        lambda *given: packings.gptq(*given, group=None), {**GPTQ, "group_size": -1},
+        lambda *given: gptq(*given, group=None), {**GPTQ, "group_size": -1},
     ),
-    "awq": (packings.awq, AWQ),
+    "awq": (awq, AWQ),
     "awq of one group": (
-        lambda *given: packings.awq(*given, group=None), {**AWQ, "group_size": -1},
+        lambda *given: awq(*given, group=None), {**AWQ, "group_size": -1},
     ),
 }  # fmt: skip
 BLOCKS = {
@@ -163,7 +161,7 @@ def test_packed_weights_of_gpt2_are_turned_already(tmp_path):
     config, rng = CONFIGS["gpt2"]._replace(intermediate_size=128), np.random.default_rng(7)
     plain = tensors_of(models.random(config, dtype="float32", xp=np, seed=2))
     name = "transformer.h.1.mlp.c_proj"
-    parts, weights = packings.bitsandbytes(rng, 64, 128, nested=True)
+    parts, weights = bitsandbytes(rng, 64, 128, nested=True)
     stored = {key: array for key, array in plain.items() if key != f"{name}.weight"}
     stored |= {f"{name}.{part}": array for part, array in parts.items()}
     model = models.load(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.packings import AWQ, BNB, GPTQ
+from support.quantised_weights import AWQ, BNB, GPTQ
 
 pytest.importorskip("safetensors")
 pytest.importorskip("gguf")

@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 
 from cupyattn import models  # noqa: E402
 from cupyattn.models.tokenizer import tokenizer_of_folder, tokenizer_of_gguf  # noqa: E402
-from cupyattn.models.tokenizer.byte_level import KINDS, byte_level  # noqa: E402
+from cupyattn.models.tokenizer.from_files import KINDS, byte_level  # noqa: E402
 
 FOLDER = Path(__file__).parent / "checkpoints"
 TEXTS = [

@@ -25,7 +25,7 @@ from support.tiny_models import TINY  # noqa: E402
 
 from cupyattn import models  # noqa: E402
 from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4  # noqa: E402
-from cupyattn.models.checkpoints.gguf_format import read_gguf  # noqa: E402
+from cupyattn.models.checkpoints.gguf import read_gguf  # noqa: E402
 from cupyattn.models.checkpoints.hugging_face import open_folder  # noqa: E402
 from cupyattn.models.checkpoints.safetensors_files import read_safetensors  # noqa: E402
 from cupyattn.models.tokenizer import tokenizer_of_folder  # noqa: E402

@@ -29,7 +29,7 @@ from cupyattn.ops.attention.structs import (
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
 )
-from cupyattn.ops.cache.structs import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
+from cupyattn.ops.cache.kernels import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
 from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS, THIN_PARAMS
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.registry import KERNELS, catalogue

@@ -18,9 +18,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from support.bad_input.arrays import NO_FLOATS, ONLY_IN_NUMPY, array_rows, shape_rows
 from support.bad_input.call import (
+    HUGE,
+    INF,
+    NAN,
+    PLACED,
     Call,
+    Row,
     assert_three_parts,
     backward,
     forward,
@@ -29,19 +33,25 @@ from support.bad_input.call import (
     softmax,
     softmax_backward,
 )
-from support.bad_input.options import MASK, TABLE, numpy_option_rows, option_rows
-from support.bad_input.outputs import (
+from support.devices import SENTINEL
+from support.strategies import attention_problems
+from support.values import (
+    MASK,
+    NO_FLOATS,
+    ONLY_IN_NUMPY,
+    TABLE,
+    array_rows,
     backward_rows,
     forward_rows,
     numpy_backward_rows,
     numpy_forward_rows,
+    numpy_option_rows,
+    option_rows,
     read_only,
+    shape_rows,
     softmax_backward_rows,
     softmax_rows,
 )
-from support.bad_input.row import HUGE, INF, NAN, PLACED, Row
-from support.devices import SENTINEL
-from support.strategies import attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, emulator

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, everywhere, unchanged
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere, unchanged
 from support.search import deep
 from support.strategies import AttentionProblem, attention_problems, softmax_problems
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
 from cupyattn.runtime.arrays import adopt
-from cupyattn.runtime.call_rows import call_rows
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import ROWS, Result, RowKernel
-from cupyattn.runtime.rows import row_problem, run_rows
+from cupyattn.runtime.rows import RowOptions, call_rows, row_problem, run_rows
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -57,7 +57,9 @@ def reference(dout, x, weight, *, scale):
 
 def centre_backward(dout, x, weight, *, scale, **given):
     arrays = CentreBackwardArrays(dout, x, weight, **given)
-    return call_rows(CENTRE_BACKWARD, arrays, reference, scalars={"scale": scale})
+    return call_rows(
+        CENTRE_BACKWARD, arrays, partial(reference, scale=scale), RowOptions.of(scale=scale)
+    )
 
 
 RESULTS = ("dx", "mean", "dweight")
@@ -125,7 +127,7 @@ def test_column_sums_accumulate():
     dweight = KERNELS.put(np.arange(129, dtype=np.float32))
     placed = map(KERNELS.put, (dout, x, weight))
     operands = adopt(CentreBackwardArrays(*placed, dweight=dweight))
-    described = row_problem(CENTRE_BACKWARD, operands, scalars={"scale": 0.5}, accumulate=True)
+    described = row_problem(CENTRE_BACKWARD, operands, RowOptions.of(scale=0.5, accumulate=True))
     found = run_rows(KERNELS.device, described, operands)
     assert found.dweight is dweight
     expected = reference(dout, x, weight, scale=0.5)[2] + np.arange(129)

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.attention_options import OPTIONS, RUN_TIME_OPTIONS
-from support.devices import CUPY, NUMPY, SENTINEL, everywhere, placed, unchanged
-from support.dtypes import DTYPES, dtype_of
-from support.strategies import AttentionProblem, attention_problems
+from support.devices import CUPY, DTYPES, NUMPY, SENTINEL, dtype_of, everywhere, placed, unchanged
+from support.strategies import OPTIONS, RUN_TIME_OPTIONS, AttentionProblem, attention_problems
 
 from cupyattn import attention, attention_backward, softmax_backward
 from cupyattn import softmax as softmax_forward

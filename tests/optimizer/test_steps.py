@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import KERNELS, everywhere
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere
 from support.recording_device import device_array
 from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
-from cupyattn.ops.optimizer import kernels_8bit as config
+from cupyattn.ops.optimizer import kernels
 from cupyattn.ops.optimizer.reference import BLOCK, DECADES, decode, encode
 
 NUMBERS: dict[str, Any] = {
@@ -197,18 +196,15 @@ def test_global_norm_is_within_its_bound(shapes, dtypes, view, seed):
 
 @pytest.mark.nvrtc
 def test_norm_of_more_units_than_ctas_is_within_its_bound(monkeypatch):
-    from cupyattn.ops.optimizer import kernels_global_norm as configs
-    from cupyattn.ops.optimizer import plan_global_norm as ops
-
-    monkeypatch.setattr(configs, "MOST_CTAS", 3)
+    monkeypatch.setattr(kernels, "MOST_CTAS", 3)
     x = np.random.default_rng(0).standard_normal((11, 20_003)).astype(np.float16)
-    ops._plan.cache_clear()
+    kernels._norm_plan.cache_clear()
     with cupyattn.backend("emulator"):
         for array in (x, x[:, :20_000], x[::-2, 1:], x[:, ::1].T):
             found = float(cupyattn.global_norm(array))
             bound = reference.global_norm_bound(array) + 1e-6 * found
             assert abs(found - reference.global_norm(array)) <= bound
-    ops._plan.cache_clear()
+    kernels._norm_plan.cache_clear()
 
 
 def test_norm_of_many_arrays_shares_launches(recorder):
@@ -500,4 +496,4 @@ def test_empty_8bit_state_is_accepted(side):
 
 
 def test_kernel_and_reference_use_the_same_block_size():
-    assert config.BLOCK == BLOCK
+    assert kernels.BLOCK == BLOCK

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,9 @@ ROOMS = {
     "autodiff": {"runtime", *FAMILIES},
     "functions": {"runtime", "autodiff", "environment", *FAMILIES},
     "kv_cache": {"runtime", "functions"},
-    "": {"runtime", "functions", "kv_cache", "emulator"},
     "turing": {"runtime", "registry", "emulator"},
+    "explanation": {"runtime", "turing"},
+    "": {"runtime", "functions", "kv_cache", "emulator", "explanation"},
     "distributed": {"", "runtime"},
     "models": {"", "runtime", "distributed", "kv_cache", "ops.linear"},
     "cli": {
@@ -298,7 +300,7 @@ def test_the_allocator_and_the_scheduler_import_no_arrays():
                 folder, _, module = inner.partition(".")
                 assert folder == "kv_cache", f"{name}: {imported}"
                 pending += {module} - seen
-    assert {"invariants", "pool", "prefix_index", "requests", "sequence"} < seen
+    assert {"pool", "prefix_index", "requests", "sequence"} < seen
 
 
 def attributes(path: Path) -> set[str]:
@@ -386,7 +388,7 @@ def test_modules_are_imported_when_they_are_first_used():
 
 def test_every_public_name_is_found_where_it_is_defined():
     for name in set(cupyattn.__all__) - {"__version__"}:
-        home = cupyattn.functions if name in cupyattn.functions.__all__ else cupyattn.kv_cache
+        home = import_module(f"cupyattn.{cupyattn._HOMES.get(name, 'functions')}")
         assert getattr(cupyattn, name) is getattr(home, name)
         assert name in dir(cupyattn)
 

@@ -39,6 +39,7 @@ from cupyattn import (
 )
 from cupyattn import softmax as softmax_forward
 from cupyattn.kv_cache import Request, StepTables, Work
+from cupyattn.runtime.arrays import Array
 
 SHARED_OPTIONS = {
     "causal": False, "softmax_scale": None, "window_size": None, "q_offset": None,
@@ -218,7 +219,7 @@ def test_gradients_may_be_of_any_library_and_left_out():
     hints = get_type_hints(AttentionGrads)
     assert list(hints) == ["dq", "dk", "dv", "dbias", "dsinks"]
     for hint in hints.values():
-        assert hint is Any or set(get_args(hint)) == {Any, type(None)}
+        assert hint is Array or set(get_args(hint)) == {Array, type(None)}
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)

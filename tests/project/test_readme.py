@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +18,9 @@ import cupyattn
 from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
-from cupyattn.runtime.call_rows import call_rows
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowKernel
+from cupyattn.runtime.rows import RowOptions, call_rows
 
 MOST_WORDS = 1300
 COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
@@ -106,6 +107,7 @@ def test_the_recipe_of_a_row_operation_runs():
 
     x, weight = np.random.default_rng(0).standard_normal((2, 3, 8), dtype=np.float32)
     names = {"RowKernel": RowKernel, "Result": Result, "np": np, "call_rows": call_rows}
+    names |= {"RowOptions": RowOptions, "partial": partial}
     names |= {"dataclass": dataclass, "Record": Record, "T": T}
     names |= {"reference": reference, "x": x, "weight": weight[0], "eps": 1e-5}
     names["out"] = out = np.empty_like(x)

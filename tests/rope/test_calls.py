@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import KERNELS, everywhere
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere
 from support.recording_device import device_array
 from support.search import deep, examples, wider
 from support.strategies import lay_out
@@ -19,7 +18,7 @@ from support.strategies import lay_out
 import cupyattn
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.rope import plan as ops
+from cupyattn.ops.rope import kernels
 
 LENGTH = 40
 VIEWS = ("contiguous", "packed", "transposed", "sliced", "reversed")
@@ -142,7 +141,7 @@ def test_vjp(side):
 )
 def test_positions_out_of_range_give_nan(monkeypatch, interleaved, dtype):
     """Without checks of values, tables are not read beyond their end."""
-    monkeypatch.setattr(ops, "checks_values", lambda operands: False)
+    monkeypatch.setattr(kernels, "checks_values", lambda operands: False)
     (x,) = arrays(3, "float16", (2, 3, 4, 24))
     cos, sin = tables(8)
     positions = np.array([[0, -1, 5], [LENGTH, LENGTH - 1, 2**31 - 1]], dtype)

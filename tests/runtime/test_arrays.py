@@ -16,8 +16,17 @@ from support.recording_device import Recorder, device_array, launched
 
 from cupyattn.ops.attention import api as forward
 from cupyattn.runtime import arrays
-from cupyattn.runtime.arrays import Layout, address, contiguous, exports_memory
-from cupyattn.runtime.by_name import Operands, adopt, layouts_of, starts_of
+from cupyattn.runtime.arrays import (
+    Layout,
+    Operands,
+    address,
+    adopt,
+    contiguous,
+    exports_memory,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.records import Record, record_of, values_of
 
 
 def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:
@@ -25,6 +34,22 @@ def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:
     cupy = pytest.importorskip("cupy")
     memory = cupy.cuda.memory.UnownedMemory(2**40, 4096, None, device_id=device_id)
     return cupy.ndarray((2, 3), dtype, memptr=cupy.cuda.memory.MemoryPointer(memory, 0))
+
+
+def adopted(given: dict[str, Any], fixes: dict[str, str] | None = None) -> Operands[Record[Any]]:
+    """Adopt arrays that errors call by these names."""
+    return adopt(record_of(*given)(*given.values()), fixes or {})
+
+
+def layout_of(array: Any) -> Layout:
+    """What is known of an array that is adopted."""
+    operands = adopted({"x": array})
+    return values_of(layouts_of(type(operands.arrays), operands.description))[0]
+
+
+def first_of(given: dict[str, Any]) -> Any:
+    """Adopt arrays and return the first."""
+    return values_of(adopted(given).arrays)[0]
 
 
 class Foreign:
@@ -44,11 +69,11 @@ def without(key: str) -> dict[str, Any]:
 
 def test_adopt_takes_arrays_as_they_are():
     given_arrays = {"q": np.zeros((2, 3)), "k": None, "v": np.empty((0,), bool)[::-1]}
-    operands = adopt(given_arrays)
+    operands = adopted(given_arrays)
     assert operands.device_id is None
-    assert list(operands.arrays) == ["q", "v"]
-    assert all(array is given_arrays[name] for name, array in operands.arrays.items())
-    assert operands.places == {"q": address(given_arrays["q"]), "v": address(given_arrays["v"])}
+    pairs = zip(values_of(operands.arrays), given_arrays.values(), strict=True)
+    assert all(array is given for array, given in pairs)
+    assert operands.places == [address(given_arrays["q"]), 0, address(given_arrays["v"])]
 
 
 def test_adopt_describes_arrays_for_caches():
@@ -56,27 +81,27 @@ def test_adopt_describes_arrays_for_caches():
     memory = np.zeros(64, np.uint8)
     start = -memory.ctypes.data % 16
     x = memory[start : start + 32].view(np.float64).reshape(2, 2)
-    description = adopt({"x": x}).description
-    assert description == (("x", (2, 2), (16, 8), np.dtype(np.float64), 0),)
-    assert starts_of(description) == {"x": 0}
-    assert layouts_of(description) == {"x": Layout(x.shape, x.strides, x.dtype)}
+    kind, description = record_of("x"), adopted({"x": x}).description
+    assert description == (((2, 2), (16, 8), np.dtype(np.float64), 0),)
+    assert values_of(starts_of(kind, description)) == (0,)
+    assert values_of(layouts_of(kind, description)) == (Layout(x.shape, x.strides, x.dtype),)
     same = memory[start + 16 : start + 48].view(np.float64).reshape(2, 2)
-    assert {description: 1}[adopt({"x": same}).description]
+    assert {description: 1}[adopted({"x": same}).description]
     shifted = memory[start + 8 : start + 40].view(np.float64).reshape(2, 2)
-    assert starts_of(adopt({"x": shifted}).description) == {"x": 8}
-    for name, other in (("y", x), ("x", shifted), ("x", x.T), ("x", x[:1]), ("x", x.view("i8"))):
-        assert adopt({name: other}).description != description
+    assert values_of(starts_of(kind, adopted({"x": shifted}).description)) == (8,)
+    for other in (shifted, x.T, x[:1], x.view("i8"), None):
+        assert adopted({"x": other}).description != description
 
 
 def test_adopt_sees_what_became_of_an_array():
     """Shape, strides and memory of an array object may change between two calls."""
     x = np.zeros(6)
-    before = adopt({"x": x})
+    before = adopted({"x": x})
     x.resize((2, 3), refcheck=False)
-    assert adopt({"x": x}).description[0][1:3] == ((2, 3), (24, 8))
+    assert adopted({"x": x}).description[0][:2] == ((2, 3), (24, 8))
     x.resize((200, 300), refcheck=False)
-    after = adopt({"x": x})
-    assert after.places == {"x": x.ctypes.data}
+    after = adopted({"x": x})
+    assert after.places == [x.ctypes.data]
     assert before.description != after.description
 
 
@@ -85,18 +110,18 @@ def test_adopt_takes_subclasses_without_a_copy():
         pass
 
     mine = np.zeros(4).view(Mine)
-    operands = adopt({"q": np.zeros(3), "k": mine})
-    assert np.shares_memory(operands.arrays["k"], mine)
+    operands = adopted({"q": np.zeros(3), "k": mine})
+    assert np.shares_memory(values_of(operands.arrays)[1], mine)
     assert operands.device_id is None
 
 
 def test_adopt_takes_device_arrays_and_their_device():
     array = array_on_device(device_id=3)
     for _ in range(2):  # the first one brings CuPy's kind of array to light
-        operands = adopt({"q": array, "k": array})
+        operands = adopted({"q": array, "k": array})
         assert operands.device_id == 3
-        assert operands.arrays["q"] is array
-        assert operands.places == {"q": 2**40, "k": 2**40}
+        assert values_of(operands.arrays) == (array, array)
+        assert operands.places == [2**40, 2**40]
 
 
 def test_an_array_within_another_begins_where_it_is_told():
@@ -107,7 +132,8 @@ def test_an_array_within_another_begins_where_it_is_told():
 
 
 def test_adopt_takes_a_call_without_arrays_for_one_of_numpy():
-    assert adopt({"q": None}) == Operands(None, {}, {}, ())
+    none = record_of("q")(None)
+    assert adopt(none) == Operands(None, none, [0], (None,))
 
 
 @pytest.mark.parametrize("device_type", [2, 13])
@@ -116,13 +142,13 @@ def test_adopt_imports_dlpack_of_cuda_devices(monkeypatch, device_type: int):
     monkeypatch.setattr(
         arrays, "load_cupy", lambda: SimpleNamespace(from_dlpack=lambda given: array)
     )
-    assert adopt({"q": Foreign(dlpack_device=lambda: (device_type, 0))}).arrays["q"] is array
+    assert first_of({"q": Foreign(dlpack_device=lambda: (device_type, 0))}) is array
 
 
 def test_adopt_imports_the_cuda_array_interface(monkeypatch):
     array = array_on_device()
     monkeypatch.setattr(arrays, "load_cupy", lambda: SimpleNamespace(asarray=lambda given: array))
-    assert adopt({"q": Foreign(cuda_array_interface=INTERFACE)}).arrays["q"] is array
+    assert first_of({"q": Foreign(cuda_array_interface=INTERFACE)}) is array
 
 
 def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
@@ -133,7 +159,7 @@ def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
     )
     monkeypatch.setattr(arrays, "load_cupy", lambda: library)
     both = Foreign(cuda_array_interface={"typestr": "<V2"}, dlpack_device=lambda: (2, 0))
-    assert adopt({"q": both}).arrays["q"].dtype.name == "bfloat16"
+    assert first_of({"q": both}).dtype.name == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +176,7 @@ def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
 )
 def test_adopt_refuses_what_is_no_array(value: Any, described: str):
     with pytest.raises(TypeError) as failure:
-        adopt({"k": np.zeros(3), "q": value})
+        adopted({"k": np.zeros(3), "q": value})
     passed, allowed, fix = str(failure.value).split("; ")
     assert passed.startswith("q is a ")
     assert described in passed
@@ -162,7 +188,7 @@ def test_adopt_refuses_what_is_no_array(value: Any, described: str):
 @pytest.mark.parametrize("name", ["q", "mask"])
 def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
     with pytest.raises(TypeError) as failure:
-        adopt({name: np.ma.zeros(3)})
+        adopted({name: np.ma.zeros(3)})
     passed, _, fix = str(failure.value).split("; ", 2)
     assert passed == f"{name} is a numpy.ma.MaskedArray"
     assert f"{name}.filled(" in fix
@@ -178,17 +204,17 @@ def test_a_class_is_told_from_its_objects(kind: type):
     with pytest.raises(
         TypeError, match=rf"q is the class \S+\.{kind.__name__} itself; .*; pass an"
     ):
-        adopt({"q": kind})
+        adopted({"q": kind})
     assert not exports_memory(kind)
 
 
 def test_a_fix_of_the_callers_stands_for_the_usual_one():
     for value in (3, [3, 5]):
         with pytest.raises(TypeError, match=r"; make one$"):
-            adopt({"n": value}, {"n": "make one"})
+            adopted({"n": value}, {"n": "make one"})
     for value, fix in ((np.ma.zeros(3), "filled"), (np.ndarray, "pass an array")):
         with pytest.raises(TypeError, match=fix):
-            adopt({"n": value}, {"n": "make one"})
+            adopted({"n": value}, {"n": "make one"})
 
 
 class Raising:
@@ -240,7 +266,7 @@ BROKEN = {
 def test_what_cannot_be_exported_is_told_with_its_cause(array: Any, cause: str):
     pytest.importorskip("cupy")
     with pytest.raises(TypeError) as failure:
-        adopt({"k": array, "q": np.zeros(3)})
+        adopted({"k": array, "q": np.zeros(3)})
     passed, allowed, fix = str(failure.value).split("; ")
     assert re.match(rf"k is a \S+ whose __\w+__ cannot be used \(.*{cause}.*\)$", passed)
     assert "numpy.ndarray, cupy.ndarray" in allowed
@@ -261,7 +287,7 @@ BROKEN_CAPSULES = {
 @pytest.mark.parametrize("protocol", BROKEN_CAPSULES.values(), ids=BROKEN_CAPSULES)
 def test_broken_capsules(protocol: dict[str, Any]):
     with pytest.raises(TypeError, match=r"q is a .*Foreign whose __dlpack__ cannot be used \(.*; "):
-        adopt({"q": Foreign(dlpack_device=lambda: (2, 0), **protocol)})
+        adopted({"q": Foreign(dlpack_device=lambda: (2, 0), **protocol)})
 
 
 @pytest.mark.gpu
@@ -270,7 +296,7 @@ def test_memory_of_the_cpu_is_refused():
     host = np.zeros((2, 3), np.float32)
     interface = INTERFACE | {"data": (host.ctypes.data, False)}
     with pytest.raises(TypeError, match="__cuda_array_interface__ cannot be used"):
-        adopt({"q": Foreign(cuda_array_interface=interface)})
+        adopted({"q": Foreign(cuda_array_interface=interface)})
 
 
 @pytest.mark.parametrize(
@@ -283,7 +309,7 @@ def test_a_cuda_array_where_there_is_no_gpu(array: Any):
     if cupy.cuda.is_available():
         pytest.skip("tells what happens without a GPU")
     with pytest.raises(TypeError, match=r"q is a .*Foreign with __.*no GPU here.*; .*; pass NumPy"):
-        adopt({"q": array})
+        adopted({"q": array})
 
 
 def test_a_cuda_array_without_cupy(monkeypatch):
@@ -291,17 +317,17 @@ def test_a_cuda_array_without_cupy(monkeypatch):
     with pytest.raises(
         TypeError, match=r"q is a CUDA array, and CuPy did not .*; .*; .*pip install"
     ):
-        adopt({"q": Foreign(cuda_array_interface=INTERFACE)})
+        adopted({"q": Foreign(cuda_array_interface=INTERFACE)})
 
 
 def test_adopt_refuses_a_mixture_of_libraries():
     with pytest.raises(TypeError, match=r"q is cupy, bias is numpy; .*all are CuPy; .*asnumpy"):
-        adopt({"q": array_on_device(), "bias": np.zeros(3)})
+        adopted({"q": array_on_device(), "bias": np.zeros(3)})
 
 
 def test_adopt_refuses_two_devices():
     with pytest.raises(ValueError, match=r"q on device 0, k on device 1; .*one device; .*Device"):
-        adopt({"q": array_on_device(0), "k": array_on_device(1)})
+        adopted({"q": array_on_device(0), "k": array_on_device(1)})
 
 
 def test_numpy_users_need_no_cupy():
@@ -344,7 +370,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_description_says_how_an_array_lies(name):
     x = VIEWS[name](device_array((4, 5, 3), np.float32))
-    (layout,) = layouts_of(adopt({"x": x}).description).values()
+    layout = layout_of(x)
     if x.flags.c_contiguous:  # axes of one item may have any strides then
         assert layout == contiguous(x.shape, x.dtype)
     else:
@@ -353,25 +379,24 @@ def test_a_description_says_how_an_array_lies(name):
 
 def test_an_empty_array_is_described_too():
     x = device_array((4, 0, 3), np.float32)
-    assert layouts_of(adopt({"x": x}).description) == {"x": contiguous(x.shape, x.dtype)}
+    assert layout_of(x) == contiguous(x.shape, x.dtype)
 
 
 def test_arrays_that_lie_differently_are_described_differently():
     x = device_array((4, 4, 4), np.float32)
-    described = [adopt({"x": view(x)}).description for view in VIEWS.values()]
-    described += [adopt({"x": x.view(np.int32)}).description, adopt({"y": x}).description]
+    described = [adopted({"x": view(x)}).description for view in VIEWS.values()]
+    described.append(adopted({"x": x.view(np.int32)}).description)
     shifted = device_array((4, 4, 4), np.float32, address=x.data.ptr + 4)
-    described.append(adopt({"x": shifted}).description)
+    described.append(adopted({"x": shifted}).description)
     assert len({*described}) == len(described)
 
 
 def test_a_shape_that_was_set_in_place_is_seen():
     x = device_array((4, 6), np.float32)
-    before = adopt({"x": x}).description
+    before = adopted({"x": x}).description
     x.shape = (6, 4)
-    after = adopt({"x": x}).description
-    assert layouts_of(after) == {"x": contiguous((6, 4), x.dtype)}
-    assert after != before
+    assert layout_of(x) == contiguous((6, 4), x.dtype)
+    assert adopted({"x": x}).description != before
 
 
 def test_kernels_are_told_of_the_strides_of_each_call(monkeypatch):

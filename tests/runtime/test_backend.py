@@ -20,16 +20,17 @@ from support.processes import environment
 
 import cupyattn
 from cupyattn import backend, emulator, softmax
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.emulator import Checks, Report
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.backend import BACKEND_VARIABLE, device_of, running_on
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.emulated import EmulatedDevice
+from cupyattn.runtime.device.recorder import LaunchRecorder
+from cupyattn.runtime.records import record_of
 from cupyattn.runtime.value_checks import checks_values
 
-NUMPY = adopt({"x": np.zeros((2, 3), np.float32)})
+NUMPY = adopt(record_of("x")(np.zeros((2, 3), np.float32)))
 
 
 def chosen() -> Device | None:
@@ -53,7 +54,7 @@ def report() -> Report | None:
 
 
 X = np.random.default_rng(0).standard_normal((2, 3), dtype=np.float32)
-CUPY = replace(adopt({}), device_id=0)
+CUPY = replace(NUMPY, device_id=0)
 
 
 @pytest.fixture(autouse=True)

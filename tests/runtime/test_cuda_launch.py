@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support.recording_device import device_array
 
-from cupyattn.runtime.by_name import adopt
+from cupyattn.ops.activations.kernels import ActivationArrays
+from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.device import cuda as cuda_module
 from cupyattn.runtime.device.arguments import PackedArguments
 from cupyattn.runtime.device.tensor_cores import TensorCores
@@ -174,11 +175,11 @@ def test_threads_pack_arguments_apart(monkeypatch):
 def test_a_gpu_passes_addresses_that_were_read_with_the_arrays(cuda_device):
     """Those of scratch memory and of new results too; the memory of neither is an array then."""
     x, memory = device_array((3,)), device_array((1024,), np.uint8)
-    operands = adopt({"x": x, "absent": None})
+    operands = adopt(ActivationArrays(x))
     arguments = cuda_device.arguments(operands)
-    assert arguments == {"x": x.data.ptr}
-    arguments["more"] = 0
-    assert operands.places == {"x": x.data.ptr}
+    assert arguments == [x.data.ptr, 0]
+    arguments.append(1)
+    assert operands.places == [x.data.ptr, 0]
     assert cuda_device.argument(x) == x.data.ptr
     within = cuda_device.argument_within(memory, 256, (4,), np.dtype(np.float32))
     assert within == memory.data.ptr + 256

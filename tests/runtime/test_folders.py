@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.permissions import read_only
 from support.processes import environment, run
-from support.read_only import read_only
 from support.search import deep
 
 from cupyattn import backend, softmax

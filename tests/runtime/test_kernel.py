@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.devices import CUPY, kernels_only
-from support.dtypes import dtype_of
+from support.devices import CUPY, dtype_of, kernels_only
 
 import cupyattn
 from cupyattn import Kernel, emulator, turing

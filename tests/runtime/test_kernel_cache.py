@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.permissions import read_only
 from support.processes import environment
-from support.read_only import read_only
 from support.search import deep
 
-from cupyattn.benchmark import fma_rate
+from cupyattn.benchmark import ceiling_kernels
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.runtime import compile, folders, source
 from cupyattn.runtime import kernel_cache as cache
@@ -240,7 +240,7 @@ def test_includes_are_found_beside_the_file_or_below_the_root(sources, tmp_path)
 
 
 # The two that compile fastest, in a quarter of the next one's time.
-FASTEST, NEXT_FASTEST = fma_rate.fma_rate(), mma_rate.mma_rate()
+FASTEST, NEXT_FASTEST = ceiling_kernels.fma_rate(), mma_rate.mma_rate()
 
 
 @nvrtc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from cupyattn import (
     softmax,
     softmax_backward,
 )
-from cupyattn.runtime.by_name import ABSENT, Plan, Step, adopt, lay_out_scratch, run
+from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.launch import MAX_GRID_X, launch, typed
-from cupyattn.runtime.plan import Output
+from cupyattn.runtime.plan import Output, Planner, Step, run
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
 from cupyattn.runtime.structs import new_struct
 
@@ -103,63 +105,60 @@ def test_the_largest_grid_and_one_more():
     assert len(recorder.started) == 1
 
 
-def test_a_plan_zeroes_results_and_scratch_alone():
-    outputs, scratch = (("dw", Output((3,), np.dtype(np.float32))),), lay_out_scratch({"sums": 5})
-    Plan((), outputs, scratch, zero_first=("dw", "sums")).for_arrays(())
-    with pytest.raises(TypeError, match=r"\['dx'\] are to be zero and neither results nor scratch"):
-        Plan((), outputs, scratch, zero_first=("dw", "dx")).for_arrays(["dx"])
+@dataclass(slots=True)
+class ProbeArrays(Record[T]):
+    """Arrays of plans: what kernels read, what they write, and the workspace."""
+
+    x: T | None = None
+    maybe: T | None = None
+    dw: T | None = None
+    db: T | None = None
+    out: T | None = None
+    workspace: T | None = None
 
 
-def test_a_run_zeroes_what_its_plan_says_once():
-    """Of the memory of a call: a result that was given or made, and a piece of the workspace."""
-    outputs = tuple((name, Output((3,), np.dtype(np.float32))) for name in ("dw", "db", "out"))
-    plan = Plan((), outputs, lay_out_scratch({"before": 5, "sums": 7}), ("dw", "db", "sums"), True)
-    dw, workspace = np.ones(3, np.float32), np.ones(128, np.float32)
-    recorder = Recorder(make=lambda *output: np.ones(*output))
-    results = run(recorder, plan, adopt({"dw": dw, "workspace": workspace}))
-    assert results["dw"] is dw
-    assert not any(results[name].any() for name in ("dw", "db", "out"))
-    assert workspace.nonzero()[0].tolist() == [*range(64), *range(71, 128)]
-    assert len(recorder.zeroed) == 4
-
-
+OUTPUT = Output((3,), np.dtype(np.float32))
 NUMBERS = (5, 0.1, 1, STRUCT)
 FILL = KernelSpec("fill", "fill.cu", (Pointer("x"),)).specialise(threads=32)
 
 
-def started_by(plan, **arrays):
+def test_a_run_zeroes_what_its_plan_says_once():
+    """Zeroed are results that are given or made, and a piece of the workspace."""
+    dw, workspace = np.ones(3, np.float32), np.ones(128, np.float32)
+    arrays = ProbeArrays(dw=dw, workspace=workspace)
+    planner = Planner(ProbeArrays, arrays, dict.fromkeys(("dw", "db", "out"), OUTPUT))
+    _, sums = planner.scratch(5), planner.scratch(7)
+    zero_first = (planner.slots.dw, planner.slots.db, sums)
+    plan = planner.plan(zero_first=zero_first, zero_new=True)
+    recorder = Recorder(make=lambda *output: np.ones(*output))
+    results = run(recorder, plan, adopt(arrays))
+    assert results.dw is dw
+    assert not any(result.any() for result in (dw, results.db, results.out))
+    assert workspace.nonzero()[0].tolist() == [*range(64), *range(71, 128)]
+    assert len(recorder.zeroed) == 4
+
+
+def started_by(planner, arrays, maybe=None):
+    """The arrays that kernels get: x and `maybe`, or the array of that slot, then x."""
+    slots = planner.slots
+    probe = Step.of(PROBE, 1, (slots.x, slots.maybe if maybe is None else maybe), *NUMBERS)
     recorder = Recorder(make=np.empty)
-    run(recorder, plan, adopt(arrays))
+    run(recorder, planner.plan(probe, Step.of(FILL, 1, (slots.x,))), adopt(arrays))
     return [arguments[: len(kernel.spec.pointers)] for kernel, _, arguments in recorder.started]
 
 
-def test_kernels_get_arrays_by_name_and_null_for_what_is_absent():
-    """Of one pointer or several; of arrays that are given, made, and placed in the workspace."""
-    output, scratch = (("x", Output((3,), np.dtype(np.float32))),), lay_out_scratch({"sums": 5})
-    steps = (Step.of(PROBE, 1, *NUMBERS), Step.of(FILL, 1))
-    (x, maybe), (filled,) = started_by(Plan(steps, ()).for_arrays(["x"]), x=X)
+def test_kernels_get_the_arrays_of_their_slots_and_null_for_what_is_absent():
+    """The arrays are given, made, or within the workspace."""
+    arrays = ProbeArrays(X)
+    (x, maybe), (filled,) = started_by(Planner(ProbeArrays, arrays, {}), arrays)
     assert (x is X, maybe, filled is X) == (True, None, True)
-    (x, maybe), _ = started_by(Plan(steps, ()).for_arrays(["x", "maybe"]), maybe=X[1:], x=X)
+    arrays = ProbeArrays(X, X[1:])
+    (x, maybe), _ = started_by(Planner(ProbeArrays, arrays, {}), arrays)
     assert x is X and np.shares_memory(maybe, X)
-    steps = (Step.of(PROBE, 1, *NUMBERS, renamed={"maybe": "sums"}), Step.of(FILL, 1))
-    (x, maybe), (filled,) = started_by(Plan(steps, output, scratch).for_arrays(()))
+    arrays = ProbeArrays()
+    planner = Planner(ProbeArrays, arrays, {"x": OUTPUT})
+    (x, maybe), (filled,) = started_by(planner, arrays, planner.scratch(5))
     assert (x.shape, maybe.shape) == ((3,), (5,)) and filled is x
-
-
-def test_a_step_takes_the_arrays_of_other_names():
-    step = Step.of(PROBE, 1, *NUMBERS).renamed({"x": "y", "maybe": "z"})
-    ((y, z),) = started_by(Plan((step,), ()).for_arrays("yz"), x=X[2:], y=X, z=X[1:])
-    assert y is X and z.size == 2
-    ((y, z),) = started_by(Plan((step.renamed({"z": ABSENT}),), ()).for_arrays("yz"), y=X, z=X[1:])
-    assert (y is X, z) == (True, None)
-    with pytest.raises(TypeError, match=r"\['y'\] of probe are neither given nor made"):
-        Plan((step,), ()).for_arrays("xz")
-
-
-def test_a_plan_for_other_arrays_does_not_run():
-    plan = Plan((Step.of(PROBE, 1, *NUMBERS),), ())
-    with pytest.raises(KeyError, match="maybe"):
-        started_by(plan, x=X)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cards import has_mma
+from support.devices import has_mma
 from support.search import mostly_deep
 
 import cupyattn
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 pytestmark = pytest.mark.nvrtc
 

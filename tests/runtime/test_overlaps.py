@@ -12,11 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyattn.runtime.arrays import Layout, address
-from cupyattn.runtime.by_name import Operands, Overlaps
+from cupyattn.runtime.arrays import Layout, Operands, address
+from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spans import overlaps_itself, share_an_item, span
 
 SPACE = 256  # bytes in which the small arrays of these tests lie
+
+
+@dataclass(slots=True)
+class Pair(Record[T]):
+    """An array that is written, and one that is read."""
+
+    a: T
+    b: T
 
 
 @dataclass
@@ -87,14 +96,11 @@ def addresses_of(view: np.ndarray) -> Addresses:
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether operations refuse to write a while b is read."""
-    pair = {"a": a, "b": b}
-    layouts = {name: layout_of(array) for name, array in pair.items()}
-    described = ((name, *layout, 0) for name, layout in layouts.items())
-    operands = Operands(
-        0, pair, {name: address(array) for name, array in pair.items()}, tuple(described)
-    )
+    layouts = [layout_of(array) for array in (a, b)]
+    described = tuple((*layout, 0) for layout in layouts)
+    operands = Operands(0, Pair(a, b), [address(a), address(b)], described)
     try:
-        Overlaps.of(layouts, ("a",)).check(operands)
+        Overlaps.of(Pair(*layouts), ("a",)).check(operands)
     except ValueError:
         return True
     return False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.dtypes import DTYPES, dtype_of
+from support.devices import DTYPES, dtype_of
 from support.probes import Probe
 
 from cupyattn import reference

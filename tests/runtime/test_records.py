@@ -14,7 +14,7 @@ from cupyattn.ops.activations.kernels import ACTIVATIONS, FORWARD
 from cupyattn.runtime.arrays import Layout, adopt, contiguous, layouts_of, starts_of
 from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import NULL, Output, Planner, Step, allot
-from cupyattn.runtime.records import Record, T, fields_of, given_of, slots_of
+from cupyattn.runtime.records import Record, T, fields_of, given_of, slots_of, values_of
 
 
 @dataclass(slots=True)
@@ -27,7 +27,17 @@ class Copied(Record[T]):
     workspace: T | None = None
 
 
+@dataclass(slots=True)
+class CopiedTwice(Copied[T]):
+    again: T | None = None
+
+
 X = np.zeros((2, 3), np.float32)
+
+
+def test_fields_of_a_base_come_first():
+    assert fields_of(CopiedTwice[Layout]) == (*fields_of(Copied), "again")
+    assert values_of(CopiedTwice(1, again=2)) == (1, None, None, None, 2)
 
 
 def test_absent_fields_have_no_layout_and_no_place():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.dtypes import dtype_of
+from support.devices import dtype_of
 
 import cupyattn
 from cupyattn import (

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.permissions import read_only
 from support.ptx import compile_module, line_of
-from support.read_only import read_only
 
 from cupyattn import backend, emulator, softmax
-from cupyattn.emulator import OutOfBoundsError, Report, module, translation
+from cupyattn.emulator import OutOfBoundsError, Report, module
 from cupyattn.runtime import folders
 from cupyattn.runtime.device import emulated
 
@@ -120,16 +120,16 @@ def test_variables_have_their_values(never_translated):
 
 
 def test_other_ptx_kernels_and_emulators_have_other_keys(monkeypatch):
-    keys = {translation.translation_key(*each) for each in ((b"1", "a"), (b"2", "a"), (b"1", "b"))}
-    monkeypatch.setattr(translation, "_emulator_digest", lambda: b"another")
-    assert len(keys | {translation.translation_key(b"1", "a")}) == 4
+    keys = {module.translation_key(*each) for each in ((b"1", "a"), (b"2", "a"), (b"1", "b"))}
+    monkeypatch.setattr(module, "_emulator_digest", lambda: b"another")
+    assert len(keys | {module.translation_key(b"1", "a")}) == 4
 
 
 @pytest.mark.parametrize("kernel", ["load_shifted", "shared_overrun", "race_of_half_a_warp"])
 def test_everything_of_a_program_comes_back(kernel):
     made = compile_module(FILE).program(kernel)
-    data = translation.Translation(made, []).to_bytes()
-    back = translation.Translation.from_bytes(data, made.header).program
+    data = module.Translation(made, []).to_bytes()
+    back = module.Translation.from_bytes(data, made.header).program
     assert back.source == made.source
     assert list(map(str, back.instructions)) == list(map(str, made.instructions))
     assert [x.location for x in back.instructions] == [x.location for x in made.instructions]
@@ -144,8 +144,8 @@ def test_everything_of_a_program_comes_back(kernel):
 def test_faults_name_their_lines(monkeypatch):
     loaded = compile_module(FILE)
     made = loaded.program("load_shifted")
-    data = translation.Translation(made, []).to_bytes()
-    back = translation.Translation.from_bytes(data, made.header).program
+    data = module.Translation(made, []).to_bytes()
+    back = module.Translation.from_bytes(data, made.header).program
     monkeypatch.setitem(loaded._programs, "load_shifted", back)
     x, y = np.zeros(32, np.float32), np.zeros(32, np.float32)
     with pytest.raises(OutOfBoundsError) as found:

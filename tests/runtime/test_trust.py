@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.owners import NOBODY, give_away
+from support.permissions import NOBODY, give_away
 
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime.trust import UntrustedError, read_trusted, require_trusted_folder

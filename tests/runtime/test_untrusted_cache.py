@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.owners import NOBODY, give_away
+from support.permissions import NOBODY, give_away
 
 from cupyattn import backend, softmax
-from cupyattn.benchmark import fma_rate
+from cupyattn.benchmark import ceiling_kernels
 from cupyattn.runtime import folders, trust
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime import tuning as choices
@@ -24,7 +24,7 @@ from cupyattn.runtime.device import emulated
 
 nvrtc = pytest.mark.nvrtc
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="owners and modes are POSIX")
-SMALL = fma_rate.fma_rate()  # compiles fastest
+SMALL = ceiling_kernels.fma_rate()  # compiles fastest
 COMPILERS = [compile_cubin, compile_ptx]
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, everywhere, placed
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of, everywhere, placed
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, everywhere, placed
-from support.dtypes import DTYPES
+from support.devices import DTYPES, KERNELS, everywhere, placed
 from support.search import deep, examples
 from support.strategies import SoftmaxProblem, dtype_of, softmax_problems
 

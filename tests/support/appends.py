@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support.devices import KERNELS, SENTINEL
-from support.dtypes import dtype_of
+from support.devices import KERNELS, SENTINEL, dtype_of
 from support.search import wider
 
 import cupyattn

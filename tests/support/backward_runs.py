@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 from support import devices
-from support.devices import KERNELS
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of
 from support.strategies import AttentionProblem
 
 import cupyattn

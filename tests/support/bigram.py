@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 
 import cupyattn
-from cupyattn.models.training.batch import Batch, Sample
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.scaling import LossScale
-from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.batches import Batch, Packing, Sample
+from cupyattn.models.training.optimizer import LossScale, Schedule
 from cupyattn.models.training.trainer import Trainer
 
 TOKENS, STEPS = 7, 14

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from support.block_model import content
-from support.devices import NUMPY
-from support.dtypes import dtype_of
+from support.devices import NUMPY, dtype_of
 
 import cupyattn
 from cupyattn import PagedKVCache, reference

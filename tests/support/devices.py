@@ -3,16 +3,22 @@
 Arrays go there with their strides and come back as NumPy. The kernel tests run on `KERNELS`, the
 GPU if there is one, else the emulator. The public functions' promises are tried on every side
 (`everywhere`, with conftest's fixture `side`).
+
+Also the dtypes that tests go through (the only list of them), devices without tensor cores, and
+calls that use a given configuration instead of the usual one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -20,11 +26,18 @@ from numpy.typing import NDArray
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
+from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
+from cupyattn.runtime.device.tensor_cores import TensorCores
+from cupyattn.runtime.source import include_closure, source_root
 from cupyattn.runtime.spans import span
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.target import TENSOR_CORES_VARIABLE
+from cupyattn.runtime.tuning import Choices
 
 SENTINEL = 77.0
 """What stands in memory that a call must not write, or must write in full."""
@@ -167,3 +180,43 @@ def _bytes(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     return CUPY.get(value).tobytes() if type(value).__module__.startswith("cupy.") else None
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, question: str, name: str) -> None:
+    """Have the kernels' device choose; every emulated one has the choices of its class."""
+    device = KERNELS.device
+    holder = device if "choices" in vars(device) else type(device)
+    monkeypatch.setattr(holder, "choices", Choices({question: name}))
+
+
+_MMA = re.compile(r"^\s*mma\.", re.MULTILINE)
+
+
+@contextmanager
+def without_tensor_cores() -> Iterator[None]:
+    """Inside, the public functions run the kernels of a card without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TENSOR_CORES_VARIABLE, "0")
+        if device_count():
+            patch.setattr(KERNELS.device, "_tensor_cores", TensorCores(False, "a test"))
+        with KERNELS.running():
+            yield
+
+
+@cache
+def has_mma(specialisation: Specialisation) -> bool:
+    """Whether its PTX has the instruction; what does not include mma.cuh is not compiled."""
+    source = source_root() / specialisation.spec.source
+    if all(path.name != "mma.cuh" for path in include_closure(source)):
+        return False
+    return bool(_MMA.search(compile_ptx(specialisation, TURING).code.decode()))
+
+
+DTYPES = ("float16", "bfloat16", "float32")
+FLOAT_DTYPES = ("float32", "bfloat16")
+"""Those that have no products on Turing's tensor cores, and hence kernels of their own."""
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name, bfloat16 included."""
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

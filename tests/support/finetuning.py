@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-from support.byte_tokenizer import ByteTokenizer
 from support.search import Search
-from support.tiny_models import TINY
+from support.tiny_models import TINY, ByteTokenizer
 
 from cupyattn import models
-from cupyattn.cli import main
-from cupyattn.cli.finetune import preparation
+from cupyattn.cli import main, training_run
 from cupyattn.models import loading
 from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training import curve
@@ -45,7 +43,7 @@ def model_and_data(tmp_path, monkeypatch):
         return opened(path)._replace(read_tokenizer=lambda: ByteTokenizer(begin=256))
 
     monkeypatch.setattr(loading, "opened", opening)
-    monkeypatch.setattr(preparation, "opened", opening)
+    monkeypatch.setattr(training_run, "opened", opening)
     monkeypatch.setattr(models, "load", lambda path, **options: load(path, **{**options, "xp": np}))
     monkeypatch.chdir(tmp_path)
     Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FACTS * 3))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support.devices import KERNELS, placed
-from support.dtypes import FLOAT_DTYPES
+from support.devices import FLOAT_DTYPES, KERNELS, placed
 from support.strategies import AttentionProblem
 
 import cupyattn

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.devices import KERNELS
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of
 from support.quantised_weights import moved, of_usual_size
 
 import cupyattn

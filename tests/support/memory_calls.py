@@ -15,13 +15,13 @@ import numpy as np
 import cupyattn
 from cupyattn.benchmark import decode, layers
 from cupyattn.benchmark.cases import Harness
-from cupyattn.benchmark.linear import Inputs, Product
+from cupyattn.benchmark.linear import LinearInputs, WeightProduct
 from cupyattn.emulator import Checks, Report
 from cupyattn.ops.linear.weight_formats import FORMATS, pieces
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.device.emulated import EmulatedDevice
-from cupyattn.turing.memory import MemoryFigures, memory_figures
+from cupyattn.turing.analysis import MemoryFigures, memory_figures
 
 HERE = Harness(np, cold=False)
 _ROWS, _WIDTH = 64, 2048
@@ -69,7 +69,7 @@ def every_call() -> Iterator[CountedCall]:
     operation = {each.name: each for each in layers.OPERATIONS}["embedding"]
     # Of a small table: no kernel zeroes its gradient, which is then as large as the rows.
     small = replace(operation, arrays=_embedded, backward_arrays=2, more_bytes=lambda size: (0, 0))
-    yield from _of_operation(small, layers.Size(_ROWS, _WIDTH, "float16"))
+    yield from _of_operation(small, layers.RowSize(_ROWS, _WIDTH, "float16"))
     vocabulary = 32_768
     for name, options in (("greedy", {"temperature": 0}), ("all", {}), ("top-p", {"top_p": 0.9})):
         prepare = partial(_sampling, vocabulary, **options)
@@ -88,21 +88,21 @@ def every_call() -> Iterator[CountedCall]:
 
 def _layer(name: str, rows: int = _ROWS, width: int = _WIDTH) -> Iterator[CountedCall]:
     operation = {each.name: each for each in layers.OPERATIONS}[name]
-    yield from _of_operation(operation, layers.Size(rows, width, "float16"))
+    yield from _of_operation(operation, layers.RowSize(rows, width, "float16"))
 
 
-def _of_operation(operation: layers.Operation, size: layers.Size) -> Iterator[CountedCall]:
+def _of_operation(operation: layers.LayerCall, size: layers.RowSize) -> Iterator[CountedCall]:
     for direction in ("forward", "backward")[: 1 + (operation.backward_arrays is not None)]:
         name = operation.name + ", backward" * (direction == "backward")
         prepare = partial(_prepared, operation, size, direction)
         yield CountedCall(name, operation.traffic(size, direction), prepare)
 
 
-def _prepared(operation: layers.Operation, size: layers.Size, direction: str) -> Call:
+def _prepared(operation: layers.LayerCall, size: layers.RowSize, direction: str) -> Call:
     return layers.own_call(operation, direction, operation.arrays(size, HERE.arrays()), HERE)
 
 
-def _embedded(size: layers.Size, source: Any) -> tuple[Any, ...]:
+def _embedded(size: layers.RowSize, source: Any) -> tuple[Any, ...]:
     table = source.normal(512, size.width, dtype=size.dtype)
     return table, source.integers(0, 512, size.rows)
 
@@ -131,12 +131,12 @@ def _dequantising() -> Call:
 def _caches() -> Iterator[CountedCall]:
     shape = {"heads": 16, "kv_heads": 4, "head_dim": 128, "block_size": 16, "dtype": "float16"}
     for operation, cache in (("append", "int8"), ("copy", "float"), ("gather", "int4")):
-        blocks = decode.Blocks(operation, cache, tokens=64, **shape)
+        blocks = decode.CacheOperation(operation, cache, tokens=64, **shape)
         name = f"{decode.OPERATIONS[operation]}, {cache}"
         yield CountedCall(name, blocks.bytes, partial(_first, partial(blocks.round, np)))
     for layout, cache in (("paged", "float"), ("paged", "int4"), ("dense", "float")):
         given = shape | ({"block_size": None} if layout == "dense" else {})
-        step = decode.Step(2, 512, False, queries=1, cache=cache, **given)
+        step = decode.DecodingStep(2, 512, False, queries=1, cache=cache, **given)
         yield CountedCall(f"decode, {layout}, {cache}", step.bytes, partial(step.call, np))
 
 
@@ -146,13 +146,13 @@ def _first(prepare: Callable[[], Any]) -> Call:
 
 def _products() -> Iterator[CountedCall]:
     for m, weights in ((1, None), (16, None), (1, "nf4")):
-        product = Product("thin", m, 1024, 2048, "float16", "nk", None, weights)
+        product = WeightProduct("thin", m, 1024, 2048, "float16", "nk", None, weights)
         name = ", ".join(filter(None, ("linear", f"M={m}", weights)))
         yield CountedCall(name, product.weight_bytes, _product(product))
 
 
-def _product(product: Product) -> Callable[[], Call]:
-    return lambda: Inputs(product, HERE).own_calls()[0]
+def _product(product: WeightProduct) -> Callable[[], Call]:
+    return lambda: LinearInputs(product, HERE).own_calls()[0]
 
 
 def _passes() -> Iterator[CountedCall]:
@@ -166,7 +166,7 @@ def _passes() -> Iterator[CountedCall]:
         ("attention_rotary", 2 * row_bytes),
     ):
         yield CountedCall(kernel.replace("_", " "), least, _attention, kernel)
-    case = Product("backward", 256, 512, 64, "float32", "nk", None)
+    case = WeightProduct("backward", 256, 512, 64, "float32", "nk", None)
     least = (case.M + 1) * case.N * _FLOAT_BYTES
     yield CountedCall("linear db f32", least, _product(case), "linear_db_f32")
     least = 2 * 2 * _ROWS * _WIDTH + 4 * _ROWS  # dout, out and a number a row

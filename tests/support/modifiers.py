@@ -1,19 +1,21 @@
-"""Expressions for score_mod and mask_mod that say what built-in options say, and those options.
+"""Masks of tiles, and expressions for score_mod and mask_mod with the options that they equal.
 
-The reference has bounds for the options; kernels with the expressions have to keep them.
+A mask of tiles (empty, mixed or full) is a MaskMod and an array of bools. Sequences may be packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from support.devices import KERNELS
 from support.strategies import AttentionProblem
+from support.varlen import VarlenProblem
 
 import cupyattn
-from cupyattn import MaskMod, ScoreMod, reference
+from cupyattn import AttentionGrads, BlockMask, MaskMod, ScoreMod, block_mask, reference
 from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
 from cupyattn.runtime.rounding import round_into
 
@@ -28,7 +30,7 @@ def by_the_reference(dout: np.ndarray, *arrays: np.ndarray, **options: Any) -> t
         return (*results, cupyattn.attention_backward(dout, *arrays, *results, **options))
 
 
-class Case:
+class Expression:
     """A problem whose scores expressions change, and the options that change them alike."""
 
     def __init__(self, dtype: str, head_dim: int, *, Sq: int = 37, Sk: int = 133) -> None:  # noqa: N803
@@ -111,3 +113,198 @@ class Case:
             )
             for name in ("dq", "dk", "dv")
         }
+
+
+def arrays(dtype: str, sq: int, sk: int, head_dim: int = 8, heads: int = 2) -> list[np.ndarray]:
+    """dout, q, k and v."""
+    rng = np.random.default_rng(1)
+    lengths = (sq, sq, sk, sk)
+    return [rng.standard_normal((1, n, heads, head_dim)).astype(dtype) for n in lengths]
+
+
+def masked_tiles(
+    shape: tuple[int, int, int, int], tile: int, seed: int, *, full: float = 0.3
+) -> np.ndarray:
+    """Bools (B, H, Sq, Sk) in tiles of that many queries and keys; some rows see no key."""
+    rng = np.random.default_rng(seed)
+    batch, heads, sq, sk = shape
+    states = rng.random((batch, heads, -(-sq // tile), -(-sk // tile)))
+    share = np.repeat(np.repeat(states, tile, 2), tile, 3)[:, :, :sq, :sk]
+    mixed = (share < full + 0.25) & (rng.random(shape) > 0.4)
+    seen = (share < full) | mixed
+    seen[:, :, rng.random(sq) > 0.95] = False
+    return seen
+
+
+def mask_of(seen: np.ndarray) -> MaskMod:
+    """The mask as an expression; B and H of 1 broadcast."""
+    batch, heads = (axis > 1 for axis in seen.shape[:2])
+    return MaskMod(
+        "seen[each[0] ? b : 0][each[1] ? h : 0][q_idx][k_idx]",
+        python=lambda b, h, i, j, seen, each: seen[b * each[0], h * each[1], i, j],
+        seen=KERNELS.put(seen),
+        each=KERNELS.put(np.array([batch, heads], np.int32)),
+    )
+
+
+def blocks_of(seen: np.ndarray, **options: Any) -> BlockMask:
+    """The same with its tiles."""
+    batch, heads, sq, sk = seen.shape
+    return block_mask(mask_of(seen), sq, sk, B=batch, H=heads, **options)
+
+
+@dataclass(frozen=True)
+class TileMask:
+    """A problem, and bools that hide scores of it beside its options."""
+
+    problem: AttentionProblem
+    seen: np.ndarray
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What a call takes of the block mask."""
+        placed = {n: KERNELS.put(x) if isinstance(x, np.ndarray) else x for n, x in self.options}
+        return {"mask_mod": blocks_of(self.seen), **placed}
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What the reference takes in its place."""
+        return {"mask": self.seen, **dict(self.options)}
+
+    def forward_ratios(self) -> dict[str, float]:
+        """Errors over bounds of out and lse."""
+        arrays = self.problem.arrays()
+        found = cupyattn.attention(*map(KERNELS.put, arrays), **self.own, return_lse=True)
+        bounds = reference.attention_bound(
+            *arrays, dtype=self.problem.dtype, tile_k=16, **self.alike
+        )
+        exact = reference.attention(*arrays, **self.alike)
+        return {
+            name: reference.error_ratio(KERNELS.get(each), *expected)
+            for name, each, *expected in zip(("out", "lse"), found, exact, bounds, strict=True)
+        }
+
+    def backward_inputs(self) -> tuple[np.ndarray, ...]:
+        """dout, q, k, v, and the reference's out and lse."""
+        dout, _ = self.problem.gradients()
+        arrays = self.problem.arrays()
+        out, lse = reference.attention(*arrays, **self.alike)
+        return (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
+
+    def run_backward(self, **more: Any) -> AttentionGrads:
+        """With other options too, or others in place of its own."""
+        given = map(KERNELS.put, self.backward_inputs())
+        return cupyattn.attention_backward(*given, **{**self.own, **more})
+
+    def backward_ratios(self, **more: Any) -> dict[str, float]:
+        """Errors over bounds of all gradients."""
+        grads, given = self.run_backward(**more), self.backward_inputs()
+        exact = reference.attention_backward(*given, **self.alike)
+        bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **self.alike)
+        return {
+            name: reference.error_ratio(
+                KERNELS.get(grad), getattr(exact, name), getattr(bounds, name)
+            )
+            for name, grad in grads._asdict().items()
+            if grad is not None
+        }
+
+
+@dataclass(frozen=True)
+class PackedExpressions(VarlenProblem):
+    """Expressions that name the sequence, positions within it, and rows of packed arrays.
+
+    The arrays that they index by a row of q or k end with the last one.
+    """
+
+    put: Any = KERNELS.put
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The same each time."""
+        return np.random.default_rng(self.dense.seed)
+
+    @property
+    def slopes(self) -> np.ndarray:
+        """Of each sequence and head; a view."""
+        return self.rng.random((self.dense.B, 2 * self.dense.H)).astype(np.float16)[:, ::2]
+
+    @property
+    def by_distance(self) -> np.ndarray:
+        """A term for each head and distance."""
+        return self.rng.standard_normal((self.dense.H, sum(self.longest)), np.float32)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where the queries of each sequence stand."""
+        return np.arange(self.dense.B) * 3 - 1
+
+    def documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row of q and of k, in packed order."""
+        totals = (sum(self.queries), sum(self.keys))
+        q, k = (self.rng.integers(0, 3, total) for total in totals)
+        return q, k
+
+    def expressions(self) -> dict[str, Any]:
+        """Both, with their gradient."""
+        rows, keys = self.bounds
+        of_q, of_k = self.documents()
+        arrays = {
+            "cap": np.array(CAP, np.float32), "by_distance": self.by_distance,
+            "keys": np.array([self.longest[1]]), "slopes": self.slopes, "offsets": self.offsets,
+        }  # fmt: skip
+        masks = {"rows": rows, "keys": keys, "of_q": of_q, "of_k": of_k}
+        return {
+            "score_mod": ScoreMod(
+                "cap * tanhf(score / cap) + by_distance[h][q_idx - k_idx + keys[0] - 1]\n"
+                "  - slopes[b][h] * abs(q_idx + offsets[b] - k_idx)",
+                gradient="grad * (1 - tanhf(score / cap) * tanhf(score / cap))",
+                **{name: self.put(x) for name, x in arrays.items()},
+            ),
+            "mask_mod": MaskMod(
+                "of_q[rows[b] + q_idx] == of_k[keys[b] + k_idx]",
+                **{name: self.put(x) for name, x in masks.items()},
+            ),
+        }
+
+    def given(self) -> dict[str, Any]:
+        return {**self.expressions(), "q_offset": self.offsets}
+
+    def options(self) -> dict[str, Any]:
+        i, j = np.arange(self.longest[0])[:, None], np.arange(self.longest[1])
+        mask = np.zeros((self.dense.B, 1, *self.longest), bool)
+        of_q, of_k = self.documents()
+        for b, (rows, keys) in enumerate(zip(*self.bounds, strict=True)):
+            if b < self.dense.B:
+                own = of_q[rows : rows + self.queries[b]], of_k[keys : keys + self.keys[b]]
+                mask[b, 0, : len(own[0]), : len(own[1])] = own[0][:, None] == own[1]
+        return {
+            "softcap": CAP,
+            "bias": self.by_distance[:, i - j + self.longest[1] - 1],
+            "alibi_slopes": self.slopes,
+            "q_offset": self.offsets,
+            "mask": mask,
+        }
+
+
+@dataclass(frozen=True)
+class PackedBlocks(VarlenProblem):
+    """A block mask for the longest lengths, and bools in its place."""
+
+    seen: np.ndarray = None  # type: ignore[assignment]
+    causal: bool = False
+
+    def given(self) -> dict[str, Any]:
+        return {"mask_mod": blocks_of(self.seen), "causal": self.causal}
+
+    def options(self) -> dict[str, Any]:
+        window = {"window_size": (None, 0)} if self.causal else {}
+        return {"mask": self.seen, **window}
+
+
+def ragged(dtype: str, head_dim: int, seed: int = 0, **lengths: int) -> AttentionProblem:
+    """The dense problem of the longest of three sequences."""
+    return AttentionProblem(
+        B=3, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, drawn=(), seed=seed, **lengths
+    )

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.devices import KERNELS
-from support.dtypes import dtype_of
+from support.devices import KERNELS, dtype_of
 
 import cupyattn
 from cupyattn import reference

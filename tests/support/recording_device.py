@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cupyattn import attention
-from cupyattn.cli.recorder import Launch, LaunchRecorder, RecordedKernel
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.recorder import Launch, LaunchRecorder, RecordedKernel
 from cupyattn.runtime.spec import Specialisation
 
 

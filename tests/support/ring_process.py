@@ -21,8 +21,8 @@ from cupyattn.distributed import (
     ring_attention_backward,
     shard,
 )
-from cupyattn.distributed.communicators.nccl import load_nccl
-from cupyattn.distributed.launchers import launched
+from cupyattn.distributed.nccl import load_nccl
+from cupyattn.distributed.processes import launched
 
 TOKENS, OPTIONS = 512, {"causal": True}
 TIMEOUT = 10
@@ -61,7 +61,7 @@ def main(folder: Path, what: str) -> None:
         import cupy
         from nccl import core
 
-        from cupyattn.distributed.rendezvous import shared_id
+        from cupyattn.distributed.processes import shared_id
 
         cupy.cuda.Device(rank).use()
         identity = core.UniqueId.from_bytes(shared_id(folder, rank, size, 60))

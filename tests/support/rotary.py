@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support.attention_options import RUN_TIME_OPTIONS
-from support.devices import KERNELS, placed
-from support.dtypes import dtype_of
-from support.strategies import AttentionProblem, attention_problems
+from support.devices import KERNELS, dtype_of, placed
+from support.strategies import RUN_TIME_OPTIONS, AttentionProblem, attention_problems
 
 import cupyattn
 from cupyattn import Rotary

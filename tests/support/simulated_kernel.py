@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from support.dtypes import dtype_of
+from support.devices import dtype_of
 from support.strategies import AttentionProblem
 
 from cupyattn.ops.attention.reference.dense import AttentionGrads

@@ -3,10 +3,14 @@
 Hypothesis draws shapes, flags and a seed, and shrinks those; NumPy's generator fills the arrays
 from the seed. Head dims, dtypes and option names come from lists, because each of their
 combinations is a specialisation of a kernel to compile; lengths and data are free.
+
+The lists of attention's options are here only, and few combinations of several lists in which any
+two values of different lists meet.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +18,83 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.attention_options import OPTIONS, OptionSet
-from support.dtypes import dtype_of
-from support.pairs import attention_kernels
+from support.devices import dtype_of
 from support.search import Search
 
 from cupyattn.runtime.device.cuda import device_count
+from cupyattn.runtime.tables import pairs
+
+RUN_TIME_OPTIONS = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k")
+"""Arguments of every kernel but the teaching ones: they cost no compilation."""
+
+SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p")
+"""Compiled into the flash kernels: each combination is a specialisation."""
+
+REFERENCE_OPTIONS = ("rotary", "mask_mod")
+"""What no kernel has: nor of mask_mod a Python function, which stands for it here."""
+
+OPTIONS = (*RUN_TIME_OPTIONS, *SCORE_OPTIONS, *REFERENCE_OPTIONS)
+
+OptionSet = dict[str, str]
+"""Score options by name; for those that are arrays of numbers, which dtype: the problem's own
+("own") or "float32"."""
+
+OPTION_SETS: tuple[OptionSet, ...] = (
+    {},
+    {"mask": "", "bias": "own", "alibi_slopes": "float32", "dropout_p": ""},
+    {"mask": "", "alibi_slopes": "own", "softcap": "", "dropout_p": ""},
+    {"mask": "", "softcap": "", "sinks": "own"},
+    {"bias": "float32", "alibi_slopes": "float32", "sinks": "float32"},
+    {"bias": "own", "softcap": "", "sinks": "float32", "dropout_p": ""},
+)
+"""Of every two score options: both, either alone, and neither stand in some set."""
+
+ALL_AT_ONCE: tuple[OptionSet, ...] = (
+    {"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own",
+     "dropout_p": ""},
+    {"mask": "", "bias": "float32", "alibi_slopes": "own", "softcap": "", "sinks": "float32",
+     "dropout_p": ""},
+)  # fmt: skip
+"""Every score option, compiled into one specialisation; the two differ in the dtypes of arrays."""
+
+EITHER_HALF = tuple(((every,), OPTION_SETS) for every in ALL_AT_ONCE)
+"""Arguments of `search.wider`: all options at once, and the sets of ``--deep``."""
+
+
+def every_option(
+    dtype: str, heads: int, sq: int, sk: int, bias: tuple[tuple[int, ...], str] | None = None
+) -> tuple[tuple[str, Any], ...]:
+    """Draw all of the first set of `ALL_AT_ONCE`, for kernels that searches compile anyway.
+
+    Their arrays have to be strided, as those of the searches are.
+    """
+    return (
+        *(("mask", (sq, sk)), ("bias", bias or ((sq, sk), dtype)), ("softcap", 15.0)),
+        *(("alibi_slopes", ((heads,), "float32", 1)), ("sinks", dtype), ("dropout_p", 0.1)),
+    )
+
+
+def attention_kernels(
+    head_dims: Sequence[Any],
+    dtypes: Sequence[str],
+    option_sets: Sequence[Any],
+    views: Sequence[str],
+    option_views: Sequence[str],
+) -> list[tuple[Any, ...]]:
+    """Which specialisations a search draws from: one of each list, of views all of one load.
+
+    A GPU, and a search of as many examples as were asked for, go through all combinations.
+    """
+    loads = _groups(views, "sliced"), _groups(option_views, "padded")
+    combine = itertools.product if device_count() or Search.examples else pairs
+    return list(combine(head_dims, dtypes, option_sets, *loads))
+
+
+def _groups(views: Sequence[str], other: str) -> list[tuple[str, ...]]:
+    """The views but one, and that one, which needs another load: those that there are."""
+    groups = (tuple(v for v in views if (v == other) == is_other) for is_other in (False, True))
+    return [group for group in groups if group]
+
 
 TILE = 64
 LENGTHS = (0, 1, 7, 13, 31, 32, 33, 53, 63, 64, 65, 97, 127, 128, 129, 255, 256, 257, 293, 300)

@@ -1,8 +1,21 @@
-"""Configs of a few thousand weights: every architecture, and what may differ within one."""
+"""Models of a few thousand weights: every architecture, as a config and as a published folder.
+
+A folder has config.json and safetensors. The tokenizer's tokens are bytes, most of which are parts
+of characters.
+"""
 
 from __future__ import annotations
 
-from cupyattn.models import Config
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from cupyattn.models import Config, Model
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, places
 
 GPT2 = Config(
     "gpt2", 61, 2, 32, 4, 4, 8, 64, 24, 1e-5, "gelu_tanh",
@@ -22,3 +35,73 @@ TINY = {
     "qwen2": LLAMA._replace(qkv_bias=True, tied=True, num_kv_heads=1),
     "geglu": LLAMA._replace(activation="geglu", mlp_bias=True, output_bias=True),
 }
+
+
+class ByteTokenizer:
+    """Ids are the bytes of UTF-8; `begin`, if given, is put before each text and has no text."""
+
+    def __init__(self, begin: int | None = None) -> None:
+        self.begin = begin
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        first = [] if self.begin is None or not special_tokens else [self.begin]
+        return [*first, *text.encode()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(each for each in ids if each < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        return "".join(f"{each['role'][0]}:{each['content']}\n" for each in messages) + "a:"
+
+
+SHARED = {"gelu_tanh": "gelu_new", "swiglu": "silu"}
+
+
+def config_of(config: Config) -> dict[str, Any]:
+    """What config.json says of these numbers."""
+    if config.architecture == "gpt2":
+        return {
+            "model_type": "gpt2", "vocab_size": config.vocab_size, "n_embd": config.hidden_size,
+            "n_layer": config.num_layers, "n_head": config.num_heads,
+            "n_inner": config.intermediate_size, "n_positions": config.max_positions,
+            "layer_norm_epsilon": config.norm_eps,
+        }  # fmt: skip
+    return {
+        "model_type": config.architecture, "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions, "hidden_act": SHARED[config.activation],
+        "rms_norm_eps": config.norm_eps, "layer_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "partial_rotary_factor": config.rotary_dim / config.head_dim,
+    }  # fmt: skip
+
+
+def tensors_of(model: Model) -> dict[str, np.ndarray]:
+    """The tensors of a model that is not quantised, as transformers calls them."""
+    naming = HUGGING_FACE[model.config.architecture]
+    found = places(naming, model.config, model.weights, {f"{naming.prefix}x": None})  # type: ignore[dict-item]
+    return {
+        name: np.ascontiguousarray(place.targets["all"].reshape(place.shape))
+        for name, place in found.filled.items()
+    }
+
+
+def write_folder(
+    folder: Path,
+    config: Config,
+    tensors: dict[str, np.ndarray],
+    quantization: dict[str, Any] | None = None,
+) -> Path:
+    """Write a model's folder."""
+    folder.mkdir(exist_ok=True)
+    given = config_of(config)
+    if quantization is not None:
+        given["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(given))
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+        folder / "model.safetensors",
+    )
+    return folder

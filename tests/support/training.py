@@ -10,9 +10,9 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.models import Config, Model
-from cupyattn.models.training.batch import IGNORED, Batch
-from cupyattn.models.training.evaluation import batch_loss
+from cupyattn.models.training.batches import IGNORED, Batch
 from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.training.trainable import batch_loss
 from cupyattn.models.weights import empty, named_arrays
 
 LENGTHS = (5, 1, 8)

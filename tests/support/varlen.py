@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from support.devices import KERNELS, placed
-from support.dtypes import FLOAT_DTYPES, dtype_of
+from support.devices import FLOAT_DTYPES, KERNELS, dtype_of, placed
 from support.strategies import AttentionProblem, attention_problems
 
 import cupyattn

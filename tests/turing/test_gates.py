@@ -19,7 +19,7 @@ from support.gates import exceeded, limits_of, require_gates_tools
 from support.readme import ROOT
 from support.search import deep, mostly_deep
 
-from cupyattn.benchmark.fma_rate import fma_rate
+from cupyattn.benchmark.ceiling_kernels import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, LIKE_FLOAT32, LIKE_TUNED, TUNED
 from cupyattn.ops.attention.kernels import decode, float32
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers

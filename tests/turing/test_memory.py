@@ -9,7 +9,7 @@ from support.search import deep
 
 from cupyattn.emulator import Report
 from cupyattn.turing import MACHINES, T4
-from cupyattn.turing.memory import MemoryFigures, memory_figures
+from cupyattn.turing.analysis import MemoryFigures, memory_figures
 
 CALLS = {call.name: call for call in every_call()}
 SECTOR_TOLERANCE = 0.005

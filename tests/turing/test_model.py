@@ -13,19 +13,31 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn.turing import MACHINES, T4, Machine, disassembler
+from cupyattn.turing import MACHINES, T4, Machine, sass
 from cupyattn.turing.analysis import code_figures
 from cupyattn.turing.counts import loop_figures
-from cupyattn.turing.disassembler import DisassemblerError, disassemble
-from cupyattn.turing.loops import FFMA, MATRIX, steady_path, working_loops
-from cupyattn.turing.pipes import access_bytes, barrier_warps, pipe_of, service
-from cupyattn.turing.sass import NO_SCOREBOARD, Control, Instruction, parse_listing
-from cupyattn.turing.simulation import busy_fraction, utilisation
+from cupyattn.turing.machine import access_bytes, barrier_warps, pipe_of, service
+from cupyattn.turing.sass import (
+    NO_SCOREBOARD,
+    Control,
+    DisassemblerError,
+    SassInstruction,
+    disassemble,
+    parse_listing,
+)
+from cupyattn.turing.simulation import (
+    FFMA,
+    MATRIX,
+    busy_fraction,
+    steady_path,
+    utilisation,
+    working_loops,
+)
 
 LISTING = parse_listing((Path(__file__).parent / "loops.sass").read_text())
 
-HMMA = Instruction(0, "HMMA.1688.F32", control=Control(stall=8))
-LDS = Instruction(0, "LDS.128", control=Control(stall=1, write_scoreboard=0))
+HMMA = SassInstruction(0, "HMMA.1688.F32", control=Control(stall=8))
+LDS = SassInstruction(0, "LDS.128", control=Control(stall=1, write_scoreboard=0))
 
 
 # --- the listing
@@ -88,7 +100,7 @@ def test_a_listing_without_its_encoding_is_an_error():
     ],
 )
 def test_pipes(opcode, pipe, width, cycles):
-    instruction = Instruction(0, opcode)
+    instruction = SassInstruction(0, opcode)
     assert pipe_of(instruction) == pipe
     assert access_bytes(instruction) == width
     assert service(instruction, T4) == cycles
@@ -105,16 +117,16 @@ def test_pipes(opcode, pipe, width, cycles):
     ],
 )
 def test_barriers(opcode, operands, warps):
-    assert barrier_warps(Instruction(0, opcode, operands), 8) == warps
+    assert barrier_warps(SassInstruction(0, opcode, operands), 8) == warps
 
 
 # --- loops
 
 
-def assemble(*lines: tuple[str, int | None]) -> list[Instruction]:
+def assemble(*lines: tuple[str, int | None]) -> list[SassInstruction]:
     """Opcodes and targets, 16 bytes apart; every branch has a predicate."""
     return [
-        Instruction(16 * k, opcode, predicate="P0", target=target)
+        SassInstruction(16 * k, opcode, predicate="P0", target=target)
         for k, (opcode, target) in enumerate(lines)
     ]
 
@@ -134,7 +146,7 @@ def test_loops_that_do_the_work():
 def test_float32_products_are_work_where_there_are_no_others():
     loop = assemble(("FFMA", None), ("FADD", None), ("BRA", 0))
     assert working_loops(loop) == (FFMA, [loop])
-    work, bodies = working_loops([*loop, Instruction(0x30, "HMMA")])
+    work, bodies = working_loops([*loop, SassInstruction(0x30, "HMMA")])
     assert work is FFMA, "a product outside of every loop is not the work"
     assert bodies == [loop]
     assert working_loops(assemble(("FADD", None), ("BRA", 0)))[1] == []
@@ -210,8 +222,8 @@ def test_the_main_loop_is_the_one_without_masks():
     """Of two loops with as many products the shorter, wherever it stands."""
     masked = assemble(*[("FMNMX", None)] * 4, ("HMMA", None), ("BRA", 0))
     full = [
-        Instruction(0x100, "HMMA"),
-        Instruction(0x110, "BRA", predicate="P0", target=0x100),
+        SassInstruction(0x100, "HMMA"),
+        SassInstruction(0x110, "BRA", predicate="P0", target=0x100),
     ]
     for code in (masked + full, full + masked):
         simulated = [loop for loop in code_figures(code, 128, 2) if loop.utilisation]
@@ -227,7 +239,7 @@ def test_products_alone_saturate():
 
 def test_a_geforce_needs_twice_the_cycles():
     """A warp that waits for each product keeps the slower tensor cores busier."""
-    waiting = [HMMA, Instruction(0, "MOV", control=Control(stall=8))]
+    waiting = [HMMA, SassInstruction(0, "MOV", control=Control(stall=8))]
     shares = [
         busy_fraction(waiting, MATRIX, 4, 1, machine=machine)
         for machine in (T4, Machine(hmma_f32=16))
@@ -236,7 +248,7 @@ def test_a_geforce_needs_twice_the_cycles():
 
 
 def test_float32_products_share_their_pipe():
-    path = [Instruction(0, name, control=Control(stall=2)) for name in ("FFMA", "FADD")] * 8
+    path = [SassInstruction(0, name, control=Control(stall=2)) for name in ("FFMA", "FADD")] * 8
     assert busy_fraction(path, FFMA, 4, 1) == pytest.approx(0.5, abs=0.01)
 
 
@@ -250,12 +262,12 @@ def test_a_scoreboard_is_waited_for():
     """One warp: the load's way into the unit, its service and its latency, then the product."""
     waits = replace(HMMA, control=Control(stall=8, waits_for=(0,)))
     cycles = 4 + 2 + T4.shared_latency + 8
-    lds = Instruction(0, "LDS", control=Control(stall=1, write_scoreboard=0))
+    lds = SassInstruction(0, "LDS", control=Control(stall=1, write_scoreboard=0))
     assert 4 * busy_fraction([lds, waits], MATRIX, 1, 1) == pytest.approx(8 / cycles, rel=0.02)
 
 
 def test_a_barrier_holds_its_warps_together():
-    barrier = Instruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
+    barrier = SassInstruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
     free = busy_fraction([HMMA] * 4, MATRIX, 4, 1)
     held = busy_fraction([*[HMMA] * 4, barrier], MATRIX, 4, 1)
     assert held == pytest.approx(32 / (32 + T4.barrier), abs=0.02)
@@ -263,7 +275,7 @@ def test_a_barrier_holds_its_warps_together():
 
 
 def test_two_ctas_fill_each_others_gaps():
-    barrier = Instruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
+    barrier = SassInstruction(0, "BAR.SYNC", "0x0", control=Control(stall=1))
     path = [*[HMMA] * 4, barrier]
     one, two = (utilisation(path, MATRIX, 4, ctas) for ctas in (1, 2))
     assert one.low == one.high, "a CTA alone starts when it starts"
@@ -276,8 +288,8 @@ def test_ctas_of_two_warps_use_every_sub_partition():
 
 def test_a_loop_that_cannot_advance():
     """Two warps meet at a barrier for four, which the others never reach."""
-    waits = [Instruction(0, "BAR.SYNC", "0x0"), HMMA]
-    sick = Instruction(0, "LDS", control=Control(write_scoreboard=0, waits_for=(0,)))
+    waits = [SassInstruction(0, "BAR.SYNC", "0x0"), HMMA]
+    sick = SassInstruction(0, "LDS", control=Control(write_scoreboard=0, waits_for=(0,)))
     assert busy_fraction([*waits, sick], MATRIX, 2, 1) > 0
     with pytest.raises(RuntimeError, match="does not advance"):
         busy_fraction([*waits, sick], MATRIX, 2, 1, machine=Machine(shared_latency=10_000_000))
@@ -291,10 +303,10 @@ def no_tool(monkeypatch, tmp_path):
     for name in ("CUDA_PATH", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(disassembler, "WHEEL", "a-wheel-that-is-not-there")
-    disassembler._find.cache_clear()
+    monkeypatch.setattr(sass, "WHEEL", "a-wheel-that-is-not-there")
+    sass._find.cache_clear()
     yield tmp_path
-    disassembler._find.cache_clear()
+    sass._find.cache_clear()
 
 
 def test_without_a_disassembler_the_error_says_what_to_install(no_tool):
@@ -310,21 +322,21 @@ def test_a_disassembler_of_a_toolkit_is_found(no_tool, monkeypatch, variable):
     tool.write_text("")
     tool.chmod(0o755)
     monkeypatch.setenv(variable, str(folder if variable == "PATH" else no_tool))
-    assert disassembler._find() == tool
+    assert sass._find() == tool
 
 
 def test_what_the_disassembler_says_is_the_error(monkeypatch):
     def failing(command, **_):
         return subprocess.CompletedProcess(command, 1, "", "nvdisasm fatal: not an ELF file")
 
-    monkeypatch.setattr(disassembler, "_find", lambda: Path("nvdisasm"))
-    monkeypatch.setattr(disassembler.subprocess, "run", failing)
+    monkeypatch.setattr(sass, "_find", lambda: Path("nvdisasm"))
+    monkeypatch.setattr(sass.subprocess, "run", failing)
     with pytest.raises(DisassemblerError, match="not an ELF file"):
         disassemble(b"")
 
 
 def test_products_of_tensor_cores_that_a_card_lacks_are_counted_and_not_played():
-    jump = Instruction(16, "BRA", "0x0", target=0, control=Control(stall=5))
+    jump = SassInstruction(16, "BRA", "0x0", target=0, control=Control(stall=5))
     code = [HMMA, jump]
     (there,) = code_figures(code, 128, 2)
     (lacking,) = code_figures(code, 128, 2, machine=MACHINES["GTX 1650 Ti"])

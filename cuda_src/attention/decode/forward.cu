@@ -33,7 +33,7 @@
 #else
 #include "float_rows.cuh"
 #endif
-#include "dense_feed.cuh"
+#include "block_feed.cuh"
 #include "../row_sum.cuh"
 #include "shares.cuh"
 

@@ -11,7 +11,7 @@
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS)
 #error "DTYPE, HEAD_DIM_V and THREADS come from a launch-configuration table"
 #endif
-#include "row_delta.cuh"
+#include "row_sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_f32_delta(const DTYPE* dout_g, const DTYPE* out_g, const float* dlse_g, float* delta_g,

@@ -7,7 +7,7 @@
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(ZEROED_DIM) || !defined(THREADS)
 #error "DTYPE, HEAD_DIM_V, ZEROED_DIM and THREADS come from a launch-configuration table"
 #endif
-#include "row_delta.cuh"
+#include "row_sums.cuh"
 #include "../varlen_backward_params.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -6,7 +6,7 @@
 
 #include "../backward_params.cuh"
 #include "../block_lists.cuh"
-#include "../query_walk.cuh"
+#include "../key_walk.cuh"
 #include "row_statistics.cuh"
 #include "tile_feed.cuh"
 

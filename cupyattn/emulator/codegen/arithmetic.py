@@ -6,9 +6,8 @@ import re
 
 from cupyattn.emulator.codegen import float_arithmetic
 from cupyattn.emulator.codegen.float_arithmetic import FLOAT_TYPES, float_operand
-from cupyattn.emulator.codegen.generator import Generator, Lowering
-from cupyattn.emulator.ptx.data_types import SIZE, operand_dtype, unsigned
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
+from cupyattn.emulator.ptx.model import SIZE, Instruction, operand_dtype, unsigned
 
 __all__ = ["LOWERINGS", "fixed_permutation", "fixed_selector"]
 
@@ -21,7 +20,7 @@ _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 _PRMT_MODES = ("f4e", "b4e", "rc8", "ecl", "ecr", "rc16")
 
 
-def _dispatch(gen: Generator, x: Instruction) -> None:
+def _dispatch(gen: CodeGenerator, x: Instruction) -> None:
     """Send an opcode that exists for floats, predicates and integers to where it belongs."""
     kind = x.parts[-1]
     if kind in FLOAT_TYPES:
@@ -32,7 +31,7 @@ def _dispatch(gen: Generator, x: Instruction) -> None:
         _integer(gen, x)
 
 
-def _predicate_logic(gen: Generator, x: Instruction) -> None:
+def _predicate_logic(gen: CodeGenerator, x: Instruction) -> None:
     operands = [gen.value(o, "b1") for o in x.operands[1:]]
     if x.root == "not":
         gen.assign(x.operands[0], f"~({operands[0]})", "b1")
@@ -42,7 +41,7 @@ def _predicate_logic(gen: Generator, x: Instruction) -> None:
         raise gen.unsupported(x)
 
 
-def _integer(gen: Generator, x: Instruction) -> None:
+def _integer(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     if kind not in SIZE or not set(x.parts[1:-1]) <= _INTEGER_MODIFIERS:
         raise gen.unsupported(x)
@@ -83,7 +82,7 @@ def _integer(gen: Generator, x: Instruction) -> None:
         raise gen.unsupported(x)
 
 
-def _multiply(gen: Generator, x: Instruction, dtype: str, raw: str) -> None:
+def _multiply(gen: CodeGenerator, x: Instruction, dtype: str, raw: str) -> None:
     a, b = x.operands[1:3]
     result = raw
     if "cc" in x.parts or ("sat" in x.parts):
@@ -106,7 +105,7 @@ def _multiply(gen: Generator, x: Instruction, dtype: str, raw: str) -> None:
     gen.assign(x.operands[0], value, result)
 
 
-def _shift(gen: Generator, x: Instruction) -> None:
+def _shift(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     raw = unsigned(SIZE[kind])
     dtype = operand_dtype(kind) if x.root == "shr" else raw
@@ -119,7 +118,7 @@ def _shift(gen: Generator, x: Instruction) -> None:
     gen.assign(x.operands[0], f"{name}({value}, {gen.value(amount, 'u4')})", dtype)
 
 
-def _bits(gen: Generator, x: Instruction) -> None:
+def _bits(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     raw, dtype = unsigned(SIZE[kind]), operand_dtype(kind)
     o = x.operands
@@ -148,7 +147,7 @@ def _bits(gen: Generator, x: Instruction) -> None:
     gen.assign(o[0], value, raw)
 
 
-def fixed_permutation(gen: Generator, sources: tuple[str, str], selector: int) -> str:
+def fixed_permutation(gen: CodeGenerator, sources: tuple[str, str], selector: int) -> str:
     """Return shifts and masks for a ``prmt`` of two expressions, bytes moved together."""
     masks: dict[tuple[int, int], int] = {}
     for i in range(4):
@@ -176,7 +175,7 @@ def fixed_selector(x: Instruction) -> int | None:
     return selector if selector < 0x8000 and not selector & 0x8888 else None
 
 
-def _permute(gen: Generator, x: Instruction) -> None:
+def _permute(gen: CodeGenerator, x: Instruction) -> None:
     a, b, c = (gen.value(o, "u4") for o in x.operands[1:4])
     selector = fixed_selector(x)
     if selector is not None:
@@ -186,7 +185,7 @@ def _permute(gen: Generator, x: Instruction) -> None:
     gen.assign(x.operands[0], f"permute_bytes({a}, {b}, {c}, {mode!r})", "u4")
 
 
-def _dot(gen: Generator, x: Instruction) -> None:
+def _dot(gen: CodeGenerator, x: Instruction) -> None:
     a, b, c = (gen.value(o, "u4") for o in x.operands[1:4])
     signs = f"{x.parts[-2][0] == 's'}, {x.parts[-1][0] == 's'}"
     if x.root == "dp4a":
@@ -195,7 +194,9 @@ def _dot(gen: Generator, x: Instruction) -> None:
         gen.assign(x.operands[0], f"dot_halves({a}, {b}, {c}, {signs}, {x.parts[1] == 'hi'})", "u4")
 
 
-def _comparison(gen: Generator, x: Instruction, operator: str, kind: str, a: str, b: str) -> str:
+def _comparison(
+    gen: CodeGenerator, x: Instruction, operator: str, kind: str, a: str, b: str
+) -> str:
     """Return the expression that compares two operands of type `kind`."""
     if kind not in FLOAT_TYPES:
         dtype = operand_dtype(kind)
@@ -217,7 +218,7 @@ def _comparison(gen: Generator, x: Instruction, operator: str, kind: str, a: str
     return f"({left} {_COMPARISONS[operator]} {right})"
 
 
-def _set_predicate(gen: Generator, x: Instruction) -> None:
+def _set_predicate(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     compared = _comparison(gen, x, x.parts[1], kind, x.operands[1], x.operands[2])
     targets = [name.strip() for name in x.operands[0].split("|")]
@@ -236,7 +237,7 @@ def _set_predicate(gen: Generator, x: Instruction) -> None:
         gen.assign(target, f"_p{i}", "b1")
 
 
-def _set(gen: Generator, x: Instruction) -> None:
+def _set(gen: CodeGenerator, x: Instruction) -> None:
     to, of = x.parts[-2:]
     compared = _comparison(gen, x, x.parts[1], of, x.operands[1], x.operands[2])
     if x.parts[2] in _LOGIC:
@@ -260,14 +261,14 @@ def _set(gen: Generator, x: Instruction) -> None:
         raise gen.unsupported(x)
 
 
-def _select(gen: Generator, x: Instruction) -> None:
+def _select(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     dtype = {"f32": "f4", "f64": "f8"}.get(kind, unsigned(SIZE[kind]))
     a, b = (gen.value(o, dtype) for o in x.operands[1:3])
     gen.assign(x.operands[0], f"where({gen.value(x.operands[3], 'b1')}, {a}, {b})", dtype)
 
 
-def _select_by_sign(gen: Generator, x: Instruction) -> None:
+def _select_by_sign(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[1 if "ftz" not in x.parts else 2]
     dtype = {"f32": "f4", "f64": "f8"}.get(kind, unsigned(SIZE[kind]))
     a, b = (gen.value(o, dtype) for o in x.operands[1:3])

@@ -25,16 +25,40 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.codegen.generator import Generator
-from cupyattn.emulator.codegen.layout import shared_granule
-from cupyattn.emulator.codegen.lowering import CONTROL, lowering_of
-from cupyattn.emulator.codegen.names import RUNTIME_NAMES
+from cupyattn.emulator.codegen import arithmetic, control, conversion, memory_access
+from cupyattn.emulator.codegen.generator import RUNTIME_NAMES, CodeGenerator, Lowering
 from cupyattn.emulator.codegen.reordering import Reordering
-from cupyattn.emulator.program import Program
+from cupyattn.emulator.program import Program, shared_granule
 from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
 
-__all__ = ["compile_kernel", "executable"]
+__all__ = ["CONTROL", "compile_kernel", "executable", "lowering_of"]
+
+
+# Instructions that end a basic block and say themselves where to go on.
+CONTROL = frozenset(["bra", "brx", "ret", "exit", "bar", "barrier", "shfl", "vote", "match"])
+
+_LOWERINGS: dict[str, Lowering] = {
+    **control.LOWERINGS,
+    **arithmetic.LOWERINGS,
+    **conversion.LOWERINGS,
+    **memory_access.LOWERINGS,
+    **control.WARP_LOWERINGS,
+}
+
+
+def lowering_of(generator: CodeGenerator, instruction: Instruction) -> Lowering:
+    """Return the lowering for `instruction`.
+
+    Raises
+    ------
+    UnsupportedPTXError
+        There is none.
+    """
+    if instruction.root not in _LOWERINGS:
+        raise generator.unsupported(instruction)
+    return _LOWERINGS[instruction.root]
+
 
 _ALL_LANES = ("-1", "0xffffffff", "4294967295")
 
@@ -44,7 +68,7 @@ def _may_be_partial(x: Instruction) -> bool:
     return x.opcode == "bar.warp.sync" and x.operands[0].lower() not in _ALL_LANES
 
 
-def _write_block(gen: Generator, number: int) -> list[str]:
+def _write_block(gen: CodeGenerator, number: int) -> list[str]:
     """Return the statements of basic block `number`."""
     gen.start_block(number)
     if gen.flow.continues(number):  # otherwise the loop has told the report of it
@@ -78,7 +102,7 @@ def _write_block(gen: Generator, number: int) -> list[str]:
     return gen.out
 
 
-def _assemble(gen: Generator, bodies: list[list[str]]) -> str:
+def _assemble(gen: CodeGenerator, bodies: list[list[str]]) -> str:
     out = ["def kernel(batch):"]
     out += [f" {line}" for line in RUNTIME_NAMES.prologue]
     out += [f" {name} = {text}" for name, text in gen.prologue.items()]
@@ -149,7 +173,7 @@ def compile_kernel(function: Function, variables: dict[str, Variable], target: i
     UnsupportedPTXError
         The kernel has an instruction that the emulator does not run, or that the target lacks.
     """
-    gen = Generator(function, variables)
+    gen = CodeGenerator(function, variables)
     for instruction in function.instructions:
         needed = needed_target(instruction)
         if needed > target:

@@ -1,23 +1,25 @@
-"""Branches, returns, barriers, and what does nothing on an emulator."""
+"""Branches, returns, barriers, and instructions of a warp: shuffles, votes, matches, products."""
 
 from __future__ import annotations
 
-from cupyattn.emulator.codegen.generator import Generator, Lowering
+from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
+from cupyattn.emulator.codegen.operations import ACCUMULATORS, MMA_STEPS, fragments
 from cupyattn.emulator.machine.barriers import barrier_fault
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.ptx.model import SIZE, Instruction, unsigned
 
-__all__ = ["LOWERINGS", "meet"]
+__all__ = ["LOWERINGS", "WARP_LOWERINGS", "meet"]
+
 
 _STEP = "block, mask, merge = "
 _ANOTHER = "schedule.pick()"  # step, if the lanes that run have to wait
 
 
-def _predicate(gen: Generator, x: Instruction) -> str:
+def _predicate(gen: CodeGenerator, x: Instruction) -> str:
     assert x.guard is not None
     return f"{'~' if x.guard[1] else ''}{gen.value(x.guard[0], 'b1')}"
 
 
-def _branch(gen: Generator, x: Instruction) -> None:
+def _branch(gen: CodeGenerator, x: Instruction) -> None:
     target = gen.flow.target.get(x.operands[0])
     if target is None:  # the label stands at the end of the kernel
         _exit(gen, x)
@@ -28,7 +30,7 @@ def _branch(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {_behind(gen)}, mask, merge)")
 
 
-def _branch_table(gen: Generator, x: Instruction) -> None:
+def _branch_table(gen: CodeGenerator, x: Instruction) -> None:
     if x.guard:
         raise gen.unsupported(x, "a guarded brx.idx")
     targets = [gen.flow.target[label] for label in gen.function.branch_tables[x.operands[1]]]
@@ -36,7 +38,7 @@ def _branch_table(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch_table({index}, np.array({targets}, i4), mask, merge)")
 
 
-def _exit(gen: Generator, x: Instruction) -> None:
+def _exit(gen: CodeGenerator, x: Instruction) -> None:
     if not x.guard:
         gen.jump(None)
         return
@@ -47,13 +49,13 @@ def _exit(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, EXITED, {after}, mask, merge)")
 
 
-def _behind(gen: Generator) -> str:
+def _behind(gen: CodeGenerator) -> str:
     """Return the block behind the one that ends here."""
     after = gen.flow.blocks[gen.block].next
     return "EXITED" if after is None else str(after)
 
 
-def meet(gen: Generator, x: Instruction, operands: list[str], named: str) -> None:
+def meet(gen: CodeGenerator, x: Instruction, operands: list[str], named: str) -> None:
     """Write the meeting of the lanes that the operand `named` lists, who exchange `operands`."""
     values = "".join(f"{operand}, " for operand in operands)
     gen.line(
@@ -62,7 +64,7 @@ def meet(gen: Generator, x: Instruction, operands: list[str], named: str) -> Non
     )
 
 
-def _barrier(gen: Generator, x: Instruction) -> None:
+def _barrier(gen: CodeGenerator, x: Instruction) -> None:
     parts = [p for p in x.parts if p not in ("cta", "aligned")]
     if parts[1] == "warp":
         meet(gen, x, [], x.operands[0])
@@ -90,18 +92,18 @@ def _barrier(gen: Generator, x: Instruction) -> None:
     )
 
 
-def _barrier_result(gen: Generator, x: Instruction) -> None:
+def _barrier_result(gen: CodeGenerator, x: Instruction) -> None:
     if x.parts[-1] == "pred":
         gen.assign(x.operands[0], "(barriers.result != 0)", "b1")
     else:
         gen.assign(x.operands[0], "barriers.result", "u4")
 
 
-def _trap(gen: Generator, x: Instruction) -> None:
+def _trap(gen: CodeGenerator, x: Instruction) -> None:
     gen.line(f"batch.trap({gen.mask}, {x.site})")
 
 
-def _nothing(gen: Generator, x: Instruction) -> None:
+def _nothing(gen: CodeGenerator, x: Instruction) -> None:
     """Memory is coherent and in order here; caches and sleeping have no effect."""
     gen.line("pass")
 
@@ -118,4 +120,84 @@ LOWERINGS: dict[str, Lowering] = {
     **dict.fromkeys(
         ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "pmevent"), _nothing
     ),
+}
+
+
+def _shuffle(gen: CodeGenerator, x: Instruction) -> None:
+    if x.parts[1] != "sync":
+        raise gen.unsupported(x, "shfl without .sync")
+    meet(gen, x, [gen.value(o, "u4") for o in x.operands[1:4]], x.operands[4])
+
+
+def _vote(gen: CodeGenerator, x: Instruction) -> None:
+    if x.parts[1] != "sync":
+        raise gen.unsupported(x, "vote without .sync")
+    meet(gen, x, [gen.value(x.operands[1], "b1")], x.operands[2])
+
+
+def _match(gen: CodeGenerator, x: Instruction) -> None:
+    meet(gen, x, [gen.value(x.operands[1], unsigned(SIZE[x.parts[-1]]))], x.operands[2])
+
+
+def _receive(gen: CodeGenerator, x: Instruction) -> None:
+    """Write what the lanes got from the ``shfl``, ``vote`` or ``match`` before: value|predicate."""
+    targets = [name.strip() for name in x.operands[0].split("|")]
+    if x.parts[1] == "vote" and x.parts[-1] == "pred":
+        targets.insert(0, "_")
+    gen.assign(targets[0], "warp_sync.value", "u4")
+    if len(targets) > 1 and (targets[1] not in gen.names or gen.flow.use_count[targets[1]]):
+        gen.assign(targets[1], "warp_sync.flag", "b1")
+
+
+def _active_mask(gen: CodeGenerator, x: Instruction) -> None:
+    gen.assign(x.operands[0], f"active_mask({gen.mask}, shape)", "u4")
+
+
+def _move_matrix(gen: CodeGenerator, x: Instruction) -> None:
+    value = gen.value(x.operands[1], "u4")
+    gen.assign(x.operands[0], f"matrix.transpose({value}, {gen.mask}, {x.site})", "u4")
+
+
+def _multiply(gen: CodeGenerator, x: Instruction) -> None:
+    """One product by itself; those with float32 accumulators are mostly fused (`products`)."""
+    types = x.parts[-4:]
+    accumulator = types[0]
+    if (
+        x.parts[3] not in MMA_STEPS
+        or x.parts[-6:-4] != ("row", "col")
+        or types not in (("f16",) * 4, ("f32", "f16", "f16", "f32"))
+    ):
+        raise gen.unsupported(
+            x, "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators only"
+        )
+    steps, sums = MMA_STEPS[x.parts[3]], ACCUMULATORS // (1 + (accumulator == "f16"))
+    found = fragments(x)
+    if [len(names) for names in found] != [sums, 2 * steps, steps, sums]:
+        raise gen.unsupported(
+            x, f"{x.parts[3]} takes fragments of {sums}, {2 * steps}, {steps} and {sums} registers"
+        )
+    d, a, b, c = found
+    left = ", ".join(gen.value(name, "u4") for name in a)
+    right = ", ".join(gen.value(name, "u4") for name in b)
+    dtype = "u4" if accumulator == "f16" else "f4"
+    start = ", ".join(gen.value(name, dtype) for name in c)
+    if accumulator == "f16":
+        gen.line(f"_v = matrix.multiply_half([{left}], [{right}], [{start}], {gen.mask}, {x.site})")
+    else:
+        gen.line(
+            f"_v = matrix.multiply([{left}], [{right}], [{start}], 1, {len(b)}, {gen.mask}, "
+            f"{x.site})"
+        )
+    for i, name in enumerate(d):
+        gen.assign(name, f"_v[{i}]", dtype)
+
+
+WARP_LOWERINGS: dict[str, Lowering] = {
+    "shfl": _shuffle,
+    "vote": _vote,
+    "match": _match,
+    "sync_result": _receive,
+    "activemask": _active_mask,
+    "movmatrix": _move_matrix,
+    "mma": _multiply,
 }

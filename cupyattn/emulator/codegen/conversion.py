@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cupyattn.emulator.codegen.generator import Generator, Lowering
-from cupyattn.emulator.ptx.data_types import operand_dtype
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
+from cupyattn.emulator.ptx.model import Instruction, operand_dtype
 
 __all__ = ["LOWERINGS"]
 
@@ -14,7 +13,7 @@ _MODIFIERS = (*_ROUNDINGS, "ftz", "sat", "relu")
 _SINGLE = {"f16": "f4", "bf16": "f4", "f32": "f4", "f64": "f8"}  # what a float is read as
 
 
-def _read_float(gen: Generator, x: Instruction, operand: str, kind: str) -> str:
+def _read_float(gen: CodeGenerator, x: Instruction, operand: str, kind: str) -> str:
     """Return an expression for a float operand as float32 (float64 for f64)."""
     if kind == "f16":
         return f"half_to_float({gen.value(operand, 'u2')})"
@@ -26,7 +25,7 @@ def _read_float(gen: Generator, x: Instruction, operand: str, kind: str) -> str:
     return value
 
 
-def _write_float(gen: Generator, x: Instruction, target: str, value: str, kind: str) -> None:
+def _write_float(gen: CodeGenerator, x: Instruction, target: str, value: str, kind: str) -> None:
     """Round `value` (float32 or float64) to `kind`, saturate, and assign it."""
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")
     saturate = "sat" in x.parts
@@ -43,7 +42,7 @@ def _write_float(gen: Generator, x: Instruction, target: str, value: str, kind: 
     gen.assign(target, value, _SINGLE[kind])
 
 
-def _float_to_float(gen: Generator, x: Instruction, to: str, of: str) -> None:
+def _float_to_float(gen: CodeGenerator, x: Instruction, to: str, of: str) -> None:
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")
     value = _read_float(gen, x, x.operands[1], of)
     if rounding.endswith("i"):
@@ -58,7 +57,7 @@ def _float_to_float(gen: Generator, x: Instruction, to: str, of: str) -> None:
     _write_float(gen, x, x.operands[0], value, to)
 
 
-def _pair(gen: Generator, x: Instruction) -> None:
+def _pair(gen: CodeGenerator, x: Instruction) -> None:
     """``cvt.f16x2.f32 d, high, low``."""
     kind = {"f16x2": "half", "bf16x2": "bfloat"}[x.parts[-2]]
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")
@@ -69,7 +68,7 @@ def _pair(gen: Generator, x: Instruction) -> None:
     gen.assign(x.operands[0], f"pack(({parts}), u4, 16)", "u4")
 
 
-def _convert(gen: Generator, x: Instruction) -> None:
+def _convert(gen: CodeGenerator, x: Instruction) -> None:
     to, of = x.parts[-2:]
     if unknown := [part for part in x.parts[1:-2] if part not in _MODIFIERS]:
         raise gen.unsupported(x, f".{unknown[0]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cupyattn.emulator.codegen.generator import Generator, Lowering
+from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.ptx.model import Instruction
 
 __all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower", "may_be_subnormal"]
@@ -25,7 +25,7 @@ _FUNCTIONS = {
 }
 
 
-def float_operand(gen: Generator, x: Instruction, operand: str, kind: str) -> str:
+def float_operand(gen: CodeGenerator, x: Instruction, operand: str, kind: str) -> str:
     """Return an expression for an operand as NumPy floats, flushed if the instruction says so."""
     if kind.startswith("bf16"):
         raise gen.unsupported(x, "bfloat16 arithmetic; convert to f32")
@@ -39,7 +39,7 @@ def float_operand(gen: Generator, x: Instruction, operand: str, kind: str) -> st
     return value
 
 
-def _wide(gen: Generator, operand: str, value: str) -> str:
+def _wide(gen: CodeGenerator, operand: str, value: str) -> str:
     """Return an expression for a float32 operand (`value`, perhaps flushed) as float64."""
     if gen.is_register(operand):
         what = "flushed_wide" if value.startswith("flushed") else "wide"
@@ -47,7 +47,7 @@ def _wide(gen: Generator, operand: str, value: str) -> str:
     return f"{value}.astype(f8)"
 
 
-def may_be_subnormal(gen: Generator, operand: str) -> bool:
+def may_be_subnormal(gen: CodeGenerator, operand: str) -> bool:
     """Tell whether a float32 operand may be subnormal."""
     if operand in gen.function.registers:
         return operand not in gen.clean
@@ -56,7 +56,7 @@ def may_be_subnormal(gen: Generator, operand: str) -> bool:
     return True
 
 
-def _directed(gen: Generator, x: Instruction, mode: str, operands: list[str]) -> str:
+def _directed(gen: CodeGenerator, x: Instruction, mode: str, operands: list[str]) -> str:
     """Return an expression for a float32 result rounded towards zero, down or up, and flushed."""
     a, how = operands[0], f"{mode!r}, {'ftz' in x.parts}"
     if x.root == "sub":
@@ -76,7 +76,7 @@ def _directed(gen: Generator, x: Instruction, mode: str, operands: list[str]) ->
     return f"{name}({', '.join(operands)}, {how})"
 
 
-def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, bool]:
+def _float_expression(gen: CodeGenerator, x: Instruction, kind: str) -> tuple[str, bool]:
     """Return the expression of the result, and whether it is flushed already."""
     flushes = kind == "f32" and "ftz" in x.parts
     root = x.root
@@ -130,7 +130,7 @@ def _float_expression(gen: Generator, x: Instruction, kind: str) -> tuple[str, b
     raise gen.unsupported(x)
 
 
-def lower(gen: Generator, x: Instruction) -> None:
+def lower(gen: CodeGenerator, x: Instruction) -> None:
     """Write a floating-point instruction."""
     kind = x.parts[-1]
     if unknown := [part for part in x.parts[1:-1] if part not in _MODIFIERS]:
@@ -153,14 +153,14 @@ def lower(gen: Generator, x: Instruction) -> None:
         gen.assign(target, expression, "f4" if kind == "f32" else "f8")
 
 
-def _copy_sign(gen: Generator, x: Instruction) -> None:
+def _copy_sign(gen: CodeGenerator, x: Instruction) -> None:
     """``copysign d, a, b``: the sign of a on the magnitude of b."""
     dtype = "f4" if x.parts[-1] == "f32" else "f8"
     sign, magnitude = (gen.value(o, dtype) for o in x.operands[1:3])
     gen.assign(x.operands[0], f"np.copysign({magnitude}, {sign})", dtype)
 
 
-def _test_property(gen: Generator, x: Instruction) -> None:
+def _test_property(gen: CodeGenerator, x: Instruction) -> None:
     dtype = "f4" if x.parts[-1] == "f32" else "f8"
     value = gen.value(x.operands[1], dtype)
     gen.assign(x.operands[0], f"testp({value}, {x.parts[1]!r})", "b1")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from cupyattn.emulator.codegen.generator import Generator, Lowering
+from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
-from cupyattn.emulator.ptx.data_types import SIZE, operand_dtype, unsigned
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.ptx.model import SIZE, Instruction, operand_dtype, unsigned
 
 __all__ = ["LOWERINGS"]
 
@@ -22,7 +21,7 @@ _MEMORY = {
 _ATOMIC_OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
-def _memory(gen: Generator, x: Instruction) -> str:
+def _memory(gen: CodeGenerator, x: Instruction) -> str:
     for part in x.parts:
         if part in _MEMORY:
             return _MEMORY[part]
@@ -35,12 +34,12 @@ def _elements(operand: str) -> list[str]:
     return [name.strip() for name in operand.strip("{} ").split(",")]
 
 
-def _check_width(gen: Generator, x: Instruction, width: int) -> None:
+def _check_width(gen: CodeGenerator, x: Instruction, width: int) -> None:
     if width > 16 or "async" in x.parts or "bulk" in x.parts:
         raise gen.unsupported(x, "more than 16 bytes at once" if width > 16 else "")
 
 
-def _load(gen: Generator, x: Instruction) -> None:
+def _load(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     size, dtype = SIZE[kind], operand_dtype(kind)
     targets = _elements(x.operands[0])
@@ -62,7 +61,7 @@ def _load(gen: Generator, x: Instruction) -> None:
         gen.assign(target, value if dtype[0] == "u" else f"{value}.view({dtype})", dtype)
 
 
-def _store(gen: Generator, x: Instruction) -> None:
+def _store(gen: CodeGenerator, x: Instruction) -> None:
     size = SIZE[x.parts[-1]]
     elements = _elements(x.operands[1])
     _check_width(gen, x, size * len(elements))
@@ -71,7 +70,7 @@ def _store(gen: Generator, x: Instruction) -> None:
     gen.line(f"{_memory(gen, x)}.store({address}, {size}, ({values}), {gen.mask}, {x.site})")
 
 
-def _atomic(gen: Generator, x: Instruction) -> None:
+def _atomic(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     operation = next((p for p in x.parts[1:] if p in _ATOMIC_OPERATIONS), "")
     if (
@@ -99,7 +98,7 @@ def _atomic(gen: Generator, x: Instruction) -> None:
         gen.assign(target, "_v", raw)
 
 
-def _convert_address(gen: Generator, x: Instruction) -> None:
+def _convert_address(gen: CodeGenerator, x: Instruction) -> None:
     dtype = unsigned(SIZE[x.parts[-1]])
     value = gen.value(x.operands[1], dtype)
     window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
@@ -112,7 +111,7 @@ def _convert_address(gen: Generator, x: Instruction) -> None:
     gen.assign(x.operands[0], value, dtype)
 
 
-def _is_space(gen: Generator, x: Instruction) -> None:
+def _is_space(gen: CodeGenerator, x: Instruction) -> None:
     value = gen.value(x.operands[1], "u8")
     size = gen.constant(WINDOW_BYTES, "u8")
     inside = {
@@ -125,7 +124,7 @@ def _is_space(gen: Generator, x: Instruction) -> None:
     gen.assign(x.operands[0], inside[x.parts[1]], "b1")
 
 
-def _move(gen: Generator, x: Instruction) -> None:
+def _move(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     target, source = x.operands
     if kind == "pred":
@@ -151,7 +150,7 @@ def _move(gen: Generator, x: Instruction) -> None:
     gen.assign(target, gen.value(source, dtype), dtype)
 
 
-def _load_matrix(gen: Generator, x: Instruction) -> None:
+def _load_matrix(gen: CodeGenerator, x: Instruction) -> None:
     if "m8n8" not in x.parts or x.parts[-1] != "b16":
         raise gen.unsupported(x)
     targets = _elements(x.operands[0])

@@ -1,4 +1,11 @@
-"""Arithmetic of lanes that can be computed on stacks of registers, and by which function."""
+"""Instructions that are computed together on stacks of registers: which, and by which function.
+
+A stack has registers as rows of one array. Equal operations on several rows are one NumPy call.
+
+A tile product in a kernel is many small ``mma``; one NumPy matmul for all of them is much faster
+than one each. Those that accumulate one after the other are one product over a longer k, and those
+with the same A are one product with a wider B.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +16,78 @@ from functools import lru_cache
 
 from cupyattn.emulator.codegen.arithmetic import fixed_permutation, fixed_selector
 from cupyattn.emulator.codegen.float_arithmetic import may_be_subnormal
-from cupyattn.emulator.codegen.generator import Generator
-from cupyattn.emulator.codegen.rows import Row, gather
-from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.emulator.codegen.generator import CodeGenerator
+from cupyattn.emulator.ptx.model import Instruction, register_dtype
 
-__all__ = ["Operation", "operation_of"]
+__all__ = [
+    "ACCUMULATORS",
+    "MMA_STEPS",
+    "LaneOperation",
+    "MmaChain",
+    "Row",
+    "fragments",
+    "gather",
+    "operation_of",
+    "product_of",
+]
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A value of the lanes: the expression that gives it, perhaps a row of a stack.
+
+    The expression is empty as long as nothing has been written that computes the value.
+    """
+
+    expression: str = ""
+    stack: str = ""
+    index: int = 0
+
+
+def gather(rows: Sequence[Row], dtype: str) -> str:
+    """Return an expression for the stack of `rows`, or for the one row that they all are."""
+    distinct = {row.expression: row for row in rows}
+    if len(distinct) == 1:
+        return rows[0].expression
+    if len({row.stack for row in rows}) == 1 and rows[0].stack:
+        found = _runs(rows)
+        if len(found) == 1:
+            return found[0]
+        return f"pick({rows[0].stack}, {[row.index for row in rows]})"
+    if 2 * len(distinct) <= len(rows):
+        order = {expression: i for i, expression in enumerate(distinct)}
+        every = gather(list(distinct.values()), dtype)
+        return f"pick({every}, {[order[row.expression] for row in rows]})"
+    return f"pile(({', '.join(_runs(rows))},), {len(rows)}, shape, {dtype})"
+
+
+def _runs(rows: Sequence[Row]) -> list[str]:
+    """Return expressions for `rows`: slices of stacks where several follow each other."""
+    found = []
+    start = 0
+    while start < len(rows):
+        first = rows[start]
+        end, step = start + 1, 0
+        while end < len(rows) and first.stack and rows[end].stack == first.stack:
+            ahead = rows[end].index - rows[end - 1].index
+            if ahead < 1 or step not in (0, ahead):
+                break
+            step = ahead
+            end += 1
+        if end - start > 1:
+            stop = rows[end - 1].index + 1
+            found.append(f"{first.stack}[{first.index}:{stop}{f':{step}' if step > 1 else ''}]")
+        else:
+            found.append(first.expression)
+        start = end
+    return found
+
 
 _FEWEST_STACKED = 4
 
 
 @dataclass(frozen=True)
-class Operation:
+class LaneOperation:
     """A function of the lanes: no memory, no exchange between lanes, no fault.
 
     Attributes
@@ -55,7 +123,10 @@ class Operation:
         return self
 
     def write(
-        self, gen: Generator, operands: Sequence[Sequence[Row]], results: Sequence[Sequence[Row]]
+        self,
+        gen: CodeGenerator,
+        operands: Sequence[Sequence[Row]],
+        results: Sequence[Sequence[Row]],
     ) -> None:
         """Write several of this operation: on stacks, or one by one where that is no gain."""
         columns = list(zip(*operands, strict=True))
@@ -79,7 +150,7 @@ class Operation:
         for index, (result,) in enumerate(results):
             result.expression, result.stack, result.index = f"{name}[{index}]", name, index
 
-    def _write_one(self, gen: Generator, rows: Sequence[Row], result: Row) -> None:
+    def _write_one(self, gen: CodeGenerator, rows: Sequence[Row], result: Row) -> None:
         arguments = ", ".join(
             f"flush({row.expression})" if flushed else row.expression
             for row, flushed in zip(rows, self.flushed, strict=True)
@@ -117,7 +188,7 @@ _OTHERS = (*_HALVES, "mov.b32", "prmt.b32")
 _SHIFTS = {str(amount) for amount in range(32)}
 
 
-def operation_of(gen: Generator, x: Instruction) -> tuple[Operation, list[str]] | None:
+def operation_of(gen: CodeGenerator, x: Instruction) -> tuple[LaneOperation, list[str]] | None:
     """Return how to compute an instruction on stacks, and of which operands; None if it cannot be.
 
     Guarded instructions cannot be, nor what is no PTX: to say so is its lowering's business.
@@ -133,7 +204,7 @@ def operation_of(gen: Generator, x: Instruction) -> tuple[Operation, list[str]] 
     return operation, operands
 
 
-def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
+def _described(gen: CodeGenerator, x: Instruction) -> tuple[LaneOperation | None, list[str]]:
     operands = list(x.operands[1:])
     operation = None
     if _is_of_floats(x.opcode):
@@ -144,7 +215,7 @@ def _described(gen: Generator, x: Instruction) -> tuple[Operation | None, list[s
         operands = [operands[2], *operands[:2]]
     elif x.opcode in _HALVES:
         flushed = "ftz" in x.parts and may_be_subnormal(gen, operands[0])
-        operation = Operation("nearest_half", ("f4",), (False,), (flushed,), "u2")
+        operation = LaneOperation("nearest_half", ("f4",), (False,), (flushed,), "u2")
     elif x.opcode == "mov.b32":
         operation, operands = _move(gen, x)
     elif x.opcode == "prmt.b32":
@@ -169,12 +240,12 @@ def _may_be(opcode: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _plain(function: str, operands: tuple[str, ...], result: str) -> Operation:
+def _plain(function: str, operands: tuple[str, ...], result: str) -> LaneOperation:
     no = (False,) * len(operands)
-    return Operation(function, operands, no, no, result)
+    return LaneOperation(function, operands, no, no, result)
 
 
-def _float(gen: Generator, x: Instruction) -> Operation:
+def _float(gen: CodeGenerator, x: Instruction) -> LaneOperation:
     operands = x.operands[1:]
     if len(operands) != _FLOAT_OPERANDS.get(x.root, 2):
         raise ValueError("not as many operands as it takes")
@@ -183,12 +254,12 @@ def _float(gen: Generator, x: Instruction) -> Operation:
 
 
 @lru_cache(maxsize=4096)
-def _of_floats(root: str, ftz: bool, subnormal: tuple[bool, ...]) -> Operation:
+def _of_floats(root: str, ftz: bool, subnormal: tuple[bool, ...]) -> LaneOperation:
     without, with_flush, by_itself = _FLOAT[root]
     flushes = ftz and not by_itself
     if root in ("max", "min"):  # monotonic: the result instead of the operands, if at all
         flushes, subnormal = any(subnormal), (False,) * len(subnormal)
-    return Operation(
+    return LaneOperation(
         with_flush if ftz else without,
         ("f4",) * len(subnormal),
         tuple(root == "fma" and i < 2 for i in range(len(subnormal))),
@@ -198,7 +269,7 @@ def _of_floats(root: str, ftz: bool, subnormal: tuple[bool, ...]) -> Operation:
     )
 
 
-def _move(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
+def _move(gen: CodeGenerator, x: Instruction) -> tuple[LaneOperation | None, list[str]]:
     """Return two halves packed, or bits seen as another type."""
     target, source = x.operands
     parts = [name.strip() for name in source.strip("{} ").split(",")]
@@ -210,7 +281,7 @@ def _move(gen: Generator, x: Instruction) -> tuple[Operation | None, list[str]]:
     return _plain(f"lambda a: a.view({to})", (of,), to), parts
 
 
-def _fits(gen: Generator, target: str, operands: list[str], operation: Operation) -> bool:
+def _fits(gen: CodeGenerator, target: str, operands: list[str], operation: LaneOperation) -> bool:
     """Tell whether all registers are stored as what the operation works on."""
     stored = gen.stored
     if stored.get(target) != operation.result:
@@ -219,3 +290,79 @@ def _fits(gen: Generator, target: str, operands: list[str], operation: Operation
         if stored.get(name, dtype) != dtype:
             return False
     return True
+
+
+MMA_STEPS = {"m16n8k8": 1, "m16n8k16": 2}  # steps of k = 8
+ACCUMULATORS = 4  # registers of a lane that hold its part of C and D
+_TYPES = ("row", "col", "f32", "f16", "f16", "f32")
+_STEP = 3  # operands of a step: the low and the high rows of A, and B
+
+
+class MmaChain:
+    """A chain of ``mma``. Its operands: the accumulators to start from, then A, A, B a step."""
+
+    def __init__(self, site: int, steps: int) -> None:
+        self.site = site
+        self.steps = steps
+        self.operands = ("f4",) * ACCUMULATORS + ("u4",) * (_STEP * steps)
+        self.result = "f4"
+
+    def followed_by(self, other: MmaChain) -> MmaChain:
+        """Return this product and one that goes on from its sums as one."""
+        return MmaChain(self.site, self.steps + other.steps)
+
+    def key(self, operands: Sequence[Row]) -> Hashable:
+        """Return what chains that can be one product have in common: A."""
+        steps = operands[ACCUMULATORS:]
+        return (MmaChain, *steps[0::_STEP], *steps[1::_STEP])
+
+    def write(
+        self,
+        gen: CodeGenerator,
+        operands: Sequence[Sequence[Row]],
+        results: Sequence[Sequence[Row]],
+    ) -> None:
+        """Write the products of chains with the same key."""
+        chains = [rows[ACCUMULATORS:] for rows in operands]
+        left = [a for i in range(0, len(chains[0]), _STEP) for a in chains[0][i : i + 2]]
+        right = [b for steps in chains for b in steps[2::_STEP]]
+        start = [row for rows in operands for row in rows[:ACCUMULATORS]]
+        name = gen.temporary()
+        gen.line(
+            f"{name} = matrix.multiply({gather(left, 'u4')}, {gather(right, 'u4')}, "
+            f"{gather(start, 'f4')}, {len(chains)}, {self.steps}, mask, {self.site})"
+        )
+        for index, row in enumerate(row for rows in results for row in rows):
+            row.expression, row.stack, row.index = f"{name}[{index}]", name, index
+
+
+def fragments(x: Instruction) -> list[list[str]]:
+    """Return the registers of D, A, B and C."""
+    return [[name.strip() for name in o.strip("{} ").split(",")] for o in x.operands]
+
+
+def product_of(gen: CodeGenerator, x: Instruction) -> tuple[MmaChain, list[str], list[str]] | None:
+    """Return an ``mma`` as a chain of one, its operands and its targets; None if it is no such."""
+    shape = x.parts[3] if len(x.parts) > 3 else ""
+    if x.root != "mma" or x.guard or shape not in MMA_STEPS or x.parts[4:] != _TYPES:
+        return None
+    steps = MMA_STEPS[shape]
+    found = fragments(x)
+    if [len(names) for names in found] != [ACCUMULATORS, 2 * steps, steps, ACCUMULATORS]:
+        return None
+    d, a, b, c = found
+    operands = [*c]
+    for step in range(steps):
+        operands += [a[2 * step], a[2 * step + 1], b[step]]
+    product = MmaChain(x.site, steps)
+    registers = gen.function.registers
+    wanted = zip([*d, *operands], ("f4",) * len(d) + product.operands, strict=True)
+    if (
+        len({*d}) < len(d)
+        or any(name not in registers for name in d)
+        or any(
+            register_dtype(registers[name]) != dtype for name, dtype in wanted if name in registers
+        )
+    ):
+        return None
+    return product, operands, d

@@ -31,10 +31,15 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from cupyattn.emulator.codegen.generator import Generator
-from cupyattn.emulator.codegen.operations import Operation, operation_of
-from cupyattn.emulator.codegen.products import ACCUMULATORS, Product, product_of
-from cupyattn.emulator.codegen.rows import Row
+from cupyattn.emulator.codegen.generator import CodeGenerator
+from cupyattn.emulator.codegen.operations import (
+    ACCUMULATORS,
+    LaneOperation,
+    MmaChain,
+    Row,
+    operation_of,
+    product_of,
+)
 from cupyattn.emulator.ptx.model import Instruction
 
 __all__ = ["Reordering"]
@@ -69,7 +74,7 @@ class _Free:
     """A free instruction; `missing` of its operands are not written yet."""
 
     number: int
-    operation: Operation | Product
+    operation: LaneOperation | MmaChain
     operands: list[_Value]
     results: list[_Value] = field(default_factory=list)
     missing: int = 0
@@ -82,7 +87,7 @@ class _Free:
     def useful(self) -> bool:
         """Whether anything reads a result. Products are written anyway: they check the warp."""
         used = any(value.wanted or value.readers for value in self.results)
-        return used or isinstance(self.operation, Product)
+        return used or isinstance(self.operation, MmaChain)
 
 
 @dataclass(slots=True)
@@ -101,7 +106,7 @@ class Reordering:
     one branches, it comes between `before` and the lowering.
     """
 
-    def __init__(self, gen: Generator, number: int) -> None:
+    def __init__(self, gen: CodeGenerator, number: int) -> None:
         self.gen = gen
         self.block = number
         self.fixed: list[_Fixed] = []
@@ -139,7 +144,9 @@ class Reordering:
             self._left[register] = self._now[register]
             self._left[register].wanted = True
 
-    def _add(self, operation: Operation | Product, operands: list[str], targets: list[str]) -> None:
+    def _add(
+        self, operation: LaneOperation | MmaChain, operands: list[str], targets: list[str]
+    ) -> None:
         free = _Free(len(self._free), operation, [])
         for operand, dtype in zip(operands, operation.operands, strict=True):
             value = self._value(operand, dtype)
@@ -151,7 +158,7 @@ class Reordering:
 
     def _free_instruction(
         self, x: Instruction, read: list[str]
-    ) -> tuple[Operation | Product, list[str], list[str]] | None:
+    ) -> tuple[LaneOperation | MmaChain, list[str], list[str]] | None:
         """Return how to compute a free instruction, of what and to where; None if it is fixed.
 
         Integer instructions count only if they go on from others that do: addresses and counters
@@ -184,12 +191,12 @@ class Reordering:
         for free in self._free:
             before = free.operands[0].maker if free.operands else None
             if (
-                isinstance(free.operation, Product)
+                isinstance(free.operation, MmaChain)
                 and before is not None
                 and free.operands[:ACCUMULATORS] == before.results
                 and all(len(v.readers) == 1 and not v.wanted for v in before.results)
             ):
-                assert isinstance(before.operation, Product)
+                assert isinstance(before.operation, MmaChain)
                 free.operation = before.operation.followed_by(free.operation)
                 free.operands[:ACCUMULATORS] = before.operands
                 for value in before.operands:
@@ -226,7 +233,7 @@ class Reordering:
 
     def finish(self) -> None:
         """Write what other blocks read, and all products."""
-        products = [f.results[0] for f in self._free if isinstance(f.operation, Product)]
+        products = [f.results[0] for f in self._free if isinstance(f.operation, MmaChain)]
         self._write([*self._left.values(), *products])
         for register, value in self._left.items():
             self._place(register, value)

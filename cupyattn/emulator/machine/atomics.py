@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.emulator.machine.floating import flush
 from cupyattn.emulator.machine.lanes import Lanes
-from cupyattn.emulator.machine.memory import MemorySpace, Piece
+from cupyattn.emulator.machine.memory import MemoryPiece, MemorySpace
 from cupyattn.emulator.report import Report
 
 __all__ = ["AtomicOperations"]
@@ -49,7 +49,7 @@ def _step(operation: str, old: Any, operands: tuple[Any, ...]) -> Any:
     return _UFUNCS[operation](old, value)
 
 
-def _may_be_tiny(piece: Piece, values: np.ndarray) -> bool:
+def _may_be_tiny(piece: MemoryPiece, values: np.ndarray) -> bool:
     """Tell whether float32 sums may be subnormal: ``add.f32`` in global memory flushes those."""
     numbers = (piece.elements.view(np.float32)[piece.index], values)
     return any(bool(((x != 0) & (np.abs(x) < _NEVER_TINY)).any()) for x in numbers)
@@ -110,7 +110,7 @@ class AtomicOperations:
 
     @staticmethod
     def _apply(
-        piece: Piece,
+        piece: MemoryPiece,
         operation: str,
         dtype: np.dtype[Any],
         values: tuple[np.ndarray, ...],

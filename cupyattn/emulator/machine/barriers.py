@@ -14,8 +14,7 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError
-from cupyattn.emulator.machine.lanes import Lanes
-from cupyattn.emulator.machine.positions import EXITED, Positions, Step
+from cupyattn.emulator.machine.lanes import EXITED, Lanes, Positions, Step
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 
 __all__ = ["Barriers", "barrier_fault"]

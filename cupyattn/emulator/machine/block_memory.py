@@ -1,4 +1,8 @@
-"""Shared, local and parameter memory: what a batch holds itself, a slice per block or thread."""
+"""Shared, local and parameter memory of a batch, and accesses without a state space.
+
+A batch holds a slice per block or thread. ``ld``, ``st`` and ``atom`` by generic address find the
+space of each address.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,26 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import OutOfBoundsError
+from cupyattn.emulator.machine.atomics import AtomicOperations
 from cupyattn.emulator.machine.lanes import Lanes
-from cupyattn.emulator.machine.memory import MemorySpace, Piece, broadcast_active
+from cupyattn.emulator.machine.memory import (
+    ELEMENT,
+    LOCAL_WINDOW,
+    SHARED_WINDOW,
+    WINDOW_BYTES,
+    MemoryPiece,
+    MemorySpace,
+    SlicedBuffer,
+    broadcast_active,
+)
 from cupyattn.emulator.machine.races import SharedMemoryTracker
-from cupyattn.emulator.machine.storage import ELEMENT, Storage
 from cupyattn.emulator.report import Report
 
-__all__ = ["LocalMemory", "ParameterMemory", "SharedMemory"]
+__all__ = ["GenericMemory", "LocalMemory", "ParameterMemory", "SharedMemory"]
+
 
 Array = Any
+
 
 # An element's size as a power of 2.
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
@@ -25,7 +40,7 @@ _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 class _BlockMemory(MemorySpace):
     """Memory that the batch itself holds."""
 
-    def __init__(self, lanes: Lanes, checks: Checks, storage: Storage) -> None:
+    def __init__(self, lanes: Lanes, checks: Checks, storage: SlicedBuffer) -> None:
         super().__init__(lanes, checks)
         self.storage = storage
         self.size = storage.size
@@ -85,7 +100,7 @@ class SharedMemory(_BlockMemory):
         self,
         lanes: Lanes,
         checks: Checks,
-        storage: Storage,
+        storage: SlicedBuffer,
         tracker: SharedMemoryTracker | None,
         report: Report | None,
     ) -> None:
@@ -93,7 +108,9 @@ class SharedMemory(_BlockMemory):
         self.tracker = tracker
         self.report = report
 
-    def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
+    def locate(
+        self, address: Array, size: int, mask: Array, site: int, write: bool
+    ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
         if self.report is not None:
@@ -101,7 +118,7 @@ class SharedMemory(_BlockMemory):
         index = self._elements(offset, size, mask)
         if self.tracker is not None and not write:
             self.tracker.read(index, size, mask, site)
-        return [Piece(self.views[size], index, None)]
+        return [MemoryPiece(self.views[size], index, None)]
 
     def before_update(self, index: Array, size: int, mask: np.ndarray, site: int) -> None:
         """Check an atomic update of the lanes in `mask`."""
@@ -125,12 +142,14 @@ class LocalMemory(_BlockMemory):
     name = "local"
 
     def __init__(self, lanes: Lanes, checks: Checks, size: int) -> None:
-        super().__init__(lanes, checks, Storage(size, lanes.shape if size else (1, 1)))
+        super().__init__(lanes, checks, SlicedBuffer(size, lanes.shape if size else (1, 1)))
 
-    def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
+    def locate(
+        self, address: Array, size: int, mask: Array, site: int, write: bool
+    ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
-        return [Piece(self.views[size], self._elements(offset, size, mask), None)]
+        return [MemoryPiece(self.views[size], self._elements(offset, size, mask), None)]
 
 
 class ParameterMemory(_BlockMemory):
@@ -139,7 +158,7 @@ class ParameterMemory(_BlockMemory):
     name = "parameter"
 
     def __init__(self, lanes: Lanes, checks: Checks, data: bytes) -> None:
-        super().__init__(lanes, checks, Storage(len(data), (1, 1)))
+        super().__init__(lanes, checks, SlicedBuffer(len(data), (1, 1)))
         self.storage.bytes[: len(data)] = np.frombuffer(data, np.uint8)
 
     def constant(self, offset: int, size: int) -> Array:
@@ -154,7 +173,89 @@ class ParameterMemory(_BlockMemory):
                 return self.constant(offset, size)
         return super().load(address, size, count, mask, site)
 
-    def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
+    def locate(
+        self, address: Array, size: int, mask: Array, site: int, write: bool
+    ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
-        return [Piece(self.views[size], offset >> _SHIFT[size], None)]
+        return [MemoryPiece(self.views[size], offset >> _SHIFT[size], None)]
+
+
+class GenericMemory:
+    """Accesses without a state space: each lane goes where its address points."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        shared: MemorySpace,
+        local: MemorySpace,
+        global_: MemorySpace,
+        atomics: AtomicOperations,
+    ) -> None:
+        self.shape = lanes.shape
+        self.shared = shared
+        self.local = local
+        self.global_ = global_
+        self.atomics = atomics
+
+    def _spaces(self, address: Array, mask: Array) -> list[tuple[MemorySpace, Array, Array]]:
+        """Return (space, address in it, mask) for every space that a running lane addresses."""
+        address = np.asarray(address)
+        shared = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
+        local = (address - np.uint64(LOCAL_WINDOW)) < np.uint64(WINDOW_BYTES)
+        low = address & np.uint64(WINDOW_BYTES - 1)
+        found: list[tuple[MemorySpace, Array, Array]] = []
+        for space, here, inside in (
+            (self.shared, shared, low),
+            (self.local, local, low),
+            (self.global_, ~(shared | local), address),
+        ):
+            running = here if mask is None else here & mask
+            if not running.any():
+                continue
+            if running.all():
+                return [(space, inside, mask)]
+            if mask is not None and np.array_equal(np.broadcast_to(running, mask.shape), mask):
+                return [(space, inside, mask)]
+            found.append((space, inside, np.broadcast_to(running, self.shape)))
+        return found
+
+    def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
+        """Load as `MemorySpace.load`."""
+        spaces = self._spaces(address, mask)
+        if len(spaces) == 1:
+            space, inside, lanes = spaces[0]
+            return space.load(inside, size, count, lanes, site)
+        shape = self.shape if count == 1 else (count, *self.shape)
+        values = np.zeros(shape, ELEMENT[size])
+        for space, inside, lanes in spaces:
+            part = space.load(inside, size, count, lanes, site)
+            np.copyto(values, part, where=lanes)
+        return values
+
+    def store(
+        self, address: Array, size: int, values: tuple[Array, ...], mask: Array, site: int
+    ) -> None:
+        """Store as `MemorySpace.store`."""
+        for space, inside, lanes in self._spaces(address, mask):
+            space.store(inside, size, values, lanes, site)
+
+    def atomic(
+        self,
+        operation: str,
+        kind: str,
+        address: Array,
+        values: tuple[Array, ...],
+        mask: Array,
+        site: int,
+        wants_old: bool,
+    ) -> Array:
+        """Update atomically as `AtomicOperations.update`."""
+        old: Array = None
+        for space, inside, lanes in self._spaces(address, mask):
+            part = self.atomics.update(
+                space, operation, kind, inside, values, lanes, site, wants_old
+            )
+            if wants_old:
+                old = part if old is None else np.where(lanes, part, old)
+        return old

@@ -15,14 +15,74 @@ from typing import Any
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
-from cupyattn.emulator.errors import ConstWriteError, OutOfBoundsError
-from cupyattn.emulator.machine.argument import Argument
+from cupyattn.emulator.errors import ConstWriteError, LaunchError, OutOfBoundsError
 from cupyattn.emulator.machine.lanes import Lanes, over_lanes
-from cupyattn.emulator.machine.memory import MemorySpace, Piece, broadcast_active
-from cupyattn.emulator.machine.storage import ELEMENT
+from cupyattn.emulator.machine.memory import ELEMENT, MemoryPiece, MemorySpace, broadcast_active
 from cupyattn.emulator.report import Report
 
-__all__ = ["DeviceMemory", "GlobalMemory", "Region"]
+__all__ = ["Argument", "DeviceMemory", "GlobalMemory", "Region", "check_byte_order"]
+
+
+def check_byte_order(dtype: np.dtype[Any]) -> None:
+    """Refuse numbers that the kernel would read wrong."""
+    if not dtype.isnative:
+        raise LaunchError(
+            f"got {dtype.str if dtype.names is None else dtype}, numbers in the other byte order; "
+            "allowed: the byte order of the machine, which the kernel reads: "
+            "x.astype(x.dtype.newbyteorder('='))"
+        )
+
+
+@dataclass
+class Argument:
+    """A pointer argument with what the checks should know about it.
+
+    Attributes
+    ----------
+    array : numpy.ndarray
+        Any strides; the kernel gets the address of element 0 and writes through to it.
+    name : str
+        For messages; the parameter's own name if empty.
+    const : bool
+        Stores to it are errors. Arrays that NumPy has marked read-only are const anyway.
+    exact : bool
+        Of a strided view, only the elements may be touched (default); False allows the whole range
+        of bytes that the view spans.
+    """
+
+    array: np.ndarray
+    name: str = ""
+    const: bool = False
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.array, np.ndarray):
+            raise LaunchError(
+                f"Argument.array is a {type(self.array).__name__}; allowed: a NumPy array; the "
+                "kernel gets its address"
+            )
+        if self.array.dtype.hasobject:
+            raise LaunchError(
+                "an array of Python objects; allowed: arrays of numbers (give it a dtype)"
+            )
+        check_byte_order(self.array.dtype)
+
+    @property
+    def covers_range(self) -> bool:
+        """Whether every byte between the first and the last may be touched."""
+        if not self.exact or self.array.flags.c_contiguous or self.array.flags.f_contiguous:
+            return True
+        # a transposed contiguous array has no gaps either
+        axes = sorted(zip(self.array.strides, self.array.shape, strict=True))
+        expected = self.array.itemsize
+        for stride, extent in axes:
+            if extent == 1:
+                continue
+            if stride != expected:
+                return False
+            expected *= extent
+        return True
+
 
 Array = Any
 
@@ -225,7 +285,9 @@ class GlobalMemory(MemorySpace):
         self.recent = recent  # by instruction: where it went last time
         self.report = report
 
-    def locate(self, address: Array, size: int, mask: Array, site: int, write: bool) -> list[Piece]:
+    def locate(
+        self, address: Array, size: int, mask: Array, site: int, write: bool
+    ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         if self.report is not None:
             self.report.global_access(site, address, size, mask, self.lanes)
@@ -252,14 +314,14 @@ class GlobalMemory(MemorySpace):
         site: int,
         write: bool,
         lanes: np.ndarray | None,
-    ) -> Piece:
+    ) -> MemoryPiece:
         index = (offset >> (size.bit_length() - 1)).view(np.int64)
         check = self.checks.const_writes if write else self.checks.bounds
         if check or write:
             allowed = region.allowed(size, write)
             if allowed is not None and not allowed.take(index).all():
                 self._refuse(region, index, address, size, mask, site, write, lanes, allowed)
-        return Piece(region.elements[size], index, lanes)
+        return MemoryPiece(region.elements[size], index, lanes)
 
     def _refuse(
         self,
@@ -297,7 +359,7 @@ class GlobalMemory(MemorySpace):
 
     def _locate_anywhere(
         self, address: Array, size: int, mask: Array, site: int, write: bool
-    ) -> list[Piece]:
+    ) -> list[MemoryPiece]:
         """Translate addresses that may lie in several regions, or in none."""
         if mask is None:
             address = over_lanes(address, self.shape)

@@ -14,11 +14,10 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError, WarpSyncError
-from cupyattn.emulator.machine.convert import HALF_TO_FLOAT
+from cupyattn.emulator.machine.floating import HALF_TO_FLOAT
 from cupyattn.emulator.machine.lanes import Lanes, over_lanes
-from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES
+from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES, SlicedBuffer
 from cupyattn.emulator.machine.races import SharedMemoryTracker
-from cupyattn.emulator.machine.storage import Storage
 from cupyattn.emulator.report import Report
 
 __all__ = ["MatrixOperations"]
@@ -33,7 +32,7 @@ class MatrixOperations:
         self,
         lanes: Lanes,
         checks: Checks,
-        shared: Storage,
+        shared: SlicedBuffer,
         tracker: SharedMemoryTracker | None,
         report: Report | None,
     ) -> None:

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.body import rename, split_operands
-from cupyattn.emulator.ptx.data_types import size_of
-from cupyattn.emulator.ptx.model import Function, Instruction, Parameter
+from cupyattn.emulator.ptx.model import Function, Instruction, Parameter, size_of
 from cupyattn.emulator.ptx.parser import PTXModule
 
 __all__ = ["expand_calls"]

@@ -1,10 +1,34 @@
-"""The parser's results: modules, functions, variables and instructions."""
+"""The parser's results: modules, functions, variables and instructions, their types and names.
 
+A register is stored by width (``.s32``, ``.u32`` and ``.b32`` alike as ``u4``); only ``.f32`` and
+``.f64`` registers are stored as floats. An instruction then views the operand as its own type.
+
+Messages show the C++ names: ``_ZZ6kernelPfE4tile`` is the shared variable `tile`.
+"""
+
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-__all__ = ["RECEIPT", "Function", "Instruction", "Location", "Parameter", "Statement", "Variable"]
+from cupyattn.emulator.errors import PTXSyntaxError
+
+__all__ = [
+    "RECEIPT",
+    "SIZE",
+    "Function",
+    "Instruction",
+    "Location",
+    "Parameter",
+    "Statement",
+    "Variable",
+    "operand_dtype",
+    "readable",
+    "register_dtype",
+    "size_of",
+    "unsigned",
+]
+
 
 Location = tuple[str, int]  # (file, line)
 
@@ -181,3 +205,87 @@ class Function:
     def parameter_bytes(self) -> int:
         """Size of the parameter buffer."""
         return max((p.offset + p.size for p in self.parameters), default=0)
+
+
+SIZE = {
+    "pred": 1,
+    **dict.fromkeys(("b8", "u8", "s8"), 1),
+    **dict.fromkeys(("b16", "u16", "s16", "f16", "bf16"), 2),
+    **dict.fromkeys(("b32", "u32", "s32", "f32", "f16x2", "bf16x2", "tf32"), 4),
+    **dict.fromkeys(("b64", "u64", "s64", "f64"), 8),
+}
+
+
+def unsigned(size: int) -> str:
+    """Return the unsigned dtype of `size` bytes."""
+    return f"u{size}"
+
+
+_REGISTER_DTYPES = {ptx_type: unsigned(size) for ptx_type, size in SIZE.items()}
+_REGISTER_DTYPES |= {"pred": "b1", "f32": "f4", "f64": "f8"}
+
+
+def size_of(ptx_type: str) -> int:
+    """Return the bytes of a type; `PTXSyntaxError` if there is no such type."""
+    if ptx_type not in SIZE:
+        raise PTXSyntaxError(f"unknown PTX type .{ptx_type}; known: {', '.join(sorted(SIZE))}")
+    return SIZE[ptx_type]
+
+
+def register_dtype(ptx_type: str) -> str:
+    """Return the dtype in which a register of `ptx_type` is stored."""
+    return _REGISTER_DTYPES.get(ptx_type) or unsigned(size_of(ptx_type))
+
+
+def operand_dtype(ptx_type: str) -> str:
+    """Return the dtype that an instruction of `ptx_type` computes in.
+
+    16-bit floats and packed pairs are returned as raw bits; the float operations on them convert.
+    """
+    if ptx_type[0] == "s":
+        return f"i{size_of(ptx_type)}"
+    return register_dtype(ptx_type)
+
+
+_LOCAL = re.compile(r"E(\d+)")
+_NESTED = re.compile(r"_Z(?:N|L)*(?=\d)")
+_NUMBERED = re.compile(r"(?:_\d+_?)?")  # which of several variables of one name
+
+
+def _source_name(text: str) -> str:
+    """Return the name that `text` starts with, as ``4tile`` does, or nothing."""
+    match = re.match(r"(\d+)", text)
+    if not match:
+        return ""
+    start, length = match.end(), int(match.group())
+    return text[start : start + length] if len(text) >= start + length else ""
+
+
+def readable(name: str) -> str:
+    """Return the C++ name of a mangled variable or function, without its types.
+
+    A variable inside a function is named without the function. What is not mangled, or in a way
+    that is not known (Itanium C++ ABI, "Mangling"), is returned as it is.
+
+    Examples
+    --------
+    >>> readable("_ZZ6kernelPfE4tile"), readable("_ZN4math5tableE"), readable("_Z6kernelPf")
+    ('tile', 'math::table', 'kernel')
+    """
+    if name.startswith("_ZZ"):
+        for match in _LOCAL.finditer(name):
+            found = _source_name(name[match.start() + 1 :])
+            rest = name[match.end() + len(found) :]
+            if found and _NUMBERED.fullmatch(rest):
+                return found
+        return name
+    prefix = _NESTED.match(name)
+    if not prefix:
+        return name
+    parts, rest = [], name[prefix.end() :]
+    while found := _source_name(rest):
+        parts.append(found)
+        rest = rest[len(str(len(found))) + len(found) :]
+        if "N" not in prefix.group():
+            break
+    return "::".join(parts) or name

@@ -7,10 +7,8 @@ import re
 from dataclasses import dataclass, field
 
 from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
-from cupyattn.emulator.ptx.body import parse_body
-from cupyattn.emulator.ptx.data_types import size_of
-from cupyattn.emulator.ptx.model import Function, Parameter, Variable
-from cupyattn.emulator.ptx.variables import parse_variable
+from cupyattn.emulator.ptx.body import parse_body, parse_variable
+from cupyattn.emulator.ptx.model import Function, Parameter, Variable, size_of
 
 __all__ = ["PTXModule", "parse_module"]
 

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.models.checkpoints.contents import damaged
+from cupyattn.models.checkpoints.contents import AnyTensor, NestedScales, QuantisedTensor, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.safetensors_files import Stored
-from cupyattn.models.checkpoints.tensors import AnyTensor, NestedScales, QuantisedTensor
 from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, Blocks
 from cupyattn.runtime.errors import error, shown, size_text
 from cupyattn.runtime.reading import parsed

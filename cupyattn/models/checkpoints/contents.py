@@ -1,14 +1,359 @@
-"""The contents of a checkpoint's files, before any weight is read."""
+"""A checkpoint before any weight is read: its tensors, and the weights of a model that they are.
+
+A table for each format and architecture has the names of weights in files, and maps each to views
+of a model's arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from cupyattn.models.checkpoints.names import Naming
-from cupyattn.models.checkpoints.tensors import AnyTensor
+import numpy as np
+
+from cupyattn import QuantizedWeight
 from cupyattn.models.config import Config
+from cupyattn.models.weights import Layer, Norm, Product, Weights
+from cupyattn.ops.linear.weight_formats import Blocks
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
+
+
+class Tensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of all of it.
+    read : callable
+        ``read(start, stop)`` gives these rows (of its first axis) as floats of any size.
+    read_columns : callable, optional
+        The same of its second axis, for files of weights (K, N).
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[int, int], np.ndarray]
+    read_columns: Callable[[int, int], np.ndarray] | None = None
+
+
+class NestedScales(NamedTuple):
+    """How else a weight in "nf4" may be read: in "nf4_nested", with scales as codes.
+
+    Attributes
+    ----------
+    table : tuple of float
+        What codes stand for.
+    read : callable
+        ``read(start, stop)``, from a row on that is a multiple of `rows_apart`.
+    """
+
+    table: tuple[float, ...]
+    read: Callable[[int, int], QuantizedWeight]
+
+
+class QuantisedTensor(NamedTuple):
+    """The weight of a product that a file holds in four or eight bits.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        (N, K).
+    blocks : Blocks
+        What its rows are read as.
+    read : callable
+        ``read(start, stop)`` gives these rows of N as NumPy arrays.
+    nested : NestedScales, optional
+        Where the file has codes for scales.
+    """
+
+    shape: tuple[int, ...]
+    blocks: Blocks
+    read: Callable[[int, int], QuantizedWeight]
+    nested: NestedScales | None = None
+
+
+AnyTensor = Tensor | QuantisedTensor
+
+
+class Naming(NamedTuple):
+    """Names without ``.weight`` and ``.bias``; those of a layer without its prefix.
+
+    Several names of one product are its rows one behind the other, as q, k and v.
+    """
+
+    embedding: str
+    layer: str
+    norm: str
+    qkv: tuple[str, ...]
+    output: str
+    mlp_norm: str | None
+    up: tuple[str, ...]
+    down: str
+    last_norm: str
+    head: str
+    positions: str | None = None
+    prefix: str = ""
+    """Before all names but the head's; files of a model without its head may lack it."""
+    turned: bool = False
+    """Whether weights of layers are (K, N)."""
+    paired: bool = False
+    """Whether rows of q and k are in the order of interleaved rotary pairs."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of tensors that are no weights."""
+
+
+_OF_LLAMA = Naming(
+    embedding="embed_tokens",
+    layer="layers.{}.",
+    norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    last_norm="norm",
+    head="lm_head",
+    prefix="model.",
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+HUGGING_FACE = {
+    "llama": _OF_LLAMA,
+    "phi": _OF_LLAMA._replace(
+        output="self_attn.dense",
+        mlp_norm=None,
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        last_norm="final_layernorm",
+    ),
+    # Its weights are those of Conv1D, (K, N); attn.bias and attn.masked_bias are a causal mask.
+    "gpt2": Naming(
+        embedding="wte",
+        positions="wpe",
+        layer="h.{}.",
+        norm="ln_1",
+        qkv=("attn.c_attn",),
+        output="attn.c_proj",
+        mlp_norm="ln_2",
+        up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        last_norm="ln_f",
+        head="lm_head",
+        prefix="transformer.",
+        turned=True,
+        ignored=(r"h\.\d+\.attn\.(masked_)?bias$",),
+    ),
+}
+"""The names in safetensors files, by architecture."""
+
+_OF_GGUF = Naming(
+    embedding="token_embd",
+    layer="blk.{}.",
+    norm="attn_norm",
+    qkv=("attn_qkv",),
+    output="attn_output",
+    mlp_norm="ffn_norm",
+    up=("ffn_up",),
+    down="ffn_down",
+    last_norm="output_norm",
+    head="output",
+)
+_GGUF_QWEN2 = _OF_GGUF._replace(qkv=("attn_q", "attn_k", "attn_v"), up=("ffn_gate", "ffn_up"))
+
+GGUF = {
+    "gpt2": _OF_GGUF._replace(positions="position_embd"),
+    "llama": _GGUF_QWEN2._replace(paired=True, ignored=(r"^rope_freqs\.weight$",)),
+    "qwen2": _GGUF_QWEN2,
+    "phi2": _OF_GGUF._replace(mlp_norm=None),
+}
+"""The names in GGUF files, by GGUF's name of the architecture."""
+
+
+class TensorTarget(NamedTuple):
+    """Where a tensor goes: views of arrays, which its items fill in their order.
+
+    Attributes
+    ----------
+    targets : dict from str to array
+        One, or those of a quantised weight by their names, whose first axes are alike.
+    shape : tuple of int
+        That of the tensor in the file.
+    blocks : Blocks, or None
+        Of a quantised weight.
+    turned : bool
+        Whether the targets' first axis is the file's second.
+    """
+
+    targets: dict[str, Array]
+    shape: tuple[int, ...]
+    blocks: Blocks | None = None
+    turned: bool = False
+
+
+class TensorTargets(NamedTuple):
+    """Where the tensors of a checkpoint go.
+
+    Attributes
+    ----------
+    filled : dict from str to Place
+        Tensors that have to be there.
+    repeated : dict from str to Place
+        Tensors that may be there, and then hold what is at that place already.
+    """
+
+    filled: dict[str, TensorTarget]
+    repeated: dict[str, TensorTarget]
+
+
+def product_names(
+    naming: Naming, present: Collection[str], layer: int, product: str
+) -> tuple[str, ...]:
+    """Return the tensors that are the weight of a layer's product, by its name in `Layer`."""
+    names = getattr(naming, product)
+    before = _prefix(naming, present) + naming.layer.format(layer)
+    return tuple(
+        f"{before}{name}.weight" for name in ((names,) if isinstance(names, str) else names)
+    )
+
+
+def _prefix(naming: Naming, present: Collection[str]) -> str:
+    has_it = not present or any(name.startswith(naming.prefix) for name in present)
+    return naming.prefix if has_it else ""
+
+
+def places(
+    naming: Naming,
+    config: Config,
+    weights: Weights,
+    tensors: Mapping[str, AnyTensor],
+) -> TensorTargets:
+    """Return the place of each tensor of a checkpoint that has these, or of one that is to be."""
+    prefix = _prefix(naming, tensors)
+    filled: dict[str, TensorTarget] = {}
+
+    def put(name: str, target: Array) -> None:
+        filled[name] = TensorTarget({"all": target}, target.shape)
+
+    def put_norm(name: str, norm: Norm) -> None:
+        put(f"{name}.weight", norm.weight)
+        if norm.bias is not None:
+            put(f"{name}.bias", norm.bias)
+
+    def put_product(
+        before: str,
+        names: tuple[str, ...],
+        product: Product,
+        heads: tuple[int, ...] = (),
+        paired: bool = False,
+    ) -> None:
+        """Put parts of the product's rows, as large as their heads, otherwise equal ones."""
+        for number, (name, rows, share) in enumerate(_shares(names, product, heads)):
+            heads_of = share if paired and number < 2 else None  # q and k, and not v
+            full = f"{before}{name}.weight"
+            filled[full] = _place(product.weight[rows], heads_of, naming, tensors.get(full))
+            if product.bias is not None:
+                bias = product.bias[rows]
+                filled[f"{before}{name}.bias"] = _place(bias, heads_of, naming, None)
+
+    put(f"{prefix}{naming.embedding}.weight", weights.embedding)
+    if naming.positions is not None:
+        assert weights.positions is not None
+        put(f"{prefix}{naming.positions}.weight", weights.positions)
+    for index, layer in enumerate(weights.layers):
+        before = prefix + naming.layer.format(index)
+        put_norm(before + naming.norm, layer.norm)
+        if naming.mlp_norm is not None and layer.mlp_norm is not None:
+            put_norm(before + naming.mlp_norm, layer.mlp_norm)
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        put_product(before, naming.qkv, layer.qkv, heads, naming.paired)
+        put_product(before, (naming.output,), layer.output)
+        put_product(before, naming.up, layer.up)
+        put_product(before, (naming.down,), layer.down)
+    put_norm(prefix + naming.last_norm, weights.norm)
+    logits = weights.head.weight
+    assert not isinstance(logits, QuantizedWeight)
+    head = {f"{naming.head}.weight": TensorTarget({"all": logits}, logits.shape)}
+    if not config.tied:
+        filled |= head
+    if weights.head.bias is not None:
+        put(f"{naming.head}.bias", weights.head.bias)
+    return TensorTargets(filled, head if config.tied else {})
+
+
+def _place(
+    part: Array | QuantizedWeight,
+    heads: int | None,
+    naming: Naming,
+    tensor: AnyTensor | None,
+) -> TensorTarget:
+    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
+    blocks = part.blocks if isinstance(part, QuantizedWeight) else None
+    arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
+    if heads is not None:
+        arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
+    # What is quantised is (N, K) in all files.
+    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
+    if turned and blocks is None:
+        return TensorTarget({"all": arrays["all"].T}, part.shape[::-1])
+    return TensorTarget(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
+
+
+def _shares(
+    names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
+) -> Iterator[tuple[str, slice, int]]:
+    """Return which rows of a product each name has, and its share of them: how many heads."""
+    shares = heads if len(names) > 1 and heads else (1,) * len(names)
+    unit, start = len(product.weight) // sum(shares), 0
+    for name, share in zip(names, shares, strict=True):
+        yield name, slice(start, start + unit * share), share
+        start += unit * share
+
+
+class LinearModule(NamedTuple):
+    """A linear layer as a model was published: some rows of a product."""
+
+    name: str
+    """Without ``.weight``, with the prefix and the number of its layer."""
+    rows: slice
+
+
+def modules_of(
+    naming: Naming, config: Config, index: int, layer: Layer
+) -> dict[str, list[LinearModule]]:
+    """Return the modules of each product of a layer, by the name of its field."""
+    before = naming.prefix + naming.layer.format(index)
+    heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+
+    def modules(names: tuple[str, ...], product: Product, first: int = 0) -> list[LinearModule]:
+        return [
+            LinearModule(before + name, slice(first + rows.start, first + rows.stop))
+            for name, rows, _ in _shares(names, product, heads if product is layer.qkv else ())
+        ]
+
+    ends = {
+        "output": modules((naming.output,), layer.output),
+        "down": modules((naming.down,), layer.down),
+    }
+    qkv = modules(naming.qkv, layer.qkv)
+    if layer.qkv_up is None:
+        return {"qkv": qkv, "up": modules(naming.up, layer.up), **ends}
+    return {"qkv_up": qkv + modules(naming.up, layer.up, len(layer.qkv.weight)), **ends}
+
+
+def _as_pairs(rows: Array, heads: int) -> Array:
+    """View rows (heads D, ...) as (heads, D/2, 2, ...): row m of a head, then row m + D/2.
+
+    In that order the files hold q and k, for a rotation of neighbours; the library's rotation turns
+    the halves of a head, as the model was trained.
+    """
+    return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
+
+
+def is_ignored(naming: Naming, name: str) -> bool:
+    """Tell whether a tensor is no weight."""
+    return any(re.search(pattern, name) for pattern in naming.ignored)
 
 
 class Checkpoint(NamedTuple):

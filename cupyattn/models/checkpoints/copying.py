@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 
 from cupyattn import QuantizedWeight, dequantize, quantize
-from cupyattn.models.checkpoints.contents import Checkpoint
-from cupyattn.models.checkpoints.names import Place, Places, is_ignored, places
-from cupyattn.models.checkpoints.tensors import AnyTensor, QuantisedTensor
+from cupyattn.models.checkpoints.contents import (
+    AnyTensor,
+    Checkpoint,
+    QuantisedTensor,
+    TensorTarget,
+    TensorTargets,
+    is_ignored,
+    places,
+)
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
@@ -23,6 +29,7 @@ from cupyattn.ops.linear.weight_formats import (
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.progress import progress
+from cupyattn.runtime.value_checks import on_host
 
 _AT_ONCE = 1 << 22
 """Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""
@@ -71,7 +78,7 @@ def filled(
     return weights
 
 
-def _require_fit(checkpoint: Checkpoint, targets: Places) -> None:
+def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
     tensors, known = checkpoint.tensors, {**targets.filled, **targets.repeated}
     missing = [name for name in targets.filled if name not in tensors]
     extra = [
@@ -119,7 +126,12 @@ def _listed(names: list[str], most: int = 3) -> str:
 
 
 def _each_part(
-    checkpoint: Checkpoint, name: str, place: Place, dtype: str, xp: Any, use: Callable[..., None]
+    checkpoint: Checkpoint,
+    name: str,
+    place: TensorTarget,
+    dtype: str,
+    xp: Any,
+    use: Callable[..., None],
 ) -> None:
     tensor = checkpoint.tensors[name]
     length = len(next(iter(place.targets.values())))
@@ -140,7 +152,7 @@ def _each_part(
 
 
 def _found(
-    tensor: AnyTensor, place: Place, start: int, stop: int, xp: Any
+    tensor: AnyTensor, place: TensorTarget, start: int, stop: int, xp: Any
 ) -> Array | QuantizedWeight:
     """Return numbers as float32 on the device, or blocks that are kept as they are."""
     if isinstance(tensor, QuantisedTensor):
@@ -191,9 +203,7 @@ def _store(
 
 def _beside(target: Array, array: Array) -> Array:
     """Bring an array to the host if its target is there."""
-    if isinstance(target, np.ndarray) and not isinstance(array, np.ndarray):
-        return array.get()
-    return array
+    return on_host(array) if isinstance(target, np.ndarray) else array
 
 
 def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
@@ -218,7 +228,8 @@ def _require_equal(
     what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: Any
 ) -> None:
     part = parts["all"]
-    if not bool((part == _beside(part, found.astype(part.dtype))).all()):
+    equal: Any = part == _beside(part, found.astype(part.dtype))
+    if not bool(equal.all()):
         raise error(
             ValueError,
             f"{what} differs from the embedding, and the config says that they are one",

@@ -1,21 +1,332 @@
-"""A model's folder as transformers writes it: config.json, safetensors, tokenizer files."""
+"""A model's folder as transformers writes it: config.json, safetensors, tokenizer files.
+
+config.json is read as transformers up to version 4 and from 5 on write it. It also names the method
+by which the weights were quantised.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cupyattn.models.checkpoints.contents import Checkpoint, damaged
+from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
+from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, AnyTensor, Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.checkpoints.hugging_face_config import config_of
-from cupyattn.models.checkpoints.names import HUGGING_FACE
-from cupyattn.models.checkpoints.quantization_config import unpacking_of
+from cupyattn.models.checkpoints.int4_groups import unpacked_awq, unpacked_gptq
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
+from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 from cupyattn.models.tokenizer import tokenizer_of_folder
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_json
+
+Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
+"""From the tensors of files, by their names, to those that a model takes."""
+
+
+_MARKS = {
+    STATE: "bitsandbytes",
+    ".qweight": "GPTQ or AWQ",
+}
+"""Parts of tensors' names that only quantised models have, each with its method."""
+
+
+def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
+    """Return the tensors of a model that is not quantised.
+
+    Raises
+    ------
+    ValueError
+        If they are those of a quantised one, whose config does not say so.
+    """
+    for name, tensor in stored.items():
+        for mark, method in _MARKS.items():
+            if mark in name:
+                raise error(
+                    ValueError,
+                    f"{where}: no quantization_config, and {tensor.what} is of {method}",
+                    "quantised weights are read as quantization_config says",
+                    "take the config.json that was published with these files",
+                )
+    return {name: tensor.as_floats() for name, tensor in stored.items()}
+
+
+def unpacking_of(config: Fields) -> Unpacking:
+    """Return how the tensors of a folder are read.
+
+    Raises
+    ------
+    NotImplementedError
+        For a method, or a variant of one, that there is no code for.
+    """
+    given = config.object("quantization_config")
+    if not given:
+        return partial(plain, where=config.where)
+    fields = Fields(given, f"{config.where}, quantization_config")
+    method = given.get("quant_method")
+    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        method = "bitsandbytes"  # which did not name itself at first
+    readers = {
+        "bitsandbytes": _unpacking_bitsandbytes,
+        "gptq": _unpacking_gptq,
+        "awq": _unpacking_awq,
+    }
+    if not isinstance(method, str) or method not in readers:
+        raise _unsupported(fields, f"quant_method is {shown(method)}")
+    return readers[method](fields)
+
+
+def _unpacking_bitsandbytes(fields: Fields) -> Unpacking:
+    if not fields.flag("load_in_4bit", False):
+        raise _unsupported(fields, "weights are LLM.int8() of bitsandbytes")
+    kind = fields.given.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise _unsupported(fields, f"bnb_4bit_quant_type is {shown(kind)}")
+    storage = fields.given.get("bnb_4bit_quant_storage", "uint8")
+    if storage != "uint8":
+        raise _unsupported(fields, f"bnb_4bit_quant_storage is {shown(storage)}")
+    return unpacked_nf4
+
+
+def _unpacking_gptq(fields: Fields) -> Unpacking:
+    _require_four_bits(fields)
+    form = fields.given.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _unsupported(fields, f"checkpoint_format is {shown(form)}")
+    return partial(
+        unpacked_gptq,
+        group_size=_group_size(fields),
+        zeros_less_one=form == "gptq",
+        in_order=not fields.flag("desc_act", False),
+    )
+
+
+def _unpacking_awq(fields: Fields) -> Unpacking:
+    _require_four_bits(fields)
+    version = fields.given.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _unsupported(fields, f"version is {shown(version)}")
+    if not fields.flag("zero_point", True):
+        raise _unsupported(fields, "zero_point is False")
+    size = _group_size(fields)
+    return lambda stored: unpacked_awq(stored, size)
+
+
+def _require_four_bits(fields: Fields) -> None:
+    bits = fields.given.get("bits")
+    if bits != 4 or isinstance(bits, bool):
+        raise _unsupported(fields, f"bits is {shown(bits)}")
+
+
+def _group_size(fields: Fields) -> int | None:
+    """Return how many weights along K share a scale; None stands for all of them."""
+    size = fields.given.get("group_size", -1)
+    if size in (None, -1):
+        return None
+    if not isinstance(size, int) or size < 32 or size & (size - 1):
+        raise _unsupported(fields, f"group_size is {shown(size)}")
+    return size
+
+
+def _unsupported(fields: Fields, what: str) -> Exception:
+    return error(
+        NotImplementedError,
+        f"{fields.where}: {what}",
+        "quantised safetensors are read of bitsandbytes' NF4 in uint8, and of GPTQ and AWQ (gemm, "
+        "with zero points) in 4 bits with groups of a power of two from 32 on, or one for all",
+        "take such files, the model as it was before it was quantised, or a GGUF file of it",
+    )
+
+
+_OF_LLAMA = ("llama", "mistral", "qwen2")
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+_GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu"}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def config_of(fields: Fields, generation: Fields) -> Config:
+    """Return the config of a folder.
+
+    Parameters
+    ----------
+    fields, generation : Fields
+        What config.json holds, and generation_config.json if there is one.
+
+    Raises
+    ------
+    NotImplementedError
+        For an architecture, a kind of rotary embedding or another trait that there is no code for.
+    ValueError
+        For values that are missing, of another kind, or do not fit together.
+    """
+    kind = fields.given.get("model_type")
+    if kind == "gpt2":
+        config = _gpt2(fields)
+    elif kind in _OF_LLAMA:
+        config = _llama(fields, kind)
+    elif kind == "phi":
+        config = _phi(fields)
+    else:
+        raise unknown_architecture(kind, fields.where)
+    begin = (*fields.ids("bos_token_id"), None)[0]
+    ends = (*fields.ids("eos_token_id"), *generation.ids("eos_token_id"))
+    try:
+        return checked(config._replace(bos_id=begin, eos_ids=tuple(dict.fromkeys(ends))))
+    except ValueError as failure:
+        raise damaged(fields.where, str(failure)) from failure
+
+
+def _gpt2(fields: Fields) -> Config:
+    width = fields.integer("n_embd")
+    heads = fields.integer("n_head")
+    fields.refuse("scale_attn_weights", True)
+    fields.refuse("scale_attn_by_inverse_layer_idx", False)
+    fields.refuse("add_cross_attention", False)
+    return Config(
+        "gpt2",
+        vocab_size=fields.integer("vocab_size"),
+        num_layers=fields.integer("n_layer"),
+        hidden_size=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        intermediate_size=fields.integer("n_inner", 4 * width),
+        max_positions=fields.integer("n_positions"),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        activation=_ACTIVATIONS[fields.choice("activation_function", _ACTIVATIONS, "gelu_new")],
+        tied=fields.flag("tie_word_embeddings", True),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+    )
+
+
+def _llama(fields: Fields, kind: str) -> Config:
+    heads, head_dim = _heads(fields)
+    rope = _rope(fields, head_dim)
+    biased = fields.flag("attention_bias", False)
+    return Config(
+        "llama",
+        vocab_size=fields.integer("vocab_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        hidden_size=fields.integer("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        max_positions=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=_GATED[fields.choice("hidden_act", _GATED, "silu")],
+        rotary_dim=rope.rotary_dim,
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+        tied=fields.flag("tie_word_embeddings", False),
+        window_size=_window(fields, kind),
+        qkv_bias=biased or kind == "qwen2",
+        output_bias=biased and kind == "llama",
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def _phi(fields: Fields) -> Config:
+    heads, head_dim = _heads(fields)
+    rope = _rope(fields, head_dim, partial=0.5)
+    fields.refuse("qk_layernorm", False)
+    return Config(
+        "phi",
+        vocab_size=fields.integer("vocab_size"),
+        num_layers=fields.integer("num_hidden_layers"),
+        hidden_size=fields.integer("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        max_positions=fields.integer("max_position_embeddings"),
+        norm_eps=fields.number("layer_norm_eps", 1e-5),
+        activation=_ACTIVATIONS[fields.choice("hidden_act", _ACTIVATIONS, "gelu_new")],
+        rotary_dim=rope.rotary_dim,
+        rope_base=rope.base,
+        rope_scaling=rope.scaling,
+        tied=fields.flag("tie_word_embeddings", False),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+    )
+
+
+def _heads(fields: Fields) -> tuple[int, int]:
+    heads = fields.integer("num_attention_heads")
+    return heads, fields.integer("head_dim", fields.integer("hidden_size") // heads)
+
+
+def _window(fields: Fields, kind: str) -> tuple[int, int] | None:
+    """Return the window: `sliding_window` counts a query's own key."""
+    if kind == "qwen2":  # it has one in its last layers only, and no published model uses it
+        fields.refuse("use_sliding_window", False)
+    window = fields.integer("sliding_window", 0, least=0) if kind == "mistral" else 0
+    return (window - 1, 0) if window else None
+
+
+class _Rope(NamedTuple):
+    rotary_dim: int
+    base: float
+    scaling: RopeScaling | None
+
+
+def _rope(fields: Fields, head_dim: int, partial: float = 1.0) -> _Rope:
+    """Read rope_parameters; before transformers 5 rope_theta, rope_scaling and the share apart."""
+    fields.refuse("rope_interleaved", False)
+    older = ("rope_theta", "partial_rotary_factor")
+    rope = Fields(
+        {
+            **{name: fields.given.get(name) for name in older},
+            **fields.object("rope_scaling"),
+            **fields.object("rope_parameters"),
+        },
+        f"{fields.where}, rotary embedding",
+    )
+    name = "type" if rope.given.get("rope_type") is None else "rope_type"
+    kind = rope.choice(name, _ROPE_TYPES, default="default")
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
+    trained = rope.integer(
+        "original_max_position_embeddings", fields.integer("max_position_embeddings")
+    )
+    scaling: RopeScaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(rope.number("factor"))
+    elif kind == "llama3":
+        scaling = Llama3Scaling(
+            rope.number("factor"),
+            rope.number("low_freq_factor"),
+            rope.number("high_freq_factor"),
+            trained,
+        )
+    elif kind == "yarn":
+        rope.refuse("mscale")
+        rope.refuse("mscale_all_dim")
+        rope.refuse("truncate", True)
+        absent = rope.given.get("attention_factor") is None
+        scaling = YarnScaling(
+            rope.number("factor"),
+            trained,
+            rope.number("beta_fast", 32.0),
+            rope.number("beta_slow", 1.0),
+            None if absent else rope.number("attention_factor"),
+        )
+    return _Rope(rotary_dim, rope.number("rope_theta", 10000.0), scaling)
+
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20

@@ -1,7 +1,16 @@
-"""Integers of four bits in groups with a scale and a zero: what GPTQ and AWQ have in common.
+"""Four-bit weights of GPTQ and AWQ files: groups of integers with a scale and a zero each.
 
 A weight ``NAME.weight`` (N, K) is three tensors: ``NAME.qweight``, ``NAME.qzeros`` and
 ``NAME.scales``. A word of int32 holds eight integers, the first in the lowest bits.
+
+GPTQ (Frantar et al., arXiv:2210.17323, as AutoGPTQ and GPTQModel write it): qweight is (K / 8, N)
+with eight k in a word, qzeros (K / group, N / 8) with eight n, scales (K / group, N). The first
+version of the format, which most files have, stores zeros less one, where 15 means 0. g_idx has the
+group of each k. With "act-order" the groups are scattered over K, which is not supported.
+
+AWQ (Lin et al., arXiv:2306.00978, as AutoAWQ writes it for its gemm kernels): qweight is (K, N / 8)
+and qzeros (K / group, N / 8), each with eight n in a word: 0, 2, 4, 6, 1, 3, 5, 7 from the lowest
+bits on. scales are (K / group, N).
 """
 
 from __future__ import annotations
@@ -12,9 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import QuantizedWeight
-from cupyattn.models.checkpoints.contents import damaged
+from cupyattn.models.checkpoints.contents import AnyTensor, QuantisedTensor, damaged
 from cupyattn.models.checkpoints.safetensors_files import Stored
-from cupyattn.models.checkpoints.tensors import QuantisedTensor
 from cupyattn.ops.linear.weight_formats import FORMATS, Blocks, blocks_for
 from cupyattn.runtime.errors import error
 
@@ -121,3 +129,100 @@ def integers_of(words: np.ndarray) -> np.ndarray:
     integers = np.empty((*bytes_of.shape, 2), np.uint8)
     integers[..., 0], integers[..., 1] = bytes_of & 15, bytes_of >> 4
     return integers.reshape(len(words), -1)
+
+
+def unpacked_gptq(
+    stored: dict[str, Stored], group_size: int | None, *, zeros_less_one: bool, in_order: bool
+) -> dict[str, AnyTensor]:
+    """Return what a model takes of the tensors of its files.
+
+    `in_order` says whether groups lie along K where no g_idx says it.
+
+    Raises
+    ------
+    NotImplementedError
+        For groups that are scattered over K, or no whole ones.
+    ValueError
+        For parts that are missing or do not fit together.
+    """
+    rest = dict(stored)
+    found: dict[str, AnyTensor] = {}
+    for name, groups in groups_of(rest):
+        found[name] = _gptq_tensor(groups, group_size, zeros_less_one)
+        order = rest.pop(f"{name.removesuffix('.weight')}.g_idx", None)
+        if order is None and not in_order:
+            raise damaged(groups.qweight.what, "desc_act is true, and it has no g_idx")
+        if order is not None:
+            _require_in_order(order, found[name].shape[1], group_size)
+    return {**found, **{name: tensor.as_floats() for name, tensor in rest.items()}}
+
+
+def _gptq_tensor(groups: Groups, group_size: int | None, zeros_less_one: bool) -> QuantisedTensor:
+    words, outer = groups.qweight.shape if len(groups.qweight.shape) == 2 else (0, 0)
+    inner = words * PER_WORD
+
+    def read_codes(start: int, stop: int) -> np.ndarray:
+        """Take the bytes of words as they are: they hold two k, the even one low."""
+        columns = groups.qweight.items((slice(None), slice(start, stop)))
+        by_row = columns.T.astype("<i4", order="C")
+        return by_row.view(np.uint8).reshape(stop - start, inner // 2)
+
+    def read_zeros(start: int, stop: int) -> np.ndarray:
+        columns, own = words_around(start, stop)
+        zeros = integers_of(groups.qzeros.items((slice(None), columns)))[:, own]
+        return (zeros + 1) & 15 if zeros_less_one else zeros
+
+    return group_tensor(groups, outer, inner, group_size, read_codes, read_zeros)
+
+
+def _require_in_order(order: Stored, inner: int, group_size: int | None) -> None:
+    order.require(("I32", "I64"), (inner,))
+    if not np.array_equal(order.items(slice(None)), np.arange(inner) // (group_size or inner)):
+        raise error(
+            NotImplementedError,
+            f"{order.what}: groups are scattered over K (desc_act, act-order)",
+            "GPTQ's files are read whose groups are neighbours along K",
+            "take a file that was quantised with desc_act=False, or the model as it was before",
+        )
+
+
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where a word has each n."""
+
+
+def unpacked_awq(stored: dict[str, Stored], group_size: int | None) -> dict[str, AnyTensor]:
+    """Return what a model takes of the tensors of its files.
+
+    Raises
+    ------
+    NotImplementedError
+        For groups that are no whole ones.
+    ValueError
+        For parts that are missing or do not fit together.
+    """
+    rest = dict(stored)
+    found: dict[str, AnyTensor] = {
+        name: _awq_tensor(groups, group_size) for name, groups in groups_of(rest)
+    }
+    return {**found, **{name: tensor.as_floats() for name, tensor in rest.items()}}
+
+
+def _awq_tensor(groups: Groups, group_size: int | None) -> QuantisedTensor:
+    inner, words = groups.qweight.shape if len(groups.qweight.shape) == 2 else (0, 0)
+
+    def read_codes(start: int, stop: int) -> np.ndarray:
+        by_row = np.ascontiguousarray(_columns(groups.qweight, start, stop).T)
+        return by_row[:, ::2] | by_row[:, 1::2] << 4
+
+    def read_zeros(start: int, stop: int) -> np.ndarray:
+        return _columns(groups.qzeros, start, stop)
+
+    return group_tensor(groups, words * PER_WORD, inner, group_size, read_codes, read_zeros)
+
+
+def _columns(packed: Stored, start: int, stop: int) -> np.ndarray:
+    """Return the integers (rows, columns) of some n, in their order."""
+    columns, own = words_around(start, stop)
+    stored = integers_of(packed.items((slice(None), columns)))
+    in_order = stored.reshape(len(stored), -1, PER_WORD)[..., _PLACES]
+    return in_order.reshape(len(stored), -1)[:, own]

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.models.checkpoints.contents import damaged
-from cupyattn.models.checkpoints.tensors import Tensor
+from cupyattn.models.checkpoints.contents import Tensor, damaged
 from cupyattn.models.extras import extra
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.errors import error

@@ -1,18 +1,165 @@
-"""A model as a folder that `open_folder` reads, and transformers too."""
+"""Write models and safetensors files: a file is complete or absent, whenever the process stops."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
+
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, places
 from cupyattn.models.checkpoints.hugging_face import read_object
-from cupyattn.models.checkpoints.names import HUGGING_FACE, places
-from cupyattn.models.checkpoints.safetensors_writer import require_finite, write_tensors
-from cupyattn.models.checkpoints.whole_files import write_whole
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.value_checks import on_host
+
+_PARTIAL, _BEFORE = ".partial", ".before"
+
+
+def write_whole(files: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
+    """Write files beside their places, bring all to the disk, and only then rename them.
+
+    Parameters
+    ----------
+    files : mapping from path to callable
+        Each is called with the file to write into. Folders are made if need be.
+
+    Raises
+    ------
+    OSError
+        If one cannot be written: what was there before is as it was, also where Ctrl-C ends it.
+    """
+    *firsts, _ = files
+    partials: list[Path] = []
+    replaced: list[Path] = []
+    before: dict[Path, Path] = {}
+    try:
+        for path, write in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partials.append(path.with_suffix(_PARTIAL))
+            with partials[-1].open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        for path in firsts:  # where the last cannot be replaced, these are put back
+            if path.exists():
+                before[path] = path.with_suffix(_BEFORE)
+                _keep(path, before[path])
+        for partial, path in zip(partials, files, strict=True):
+            os.replace(partial, path)
+            replaced.append(path)
+    except BaseException:
+        for path in replaced:
+            if path in before:
+                os.replace(before.pop(path), path)
+            else:
+                path.unlink()
+        raise
+    finally:
+        for left in (*partials, *before.values()):
+            left.unlink(missing_ok=True)
+    for folder in {path.parent for path in files}:
+        _sync_folder(folder)
+
+
+def _keep(path: Path, beside: Path) -> None:
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(path, beside)
+    except OSError:  # not every file system has links
+        shutil.copy2(path, beside)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring the new names to the disk too, where folders can be opened (not on Windows)."""
+    if os.name == "posix":
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+
+
+DTYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8",
+}  # fmt: skip
+_AT_ONCE = 1 << 24
+"""Bytes that are on their way from a GPU to the file."""
+
+
+def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """Write a file that is whole or not there.
+
+    Parameters
+    ----------
+    path : path
+        Its folder is made if need be.
+    arrays : mapping of arrays
+        NumPy or CuPy, of any strides.
+    metadata : mapping of str
+        What the header has beside them.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written: what was there before is as it was.
+    """
+    write_whole({path: partial(store, arrays=arrays, metadata=metadata)})
+
+
+def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
+    """Write the header's length, the header, and the arrays, as the format has them."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, array in arrays.items():
+        places = [end, end + array.nbytes]
+        dtype = DTYPES[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": places}
+        end = places[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for array in arrays.values():
+        for part in bytes_of(array):
+            file.write(part)
+
+
+def bytes_of(array: Array) -> Iterator[bytes]:
+    """Yield the bytes of an array in C order, some rows at a time."""
+    for part in _parts_of(array):
+        yield on_host(part).tobytes()
+
+
+def require_finite(arrays: Mapping[str, Array]) -> None:
+    """Raise ValueError for a number that no model computes with, before anything is written."""
+    for name, array in arrays.items():
+        for part in _parts_of(array):
+            if not bool((abs(part.astype(np.float32)) < np.inf).all()):
+                dtype = array.dtype.name
+                raise error(
+                    ValueError,
+                    f"{name} has numbers that {dtype} does not hold",
+                    "what is written is finite, in float16 up to 65,504",
+                    "merge with --dtype float32 or bfloat16, or train anew with it"
+                    if dtype == "float16"
+                    else "train anew with a smaller learning rate",
+                )
+
+
+def _parts_of(array: Array) -> Iterator[Array]:
+    rows = array if array.ndim else array.reshape(1)
+    step = max(_AT_ONCE // max(rows.nbytes // max(len(rows), 1), 1), 1)
+    for start in range(0, len(rows), step):
+        yield rows[start : start + step]
+
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")

@@ -1,20 +1,20 @@
-"""Generation with continuous batching: a model, a paged cache and a scheduler."""
+"""Generation with continuous batching: a model, a paged cache of the right size and a scheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
-from typing import Any, Literal
+from threading import Lock
+from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from cupyattn import PagedKVCache, Scheduler
-from cupyattn.distributed.agreement import fingerprint
+from cupyattn.distributed.group import fingerprint
 from cupyattn.kv_cache import Work
-from cupyattn.models.generation.calls import Calls
-from cupyattn.models.generation.continuations import Generation
-from cupyattn.models.generation.decoding import Decoding
-from cupyattn.models.generation.graph import device_of
-from cupyattn.models.generation.inputs import Draw
-from cupyattn.models.generation.lookup import appended, kept, padded
+from cupyattn.models.generation.continuations import Generation, appended, kept, padded
 from cupyattn.models.generation.options import (
     MOST_SEQUENCES,
     SEED_BITS,
@@ -30,10 +30,99 @@ from cupyattn.models.generation.options import (
     as_seed,
     require_positions,
 )
-from cupyattn.models.generation.room import blocks_at_hand
-from cupyattn.models.generation.steps import Part, packed_step
+from cupyattn.models.generation.steps import (
+    Decoding,
+    StepSequence,
+    TokenDraw,
+    device_of,
+    packed_step,
+)
 from cupyattn.models.parallel import agreed
 from cupyattn.runtime.errors import error, shown
+
+Result = TypeVar("Result")
+
+
+class SerialCalls:
+    """Calls one at a time: a call that may come at any time waits for the one under way.
+
+    A stream that nobody reads ends as its iterator is collected: between two calls, or, where it
+    stands in a cycle, within a step, a submission or a cancellation, even with the allocator's lock
+    held.
+    """
+
+    def __init__(self) -> None:
+        self._within = Lock()
+        self._left: list[Callable[[], None]] = []
+
+    def make(self, call: Callable[..., Result], *given: Any) -> Result:
+        """Make a call, and behind it what was left meanwhile."""
+        if self._within.locked():  # within another one: the scheduler says whether it may be
+            return call(*given)
+        try:
+            with self._within:
+                return call(*given)
+        finally:
+            self._make_left()
+
+    def leave(self, call: Callable[..., None], *given: Any) -> None:
+        """Make a call now, or as soon as the one that is under way has ended."""
+        self._left.append(partial(call, *given))
+        self._make_left()
+
+    def _make_left(self) -> None:
+        while self._left and not self._within.locked():
+            with self._within:
+                self._left.pop()()
+
+
+SHARE = 0.9
+"""The part of the free memory that a cache may take; steps compute in the rest."""
+_MOST_BLOCK_SIZE = 2**31 - 16
+"""A multiple of 16; a cache counts its slots in int32."""
+_BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}
+
+
+def blocks_at_hand(model: Any, dtype: Any, block_size: int, lengths: Sequence[int]) -> int:
+    """Return how many blocks sequences of these lengths fill, or the most that there is room for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For a block size that no cache has.
+    MemoryError
+        If the longest alone has no room.
+    """
+    block_size = as_count("block_size", block_size, 16, _MOST_BLOCK_SIZE)
+    needed = [-(-length // block_size) for length in lengths]
+    room = int(SHARE * free_bytes(model.xp)) // block_bytes(model.config, dtype, block_size)
+    if room < max(needed):
+        raise error(
+            MemoryError,
+            f"a sequence of {max(lengths)} tokens needs {max(needed)} blocks of the cache",
+            f"the free memory holds {room}",
+            "generate fewer tokens, pass num_blocks, or keep the cache in cache_dtype='int8'",
+        )
+    return min(sum(needed), room)
+
+
+def block_bytes(config: Any, dtype: Any, block_size: int) -> int:
+    """Return the size of a block in all layers."""
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    bits = config.head_dim * _BITS.get(name, 32) + (32 if name.startswith("int") else 0)
+    return 2 * config.num_layers * block_size * config.num_kv_heads * bits // 8
+
+
+def free_bytes(xp: Any) -> int:
+    """Return the free memory where arrays of a library are: of the current GPU, or of the host."""
+    if xp is not np:
+        free, _ = xp.cuda.runtime.memGetInfo()
+        return free + xp.get_default_memory_pool().free_bytes()
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not every system tells
+        return 1 << 33
+
 
 MAX_BATCH = 32
 LONGEST = 2048
@@ -151,7 +240,7 @@ class Generator:
         )  # fmt: skip
         self._decoding = Decoding(model, self.cache) if as_captured(captured, model) else None
         self._running: dict[int, Generation] = {}
-        self._calls = Calls()
+        self._calls = SerialCalls()
 
     @property
     def idle(self) -> bool:
@@ -321,7 +410,7 @@ class Generator:
         if decodes and self._decoding is not None:
             return self._decoding.run([work.tokens for work in batch], [each for (each,) in draws])
         pairs = zip(batch, draws, strict=True)
-        parts = [Part(work.sequence, work.tokens, drawn) for work, drawn in pairs]
+        parts = [StepSequence(work.sequence, work.tokens, drawn) for work, drawn in pairs]
         return packed_step(self._model, self.cache, parts)
 
     def _drafts(
@@ -338,13 +427,15 @@ class Generator:
             drafts = padded(drafts, self._lookup)
         return drafts if any(drafts) and appended(batch, drafts) else None
 
-    def _verified(self, batch: tuple[Work, ...], draws: list[Draw], drafts: list[list[int]]) -> Any:
+    def _verified(
+        self, batch: tuple[Work, ...], draws: list[TokenDraw], drafts: list[list[int]]
+    ) -> Any:
         """Compute the drafts behind the last tokens; keep what the model chooses as well."""
         tokens = [[*work.tokens, *drafted] for work, drafted in zip(batch, drafts, strict=True)]
         if self._decoding is not None and len({len(each) for each in tokens}) == 1:
             chosen = self._decoding.run(tokens, draws)
         else:
             pairs = zip(batch, tokens, strict=True)
-            parts = [Part(work.sequence, each, (), every=True) for work, each in pairs]
+            parts = [StepSequence(work.sequence, each, (), every=True) for work, each in pairs]
             chosen = packed_step(self._model, self.cache, parts)
         return kept(batch, drafts, chosen)

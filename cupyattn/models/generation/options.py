@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.models.generation.text import Tokenizer
+from cupyattn.models.generation.text import TextTokenizer
 from cupyattn.runtime.errors import error, shown
 
 SEED_BITS = 63
@@ -260,7 +260,7 @@ def _prompt(given: Any, model: Any) -> Prompt:
     return Prompt(tokens, is_text)
 
 
-def _encoded(tokenizer: Tokenizer, text: str, positions: int) -> list[int]:
+def _encoded(tokenizer: TextTokenizer, text: str, positions: int) -> list[int]:
     """Return the tokens of a text; refuse one that is far too long by its beginning."""
     most = _CHARACTERS * positions
     if len(text) > most and len(tokenizer.encode(text[:most])) > 2 * positions:
@@ -271,9 +271,9 @@ def _encoded(tokenizer: Tokenizer, text: str, positions: int) -> list[int]:
     return tokenizer.encode(text)
 
 
-def tokenizer_for(model: Any, what: str) -> Tokenizer:
+def tokenizer_for(model: Any, what: str) -> TextTokenizer:
     """Return a model's tokenizer, which is only asked for where text is: it may load then."""
-    tokenizer: Tokenizer | None = model.tokenizer
+    tokenizer: TextTokenizer | None = model.tokenizer
     if tokenizer is None:
         raise error(
             ValueError, f"got {what}, and the model has no tokenizer",

@@ -1,9 +1,20 @@
-"""A step of a model over a paged cache, as it comes: any tokens of any sequences, packed."""
+"""Steps of a model over a paged cache: their inputs, packed steps, and captured decoding steps.
+
+A packed step computes any tokens of any sequences. A captured step has a largest batch, one new
+token of each sequence (or as many of each), and arrays that stay where they are. The token that it
+draws is the one that it computes next, and it advances its tables. So the next step is queued
+before the host has read what this one drew, and the GPU does not wait.
+
+With CuPy arrays a captured step is a CUDA graph. With NumPy arrays a replay is the call itself, and
+a copy is made at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -12,9 +23,209 @@ from cupyattn import PagedKVCache
 from cupyattn.kv_cache import Sequence as CachedSequence
 from cupyattn.kv_cache import StepTables
 from cupyattn.models.forward import Attend
-from cupyattn.models.generation.inputs import Draw, StepInputs, used_options
-from cupyattn.runtime.arrays import Array
+from cupyattn.models.generation.options import Sampling
+from cupyattn.runtime.arrays import Array, CudaArray
+from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
+
+WARM_UPS = 2
+"""The first loads kernels and constants, the second leaves the pool what the capture takes."""
+
+
+def device_of(array: Array) -> AbstractContextManager[Any]:
+    """Return the device of an array, for a with statement."""
+    return nullcontext() if isinstance(array, np.ndarray) else cast("CudaArray", array).device
+
+
+def upload(array: Array, staged: np.ndarray) -> None:
+    """Queue the copy of an array of the host; it may change as soon as this has returned."""
+    if isinstance(array, np.ndarray):
+        array[...] = staged
+    else:  # from memory that is not pinned the driver takes what it reads before the call returns
+        cast("CudaArray", array).set(staged, stream=_current_stream())
+
+
+def capture(xp: Any, prepare: Callable[[], None], work: Callable[[], None]) -> Callable[[], None]:
+    """Capture work on arrays that stay where they are; return what runs it on the current stream.
+
+    `prepare` fills these arrays, before each run of the work. What the work allocates comes from a
+    pool of its own, which lives as long as the graph does: nobody else gets that memory.
+    """
+    if xp is np:
+        return work
+    xp.cuda.get_current_stream().synchronize()  # the stream below does not wait for this one
+    stream, pool = xp.cuda.Stream(non_blocking=True), xp.cuda.MemoryPool()
+    with stream, xp.cuda.using_allocator(pool.malloc):
+        for _ in range(WARM_UPS):
+            prepare()
+            work()
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            work()
+        except BaseException:
+            with suppress(Exception):  # the capture is broken already
+                stream.end_capture()
+            raise
+        graph = stream.end_capture()
+    return Replay(graph, pool, stream)
+
+
+def _current_stream() -> Any:
+    return load_cupy().cuda.get_current_stream()
+
+
+class Replay:
+    """A captured graph with the memory that it works in."""
+
+    def __init__(self, graph: Any, pool: Any, stream: Any) -> None:
+        self.graph = graph
+        self._kept = pool, stream
+
+    def __call__(self) -> None:
+        """Queue it on the current stream."""
+        self.graph.launch()
+
+
+class Readback:
+    """Copies of an array of results to the host; at most two of them are on their way."""
+
+    def __init__(self, xp: Any, items: int) -> None:
+        self._turn = 0
+        self._places: list[tuple[np.ndarray, Any]] = []
+        if xp is not np:
+            for _ in range(2):
+                memory = xp.cuda.alloc_pinned_memory(items * 4)
+                host = np.frombuffer(memory, np.int32, items)
+                self._places.append((host, xp.cuda.Event(disable_timing=True)))
+
+    def queue(self, array: Array) -> Callable[[], list[int]]:
+        """Queue a copy; return what waits for it and reads it, before the next but one is queued.
+
+        Only for what was queued before it, so that later work goes on meanwhile.
+        """
+        if isinstance(array, np.ndarray):
+            copied = array.tolist()
+            return lambda: copied
+        host, event = self._places[self._turn]
+        self._turn = 1 - self._turn
+        stream = _current_stream()
+        cast("CudaArray", array).get(out=host, stream=stream, blocking=False)
+        event.record(stream)
+
+        def read() -> list[int]:
+            event.synchronize()
+            return host.tolist()
+
+        return read
+
+
+_ALIGNMENT = 16
+_KINDS = {"temperature": "f4", "top_p": "f4", "min_p": "f4", "repetition_penalty": "f4"}
+_OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class TokenDraw(NamedTuple):
+    """A next token to draw, from the logits behind the last token of a sequence.
+
+    Attributes
+    ----------
+    sequence : Sequence
+        Its last token is what the step computes.
+    sampling : Sampling
+        How it is drawn.
+    seed : int
+        Of the sample; together with the token's position it decides.
+    previous : sequence of int
+        What a repetition penalty weakens: all tokens so far.
+    left : int
+        How many tokens the sample may still have, this one included.
+    """
+
+    sequence: CachedSequence
+    sampling: Sampling
+    seed: int
+    previous: Sequence[int]
+    left: int
+
+
+def used_options(draws: Iterable[TokenDraw]) -> frozenset[str]:
+    """Return the options of `cupyattn.sample` that matter to any of these."""
+    return frozenset().union(*(draw.sampling.used for draw in draws))
+
+
+class StepInputs:
+    """Arrays of a step in one piece of memory, uploaded at once and always at the same place.
+
+    Attributes
+    ----------
+    ids : int32 array (tokens,)
+        The tokens to compute.
+    """
+
+    def __init__(
+        self, xp: Any, tokens: int, draws: int, used: frozenset[str], vocab_size: int, width: int
+    ) -> None:
+        self._off = {**_OFF, "top_k": vocab_size}
+        fields: dict[str, tuple[tuple[int, ...], str]] = {"ids": ((tokens,), "i4")}
+        if used:
+            fields |= {"seed": ((draws,), "i8"), "step": ((draws,), "i4")}
+            fields |= {name: ((draws,), _KINDS.get(name, "i4")) for name in sorted(used)}
+        if "repetition_penalty" in used:
+            fields["previous"] = ((draws, width), "i4")
+        starts, end = {}, 0
+        for name, (shape, kind) in fields.items():
+            starts[name] = end
+            size = math.prod(shape) * np.dtype(kind).itemsize
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._staged = np.zeros(end, np.uint8)
+        self._buffer: Array = xp.zeros(end, np.uint8)
+
+        def pieces(flat: Array) -> dict[str, Array]:
+            return {
+                name: flat[starts[name] :][: math.prod(shape) * np.dtype(kind).itemsize]
+                .view(np.dtype(kind))
+                .reshape(shape)
+                for name, (shape, kind) in fields.items()
+            }
+
+        self._on_host, self._placed = pieces(self._staged), pieces(self._buffer)
+        self.ids: Array = self._placed["ids"]
+
+    def load(self, ids: Sequence[int], draws: Sequence[TokenDraw]) -> None:
+        """Fill them for a step; what is unused is token 0, drawn greedily."""
+        host = self._on_host
+        host["ids"][: len(ids)] = ids
+        host["ids"][len(ids) :] = 0
+        for name, column in host.items():
+            if name == "seed":
+                _fill(column, [draw.seed for draw in draws], 0)
+            elif name == "step":
+                _fill(column, [len(draw.sequence) for draw in draws], 0)
+            elif name == "previous":
+                column.fill(-1)
+                for row, draw in zip(column, draws, strict=False):
+                    row[: len(draw.previous)] = draw.previous
+            elif name != "ids":
+                off = self._off[name]
+                values = [getattr(draw.sampling, name) for draw in draws]
+                _fill(column, [off if value is None else value for value in values], off)
+        upload(self._buffer, self._staged)
+
+    def options(self, step: Array | None = None) -> dict[str, Any]:
+        """Return what `cupyattn.sample` takes beside the logits.
+
+        The step of a token is its position: `step` if it is given.
+        """
+        if len(self._placed) == 1:
+            return {"seed": 0, "temperature": 0.0}
+        given = {name: array for name, array in self._placed.items() if name != "ids"}
+        return given if step is None else {**given, "step": step}
+
+
+def _fill(column: Array, values: Sequence[float], rest: float) -> None:
+    column[: len(values)] = values
+    column[len(values) :] = rest
 
 
 def paged_attend(
@@ -39,7 +250,7 @@ def paged_attend(
     return attend
 
 
-class Part:
+class StepSequence:
     """A sequence in a step: the tokens to compute, and the draws behind its last ones.
 
     `draws` are all made behind the last token; with `every` there is one behind each token.
@@ -51,7 +262,7 @@ class Part:
         self,
         sequence: CachedSequence,
         tokens: Sequence[int],
-        draws: Sequence[Draw],
+        draws: Sequence[TokenDraw],
         every: bool = False,
     ) -> None:
         self.sequence = sequence
@@ -60,7 +271,7 @@ class Part:
         self.every = every
 
 
-def packed_step(model: Any, cache: PagedKVCache, parts: Sequence[Part]) -> list[list[int]]:
+def packed_step(model: Any, cache: PagedKVCache, parts: Sequence[StepSequence]) -> list[list[int]]:
     """Compute the tokens of all parts at once; return the tokens drawn for each."""
     counts = [len(part.tokens) for part in parts]
     ids = [token for part in parts for token in part.tokens]
@@ -96,3 +307,143 @@ def require_drawn(tokens: Sequence[int]) -> None:
             "one of them has to be a number",
             "check the weights; what overflows float16 does not overflow float32",
         )
+
+
+class DecodeStep:
+    """A step of at most `batch` sequences with `width` new tokens each, at the same place."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedKVCache,
+        batch: int,
+        width: int,
+        max_blocks: int,
+        used: frozenset[str],
+    ) -> None:
+        self._model, self._cache, self._width = model, cache, width
+        tokens = batch * width
+        self._tables = cache.step_tables(max_batch=batch, max_blocks=max_blocks, max_tokens=tokens)
+        self._inputs = StepInputs(
+            model.xp, tokens, batch, used, model.config.vocab_size,
+            max_blocks * cache.allocator.block_size,
+        )  # fmt: skip
+        self._attend = paged_attend(model, cache, self._tables, width)
+        self._readback = Readback(model.xp, tokens)
+        self._replay: Callable[[], None] | None = None
+
+    def begin(self, ids: Sequence[int], draws: Sequence[TokenDraw]) -> None:
+        """Queue the step for these sequences."""
+
+        def load() -> None:
+            self._tables.update([draw.sequence for draw in draws], self._width)
+            self._inputs.load(ids, draws)
+
+        if self._replay is None:
+            self._replay = capture(self._model.xp, load, self._compute)
+        load()
+        self._replay()
+
+    def go_on(self) -> None:
+        """Queue the step behind it, of the same sequences with the tokens that it draws."""
+        assert self._replay is not None
+        self._replay()
+
+    def read(self) -> Callable[[], list[int]]:
+        """Queue the way of the drawn tokens to the host; return what waits for them."""
+        return self._readback.queue(self._inputs.ids)
+
+    def _compute(self) -> None:
+        tables, inputs = self._tables, self._inputs
+        hidden = self._model.hidden(inputs.ids, tables.positions, self._attend)
+        options = inputs.options(tables.seqlens_k)
+        cupyattn.sample(self._model.head(hidden), **options, out=inputs.ids)
+        if self._width == 1:
+            tables.advance()
+
+
+class _Ahead(NamedTuple):
+    """A step that is queued already, if the next one is what was expected."""
+
+    step: DecodeStep
+    read: Callable[[], list[int]]
+    expected: list[tuple[Any, int, Any, Any, int]]
+
+
+class Decoding:
+    """The captured steps of a generator: one for each size of the batch and of the tables."""
+
+    def __init__(self, model: Any, cache: PagedKVCache, *, looks_ahead: bool = True) -> None:
+        self._model, self._cache = model, cache
+        self._steps: dict[Any, DecodeStep] = {}
+        self._looks_ahead = looks_ahead
+        self._ahead: _Ahead | None = None
+
+    def forget(self) -> None:
+        """Drop the step that is queued ahead: what it was for has ended."""
+        self._ahead = None
+
+    def run(self, ids: Sequence[Sequence[int]], draws: Sequence[TokenDraw]) -> list[list[int]]:
+        """Compute as many last tokens of each sequence; return what is drawn behind each token."""
+        width = len(ids[0])
+        ahead, self._ahead = self._ahead, None
+        if width == 1 and ahead is not None and ahead.expected == _state(draws, 0):
+            step, read = ahead.step, ahead.read
+        else:
+            step = self._step(draws, width)
+            step.begin([token for tokens in ids for token in tokens], draws)
+            read = step.read()
+        if width == 1 and self._looks_ahead and self._may_go_on(draws):
+            step.go_on()
+            self._ahead = _Ahead(step, step.read(), _state(draws, 1))
+        drawn = read()
+        require_drawn(drawn[: len(draws) * width])
+        return [drawn[at * width : (at + 1) * width] for at in range(len(draws))]
+
+    def _step(self, draws: Sequence[TokenDraw], width: int) -> DecodeStep:
+        size = self._cache.allocator.block_size
+        batch = _power_of_two(len(draws))
+        blocks = _power_of_two(max(-(-(len(each.sequence) + each.left) // size) for each in draws))
+        used = used_options(draws)
+        key = batch, width, blocks, used
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(self._model, self._cache, batch, width, blocks, used)
+        return self._steps[key]
+
+    def _may_go_on(self, draws: Sequence[TokenDraw]) -> bool:
+        """Tell whether the next step is known: none ends, or needs a block.
+
+        No sequence shares its last block, in which its newest token has just been put.
+        """
+        size = self._cache.allocator.block_size
+        return all(
+            draw.left > 1
+            and len(draw.sequence) % size
+            and draw.sampling.repetition_penalty == 1.0  # which weakens what is not yet known
+            for draw in draws
+        )
+
+
+def _state(draws: Sequence[TokenDraw], more: int) -> list[tuple[Any, int, Any, Any, int]]:
+    """Return all that a step depends on beside its tokens, if each sequence has `more` of them."""
+    return [
+        (
+            draw.sequence,
+            len(draw.sequence) + more,
+            draw.sequence.block_ids,
+            draw.sampling,
+            draw.seed,
+        )
+        for draw in draws
+    ]
+
+
+def _power_of_two(count: int) -> int:
+    """Return the least power of two that is not below a count.
+
+    Examples
+    --------
+    >>> [_power_of_two(count) for count in (1, 2, 3, 8, 9)]
+    [1, 2, 4, 8, 16]
+    """
+    return 1 << (count - 1).bit_length()

@@ -12,7 +12,7 @@ CONTEXT = 10
 and no character has more than 4 bytes. Of a whole one, and of one that has begun."""
 
 
-class Tokenizer(Protocol):
+class TextTokenizer(Protocol):
     """From text to ids and back, as a model's tokenizer does it."""
 
     def encode(self, text: str, /) -> list[int]:
@@ -41,7 +41,7 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Iterable[int], stop: Iterable[str] = ()
+        self, tokenizer: TextTokenizer, prompt: Iterable[int], stop: Iterable[str] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt)[-CONTEXT:]

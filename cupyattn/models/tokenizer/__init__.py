@@ -1,7 +1,6 @@
 """From text to token ids and back, as a model's files say, by the package tokenizers."""
 
-from cupyattn.models.tokenizer.from_folder import tokenizer_of_folder
-from cupyattn.models.tokenizer.from_gguf import tokenizer_of_gguf
+from cupyattn.models.tokenizer.from_files import tokenizer_of_folder, tokenizer_of_gguf
 from cupyattn.models.tokenizer.text import Tokenizer
 
 __all__ = ["Tokenizer", "tokenizer_of_folder", "tokenizer_of_gguf"]

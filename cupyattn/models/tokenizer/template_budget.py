@@ -29,7 +29,7 @@ class ExceededError(Exception):
     """Raised where a template would take more than it may."""
 
 
-class Budget:
+class TemplateBudget:
     """The time and the sizes of values that are left to one run of a template.
 
     Every operation of a template takes time in proportion to its operands and its result. So
@@ -166,18 +166,18 @@ class Budget:
             raise ExceededError(f"it formats to a width of more than {_MOST_WIDTH}")
 
 
-_CURRENT: ContextVar[Budget] = ContextVar("budget")
+_CURRENT: ContextVar[TemplateBudget] = ContextVar("budget")
 
 
-def current() -> Budget:
+def current() -> TemplateBudget:
     """Return the budget of the template that runs."""
     return _CURRENT.get()
 
 
 @contextmanager
-def budget(given: Mapping[str, Any]) -> Iterator[Budget]:
+def budget(given: Mapping[str, Any]) -> Iterator[TemplateBudget]:
     """Give what runs within the block a budget, in this thread alone."""
-    token = _CURRENT.set(found := Budget(given))
+    token = _CURRENT.set(found := TemplateBudget(given))
     try:
         yield found
     finally:

@@ -5,16 +5,12 @@
 1e-05
 """
 
-from cupyattn.models.training.batch import Batch, Sample, packed
+from cupyattn.models.training.batches import Batch, Packing, Sample, packed
 from cupyattn.models.training.data import Reader, split
-from cupyattn.models.training.evaluation import loss_of
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
-from cupyattn.models.training.optimizer import AdamWOptions
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.scaling import LossScale
-from cupyattn.models.training.schedules import Schedule
-from cupyattn.models.training.trainable import Trainable
+from cupyattn.models.training.optimizer import AdamWOptions, LossScale, Schedule
+from cupyattn.models.training.trainable import Trainable, loss_of
 from cupyattn.models.training.trainer import TrainedStep, Trainer
 
 __all__ = [

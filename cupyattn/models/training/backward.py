@@ -1,40 +1,277 @@
-"""The backward of `cupyattn.models.forward`: the same names, from the last line to the first.
+"""The backward of `cupyattn.models.forward`, with the same names, from the last line to the first.
 
-Of the forward only what goes into each layer is kept, L + 1 arrays (total, E). A layer is computed
+Of the forward only the input of each layer is kept, L + 1 arrays (total, E). A layer is computed
 again before its gradients are (Chen et al., "Training deep nets with sublinear memory cost",
-arXiv:1604.06174), by the same calls, so with the same bits. What is called d<name> is the gradient
-of the loss, times the loss scale, with respect to <name>. Gradients of frozen products are not
-computed; those of a norm's weight come with its dx. All sums of hidden states' gradients are made
+arXiv:1604.06174), by the same calls, so with the same bits. d<name> is the gradient of the loss,
+times the loss scale, with respect to <name>. Gradients of frozen products are not computed. The
+gradient of a norm's weight is computed with its dx. All sums of hidden states' gradients are made
 where a product or a norm's gradient is stored.
+
+A product may have low-rank adapters. Attention is causal within each sample of a batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn import (
+    AttentionGrads,
+    DropoutGrads,
     LinearGrads,
+    QuantizedWeight,
+    attention_varlen,
+    attention_varlen_backward,
     cross_entropy,
     cross_entropy_backward,
+    dequantize,
+    dropout,
+    dropout_backward,
+    embedding_backward,
     layer_norm_backward,
     linear,
     linear_backward,
     rms_norm_backward,
 )
-from cupyattn.models.activations import activated, activation_backward
-from cupyattn.models.beside import Beside
-from cupyattn.models.forward import hidden_states
-from cupyattn.models.loss import logit_chunks, loss_dtype
-from cupyattn.models.training.adapted_product import AdaptedProduct
-from cupyattn.models.training.batch import Batch
-from cupyattn.models.training.places import Gradients
-from cupyattn.models.training.sample_attention import SampleAttention
+from cupyattn.models.forward import (
+    Beside,
+    activated,
+    activation_backward,
+    heads_of,
+    hidden_states,
+    logit_chunks,
+    loss_dtype,
+)
+from cupyattn.models.training.batches import Batch
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product
+from cupyattn.ops.linear.weight_formats import rows_apart
 from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.errors import error
+
+
+class ArrayPart(NamedTuple):
+    """A part of one of the model's arrays: ``array[part] = scale * learnt``.
+
+    Attributes
+    ----------
+    array : array
+        In the model's dtype, the very one that its layers hold.
+    part : tuple of slices
+        Of the shape of what is learnt.
+    scale : float
+    """
+
+    array: Array
+    part: tuple[slice, ...]
+    scale: float = 1.0
+
+    def fill(self, learnt: Array) -> None:
+        """Write what was learnt there, rounded to the model's dtype."""
+        with np.errstate(over="ignore"):
+            scaled = learnt if self.scale == 1 else self.scale * learnt
+            self.array[self.part] = scaled.astype(self.array.dtype, copy=False)
+
+
+class Gradients:
+    """Takes the gradients of a model's arrays, and adds them to those of what is learnt.
+
+    Each is rounded to the model's dtype once, as a product leaves it, and added in float32. An
+    array without a place is not trained, and is passed over.
+
+    Parameters
+    ----------
+    places : mapping from str to Place
+        Of what is learnt by name.
+    learnt, into : mapping from str to array
+        It, and where its gradients are added.
+    accumulate : bool
+        Whether to add to what stands there.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, ArrayPart],
+        learnt: Mapping[str, Array],
+        into: Mapping[str, Array],
+        accumulate: bool,
+    ) -> None:
+        self._parts: dict[int, list[tuple[ArrayPart, Array, Array]]] = {}
+        for name, place in places.items():
+            if not accumulate:
+                into[name].fill(0)
+            one = place, learnt[name], into[name]
+            self._parts.setdefault(id(place.array), []).append(one)
+
+    def wants(self, array: Any) -> bool:
+        """Tell whether an array of the model is trained."""
+        return id(array) in self._parts
+
+    def add(self, array: Any, gradient: Array) -> None:
+        """Take the gradient of one of the model's arrays: d array = scale * d learnt there."""
+        for place, _, into in self._parts.get(id(array), ()):
+            found = gradient[place.part]
+            if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 is of a kind of its own
+                found = place.scale * found.astype(into.dtype)
+            into += found
+
+    def add_rows(self, table: Array, ids: Array, gradient: Array) -> None:
+        """Take the gradient of ``embedding(table, ids)``, and add each row to its id's."""
+        for _, learnt, into in self._parts.get(id(table), ()):
+            dout = gradient.astype(into.dtype, copy=False)
+            embedding_backward(dout, learnt, ids, grads=into, accumulate=True)
+
+
+_AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
+
+
+class AdaptedProduct(NamedTuple):
+    """A `Product` whose weight is frozen, and LoRA beside it: ``x W^T + bias + D(x) A^T B^T``.
+
+    Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, equation 3,
+    with dropout D of what the adapters read. Modules whose rows one product has, such as q, k and
+    v, have adapters of their own: their matrices A stand one above the other, so that x is read
+    once, and their B, each times alpha / rank, are blocks of a B that is 0 elsewhere. They share a
+    mask of dropout.
+
+    Attributes
+    ----------
+    weight : array or QuantizedWeight (N, K)
+    bias : array (N,), or None
+    a : array (R, K)
+        Of all adapters, R being the sum of their ranks.
+    b : array (N, R)
+    dropout_p : float
+    seed : int, or None
+        Of dropout.
+    """
+
+    weight: Array | QuantizedWeight
+    bias: Array | None
+    a: Array
+    b: Array
+    dropout_p: float = 0.0
+    seed: int | None = None
+
+    def __call__(
+        self,
+        x: Array,
+        /,
+        *,
+        activation: str | None = None,
+        residual: Array | None = None,
+        return_preactivation: bool = False,
+    ) -> Any:
+        """Return what `Product` does, with the adapters; either an activation or a residual."""
+        low = linear(self._dropped(x), self.a.T)
+        added = linear(low, self.b.T, residual=residual)
+        out = preactivation = linear(x, self.weight.T, self.bias, residual=added)
+        del added
+        if activation is not None:
+            out = activated(preactivation, activation)
+        return (out, preactivation) if return_preactivation else out
+
+    def backward(
+        self, dout: Array, x: Array, gradients: Gradients, residual: Array | None = None
+    ) -> Array:
+        """Return dx, plus a residual; the adapters' gradients are added to `gradients`.
+
+        With u = D(x) A^T: du = dout B, dB = dout^T u, dA = du^T D(x), dx = dout W + D'(du A).
+        """
+        dropped = self._dropped(x)
+        of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
+        gradients.add(self.b, of_b.dw.T)
+        dx = linear(dout, self.weight, residual=residual)
+        if self.dropout_p:
+            of_a = linear_backward(of_b.dx, dropped, self.a.T)
+            given = self.dropout_p, self.seed
+            dropout_backward(of_a.dx, *given, grads=DropoutGrads(dx), accumulate=True)
+        else:
+            grads = LinearGrads(dx=dx)
+            of_a = linear_backward(of_b.dx, x, self.a.T, grads=grads, accumulate=True)
+        gradients.add(self.a, of_a.dw.T)
+        return dx
+
+    def merged(self, xp: Any) -> Product:
+        """Return a product whose weight has taken the adapters over, rounded once."""
+        wide = loss_dtype(self.a.dtype)
+        a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
+        step = max(1, _AT_ONCE // weight.shape[1])
+        if isinstance(self.weight, QuantizedWeight):
+            apart = rows_apart(self.weight.blocks, self.weight.inner)
+            step = -(-step // apart) * apart
+        for start in range(0, len(weight), step):
+            rows = slice(start, start + step)
+            old = self.weight[rows]
+            old = dequantize(old) if isinstance(old, QuantizedWeight) else old
+            added = linear(self.b[rows].astype(wide), a, residual=old.astype(wide, copy=False))
+            with np.errstate(over="ignore"):
+                weight[rows] = added.astype(weight.dtype, copy=False)
+        return Product(weight, self.bias)
+
+    def _dropped(self, x: Array) -> Array:
+        return dropout(x, self.dropout_p, self.seed) if self.dropout_p else x
+
+
+def adapted_already() -> NotImplementedError:
+    """Make the error of a model that has adapters already."""
+    return error(
+        NotImplementedError,
+        "a model that has adapters",
+        "what is trained is a model's own weights, or one LoraAdapters beside them",
+        "pass the model itself, or what merged() returns",
+    )
+
+
+class SampleAttention:
+    """Attention of samples that are packed, q and k rotated on the way; an `Attend`.
+
+    Parameters
+    ----------
+    model : Model
+        Whose window and rotary tables it has.
+    batch : Batch
+        Whose samples.
+    """
+
+    def __init__(self, model: Model, batch: Batch) -> None:
+        self.config, self._xp = model.config, model.xp
+        bounds, longest = batch.cu_seqlens, batch.max_seqlen
+        self._lengths = bounds, bounds, longest, longest
+        self._options: dict[str, Any] = {
+            "causal": True,
+            "window_size": model.config.window_size,
+            "rotary": model.rotary,
+        }
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """Return attention as `cupyattn.models.forward.hidden_states` asks for it."""
+        return attention_varlen(q, k, v, *self._lengths, **self._options)
+
+    def with_lse(self, qkv: Array) -> tuple[Array, Array]:
+        """Return attention (total, H D) and its log-sum-exp, of the rows of one product."""
+        q, k, v = heads_of(self.config, qkv)
+        out, lse = attention_varlen(q, k, v, *self._lengths, **self._options, return_lse=True)
+        return out.reshape(len(qkv), -1), lse
+
+    def backward(self, dout: Array, qkv: Array, out: Array, lse: Array, *, into: Array) -> Array:
+        """Write the gradient of qkv, bit for bit the same in every run."""
+        grads = AttentionGrads(*heads_of(self.config, into))
+        q, k, v = heads_of(self.config, qkv)
+        shape = len(qkv), self.config.num_heads, self.config.head_dim
+        attention_varlen_backward(
+            dout.reshape(shape), q, k, v, out.reshape(shape), lse,
+            *self._lengths, **self._options, deterministic=True, grads=grads,
+        )  # fmt: skip
+        return into
+
+    def empty_like(self, array: Array) -> Array:
+        """Return an uninitialised array of the shape and dtype of another, in C order."""
+        return self._xp.empty(array.shape, array.dtype)
+
 
 _ONE_AFTER_THE_OTHER = Beside(np)  # many rows fill a GPU, and memory is counted once
 
@@ -54,7 +291,7 @@ def loss_and_gradients(
     -----
     The working set, beside weights and gradients: the inputs of all layers, once more what one
     layer computes, with the gradients of that, and before it a chunk of logits.
-    `cupyattn.models.training.memory.working_bytes` says how many bytes that is.
+    `cupyattn.models.training.budget.working_bytes` says how many bytes that is.
     """
     weights, xp = model.weights, model.xp
     attention = SampleAttention(model, batch)
@@ -163,8 +400,11 @@ def product_backward(
     if not gradients.wants(product.weight):
         return linear(dout, product.weight, residual=residual, out=out)
     dx, dw, db = linear_backward(dout, x, product.weight.T, product.bias, grads=LinearGrads(dx=out))
+    assert dx is not None
+    assert dw is not None
     gradients.add(product.weight, dw.T)
     if product.bias is not None:
+        assert db is not None
         gradients.add(product.bias, db)
     if residual is not None:
         dx += residual
@@ -182,12 +422,17 @@ def norm_backward(
     """Return the gradient of a norm's x, plus the dx of those that read x beside it."""
     if norm.bias is None:
         of_rms = rms_norm_backward(dnormed, x, norm.weight, *statistics, dtotal=dx)
+        assert of_rms.dx is not None
+        assert of_rms.dweight is not None
         gradients.add(norm.weight, of_rms.dweight)
         return of_rms.dx
     bias = norm.bias if gradients.wants(norm.bias) else None
     found = layer_norm_backward(dnormed, x, norm.weight, *statistics, bias=bias, dtotal=dx)
+    assert found.dx is not None
+    assert found.dweight is not None
     gradients.add(norm.weight, found.dweight)
-    gradients.add(norm.bias, found.dbias)
+    if found.dbias is not None:
+        gradients.add(norm.bias, found.dbias)
     return found.dx
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cupyattn.models.checkpoints.whole_files import write_whole
+from cupyattn.models.checkpoints.writing import write_whole
 from cupyattn.models.training.checkpoint import way_on
 from cupyattn.runtime.errors import error, explaining, shown
 from cupyattn.runtime.fork import no_fork

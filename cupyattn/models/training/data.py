@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.models.tokenizer import Tokenizer
-from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.batches import Sample
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import lines_of, parsed
 

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from cupyattn import QuantizedWeight
-from cupyattn.models.loss import loss_dtype
-from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
-from cupyattn.models.training.backward import loss_and_gradients
-from cupyattn.models.training.batch import Batch, Sample
-from cupyattn.models.training.fingerprint import fingerprint
-from cupyattn.models.training.packing import DIGEST
-from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.training.trainable import require_samples, require_whole
+from cupyattn.models.forward import loss_dtype
+from cupyattn.models.training.backward import (
+    AdaptedProduct,
+    ArrayPart,
+    Gradients,
+    adapted_already,
+    loss_and_gradients,
+)
+from cupyattn.models.training.batches import DIGEST, Batch, Sample
+from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, named_parts
 from cupyattn.runtime.arrays import Array
@@ -44,7 +46,7 @@ class FullWeights:
     --------
     >>> import numpy as np
     >>> from cupyattn import models
-    >>> from cupyattn.models.training.batch import Batch
+    >>> from cupyattn.models.training.batches import Batch
     >>> tiny = models.PRESETS["gpt2"]._replace(
     ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
     ...     intermediate_size=32, vocab_size=50,
@@ -70,7 +72,7 @@ class FullWeights:
         self._model = model
         self._began_with = fingerprint(model.weights)
         self.arrays: dict[str, Array] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ArrayPart] = {}
         for name, array in named_parts(model.weights):
             if isinstance(array, QuantizedWeight):
                 raise error(
@@ -81,7 +83,7 @@ class FullWeights:
                     "without quantize",
                 )
             self.arrays[name] = array.astype(loss_dtype(array.dtype), copy=False)
-            self._places[name] = Place(array, (slice(None),))
+            self._places[name] = ArrayPart(array, (slice(None),))
         for index, layer in enumerate(model.weights.layers):
             if any(isinstance(product, AdaptedProduct) for product in layer):
                 raise adapted_already()
@@ -92,8 +94,8 @@ class FullWeights:
         for kind in ("weight", "bias"):
             whole, first = getattr(layer.qkv_up, kind), len(layer.qkv.weight)
             if whole is not None:
-                self._places[f"{name}.qkv.{kind}"] = Place(whole, (slice(None, first),))
-                self._places[f"{name}.up.{kind}"] = Place(whole, (slice(first, None),))
+                self._places[f"{name}.qkv.{kind}"] = ArrayPart(whole, (slice(None, first),))
+                self._places[f"{name}.up.{kind}"] = ArrayPart(whole, (slice(first, None),))
 
     def require(self, samples: Sequence[Sample], /) -> None:
         """Raise ValueError for ids and lengths that the model has not, as `Trainable` says."""

@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.models.checkpoints.names import HUGGING_FACE, Module, modules_of
-from cupyattn.models.loss import loss_dtype
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, LinearModule, modules_of
+from cupyattn.models.forward import loss_dtype
 from cupyattn.models.training import peft
-from cupyattn.models.training.adapted_product import AdaptedProduct, adapted_already
-from cupyattn.models.training.backward import loss_and_gradients
-from cupyattn.models.training.batch import Batch, Sample
+from cupyattn.models.training.backward import (
+    AdaptedProduct,
+    ArrayPart,
+    Gradients,
+    adapted_already,
+    loss_and_gradients,
+)
+from cupyattn.models.training.batches import DIGEST, Batch, Sample
 from cupyattn.models.training.counts import count_of
-from cupyattn.models.training.fingerprint import fingerprint
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
-from cupyattn.models.training.packing import DIGEST
-from cupyattn.models.training.places import Gradients, Place
-from cupyattn.models.training.trainable import require_samples, require_whole
+from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
 from cupyattn.runtime.arrays import Array, dtype_of
@@ -119,7 +121,7 @@ class LoraAdapters:
         self.options = LoraOptions._make((*given, use_rslora)).checked()
         self._base = model
         self.arrays: dict[str, Array] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ArrayPart] = {}
         self.model = model.with_weights(self._with_adapters(seed))
         self.updated()
 
@@ -280,7 +282,7 @@ class LoraAdapters:
         return weights._replace(layers=tuple(layers))
 
     def _adapted(
-        self, product: Product, modules: list[Module], generator: np.random.Generator
+        self, product: Product, modules: list[LinearModule], generator: np.random.Generator
     ) -> AdaptedProduct:
         """Put the adapters of some modules beside the product that they are rows of."""
         if isinstance(product, AdaptedProduct):
@@ -295,9 +297,9 @@ class LoraAdapters:
             start = generator.uniform(-1, 1, (rank, width)) * width**-0.5
             self.arrays[f"{name}.lora_A.weight"] = xp.asarray(start.astype(learnt))
             self.arrays[f"{name}.lora_B.weight"] = xp.zeros((rows.stop - rows.start, rank), learnt)
-            self._places[f"{name}.lora_A.weight"] = Place(a, (ours,))
+            self._places[f"{name}.lora_A.weight"] = ArrayPart(a, (ours,))
             scale = self.options.scale_of(name)
-            self._places[f"{name}.lora_B.weight"] = Place(b, (rows, ours), scale)
+            self._places[f"{name}.lora_B.weight"] = ArrayPart(b, (rows, ours), scale)
             first = ours.stop
         return AdaptedProduct(product.weight, product.bias, a, b)
 

@@ -1,16 +1,86 @@
-"""AdamW over all that is learnt: one launch for what decays, one for what does not."""
+"""AdamW over all that is learnt, its learning rates, and the loss scale.
+
+One launch updates what decays and one what does not: the arrays of each are views of one array. The
+loss scale keeps float16 gradients within float16's range.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
-from cupyattn.models.training.counts import positive_number
-from cupyattn.models.training.flat import ALIGNMENT, flatten, zeros
+from cupyattn.models.training.counts import count_of, positive_number
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
+
+ALIGNMENT = 256
+"""Items: a block of an 8-bit state is one array's alone."""
+
+
+class Flat(NamedTuple):
+    """One float32 array, and where in it others lie.
+
+    Matrices come first: what weight decay is for, norms and biases behind them are not.
+    Between two arrays there are zeros, which stay zeros in every step.
+
+    Attributes
+    ----------
+    array : float32 array (items,)
+        All of them.
+    views : dict of float32 arrays
+        Each in its own shape.
+    matrices : int
+        Items of those with two axes or more.
+    """
+
+    array: Array
+    views: dict[str, Array]
+    matrices: int
+
+    @property
+    def parts(self) -> tuple[tuple[slice, bool], ...]:
+        """The parts that are not empty, each with whether weight decay applies to it."""
+        parts = slice(0, self.matrices), slice(self.matrices, self.array.size)
+        both = zip(parts, (True, False), strict=True)
+        return tuple((part, decays) for part, decays in both if part.start < part.stop)
+
+
+def zeros(shapes: dict[str, tuple[int, ...]], xp: Any) -> Flat:
+    """Make arrays of those shapes.
+
+    Examples
+    --------
+    >>> flat = zeros({"bias": (3,), "weight": (2, 300)}, np)
+    >>> flat.array.size, flat.matrices, flat.views["weight"].shape
+    (1024, 768, (2, 300))
+    """
+    ordered = sorted(shapes, key=lambda name: len(shapes[name]) < 2)
+    places, end, matrices = {}, 0, 0
+    for name in ordered:
+        places[name] = end
+        end += -(-math.prod(shapes[name]) // ALIGNMENT) * ALIGNMENT
+        matrices = end if len(shapes[name]) > 1 else matrices
+    array = xp.zeros(end, np.float32)
+    views = {
+        name: array[places[name] : places[name] + math.prod(shape)].reshape(shape)
+        for name, shape in shapes.items()
+    }
+    return Flat(array, views, matrices)
+
+
+def flatten(arrays: dict[str, Array], xp: Any) -> Flat:
+    """Copy arrays into one, and put its views in their place in the dict."""
+    flat = zeros({name: array.shape for name, array in arrays.items()}, xp)
+    for name, view in flat.views.items():
+        view[...] = arrays[name]
+        arrays[name] = view
+    return flat
+
 
 STATES = ("float32", "8bit")
 _BLOCK = 256  # items that share a scale of an 8-bit state
@@ -165,3 +235,176 @@ def _means(state: str, items: int, xp: Any) -> dict[str, Array]:
     codes = {"m": xp.zeros(items, np.int8), "v": xp.zeros(items, np.uint8)}
     scales = (xp.zeros(items // _BLOCK, np.float32) for _ in range(2))
     return {**codes, **dict(zip(("m_scales", "v_scales"), scales, strict=True))}
+
+
+FIRST = 2.0**16
+LEAST, MOST = 1.0, 2.0**24
+GOOD_STEPS = 2000
+MOST_SKIPPED = 40
+"""Steps in a row: from the highest scale to the lowest, and some more."""
+
+
+@dataclass
+class LossScale:
+    """A factor of the loss that follows what the gradients bear.
+
+    It is halved where gradients overflow, and that step is skipped; it is doubled after
+    `good_steps` steps that did not (Micikevicius et al., "Mixed precision training",
+    arXiv:1710.03740, section 3.2). Powers of two round nothing.
+
+    Attributes
+    ----------
+    scale : float
+        What the next step takes.
+    dynamic : bool
+        Whether it changes: that of float32 models is 1, and stays.
+    good_steps : int
+        After which it is doubled.
+    good, skipped : int
+        Steps since the last change, and skipped ones in a row.
+    """
+
+    scale: float = FIRST
+    dynamic: bool = True
+    good_steps: int = GOOD_STEPS
+    good: int = 0
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        """Keep Python's own numbers.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For a scale that is not positive, and steps that are no counts.
+        """
+        self.scale = positive_number("scale", self.scale, example=FIRST)
+        self.dynamic = bool(self.dynamic)
+        for name, least in (("good_steps", 1), ("good", 0), ("skipped", 0)):
+            setattr(self, name, count_of(name, getattr(self, name), least=least))
+
+    @classmethod
+    def off(cls) -> LossScale:
+        """Return that of a model whose gradients need none."""
+        return cls(1.0, dynamic=False)
+
+    def update(self, finite: bool) -> None:
+        """Take over whether a step's gradients were finite.
+
+        Raises
+        ------
+        FloatingPointError
+            If they have not been for so many steps that no scale will help.
+        """
+        if finite:
+            self.skipped = 0
+            self.good += 1
+            if self.dynamic and self.good >= self.good_steps:
+                self.scale, self.good = min(2 * self.scale, MOST), 0
+            return
+        self.good = 0
+        self.skipped += 1
+        if self.dynamic:
+            self.scale = max(self.scale / 2, LEAST)
+        if self.skipped >= (MOST_SKIPPED if self.dynamic else 1):
+            raise error(
+                FloatingPointError,
+                f"the loss or its gradients are not finite, {self.skipped} steps in a row, the "
+                f"last with a loss scale of {self.scale:g}",
+                "steps that are not finite are skipped, and the loss scale is halved",
+                "take a smaller learning rate or a longer warm-up, clip gradients, or train in "
+                "float32; what was saved before is good",
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.scale, self.good = state["scale"], state["good"]
+        self.skipped = state["skipped"]
+
+
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 + 0.5 * math.cos(math.pi * done),
+}
+SCHEDULES = tuple(_SHAPES)
+
+
+class Schedule(NamedTuple):
+    """A learning rate that rises for ``warmup`` steps and then falls to 0, just behind the last.
+
+    Attributes
+    ----------
+    kind : {"cosine", "linear", "constant"}
+        How it falls: by half a period of a cosine (Loshchilov and Hutter, arXiv:1608.03983,
+        equation 5, without restarts), in a straight line, or not at all.
+    lr : float
+        The highest rate.
+    steps : int
+        Of the whole training, those of the warm-up among them.
+    warmup : int
+        Steps below the highest rate at the beginning: step s has ``lr * s / (warmup + 1)``.
+
+    Examples
+    --------
+    >>> rate = Schedule("linear", 1.0, steps=5, warmup=1)
+    >>> [rate.at(step) for step in range(1, 6)]
+    [0.5, 1.0, 0.75, 0.5, 0.25]
+    """
+
+    kind: str
+    lr: float
+    steps: int
+    warmup: int = 0
+
+    @classmethod
+    def checked(cls, kind: str, lr: float, steps: int, warmup: int) -> Schedule:
+        """Make one of numbers that make sense.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For another kind, a rate that is not positive, or more steps of warm-up than steps.
+        """
+        if kind not in SCHEDULES:
+            raise error(
+                ValueError,
+                f"schedule = {shown(kind)}",
+                f"it is {', '.join(map(repr, SCHEDULES))}",
+                "pass one of these",
+            )
+        lr = positive_number("lr", lr, example=1e-4)
+        steps = count_of("steps", steps, least=1)
+        warmup = count_of("warmup", warmup, least=0)
+        if warmup >= steps:
+            raise error(
+                ValueError,
+                f"warmup = {warmup} of {steps} steps",
+                "the warm-up is shorter than the training",
+                "pass fewer steps of warm-up, or train for longer",
+            )
+        return cls(kind, lr, steps, warmup)
+
+    def at(self, step: int) -> float:
+        """Return the rate of a step, which count from 1.
+
+        Raises
+        ------
+        ValueError
+            For a step behind the last, or before the first.
+        """
+        if not 1 <= step <= self.steps:
+            raise error(
+                ValueError,
+                f"step {step} of {self.steps}",
+                "a schedule has rates of its own steps alone, from 1 on",
+                "make a schedule of more steps",
+            )
+        if step <= self.warmup:
+            return self.lr * step / (self.warmup + 1)
+        done = (step - 1 - self.warmup) / (self.steps - self.warmup)
+        return self.lr * _SHAPES[self.kind](done)

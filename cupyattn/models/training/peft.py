@@ -12,15 +12,13 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cupyattn.models.checkpoints.contents import damaged
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_object
-from cupyattn.models.checkpoints.names import HUGGING_FACE
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_metadata, read_safetensors
-from cupyattn.models.checkpoints.safetensors_writer import require_finite, store
-from cupyattn.models.checkpoints.whole_files import write_whole
-from cupyattn.models.training.fingerprint import config_fingerprint, fingerprint, kept_in
+from cupyattn.models.checkpoints.writing import require_finite, store, write_whole
 from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.models.training.trainable import config_fingerprint, fingerprint, kept_in
 from cupyattn.models.transformer import Model
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, explaining, shown

@@ -1,17 +1,27 @@
-"""The interface of models that a `Trainer` trains, and checks of models and samples."""
+"""Models that a `Trainer` trains, the loss of samples alone, and a fingerprint of weights.
+
+The fingerprint distinguishes the weights of a model from those of another model of its shape.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, Protocol
 
 import numpy as np
 
+from cupyattn import QuantizedWeight
 from cupyattn.models.config import Config
-from cupyattn.models.training.batch import IGNORED, Batch, Sample
+from cupyattn.models.forward import mean_loss
+from cupyattn.models.training.backward import SampleAttention
+from cupyattn.models.training.batches import IGNORED, Batch, Packing, Sample, moved
 from cupyattn.models.transformer import Model
+from cupyattn.models.weights import Weights, named_arrays, named_parts
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.value_checks import on_host
 
 
 def require_whole(model: Model) -> None:
@@ -111,3 +121,120 @@ class Trainable(Protocol):
         A training is resumed where it is the same.
         """
         ...
+
+
+def batch_loss(model: Model, batch: Batch) -> Array:
+    """Return the mean loss of a batch's labels, by the forward alone; the batch is on its device.
+
+    Examples
+    --------
+    >>> from cupyattn import models
+    >>> from cupyattn.models.training.batches import packed
+    >>> tiny = models.PRESETS["gpt2"]._replace(
+    ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
+    ...     intermediate_size=32, vocab_size=50,
+    ... )
+    >>> model = models.random(tiny, dtype="float32", xp=np)
+    >>> model.weights.embedding[:] = 0
+    >>> float(np.exp(batch_loss(model, packed([Sample.of([3, 1, 4], [True] * 3)])))).__round__(3)
+    50.0
+    """
+    attend = SampleAttention(model, batch)
+    hidden = model.hidden(batch.ids, batch.positions, attend)
+    return mean_loss(model.weights.head, hidden, batch.labels, model.xp)
+
+
+def loss_of(model: Model, samples: Sequence[Sample], *, batch_tokens: int) -> float:
+    """Return the mean loss of all labels of the samples, in batches of so many tokens."""
+    require_samples(model.config, samples)
+    packing = Packing(samples, batch_tokens=batch_tokens)
+    total = labels = 0.0
+    for _ in packing.epoch(0):
+        batch = next(packing)
+        count = int(np.count_nonzero(batch.labels != IGNORED))
+        if count:
+            total += count * float(batch_loss(model, moved(batch, model.xp)))
+        labels += count
+    if not labels:
+        raise error(
+            ValueError,
+            "samples without labels",
+            "a loss is of one token or more that is to be predicted",
+            "pass samples of two tokens or more (Sample.num_labels)",
+        )
+    return total / labels
+
+
+_OF_A_MODEL = (
+    "architecture", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "norm_eps", "activation", "rotary_dim", "rope_base", "qkv_bias",
+    "output_bias", "mlp_bias", "head_bias",
+)  # fmt: skip
+_ITEMS = 64
+"""Items read of each array: a model that was trained further differs in all of its arrays."""
+
+
+def fingerprint(weights: Weights) -> str:
+    """Return a number, in hexadecimal, of some items of each array, and of the sum of all bits.
+
+    Items that are evenly apart tell their order; the sum, one pass over an array where it lies,
+    tells whether any other is another.
+
+    Examples
+    --------
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["gpt2"]._replace(num_layers=1, vocab_size=99)
+    >>> one, same, other = (models.random(tiny, seed=seed, xp=np) for seed in (1, 1, 2))
+    >>> fingerprint(one.weights) == fingerprint(same.weights) != fingerprint(other.weights)
+    True
+    """
+    found = sha256()
+    for name, array in named_arrays(weights):
+        found.update(name.encode())
+        found.update(_on_host(_some(array)).tobytes())
+        words = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+        found.update(int(words.sum(dtype=np.uint64)).to_bytes(8, "little"))
+    return found.hexdigest()[:16]
+
+
+def kept_in(weights: Weights) -> str:
+    """Return the dtypes and formats of weights: in others the same model has another fingerprint.
+
+    Examples
+    --------
+    >>> from cupyattn import models
+    >>> tiny = models.PRESETS["gpt2"]._replace(num_layers=1, vocab_size=99)
+    >>> kept_in(models.random(tiny, dtype="float16", quantize="nf4", xp=np).weights)
+    'float16, nf4'
+    """
+    parts = (part for _, part in named_parts(weights))
+    kinds = {p.format if isinstance(p, QuantizedWeight) else p.dtype.name for p in parts}
+    return ", ".join(sorted(kinds))
+
+
+def config_fingerprint(config: Config) -> str:
+    """Return a number, in hexadecimal, of what is the same in each file of a model.
+
+    How long its texts are, which tokens there are, and whether the head lies in a file once more
+    differ between a folder and a GGUF file, and numbers of float32 by their last digits.
+
+    Examples
+    --------
+    >>> from cupyattn import models
+    >>> gpt2 = models.PRESETS["gpt2"]
+    >>> longer, wider = gpt2._replace(max_positions=2048), gpt2._replace(hidden_size=1024)
+    >>> config_fingerprint(gpt2) == config_fingerprint(longer) != config_fingerprint(wider)
+    True
+    """
+    found = [getattr(config, name) for name in _OF_A_MODEL]
+    told = [f"{value:.6g}" if isinstance(value, float) else value for value in found]
+    return sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def _some(array: Array) -> Array:
+    flat = array.reshape(-1)
+    return flat[:: max(flat.size // _ITEMS, 1)]
+
+
+def _on_host(array: Array) -> np.ndarray:
+    return np.ascontiguousarray(on_host(array))

@@ -12,18 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.models.training import checkpoint
-from cupyattn.models.training.batch import IGNORED, Batch, moved
-from cupyattn.models.training.counts import count_of
-from cupyattn.models.training.optimizer import AdamW, AdamWOptions
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.saved_state import (
+from cupyattn.models.training.batches import IGNORED, Batch, Packing, moved
+from cupyattn.models.training.checkpoint import (
     SavedState,
     require_arrays,
     require_position,
     require_same,
 )
-from cupyattn.models.training.scaling import LossScale
-from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.counts import count_of
+from cupyattn.models.training.optimizer import AdamW, AdamWOptions, LossScale, Schedule
 from cupyattn.models.training.trainable import Trainable
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown

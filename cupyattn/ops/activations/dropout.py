@@ -2,36 +2,95 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn.ops.activations import reference
-from cupyattn.ops.activations.kernels_dropout import DROPOUT, DropoutArrays, DropoutBackwardArrays
-from cupyattn.ops.activations.plan_dropout import Draw
+from cupyattn.ops.activations.kernels import DROPOUT, DropoutArrays, DropoutBackwardArrays
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.call_elements import call_elements
 from cupyattn.runtime.checks import require_bool
-from cupyattn.runtime.elements import Part
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.elements import Part, call_elements
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import integer, real
 from cupyattn.runtime.outputs import named_grads, require_grads
+
+FIELDS = 65536
+"""Number of values of an item's random field."""
+
+
+class Draw(NamedTuple):
+    """A checked probability and seed."""
+
+    p: float
+    seed: int
+
+    @classmethod
+    def of(cls, p: object, seed: object) -> Draw:
+        """Check the options of a call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `dropout` documents.
+        """
+        probability = real("p", p)
+        if not 0.0 <= probability < 1.0:
+            raise error(
+                ValueError,
+                f"p = {probability}",
+                "it is at least 0 and below 1",
+                "pass the share of items to drop, 0.1 for a tenth",
+            )
+        if seed is None:
+            if probability > 0.0:
+                raise error(
+                    ValueError,
+                    f"p = {probability} without a seed",
+                    "dropout draws its mask from the seed alone, so that the backward can draw it "
+                    "again",
+                    "pass an integer seed, another one each training step",
+                )
+            return cls(probability, 0)
+        number = integer("seed", seed)
+        if not 0 <= number < 2**64:
+            raise error(
+                ValueError,
+                f"seed = {shown(seed)}",
+                "it is an integer from 0 to 2**64 - 1",
+                "reduce it modulo 2**64",
+            )
+        return cls(probability, number)
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The kernel's scalars by name."""
+        keep_from = round(FIELDS * self.p)
+        return {
+            "seed": self.seed,
+            "keep_from": keep_from,
+            "keep_scale": FIELDS / (FIELDS - keep_from) if keep_from < FIELDS else 0.0,
+        }
 
 
 class DropoutGrads(NamedTuple):
-    """Gradients of dropout's inputs.
+    """Gradients of the inputs of `dropout`.
 
     Attributes
     ----------
     dx : array (..., N)
-        Of x.
+        Gradient with respect to x.
     dresidual : array (..., N)
-        Of a residual, if there was one: the gradient of the result itself.
+        Gradient with respect to the residual, if there was one: dout itself.
     """
 
-    dx: Array = None
-    dresidual: Array = None
+    dx: Array | None = None
+    dresidual: Array | None = None
 
 
+@differentiable(lambda: dropout_backward, gradients=DropoutGrads._fields)
 def dropout(
     x: Array,
     p: float,
@@ -50,12 +109,13 @@ def dropout(
         emulator. The last axis is contiguous; the others may have any stride.
     p : float
         Probability of dropping an item, at least 0 and below 1. It is rounded to a multiple of
-        1/65536, and the scale is that of the rounded p, so that the result is x on average. A p
-        that rounds to 1 drops everything: the result is zeros (or the residual).
+        1/65536, and the scale is computed from the rounded p, so that the mean of the result is x.
+        A p that rounds to 1 drops everything: the result is zeros (or the residual).
     seed : int or None
-        What the mask is drawn from, 0 to 2**64 - 1: another one each call. None only with p = 0.
+        The seed of the mask, 0 to 2**64 - 1: pass another one in each call. None is allowed only
+        with p = 0.
     residual : array (..., N), dtype of x, optional
-        Is added, in the same pass.
+        Added to the result, in the same pass.
     out : array (..., N), optional
         Where to write the result: x or residual itself, or memory that overlaps neither.
 
@@ -67,15 +127,16 @@ def dropout(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `gelu`; for p or a seed out of range, or no seed; and for a residual that does not fit.
+        As `gelu`; for a p or seed out of range; for p > 0 without a seed; and for a residual of
+        another shape or dtype.
 
     Notes
     -----
     Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR
-    15, 2014). The mask depends on the seed, p and an item's number e in C order alone, neither on
-    strides nor on the device: Philox4x32-10 with the seed as key and the counter (e // 8, 0, 2**31)
-    gives eight fields of 16 bits, of which item e takes number e % 8; it is kept where that is at
-    least round(65536 p). The backward draws it again.
+    15, 2014). The mask depends only on the seed, p and an item's number e in C order, neither on
+    strides nor on the device. Philox4x32-10 with the seed as key and the counter (e // 8, 0, 2**31)
+    gives eight fields of 16 bits. Item e takes field e % 8, and is kept if that is at least
+    round(65536 p). The backward draws the same mask again.
 
     Examples
     --------
@@ -85,7 +146,9 @@ def dropout(
     """
     draw = Draw.of(p, seed)
     arrays = DropoutArrays(x, residual, out)
-    return call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars).out
+    result = call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars).out
+    assert result is not None
+    return result
 
 
 def dropout_backward(
@@ -106,21 +169,21 @@ def dropout_backward(
     p, seed : float, int or None
         As given to `dropout`.
     grads : DropoutGrads, optional
-        Its dx is where to write the gradient of x: dout itself, or memory that does not overlap it.
-        It has no dresidual, which is dout.
+        Its dx is where to write the gradient of x: dout itself, or memory that does not overlap
+        dout. Its dresidual is None, because that gradient is dout.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
 
     Returns
     -------
     DropoutGrads
-        ``(dx, dresidual)``. The gradient of a residual is dout itself, no copy of it: where dx is
-        written over dout it must be used before.
+        ``(dx, dresidual)``. dresidual is dout itself, not a copy: if dx is written over dout, use
+        dresidual before the call.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `dropout`; for grads that do not fit; and for accumulate without grads.
+        As `dropout`; for grads of another shape or dtype; and for accumulate without grads.
 
     Examples
     --------
@@ -147,7 +210,9 @@ def dropout_backward(
     return DropoutGrads(results.dx, dout)
 
 
-def _exact(draw: Draw) -> Any:
+def _exact(draw: Draw) -> Callable[..., np.ndarray]:
+    """Return the reference with these options."""
+
     def exact(x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
         return reference.dropout(x, draw.p, draw.seed, residual)
 

@@ -1,4 +1,4 @@
-"""Activations and gated activations, item by item."""
+"""Kernels of activations, gated activations, dropout and sums in float32: item by item."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
 
+import numpy as np
+
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.element_kernel import ElementKernel, catalogue_of
+from cupyattn.runtime.elements import ElementKernel, catalogue_of
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import Specialisation
 
 ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": "Relu"}
-"""Activations, with the struct of activations.cuh that computes each."""
+"""Each activation's struct in cuda_src/common/activations.cuh."""
 
 _PUBLIC = {"ACTIVATION": ("Gelu", "GeluTanh", "Silu")}
 
 
 @dataclass(slots=True)
 class ActivationArrays(Record[T]):
-    """Arrays of an activation's call."""
+    """Arrays of an activation."""
 
     x: T
     out: T | None = None
@@ -28,7 +30,7 @@ class ActivationArrays(Record[T]):
 
 @dataclass(slots=True)
 class ActivationBackwardArrays(Record[T]):
-    """Arrays of an activation's backward."""
+    """Arrays of the backward of an activation."""
 
     SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads"})
 
@@ -39,7 +41,7 @@ class ActivationBackwardArrays(Record[T]):
 
 @dataclass(slots=True)
 class GatedArrays(Record[T]):
-    """Arrays of a gated activation; without up, gate holds both in its last axis."""
+    """Arrays of a gated activation. Without up, gate has both in its last axis."""
 
     gate: T
     up: T | None = None
@@ -48,7 +50,7 @@ class GatedArrays(Record[T]):
 
 @dataclass(slots=True)
 class GatedBackwardArrays(Record[T]):
-    """Arrays of a gated activation's backward."""
+    """Arrays of the backward of a gated activation."""
 
     SHOWN_AS: ClassVar = MappingProxyType({"dgate": "grads.dgate", "dup": "grads.dup"})
 
@@ -81,9 +83,54 @@ GATED_BACKWARD = ElementKernel(
     choices=_PUBLIC,
     accumulates=True,
 )
-KERNELS = (FORWARD.spec, BACKWARD.spec, GATED.spec, GATED_BACKWARD.spec)
+
+
+@dataclass(slots=True)
+class DropoutArrays(Record[T]):
+    """Arrays of dropout."""
+
+    x: T
+    residual: T | None = None
+    out: T | None = None
+
+
+@dataclass(slots=True)
+class DropoutBackwardArrays(Record[T]):
+    """Arrays of the backward of dropout."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads.dx"})
+
+    dout: T
+    dx: T | None = None
+
+
+DROPOUT = ElementKernel(
+    "dropout",
+    "activations/dropout.cu",
+    inputs=("x", "residual"),
+    optional=("residual",),
+    results=("out",),
+    scalars={"seed": np.uint64, "keep_from": np.uint32, "keep_scale": np.float32},
+    indexed=True,
+)
+
+
+@dataclass(slots=True)
+class AddToArrays(Record[T]):
+    """Arrays of add_to; total is changed in place."""
+
+    total: T
+    x: T
+
+
+ADD_TO = ElementKernel(
+    "add_to", "activations/add_to.cu", updated=("total",), inputs=("x",), float32=("total",)
+)
+
+_ALL = (FORWARD, BACKWARD, GATED, GATED_BACKWARD, DROPOUT, ADD_TO)
+KERNELS = tuple(kernel.spec for kernel in _ALL)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row of the table, dtypes, loads and activations in pairs."""
-    return catalogue_of(FORWARD, BACKWARD, GATED, GATED_BACKWARD, arch=arch)
+    """Yield pairwise combinations of configurations, dtypes, loads and macros of each kernel."""
+    return catalogue_of(*_ALL, arch=arch)

@@ -1,25 +1,9 @@
-"""Activations, gated activations and their gradients, and bounds of their kernels' errors.
+"""Activations, gated activations, dropout and sums in float64, with their gradients.
 
 Each activation is x p(x) with a probability p: gelu(x) = x Phi(x) with the normal distribution
 function Phi (Hendrycks and Gimpel, arXiv:1606.08415), its tanh form x / (1 + exp(-z)) with z = 2
 sqrt(2/pi) (x + 0.044715 x^3) (ibid., section 2: (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))), and
 silu(x) = x / (1 + exp(-x)) (ibid., section 4). The gated ones are Shazeer's, arXiv:2002.05202.
-
-Errors, with u32 = 2**-24, q = min(p, 1 - p), which the kernels compute, and 1 - q for the other:
-
-- silu and the tanh form compute t = exp(-|z|) by ex2.approx (2 ulp, 4 u32) of an exponent that errs
-  by 2 u32 |z| (log2 e and the product are rounded), and by 5 u32 |z| more in the tanh form (two
-  constants, five operations). Then q = t / (1 + t) by rcp.approx (1 ulp, 2 u32) errs by g u32 of
-  itself, g = 8 + 2 |z| or 8 + 7 |z|, and 1 - q by q (4 + 2 |z|) + 3.
-- Phi is e^(-x^2/2) R(|x|), with R(a) = s P(s), s = 1 / (1 + c a). The exponent errs by 1.5 x^2 u32,
-  the exponential by 4, s by 4, to which R is 2.6 times as sensitive at the most; the polynomial by
-  2 of its fit and 7 times 1.7 of its seven steps, whose terms are 1.7 times their sum; two
-  products by 2: g = 31 + 1.5 x^2 for q, and one u32 more for 1 - q.
-- |value - x p| <= u32 (|x| q g + 5 |x p|).
-- p' is q (1 - q) z', or the density e^(-x^2/2) / sqrt(2 pi): g + 12 u32 of itself at most. The
-  derivative p + x p' errs by u32 (q g + 5 p + |x p'| (g + 13)), its sum's rounding included.
-- What is below 2**-126 is flushed, here too, so that products with an infinity are NaN on either
-  side: at the most 2**-118 in a value or derivative. Not of float64, which kernels do not take.
 """
 
 from __future__ import annotations
@@ -28,20 +12,20 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from cupyattn.runtime.philox import element_keep
-from cupyattn.runtime.precision import TINY32, Float64, precision_of
+from cupyattn.runtime.precision import Float64
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_SMALLEST, _FLUSHED = 2.0**-126, 2.0**-118
+_SMALLEST = 2.0**-126
 _LARGEST = np.finfo(np.float64).max
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 class Probability(NamedTuple):
-    """p, 1 - p and p' at each x, and g: by how many u32 the smaller of p and 1 - p errs."""
+    """p, 1 - p and p' at each x, and g: the relative error of min(p, 1 - p), in 2**-24."""
 
     p: Float64
     rest: Float64
@@ -80,11 +64,11 @@ def _least(x: ArrayLike) -> float:
 
 def _flushed(values: object, least: float) -> Float64:
     floats = np.asarray(values, dtype=np.float64)
-    return floats * ~(np.abs(floats) < least)  # of its sign
+    return floats * ~(np.abs(floats) < least)  # a product: zeros keep their sign
 
 
 def _times(x: Float64, factor: Float64) -> Float64:
-    """X times a factor that is 0 where x is infinite, if it is 0: the limit."""
+    """Return x * factor; 0 where the factor is 0, even if x is -inf: the limit."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.clip(x, -_LARGEST, np.inf) * factor
 
@@ -114,7 +98,7 @@ def activation_derivative(x: ArrayLike, kind: str) -> Float64:
 
 
 def activation_backward(dout: ArrayLike, x: ArrayLike, kind: str) -> Float64:
-    """Gradient of an activation's input."""
+    """Return the gradient with respect to an activation's input."""
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         return np.asarray(dout, dtype=np.float64) * activation_derivative(x, kind)
 
@@ -128,24 +112,17 @@ def gated(gate: ArrayLike, up: ArrayLike, kind: str) -> Float64:
 def gated_backward(
     dout: ArrayLike, gate: ArrayLike, up: ArrayLike, kind: str
 ) -> tuple[Float64, Float64]:
-    """Gradients of gate and up."""
+    """Return the gradients with respect to gate and up."""
     dout, up = np.asarray(dout, dtype=np.float64), np.asarray(up, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         return dout * up * activation_derivative(gate, kind), dout * activation(gate, kind)
 
 
-def _stored(exact: Float64, error: Float64, dtype: DTypeLike) -> Float64:
-    """Add the rounding of a result to what its float32 value errs by."""
-    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        return error + precision_of(dtype).store(np.abs(exact) + error) + TINY32
-
-
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:
-    """Return x / (1 - p) where an item is kept and 0 where not, plus the residual.
+    """Return x / (1 - p) for items that are kept and 0 for the others, plus the residual.
 
-    p is first rounded to what the mask drops, a multiple of 1/65536; of 1 nothing is kept.
-
-    It is its own gradient: that of x is ``dropout(dout, p, seed)``.
+    p is first rounded to a multiple of 1/65536; if that is 1, nothing is kept. The gradient with
+    respect to x is ``dropout(dout, p, seed)``.
 
     Examples
     --------
@@ -156,7 +133,7 @@ def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None
     kept = (
         element_keep(seed, p, np.arange(x.size)).reshape(x.shape) if p else np.ones(x.shape, bool)
     )
-    kept_share = 1 - round(65536 * p) / 65536  # that of `element_keep`: the expectation is x
+    kept_share = 1 - round(65536 * p) / 65536  # as `element_keep` rounds p: the mean is x
     with np.errstate(over="ignore", invalid="ignore"):
         out: Float64 = np.where(kept, x / (kept_share or 1.0), 0.0)
         return out if residual is None else out + np.asarray(residual, dtype=np.float64)

@@ -379,7 +379,7 @@ def layouts_as_batch(given: _A, batch: int, sq: int, sk: int) -> _A:
         kind,
         (
             layout and as_batch(name, layout, batch, sq, sk)
-            for name, layout in zip(fields_of(kind), values_of(kind)(given), strict=True)
+            for name, layout in zip(fields_of(kind), values_of(given), strict=True)
         ),
     )
 

@@ -102,7 +102,7 @@ def with_arrays_of(record: R, functions: UserFunctions, arrays: Mapping[str, Any
     if not arrays:
         return record
     extended = _extended(type(record), tuple(functions.shown_names.items()))
-    return extended(*values_of(type(record))(record), **arrays)
+    return extended(*values_of(record), **arrays)
 
 
 @cache

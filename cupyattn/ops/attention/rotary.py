@@ -14,8 +14,7 @@ from cupyattn.ops.attention.kernels import rotary
 from cupyattn.ops.attention.params import forward_params, row_strides, step_of
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import ROTARY_PARAMS
-from cupyattn.ops.rope.kernels import rope_config, specialise_rotation
-from cupyattn.ops.rope.plan import slot_items
+from cupyattn.ops.rope.kernels import rope_config, slot_items, specialise_rotation
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error

@@ -1,23 +1,36 @@
-"""New tokens into a paged cache."""
+"""Paged caches: new tokens into them, copies of their blocks, tokens of sequences out of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
-import numpy as np
+from numpy.typing import NDArray
 
+from cupyattn.ops.attention.paged import TABLE_FIXES
 from cupyattn.ops.cache import reference
-from cupyattn.ops.cache.append import run_append
-from cupyattn.ops.cache.append_problem import AppendProblem, append_problem
-from cupyattn.ops.cache.storage import WRITTEN_FIXES
+from cupyattn.ops.cache.kernels import AppendArrays, CopyArrays, GatherArrays
+from cupyattn.ops.cache.plan import run_append, run_copies, run_gather
+from cupyattn.ops.cache.problems import (
+    RESULTS,
+    WRITTEN_FIXES,
+    AppendProblem,
+    GatherProblem,
+    append_problem,
+    copies_problem,
+    gather_problem,
+    pairs_of,
+)
 from cupyattn.ops.rope.api import Rotary, checked_rotary
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import Operands, adopt
-from cupyattn.runtime.checks import fixes_of_results
+from cupyattn.runtime.checks import fixes_of_results, require_given
+from cupyattn.runtime.float_dtypes import float_dtype
+from cupyattn.runtime.numbers import integer
+from cupyattn.runtime.outputs import take_out
 from cupyattn.runtime.rounding import round_into
 
-_FIXES = {
+_APPEND_FIXES = {
     "slot_mapping": "pass an int32 array with a slot for each token, of shape k.shape[:-2]",
     "positions": "pass an int32 array shaped like slot_mapping",
     **WRITTEN_FIXES,
@@ -41,8 +54,9 @@ def append_kv(
 ) -> None:
     r"""Write the keys and values of new tokens to their slots of a paged cache, in place.
 
-    In the same launch k, and q if it is given, get their rotary position embedding, and k and v are
-    quantised if the caches are. Letters: G key-value heads, H query heads, D head dim (1 to 256).
+    The same launch applies the rotary position embedding to k, and to q if it is given, and
+    quantises k and v for quantised caches. Letters: G key-value heads, H query heads, D head dim
+    (1 to 256).
 
     Parameters
     ----------
@@ -63,9 +77,9 @@ def append_kv(
         Tables of cosines and sines (positions, R/2), as of `rope_tables`. The first R features of k
         are rotated before they are stored, as `rope` rotates them.
     positions : int32 or int64 array, shaped like slot_mapping, optional
-        Where each token stands: a row of the tables. Required with rotary.
+        The position of each token: a row of the tables. Required with rotary.
     k_scales, v_scales : float32 array (num_blocks, block_size, G), optional
-        Of quantised caches, which require them: the scale of each token and head, written in place.
+        The scale of each token and head, written in place. Required for quantised caches.
 
     Returns
     -------
@@ -79,16 +93,17 @@ def append_kv(
     ValueError
         For shapes or strides that do not fit, arrays that are written and overlap others, q without
         rotary, and scales of caches that are not quantised. Where values are checked (`backend`;
-        NumPy arrays always) for slots that are not in the caches or stand twice, and for positions
-        outside of the tables, but those of tokens that are left out if q is not given. Otherwise a
-        GPU skips such a slot, and stores NaN in the rotated features of such a token.
+        NumPy arrays always) for slots that are not in the caches or are given twice, and for
+        positions outside of the tables; without q those of tokens that are left out may be. Where
+        values are not checked, a GPU skips such a slot, and stores NaN in the rotated features of
+        such a token.
     RuntimeError
         On a GPU, as `attention`.
 
     Notes
     -----
-    Slots of a call are distinct. Of two tokens with one slot a GPU that does not check values
-    writes both, in any order, so that the slot may hold parts of each.
+    Slots of a call are distinct. If two tokens have one slot and values are not checked, a GPU
+    writes both in any order: the slot may hold parts of each.
 
     A quantised item is ``q * scale`` with ``scale = max|x| / 127`` over the D items of a token and
     head and q an int8, or ``(nibble - 8) * scale`` with ``scale = max|x| / 7``, item 2 i in the low
@@ -122,41 +137,207 @@ def append_kv(
     >>> k_cache[2, 1, 0] * k_scales[2, 1]
     array([0., 1.], dtype=float32)
     """
-    operands, interleaved = _adopted(
-        {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "slot_mapping": slot_mapping,
-         "q": q, "positions": positions, "k_scales": k_scales, "v_scales": v_scales},
-        rotary,
-    )  # fmt: skip
+    arrays = AppendArrays(k_cache, v_cache, k_scales, v_scales, q, k, v, slot_mapping)
+    arrays.positions = positions
+    interleaved = False
+    if rotary is not None:
+        arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
+    operands = adopt(arrays, _APPEND_FIXES)
     problem = append_problem(operands, interleaved=interleaved)
     device = device_of(operands)
     if device is None:
-        _on_cpu(problem, operands.arrays)
+        _append_on_cpu(problem, cast("AppendArrays[NDArray[Any]]", operands.arrays))
     else:
         run_append(device, problem, operands)
 
 
-def _adopted(arrays: dict[str, Any], rotary: Any) -> tuple[Operands, bool]:
-    if rotary is None:
-        return adopt(arrays, _FIXES), False
-    tables = checked_rotary(rotary)
-    adopted = adopt({**arrays, "cos": tables.cos, "sin": tables.sin}, _FIXES)
-    return adopted, tables.interleaved
-
-
-def _on_cpu(problem: AppendProblem, arrays: dict[str, Array]) -> None:
-    slots = arrays["slot_mapping"]
-
-    def rotated(x: Array) -> np.ndarray:
-        return reference.rotated(
-            x, arrays["cos"], arrays["sin"], arrays["positions"], interleaved=problem.interleaved
-        )
-
-    k, v = arrays["k"], arrays["v"]
-    if "cos" in arrays:
-        k = rotated(k)
+def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[NDArray[Any]]) -> None:
+    k, q, slots = arrays.k, arrays.q, arrays.slot_mapping
+    cos, sin, positions = arrays.cos, arrays.sin, arrays.positions
+    if cos is not None and sin is not None and positions is not None:
+        rotation = cos, sin, positions
+        k = reference.rotated(k, *rotation, interleaved=problem.interleaved)
         if not problem.caches.quantised:
             k = round_into(None, k, problem.caches.dtype)
-    reference.append_kv(arrays["k_cache"], k, slots, arrays.get("k_scales"))
-    reference.append_kv(arrays["v_cache"], v, slots, arrays.get("v_scales"))
-    if "q" in arrays:
-        round_into(arrays["q"], rotated(arrays["q"]), problem.dtype)
+        if q is not None:
+            rotated = reference.rotated(q, *rotation, interleaved=problem.interleaved)
+            round_into(q, rotated, problem.dtype)
+    reference.append_kv(arrays.k_cache, k, slots, arrays.k_scales)
+    reference.append_kv(arrays.v_cache, arrays.v, slots, arrays.v_scales)
+
+
+def copy_blocks(
+    k_cache: Array,
+    v_cache: Array,
+    copies: Sequence[tuple[int, int]] | Array,
+    /,
+    *,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+) -> None:
+    r"""Copy blocks of a paged cache whole, one copy after the other, in place.
+
+    Copy-on-write needs it: copy the blocks that `Sequence.append` returns before the step writes.
+
+    Parameters
+    ----------
+    k_cache, v_cache : array (num_blocks, block_size, G, D), or (num_layers, num_blocks, ...)
+        One layer's caches, as for `append_kv`, or those of all layers. Written in place.
+    copies : sequence of Copy(src, dst), or int32 or int64 array (n, 2)
+        Blocks to read and to write. The result is that of copying in this order, so that a source
+        may be written by an earlier or a later copy. A row (-1, -1) of an array copies nothing.
+    k_scales, v_scales : float32 array (num_blocks, block_size, G), optional
+        Required for quantised caches; with an axis of layers if the caches have one.
+
+    Returns
+    -------
+    None
+
+    Raises
+    ------
+    TypeError
+        For something that is no array or no pair of ids, NumPy and CuPy arrays mixed, a dtype that
+        is not allowed, and quantised caches without scales.
+    ValueError
+        For shapes or strides that do not fit, and arrays that overlap. For a block that does not
+        exist, where copies are a sequence or values are checked (`backend`; NumPy arrays always); a
+        GPU skips such a row of an array.
+    RuntimeError
+        On a GPU, as `attention`.
+
+    Notes
+    -----
+    Every thread owns one place within a block and makes all copies of it in order, so no thread
+    waits for another. A call runs on the current stream of its arrays' device, does not
+    synchronise, and allocates nothing. A CUDA graph that captures it keeps the pairs of a sequence,
+    and reads those of an array at each replay.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> k_cache = np.arange(4, dtype=np.float32).reshape(4, 1, 1, 1)
+    >>> v_cache = -k_cache
+    >>> cupyattn.copy_blocks(k_cache, v_cache, [cupyattn.Copy(0, 1), cupyattn.Copy(1, 3)])
+    >>> k_cache.ravel()
+    array([0., 0., 2., 0.], dtype=float32)
+    """
+    require_given("copies", copies)
+    arrays = CopyArrays(k_cache, v_cache, k_scales, v_scales)
+    if exports_memory(copies):
+        arrays.copies = cast("Array", copies)
+    operands = adopt(arrays, WRITTEN_FIXES)
+    pairs = pairs_of(copies) if arrays.copies is None else None
+    problem = copies_problem(operands, pairs)
+    device = device_of(operands)
+    if device is not None:
+        run_copies(device, problem, operands, pairs)
+        return
+    host = cast("CopyArrays[NDArray[Any]]", arrays)
+    pools = [p for p in (host.k_cache, host.v_cache, host.k_scales, host.v_scales) if p is not None]
+    by_block = [pool.swapaxes(0, 1) if problem.pooled else pool for pool in pools]
+    reference.copy_blocks(by_block, pairs or () if host.copies is None else host.copies)
+
+
+_GATHER_FIXES = {**TABLE_FIXES, **fixes_of_results(*GatherArrays.SHOWN_AS.values())}
+
+
+def gather(
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seqlens_k: Array,
+    /,
+    *,
+    max_seqlen_k: int | None = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
+    dtype: Any = None,
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
+    r"""Gather the keys and values of sequences from the blocks of a paged cache.
+
+    `attention` takes the results, with ``seqused_k=seqlens_k``. Letters: B sequences, G key-value
+    heads, D head dim (1 to 256).
+
+    Parameters
+    ----------
+    k_cache, v_cache : array (num_blocks, block_size, G, D)
+        The pools of blocks, as `append_kv` takes them.
+    block_table : int32 array (B, max_blocks)
+        The blocks of each sequence: token j is in slot ``j % block_size`` of block
+        ``block_table[b, j // block_size]``. Entries after a sequence's last block are not read.
+        The tokens of a block that is -1 are zeros: a window has passed it.
+    seqlens_k : int32 or int64 array (B,)
+        Number of tokens of each sequence.
+    max_seqlen_k : int, optional
+        Tokens that the results have room for; by default all that block_table has room for. The
+        shape never depends on values in arrays.
+    k_scales, v_scales : float32 array (num_blocks, block_size, G), optional
+        Required for quantised caches.
+    dtype : optional
+        Dtype of the results for quantised caches: "float16" (the default), "float32" or "bfloat16",
+        and "float64" for NumPy arrays outside of the emulator. Other caches give their own dtype.
+    out : (k, v), optional
+        Where to write the results: the last axis of each is contiguous, and they overlap no input.
+
+    Returns
+    -------
+    k, v : array (B, max_seqlen_k, G, D)
+        Zeros after each sequence's tokens.
+
+    Raises
+    ------
+    TypeError
+        For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed,
+        and quantised caches without scales.
+    ValueError
+        For shapes or strides that do not fit, an out that overlaps an input, and scales or another
+        dtype where caches are not quantised. Where values are checked (`backend`; NumPy arrays
+        always) for lengths beyond the table or the results, and for blocks that do not exist. A GPU
+        takes such a length as the nearest that is allowed, and gives zeros for such a block.
+    RuntimeError
+        On a GPU, as `attention`.
+
+    Notes
+    -----
+    A call runs on the current stream of its arrays' device and does not synchronise; with out it
+    allocates nothing, and a CUDA graph can capture it.
+
+    Examples
+    --------
+    >>> import numpy as np, cupyattn
+    >>> k_cache = np.arange(6, dtype=np.float32).reshape(3, 2, 1, 1)
+    >>> table, lengths = np.array([[2, 0], [1, -1]], np.int32), np.array([3, 1])
+    >>> k, v = cupyattn.gather(k_cache, -k_cache, table, lengths)
+    >>> k[..., 0, 0]
+    array([[4., 5., 0., 0.],
+           [2., 0., 0., 0.]], dtype=float32)
+    """
+    arrays = GatherArrays(k_cache, v_cache, k_scales, v_scales, block_table, seqlens_k)
+    operands = adopt(take_out(arrays, out, RESULTS), _GATHER_FIXES)
+    most = None if max_seqlen_k is None else integer("max_seqlen_k", max_seqlen_k)
+    kind = None if dtype is None else float_dtype(dtype)
+    problem = gather_problem(operands, most, kind)
+    device = device_of(operands)
+    if device is not None:
+        return run_gather(device, problem, operands)
+    host = cast("GatherArrays[NDArray[Any]]", operands.arrays)
+    k = _gather_on_cpu(problem, host, host.k_cache, host.k_scales, host.k)
+    return k, _gather_on_cpu(problem, host, host.v_cache, host.v_scales, host.v)
+
+
+def _gather_on_cpu(
+    problem: GatherProblem,
+    arrays: GatherArrays[NDArray[Any]],
+    cache: NDArray[Any],
+    scales: NDArray[Any] | None,
+    given: NDArray[Any] | None,
+) -> Array:
+    length = problem.output.shape[1]
+    tokens = reference.gather(cache, arrays.block_table, arrays.seqlens_k, length, scales)
+    if problem.caches.quantised:
+        return round_into(given, tokens, problem.output.dtype)
+    if given is None:
+        return tokens
+    given[...] = tokens
+    return given

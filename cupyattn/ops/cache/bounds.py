@@ -1,4 +1,4 @@
-"""bounds."""
+"""Error bounds of the cache's functions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ def append_kv_bound(
     *,
     interleaved: bool = False,
 ) -> NDArray[np.float64]:
-    """Error bound of what append_kv stores of tokens x (total, heads, D), read back as numbers.
+    """Error bound of the tokens x (total, heads, D) that append_kv stores, read back as numbers.
 
-    `dtype` is the cache's: what is not rotated is stored exactly in the dtype that it has, and
-    what is, with `rope_bound`, whose rounding of the store a quantised cache has not.
+    `dtype` is the cache's. Tokens that are not rotated are stored exactly in their own dtype.
+    Rotated ones err by `rope_bound`; a quantised cache does not have its rounding of the store.
     """
-    error: Any = 0.0
+    exact = np.asarray(x, np.float64)
+    error: NDArray[np.float64] = np.zeros_like(exact)
     if rotary is not None:
+        assert positions is not None
         stored_as = "float32" if dtype in STORED_BITS else dtype
         tokens = np.asarray(x)[None]
-        error = rope_bound(
-            tokens, *rotary, positions, dtype=stored_as, interleaved=interleaved  # type: ignore[arg-type]
-        )[0]  # fmt: skip
-        exact = rotated(x, *rotary, positions, interleaved=interleaved)  # type: ignore[arg-type]
-    else:
-        exact = np.asarray(x, np.float64)
+        error = rope_bound(tokens, *rotary, positions, dtype=stored_as, interleaved=interleaved)[0]
+        exact = rotated(x, *rotary, positions, interleaved=interleaved)
     if dtype in STORED_BITS:
         return quantisation_bound(exact, STORED_BITS[dtype], error=error)[0]
-    return np.broadcast_to(error, exact.shape)
+    return error
 
 
 def gather_bound(exact: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:

@@ -1,17 +1,125 @@
-"""Launch configurations of what writes, copies and gathers the blocks of a paged cache."""
+"""Records, kernels, their C structs and launch configurations: append, copy blocks, gather."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
 
-from cupyattn.ops.cache.structs import APPEND_STRUCT, COPY_BLOCKS_STRUCT, GATHER_STRUCT
+import numpy as np
+
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.records import Record, T
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
+
+
+@dataclass(slots=True)
+class CacheArrays(Record[T]):
+    """The caches, and the scales of quantised ones: the first arrays of each kernel."""
+
+    k_cache: T
+    v_cache: T
+    k_scales: T | None
+    v_scales: T | None
+
+
+@dataclass(slots=True)
+class AppendArrays(CacheArrays[T]):
+    """Arrays of `append_kv`; cos and sin are those of rotary."""
+
+    q: T | None
+    k: T
+    v: T
+    slot_mapping: T
+    cos: T | None = None
+    sin: T | None = None
+    positions: T | None = None
+
+
+@dataclass(slots=True)
+class CopyArrays(CacheArrays[T]):
+    """Arrays of `copy_blocks`; copies only where they are an array."""
+
+    copies: T | None = None
+
+
+@dataclass(slots=True)
+class GatherArrays(CacheArrays[T]):
+    """Arrays of `gather`; its results are k and v."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"k": "out's k", "v": "out's v"})
+
+    block_table: T
+    seqlens_k: T
+    k: T | None = None
+    v: T | None = None
+
+
+_SLOT_STRIDES = np.dtype([(axis, np.int64) for axis in ("outer", "inner", "head")], align=True)
+
+# AppendParams in cuda_src/cache/append.cu
+APPEND_PARAMS = np.dtype(
+    [
+        *(
+            (array, _SLOT_STRIDES)
+            for array in ("q", "k", "v", "k_cache", "v_cache", "k_scales", "v_scales")
+        ),
+        *(
+            (f"{array}_{axis}", np.int64)
+            for array in ("slots", "positions")
+            for axis in ("batch", "seq")
+        ),
+        *((field, np.int64) for field in ("cos_stride", "sin_stride", "table_length", "slots")),
+        *((field, np.uint32) for field in ("tokens", "seq", "heads", "groups", "kv_heads")),
+        *((field, np.uint32) for field in ("kv_groups", "half", "dim", "block_size")),
+    ],
+    align=True,
+)
+APPEND_STRUCT = Struct("params", APPEND_PARAMS, "AppendParams")
+
+COPY_ARRAYS = 4
+"""Arrays that one launch of copy_blocks takes."""
+
+COPY_AXES = 4
+"""Axes of a block's words (kCopyAxes in copy_blocks.cu)."""
+
+COPIES_PASSED = 32
+"""Copies that a launch takes by value (kPassed in copy_blocks.cu)."""
+
+# CopyBlocksParams in cuda_src/cache/copy_blocks.cu
+COPY_BLOCKS_PARAMS = np.dtype(
+    [
+        ("block_stride", np.int64, (COPY_ARRAYS,)),
+        ("strides", np.int64, (COPY_ARRAYS, COPY_AXES)),
+        *((field, np.int64) for field in ("copy_stride", "end_stride", "copies")),
+        ("shape", np.uint32, (COPY_ARRAYS, COPY_AXES)),
+        ("first_thread", np.uint32, (COPY_ARRAYS + 1,)),
+        ("num_blocks", np.int32),
+        ("passed", np.int32),
+        *((end, np.int32, (COPIES_PASSED,)) for end in ("src", "dst")),
+    ],
+    align=True,
+)
+COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
+
+# GatherParams in cuda_src/cache/gather.cu
+GATHER_PARAMS = np.dtype(
+    [
+        *(
+            (array, _SLOT_STRIDES)
+            for array in ("k_cache", "v_cache", "k_scales", "v_scales", "k", "v")
+        ),
+        *((field, np.int64) for field in ("table_batch", "table_block", "seqlens_stride")),
+        *((field, np.uint32) for field in ("tokens", "length", "heads", "units", "block_size")),
+        *((field, np.int32) for field in ("num_blocks", "max_blocks")),
+    ],
+    align=True,
+)
+GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
 
 APPEND = KernelSpec(
     "append_kv",
@@ -54,20 +162,22 @@ _INTEGERS = {"int32": "int", "int64": "int64"}
 WORDS = (16, 8, 4, 2, 1)
 """Bytes that one thread copies of a block."""
 THREADS = 256
+"""Threads of a CTA of gather."""
 COPY_THREADS = 128
-"""A block has few words, and each CTA more of them brings another multiprocessor's loads."""
+"""Threads of a CTA of copy_blocks: a block has few words, and more CTAs keep more SMs loading."""
 
 
 @dataclass(frozen=True)
 class AppendConfig:
-    """A CTA, and how many heads share a lane's cosines and sines."""
+    """Threads of a CTA, and how many heads share a lane's cosines and sines."""
 
     threads: int
     heads: int
     reason: str
 
 
-# The first row that has not fewer heads than any array, or one chunk of each; None takes the rest.
+# A call takes the first configuration with at least as many heads as each of its arrays, or with at
+# least 1 where a lane has several chunks of a head. None takes the rest.
 APPEND_TABLE: Mapping[int, Mapping[int | None, AppendConfig]] = {
     75: {
         1: AppendConfig(128, 1, "one head, or enough loads of one to be in flight"),
@@ -77,7 +187,7 @@ APPEND_TABLE: Mapping[int, Mapping[int | None, AppendConfig]] = {
 
 
 class AppendLaunch(NamedTuple):
-    """What a specialisation of append_kv depends on, but for its row of the table."""
+    """Options of a specialisation of append_kv, without those of its configuration."""
 
     dtype: str
     cache: str
@@ -87,7 +197,7 @@ class AppendLaunch(NamedTuple):
     """Items of one load, 1 or 16 bytes' worth."""
     slot: str
     table: str
-    """Of the cosines and sines; void without a rotation."""
+    """Dtype of the cosines and sines; void without a rotation."""
     position: str
     interleaved: bool
 
@@ -104,7 +214,7 @@ class AppendLaunch(NamedTuple):
 
     @property
     def _chunk(self) -> int:
-        """What a lane stores at once fills a byte."""
+        """Items that a lane stores at once: they fill whole bytes."""
         return max(self.vec, 8 // _BITS.get(self.cache, 8))
 
 
@@ -120,7 +230,7 @@ def stored_bytes(dtype: str, cache: str, vec: int) -> int:
 
 
 def append_config(arch: int, heads: int, chunks: int) -> AppendConfig:
-    """Return the table's row for arrays of at most that many heads, of so many chunks a lane."""
+    """Return the configuration for at most that many heads, of so many chunks a lane."""
     rows = rows_for(APPEND_TABLE, arch).items()
     together = heads if chunks == 1 else 1
     return next(row for limit, row in rows if limit is None or together <= limit)
@@ -170,7 +280,7 @@ def _formats(dtype: str) -> tuple[str, ...]:
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield rows, dtypes, formats, loads, head dims, tables and integers in pairs."""
+    """Yield specialisations in which every two configurations, dtypes and formats meet."""
     flags = (True, False)
     axes = STORAGE, range(3), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags
     for dtype, kind, whole, head_dim, table, integer, interleaved in pairs(*axes):

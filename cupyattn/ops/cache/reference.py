@@ -1,7 +1,8 @@
-"""What is done to the blocks of a paged cache: append tokens, copy blocks, gather sequences.
+"""References of the cache's functions: append tokens, copy blocks, gather sequences.
 
-Caches are (num_blocks, block_size, G, D), or stored as `quantisation` has it, with scales
-(num_blocks, block_size, G). Caches and scales are written in place, whatever their strides.
+Caches are (num_blocks, block_size, G, D). Quantised ones are stored as `cache_formats` describes,
+with scales (num_blocks, block_size, G). Caches and scales are written in place and may have any
+strides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def append_kv(
 ) -> None:
     """Write tokens (..., G, D) to their slots (...), rounded or quantised; others are skipped.
 
-    Of two tokens with one slot the later one stays.
+    If two tokens have one slot, the later one stays.
     """
     num_blocks, block_size = cache.shape[:2]
     written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
@@ -64,7 +65,7 @@ def append_kv(
         cache[blocks, places] = items.astype(cache.dtype)
 
 
-def copy_blocks(arrays: Iterable[NDArray[Any]], copies: Iterable[tuple[int, int]]) -> None:
+def copy_blocks(arrays: Iterable[NDArray[Any]], copies: Iterable[Iterable[int]]) -> None:
     """Copy blocks in order: array (num_blocks, ...), for each (src, dst); others are skipped."""
     pairs = [(int(src), int(dst)) for src, dst in copies]
     for array in arrays:
@@ -80,10 +81,10 @@ def gather(
     length: int,
     scales: NDArray[np.float32] | None = None,
 ) -> NDArray[Any]:
-    """Take the first `length` tokens of each sequence, (B, length, G, D), zeros behind its own.
+    """Take the first `length` tokens of each sequence, (B, length, G, D), then zeros.
 
-    float64 of a quantised cache, its own dtype otherwise. Blocks of the table that do not exist
-    give zeros.
+    Their dtype is float64 for a quantised cache, otherwise the cache's. Blocks of the table that do
+    not exist give zeros.
     """
     num_blocks, block_size = cache.shape[:2]
     lengths = np.clip(seqlens_k, 0, min(length, block_table.shape[1] * block_size))

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cupyattn.ops.embedding import reference
-from cupyattn.ops.embedding.plan import embedding_problem, run_embedding
-from cupyattn.runtime.arrays import Array
+from cupyattn.ops.embedding.kernels import (
+    EmbeddingArrays,
+    EmbeddingBackwardArrays,
+    EmbeddingProblem,
+    embedding_backward_problem,
+    embedding_problem,
+    run_embedding,
+)
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.outputs import require_grads
 from cupyattn.runtime.rounding import round_into
 
 _FIXES = fixes_of_results("out")
 
 
+@differentiable(lambda: embedding_backward, gradients=("dtable",))
 def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array:
-    r"""Rows of a table by their numbers: ``table[ids]``.
+    r"""Select rows of a table by their numbers: ``table[ids]``.
 
     Parameters
     ----------
@@ -36,12 +46,13 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
     Raises
     ------
     TypeError
-        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+        For an argument that is not an array, NumPy and CuPy arrays mixed, or a dtype that is not
+        allowed.
     ValueError
-        For a table that has not two axes, or an out that does not fit. For an id that is no row, on
-        the CPU and with ``backend(checks=True)``; otherwise its row is NaN, and nothing beyond the
-        table is read. For kernels also if more than four axes of ids, or of the result's before its
-        last, lie unevenly in memory.
+        For a table that does not have two axes, or an out of another shape or dtype. On the CPU and
+        with ``backend(checks=True)`` also for an id that is not a row; otherwise its row is NaN,
+        and nothing outside the table is read. Kernels also refuse ids, or results without their
+        last axis, that leave more than four axes after merging.
     RuntimeError
         As `attention`.
 
@@ -54,14 +65,19 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
            [1., 2.],
            [3., 4.]], dtype=float32)
     """
-    operands = adopt({"table": table, "ids": ids, "out": out}, _FIXES)
+    operands = adopt(EmbeddingArrays(table, ids, out), _FIXES)
     problem = embedding_problem(operands)
     device = device_of(operands)
-    if device is not None:
-        return run_embedding(device, problem, operands)
-    arrays = operands.arrays
-    exact = reference.embedding(arrays["table"], arrays["ids"])
-    return round_into(arrays.get("out"), exact, problem.output[1].dtype)
+    if device is None:
+        return _looked_up(operands.arrays, problem)
+    result = run_embedding(device, problem, operands).out
+    assert result is not None
+    return result
+
+
+def _looked_up(arrays: EmbeddingArrays[Any], problem: EmbeddingProblem) -> Array:
+    exact = reference.embedding(arrays.table, arrays.ids)
+    return round_into(arrays.out, exact, problem.output.dtype)
 
 
 def embedding_backward(
@@ -87,12 +103,12 @@ def embedding_backward(
     grads : array (V, N), optional
         Where to write the gradient; must not overlap the others.
     accumulate : bool
-        Add to the contents of grads instead of replacing them, before the one rounding. Rows that
-        no id names are not touched then: with few ids of a large table that is much less work.
+        Add to the contents of grads instead of replacing them, before the one rounding. Rows
+        without an id are then not touched, which is much less work if few rows have one.
     workspace : array, optional
         Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
-        otherwise it is allocated. For T ids it takes T * N / 4 + 12 * T bytes and up to N / 4 * 32
-        + 5,000 more; an error says how many.
+        otherwise it is allocated. T ids need T * N / 4 + 12 * T bytes and up to N / 4 * 32 + 5,000
+        more; the error for a smaller one reports the size.
 
     Returns
     -------
@@ -101,14 +117,14 @@ def embedding_backward(
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `embedding`; for a dout or grads that do not fit; for accumulate without grads; and of
-        kernels for a workspace that is too small.
+        As `embedding`; for a dout or grads of another shape or dtype; for accumulate without grads;
+        and, for kernels, for a workspace that is too small.
 
     Notes
     -----
     Bitwise the same from run to run: ids are sorted, and each row's tokens are added in their
-    order, in float32, in chunks of 32 sorted tokens. A row that comes very often, as a padding
-    token does, is shared by many threads. An id that is no row is left out, where it is no error.
+    order, in float32, in chunks of 32 sorted tokens. The tokens of a very frequent row, such as
+    padding, are added by many threads. An id that is not a row is left out, unless it is an error.
 
     Examples
     --------
@@ -121,15 +137,19 @@ def embedding_backward(
     """
     require_bool("accumulate", accumulate)
     require_grads(grads, accumulate)
-    operands = adopt(
-        {"dout": dout, "table": table, "ids": ids, "grads": grads, "workspace": workspace}
-    )
-    problem = embedding_problem(operands, backward=True, accumulate=bool(accumulate))
+    operands = adopt(EmbeddingBackwardArrays(dout, table, ids, grads, workspace))
+    problem = embedding_backward_problem(operands, bool(accumulate))
     device = device_of(operands)
-    if device is not None:
-        return run_embedding(device, problem, operands)
-    arrays = operands.arrays
-    exact = reference.embedding_backward(arrays["dout"], len(arrays["table"]), arrays["ids"])
-    if accumulate:
-        exact = exact + arrays["grads"].astype(np.float64)
-    return round_into(arrays.get("grads"), exact, problem.output[1].dtype)
+    if device is None:
+        return _summed(operands.arrays, problem)
+    result = run_embedding(device, problem, operands).dtable
+    assert result is not None
+    return result
+
+
+def _summed(arrays: EmbeddingBackwardArrays[Any], problem: EmbeddingProblem) -> Array:
+    exact = reference.embedding_backward(arrays.dout, len(arrays.table), arrays.ids)
+    if problem.accumulate:
+        assert arrays.dtable is not None
+        exact = exact + arrays.dtable.astype(np.float64)
+    return round_into(arrays.dtable, exact, problem.output.dtype)

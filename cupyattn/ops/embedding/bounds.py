@@ -1,4 +1,4 @@
-"""bounds."""
+"""Error bound of the kernel of the gradient of embedding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 def embedding_backward_bound(
     dout: ArrayLike, rows: int, ids: ArrayLike, *, dtype: DTypeLike, present: ArrayLike = 0.0
 ) -> Float64:
-    """Error bound of `embedding_backward`; `present` is what it is added to.
+    """Return the error bound of `embedding_backward`; the gradient is added to `present`.
 
-    A row of n tokens is a sum of n + 1 terms in some order, each addition rounded once: n u32 of
-    the sum of their sizes.
+    A row of n tokens is a sum of n + 1 terms in some order. Each addition is rounded once, so the
+    error is at most n u32 times the sum of the terms' magnitudes.
     """
     ids, present = np.asarray(ids), np.asarray(present, dtype=np.float64)
     count = np.bincount(ids.reshape(-1), minlength=rows)[:, None]

@@ -1,4 +1,4 @@
-"""Embedding, the gradient of its table, and the bound of that gradient's kernel."""
+"""Embedding and the gradient of its table in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def embedding(table: ArrayLike, ids: ArrayLike) -> Float64:
 
 
 def embedding_backward(dout: ArrayLike, rows: int, ids: ArrayLike) -> Float64:
-    """Gradient of a table of that many rows: each the sum of dout where its number stands.
+    """Return the gradient of a table of `rows` rows: each is the sum of dout where ids has it.
 
     Examples
     --------

@@ -1,30 +1,103 @@
-"""Cross-entropy of logits with labels, forward and backward."""
+"""Cross-entropy of logits with labels, forward and backward, and the reduction of losses."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
 
 from cupyattn.ops.losses import kernels, reference
-from cupyattn.ops.losses.kernels import CrossEntropyArrays, CrossEntropyBackwardArrays
-from cupyattn.ops.losses.plan import checked_options, require_reduction
-from cupyattn.ops.losses.reductions import (
-    label_check,
-    reduced,
-    require_dloss,
-    spread,
-    targets,
-    without_scalars,
+from cupyattn.ops.losses.kernels import (
+    CrossEntropyArrays,
+    CrossEntropyBackwardArrays,
+    ReductionArrays,
+    reduce_losses,
 )
-from cupyattn.runtime.arrays import Array, adopt
+from cupyattn.runtime.arrays import Array, Layout, adopt, layouts_of
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.call_rows import call_rows
-from cupyattn.runtime.checks import require_bool, require_given
+from cupyattn.runtime.checks import (
+    checked_once,
+    require_bool,
+    require_dtype,
+    require_given,
+    require_shape,
+)
+from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.numbers import factor, integer, real
 from cupyattn.runtime.outputs import require_grads
 from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import Output, allot
-from cupyattn.runtime.rows import array_fixes, row_problem, statistics_dtype
+from cupyattn.runtime.records import R, given_of
+from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.rows import (
+    RowOptions,
+    call_rows,
+    row_problem,
+    statistics_dtype,
+)
+from cupyattn.runtime.value_checks import on_host
+
+Reference = Callable[..., Any]
 
 
+@overload
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    /,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    reduction: str = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    /,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    reduction: str = ...,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def cross_entropy(
+    logits: Array,
+    labels: Array,
+    /,
+    *,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    z_loss: float = ...,
+    reduction: str = ...,
+    return_lse: bool,
+    out: Any = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
+@differentiable(
+    lambda: cross_entropy_backward,
+    results=("loss",),
+    saved=("lse",),
+    saved_by="return_lse",
+    gradients=("dlogits",),
+)
 def cross_entropy(
     logits: Array,
     labels: Array,
@@ -43,65 +116,66 @@ def cross_entropy(
     Parameters
     ----------
     logits : array (..., V)
-        float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
-        emulator. The last axis is contiguous, the others may have any stride; V may be any number.
+        float16, float32 or bfloat16, CuPy or NumPy. NumPy arrays may be float64, except on the
+        emulator. The last axis is contiguous; the others may have any stride. V may be any number.
     labels : array (...)
-        int32 or int64, of any strides: the column of each row that is right, or `ignore_index`. Of
-        one row it may be NumPy's scalar.
+        int32 or int64, of any strides: the correct column of each row, or `ignore_index`. For one
+        row it may be a NumPy scalar.
     ignore_index : int
-        The label of rows that do not count: their loss is 0, and so is their gradient.
+        The label of rows that do not count: their loss and their gradient are 0.
     label_smoothing : float
-        e, at least 0 and at most 1: of the target (1 - e) is the label, and e spread over all V
-        columns (Szegedy et al., arXiv:1512.00567, section 7).
+        e, at least 0 and at most 1. The target is (1 - e) for the label, plus e spread evenly over
+        all V columns (Szegedy et al., arXiv:1512.00567, section 7).
     z_loss : float
-        z, 0 or more: z lse^2 is added to the loss of each row that counts, which keeps lse near 0
+        z, 0 or more. z lse^2 is added to the loss of each row that counts, which keeps lse near 0
         (Chowdhery et al., arXiv:2204.02311, section 5).
     reduction : {"mean", "sum", "none"}
-        Of the losses: their mean over the rows that count (NaN where there are none), their sum, or
-        all of them.
+        Return the mean of the losses over the rows that count (NaN if there are none), their sum,
+        or all losses.
     return_lse : bool
-        Return the log-sum-exp of each row too, which the backward needs.
+        Whether to return the log-sum-exp of each row too, which the backward takes.
     out : array or tuple, optional
-        Where to write the loss, with `return_lse` a tuple (loss, lse); the last axis of each is
+        Where to write the loss; with `return_lse` a tuple (loss, lse). The last axis of each is
         contiguous.
     workspace : array, optional
-        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
-        otherwise it is allocated: 4 bytes a row for "mean" and "sum", and none for "none". With out
-        and workspace a call allocates nothing, and can be captured in a CUDA graph.
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes: 4 bytes
+        a row for "mean" and "sum", none for "none". By default it is allocated. With out and
+        workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
     loss : array () or (...), float32
         float64 for logits of float64. A row of -inf, or with a NaN or +inf, has a loss of NaN.
     lse : array (...), float32
-        Only with `return_lse`, of all rows.
+        The log-sum-exp of each row, only with `return_lse`.
 
     Raises
     ------
     TypeError
-        For something that is no array, NumPy and CuPy arrays mixed, a dtype that is not allowed, an
-        option of another type, or an out that is no tuple with `return_lse`.
+        For something that is no array, a mixture of NumPy and CuPy arrays, a dtype that is not
+        allowed, an option of another type, or an out that is no tuple with `return_lse`.
     ValueError
         For labels of another shape than the rows, a label_smoothing outside of 0 to 1, an unknown
-        reduction, or an out or workspace that does not fit or overlaps another array. For a label
-        that is no column, naming the first: always on NumPy arrays, on a GPU inside of
-        ``backend(checks=True)``; otherwise there the loss of such a row is NaN. For kernels also if
-        more than four axes of rows lie unevenly in memory.
+        reduction, or an out or workspace that does not fit or overlaps another array. For the first
+        label that is no column: always on NumPy arrays, on a GPU only inside
+        ``backend(checks=True)``. Without that check the loss of such a row is NaN. On kernels also
+        if more than four axes of rows remain after merging those with even strides.
     RuntimeError
         As `attention`.
 
     Notes
     -----
     On a GPU the logits are read once (the online softmax of Milakov and Gimelshein,
-    arXiv:1805.02867, algorithm 3), those of ignored rows only if lse is returned. Mean and sum come
-    from a second kernel, in one order always; nothing waits for either. Beside the results they
-    take 4 bytes a row.
+    arXiv:1805.02867, algorithm 3). Ignored rows are read only if lse is returned. A second kernel
+    computes the mean or sum in a fixed order, from 4 bytes a row of scratch memory. The call waits
+    for neither kernel.
 
-    lse is float32, rounded by up to A * 2**-24 where it is of size A: that is the relative error of
-    the weights in the backward, on NumPy arrays too. The loss itself loses nothing by it. Where
-    logits pass 1e4 subtract a row's offset first: neither the loss nor its gradient has it
-    (lse and a z_loss do).
-    label_smoothing takes the sum of a row, which on a GPU is float32: beyond 3.4e38 the loss is
+    An lse of size A is rounded to float32 by up to A * 2**-24. That is the relative error of the
+    weights in the backward, on NumPy arrays too; the loss is not affected. If logits exceed 1e4,
+    subtract an offset of each row first: the loss and its gradient do not depend on it, but lse and
+    a z_loss do.
+
+    label_smoothing needs the sum of a row, which is float32 on a GPU: beyond 3.4e38 the loss is
     infinite.
 
     Examples
@@ -114,8 +188,7 @@ def cross_entropy(
     >>> cupyattn.cross_entropy(logits, labels)
     array(0.4100376, dtype=float32)
     """
-    options = checked_options(ignore_index, label_smoothing, z_loss)
-    require_reduction(reduction)
+    options = checked_options(ignore_index, label_smoothing, z_loss, reduction)
     require_bool("return_lse", return_lse)
     loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
@@ -124,20 +197,10 @@ def cross_entropy(
     labels = arrays.labels
     if reduces:
         _losses_apart(arrays)
-
-    def exact(logits: Array, labels: Array, *, smoothed: bool, **numbers: Any) -> Any:
-        return reference.cross_entropy(logits, labels, reduction="none", **numbers)
-
-    found = call_rows(
-        kernels.FORWARD,
-        arrays,
-        exact,
-        wanted=("lse",) if return_lse else (),
-        check_values=label_check(options),
-        choices={"smoothed": options.label_smoothing != 0.0},
-        scalars=options._asdict(),
-    )
+    exact, of_rows = _forward_options(options, bool(return_lse))
+    found = call_rows(kernels.FORWARD, arrays, exact, of_rows, _label_check(options))
     result = found.out
+    assert result is not None
     if reduces:
         result = reduced(result, labels, loss, options, reduction)
     return (result, found.lse) if return_lse else result
@@ -164,41 +227,41 @@ def cross_entropy_backward(
     Parameters
     ----------
     dloss : array () or (...), float32
-        Gradient with respect to the loss, of its shape: one number for "mean" and "sum", which may
-        be NumPy's scalar. float64 for logits of float64.
+        Gradient with respect to the loss, with its shape: for "mean" and "sum" one number, which
+        may be a NumPy scalar. float64 for logits of float64.
     logits : array (..., V)
-        As `cross_entropy` was given it.
+        The logits that `cross_entropy` was given.
     labels : array (...)
-        As `cross_entropy` was given it.
+        The labels that `cross_entropy` was given.
     lse : array (...), float32
-        What `cross_entropy` returned.
+        The lse that `cross_entropy` returned.
     ignore_index, label_smoothing, z_loss, reduction
         The options of `cross_entropy`.
     dlse : array (...), float32, optional
-        Gradient with respect to lse, for those who use it.
+        Gradient with respect to lse, if lse was used.
     dlogits : array (..., V), optional
-        Where to write the gradient: it may be logits itself, and must not overlap another array.
+        Where to write the gradient. It may be logits itself, and must not overlap another array.
     accumulate : bool
-        Add to the contents of dlogits, which then is not logits, before the one rounding.
+        Add to the contents of dlogits before the one rounding. Then dlogits is not logits.
     workspace : array, optional
-        As of `cross_entropy`: 4 bytes for "mean", and none otherwise. With dlogits and workspace a
-        call allocates nothing, and can be captured in a CUDA graph.
+        Scratch memory as for `cross_entropy`: 4 bytes for "mean", none otherwise. With dlogits and
+        workspace a call allocates nothing, and can be captured in a CUDA graph.
 
     Returns
     -------
     array (..., V), dtype of logits
-        Gradient with respect to the logits: 0 in rows whose label is ignored (but for dlse).
+        Gradient with respect to the logits. Ignored rows have only the part of dlse.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `cross_entropy`; and for a dloss of another shape than the loss.
+        As `cross_entropy`; also for a dloss of another shape than the loss.
 
     Notes
     -----
     On a GPU each row is read and written once; a row with a label that is no column becomes NaN.
-    With dlogits=logits no memory is taken beside 4 bytes. A gradient in float16 is 0 below 6e-8,
-    which most are after a mean over thousands of rows: pass dloss times a loss scale there.
+    With dlogits=logits a call allocates 4 bytes. A float16 gradient below 6e-8 becomes 0, as most
+    do after a mean over thousands of rows: multiply dloss by a loss scale there.
 
     Examples
     --------
@@ -208,57 +271,220 @@ def cross_entropy_backward(
     >>> cupyattn.cross_entropy_backward(np.ones_like(loss), logits, labels, lse)
     array([[ 0.5, -0.5]], dtype=float32)
     """
-    options = checked_options(ignore_index, label_smoothing, z_loss)
-    require_reduction(reduction)
+    options = checked_options(ignore_index, label_smoothing, z_loss, reduction)
     require_bool("accumulate", accumulate)
     require_grads(dlogits, accumulate, shown="dlogits")
     arrays = without_scalars(
         CrossEntropyBackwardArrays(logits, dloss, lse, dlse, labels, dlogits, workspace)
     )
-    adopt(arrays, array_fixes(kernels.BACKWARD))
+    adopt(arrays, kernels.BACKWARD.fixes)
     if arrays.logits is not None:
         rows = arrays.logits
         each = require_dloss(arrays.dloss, rows.shape[:-1], statistics_dtype(rows.dtype), reduction)
         arrays.dloss = each
+    exact, of_rows = _backward_options(options, bool(accumulate))
     if reduction == "mean":
         whole = adopt(arrays)
-        # Before anything is launched.
-        row_problem(kernels.BACKWARD, whole, scalars=options._asdict(), accumulate=bool(accumulate))
+        row_problem(kernels.BACKWARD, whole, of_rows)  # raises before anything is launched
         one = None
         if arrays.workspace is not None:
             number = Output((), arrays.dloss.dtype)
             (one,) = allot(device_of(whole), [number], arrays.workspace)
             arrays.workspace = None
         arrays.dloss = spread(arrays.dloss, arrays.labels, options, reduction, one)
+    result = call_rows(kernels.BACKWARD, arrays, exact, of_rows, _label_check(options)).dlogits
+    assert result is not None
+    return result
 
+
+@lru_cache(maxsize=4096)
+def _forward_options(options: LossOptions, return_lse: bool) -> tuple[Reference, RowOptions]:
+    """Return the reference of the rows' losses, and the options of the kernel."""
+    smoothed = options.label_smoothing != 0.0
+    wanted = ("lse",) if return_lse else ()
+    exact = partial(reference.cross_entropy, reduction="none", **options._asdict())
+    return exact, RowOptions.of(choices={"smoothed": smoothed}, wanted=wanted, **options._asdict())
+
+
+@lru_cache(maxsize=4096)
+def _backward_options(options: LossOptions, accumulate: bool) -> tuple[Reference, RowOptions]:
     def exact(
-        logits: Array, dloss: Array, lse: Array, dlse: Array | None, labels: Array, **numbers: Any
-    ) -> Any:
+        logits: np.ndarray,
+        dloss: np.ndarray,
+        lse: np.ndarray,
+        dlse: np.ndarray | None,
+        labels: np.ndarray,
+    ) -> np.ndarray:
         return reference.cross_entropy_backward(
-            dloss, logits, labels, lse, dlse=dlse, reduction="none", **numbers
+            dloss, logits, labels, lse, dlse=dlse, reduction="none", **options._asdict()
         )
 
-    return call_rows(
-        kernels.BACKWARD,
-        arrays,
-        exact,
-        accumulate=bool(accumulate),
-        check_values=label_check(options),
-        scalars=options._asdict(),
-    ).dlogits
+    return exact, RowOptions.of(accumulate=accumulate, **options._asdict())
 
 
 def _losses_apart(arrays: CrossEntropyArrays[Array]) -> None:
-    """Check what a reduced loss is written into, and put scratch for the rows' losses in its place.
+    """Check the out of a reduced loss, and replace it by scratch memory for the rows' losses.
 
-    Without a workspace they are allocated as a result would be.
+    Without a workspace the rows' losses are allocated as a result would be.
     """
     if arrays.out is None and arrays.workspace is None:
         return
-    operands = adopt(arrays, array_fixes(kernels.FORWARD))
+    operands = adopt(arrays, kernels.FORWARD.fixes)
     dtype = statistics_dtype(arrays.logits.dtype)
     require_apart(operands, {"out": Output((), dtype), "lse": None})
     device, workspace = device_of(operands), arrays.workspace
     arrays.out = arrays.workspace = None
     if device is not None and workspace is not None:
         (arrays.out,) = allot(device, [Output(arrays.logits.shape[:-1], dtype)], workspace)
+
+
+class LossOptions(NamedTuple):
+    """Checked options of cross-entropy that its kernels have."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+
+
+@checked_once
+def checked_options(
+    ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: Any
+) -> LossOptions:
+    """Check the options, and return those of the kernels.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cross_entropy` documents.
+    """
+    ignored = integer("ignore_index", ignore_index)
+    if not -(2**63) <= ignored < 2**63:
+        raise error(
+            ValueError,
+            f"ignore_index = {shown(ignored)}",
+            "it is an integer of 64 bits",
+            "pass one that is no class, -100 for example",
+        )
+    smoothing = real("label_smoothing", label_smoothing)
+    if not 0.0 <= smoothing <= 1.0:
+        raise error(
+            ValueError,
+            f"label_smoothing = {smoothing}",
+            "it is at least 0 and at most 1",
+            "pass the part of the target that is spread over all classes, 0.1 for a tenth",
+        )
+    weight = factor("z_loss", z_loss)
+    if weight < 0.0:
+        raise error(
+            ValueError,
+            f"z_loss = {weight}",
+            "it is 0 or more: a negative one would drive lse away from 0",
+            "pass the weight of lse^2, 1e-4 for example",
+        )
+    if not isinstance(reduction, str) or reduction not in reference.REDUCTIONS:
+        raise error(
+            ValueError,
+            f"reduction = {shown(reduction)}",
+            f"allowed are {', '.join(map(repr, reference.REDUCTIONS))}",
+            "choose one of them; 'mean' is over the labels that are not ignored",
+        )
+    return LossOptions(ignored, smoothing, weight)
+
+
+def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
+    """Raise ValueError for the first label that is neither a class nor ignored."""
+    host = on_host(labels)
+    wrong = ((host < 0) | (host >= classes)) & (host != ignore_index)
+    if wrong.any():
+        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        position = ", ".join(map(str, place))
+        raise error(
+            ValueError,
+            f"labels[{position}] = {host[place]}",
+            f"a label is at least 0 and below {classes}, the last axis of the logits, or it is "
+            f"ignore_index = {ignore_index}",
+            "correct it, or set it to ignore_index",
+        )
+
+
+def without_scalars(arrays: R) -> R:
+    """Replace NumPy scalars in a record by arrays without axes.
+
+    Sums and products of arrays without axes, such as a loss times a loss scale, are NumPy scalars.
+    """
+    for name, array in given_of(arrays).items():
+        if isinstance(array, np.generic):
+            setattr(arrays, name, np.asarray(array))
+    return arrays
+
+
+def reduced(losses: Any, labels: Any, target: Any, options: LossOptions, reduction: str) -> Array:
+    """Return the mean or the sum of losses, written into `target` if that is given."""
+    operands = adopt(ReductionArrays(losses, labels=labels, result=target))
+    device, arrays = device_of(operands), operands.arrays
+    labels, ignored = arrays.labels, options.ignore_index
+    if device is not None:
+        return reduce_losses(device, operands, ignored, reduction == "mean")
+    exact = reference.reduced(losses, labels, ignore_index=ignored, reduction=reduction)
+    return round_into(arrays.result, exact, losses.dtype)
+
+
+def require_dloss(dloss: Any, rows: tuple[int, ...], dtype: np.dtype, reduction: str) -> Any:
+    """Take the gradient of a loss; return an array with an item for each row."""
+    operands = adopt(ReductionArrays(dloss=dloss))
+    one: Any = operands.arrays.dloss
+    layout = layouts_of(ReductionArrays[Layout], operands.description).dloss
+    if layout is None or reduction == "none":
+        return one
+    require_dtype("dloss", layout, (dtype.name,))
+    require_shape("dloss", layout, (), "one number, as the loss is")
+    return np.broadcast_to(one, rows)
+
+
+def spread(
+    dloss: Any, labels: Any, options: LossOptions, reduction: str, one: Array | None = None
+) -> Array:
+    """Return the gradient with respect to each row's loss, from the result of `require_dloss`.
+
+    A device writes it into `one`, an array of one number, or into a new array.
+    """
+    if reduction != "mean":
+        return dloss
+    operands = adopt(ReductionArrays(dloss=dloss, labels=labels))
+    device, rows = device_of(operands), dloss.shape
+    labels = operands.arrays.labels
+    if 0 in rows:
+        return dloss
+    first = (*(0 for _ in rows), ...)
+    ignored = options.ignore_index
+    if device is not None:
+        given = ReductionArrays(dloss=dloss[first], labels=labels, result=one)
+        each: Any = reduce_losses(device, adopt(given), ignored, True)
+        return np.broadcast_to(each, rows)
+    exact = reference.spread(dloss[first], labels, ignore_index=ignored, reduction=reduction)
+    return round_into(None, exact, dloss.dtype)
+
+
+def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    """Return the arrays of out= for the loss and lse; None for a result that is to be made."""
+    if not return_lse or out is None:
+        return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise error(
+            TypeError,
+            f"out is a {type(out).__name__}",
+            "with return_lse it is a tuple (loss, lse)",
+            "pass a tuple of two arrays, or none",
+        )
+    return out
+
+
+def _label_check(options: LossOptions) -> Callable[[Any], None]:
+    """Return the check of a call's labels against its logits."""
+
+    def check(
+        arrays: CrossEntropyArrays[Array] | CrossEntropyBackwardArrays[Array],
+    ) -> None:
+        check_labels(arrays.labels, arrays.logits.shape[-1], options.ignore_index)
+
+    return check

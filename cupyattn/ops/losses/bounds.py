@@ -1,15 +1,16 @@
-"""How far the kernels of cross-entropy may be from its reference: bounds of every element.
+"""Error bounds of the kernels of cross-entropy, for every element.
 
-Letters as in `softmax_bounds`, whose errors of lse and of log l these are built on. The kernel has
+Letters as in `softmax.bounds`, which bounds lse and log l. The kernel computes
 
     loss = log l + (1 - e) (m - x_y) + e (m - mean(x)) + z lse^2
 
-of which each difference errs by 4 u of its operands, mean(x) by (n + 4) u mean|x|, the square by
-twice lse's own error E times |lse|, and the sums by 4 u of the absolute values of their terms. The
-mean of n losses errs by (n + 4) u of that of their absolute values, beside their own errors.
+Each difference errs by 4 u times its operands, mean(x) by (n + 4) u mean|x|, and the square by
+twice lse's own error E times |lse|. The sums err by 4 u times the absolute values of their terms.
+The mean of n losses errs by (n + 4) u times the mean of their absolute values, in addition to the
+errors of the losses.
 
-The backward is given lse: the exponent of a weight exp(x - lse) errs by 4 u (|x| + |lse|) + 12 u,
-the rest by 4 u of its terms. u |lse| of it is the rounding of lse to float32.
+The backward is given lse. The exponent of a weight exp(x - lse) errs by 4 u (|x| + |lse|) + 12 u,
+of which u |lse| is the rounding of lse to float32; the other terms have relative errors of 4 u.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 def linear_cross_entropy_bound(
     x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], *, dtype: DTypeLike, **options: Any
 ) -> tuple[Float64, Float64]:
-    """Error bounds of both results of `linear_cross_entropy`, of losses that are not reduced."""
+    """Return error bounds of both results of `linear_cross_entropy` without a reduction."""
     logits = _float64(x) @ _float64(w)
     each = {**options, "reduction": "none"}
     _, lse = cross_entropy(logits, labels, **each)
@@ -57,7 +58,7 @@ def linear_cross_entropy_backward_bound(
     chunks: int,
     **options: Any,
 ) -> LinearCrossEntropyGrads:
-    """Error bounds of `linear_cross_entropy_backward` with dloss of rows, in a number of chunks."""
+    """Return error bounds of `linear_cross_entropy_backward` in `chunks`, without a reduction."""
     exact_x, exact_w = _float64(x), _float64(w)
     logits = exact_x @ exact_w
     arguments = (dloss, logits, labels, lse)
@@ -85,9 +86,9 @@ def cross_entropy_bound(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Float64, Float64]:
-    """Error bounds of both results of `cross_entropy`, whose arguments it takes; float32 results.
+    """Return error bounds of both results of `cross_entropy` in float32, from its arguments.
 
-    Infinite where a loss is.
+    Infinite losses have infinite bounds.
     """
     x, labels = np.asarray(logits, np.float64), np.asarray(labels)
     vocabulary, e = x.shape[-1], label_smoothing
@@ -127,7 +128,7 @@ def cross_entropy_backward_bound(
     reduction: str = "mean",
     dlse: ArrayLike | None = None,
 ) -> Float64:
-    """Error bound of `cross_entropy_backward`, whose arguments it takes, rounded to dtype."""
+    """Return the error bound of `cross_entropy_backward` rounded to dtype, from its arguments."""
     x, labels = np.asarray(logits, np.float64), np.asarray(labels)
     options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
     each = np.abs(spread(dloss, labels, **options))[..., None]

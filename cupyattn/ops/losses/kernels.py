@@ -1,17 +1,21 @@
-"""Cross-entropy over rows of logits, and the reduction of its losses."""
+"""Kernels of cross-entropy over rows of logits, and of the reduction of the rows' losses."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from cupyattn.ops.softmax.kernels import STREAMED
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of
+from cupyattn.runtime.axes import row_params
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import INTEGERS, Result, RowKernel
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
@@ -51,11 +55,11 @@ class CrossEntropyBackwardArrays(Record[T]):
 
 @dataclass(slots=True)
 class ReductionArrays(Record[T]):
-    """Arrays of the reduction: losses of rows, or the gradient of one loss to be divided."""
+    """Arrays of the reduction: the losses of rows, or the gradient of one loss to be divided."""
 
-    labels: T
     losses: T | None = None
     dloss: T | None = None
+    labels: T | None = None
     result: T | None = None
 
 
@@ -96,20 +100,56 @@ REDUCTION = KernelSpec(
 KERNELS = (FORWARD.spec, BACKWARD.spec, REDUCTION)
 
 _REDUCTION_THREADS = 1024
-"""One CTA adds all: the order is fixed, and 8,192 losses are eight a thread."""
+"""One CTA adds all losses: the order is fixed, and of 8,192 losses each thread adds eight."""
+_FLOAT32 = np.dtype(np.float32)
 
 
 @cache
-def reduction(labels: str, mean: bool) -> Specialisation:
+def _reduction(labels: str, mean: bool) -> Specialisation:
     """Specialise the reduction for a dtype of the labels, to the mean or the sum."""
     return REDUCTION.specialise(
         threads=_REDUCTION_THREADS, LABELS_DTYPE=labels, MEAN=cpp_bool(mean)
     )
 
 
+def reduce_losses(
+    device: Device, operands: Operands[ReductionArrays[Array]], ignore_index: int, mean: bool
+) -> Array:
+    """Reduce `losses` to one number, or divide the number `dloss`.
+
+    Parameters
+    ----------
+    device : Device
+        Where the arrays are.
+    operands : Operands
+        `labels`, either `losses` or `dloss`, and `result` if it is given.
+    ignore_index : int
+        The label of rows that do not count.
+    mean : bool
+        Divide by the number of rows that count, instead of by 1.
+    """
+    plan = _reduction_plan(operands.description, ignore_index, mean)
+    result = run(device, plan, operands).result
+    assert result is not None
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _reduction_plan(description: Description, ignore_index: int, mean: bool) -> Plan:
+    layouts = layouts_of(ReductionArrays[Layout], description)
+    assert layouts.labels is not None
+    shape, strides, dtype = layouts.labels
+    items = tuple(stride // dtype.itemsize for stride in strides)
+    params = row_params(shape, 1, {"labels": items})
+    planner = Planner(ReductionArrays, layouts, {"result": Output((), _FLOAT32)})
+    slots = planner.slots
+    arrays = (slots.losses, slots.dloss, slots.labels, slots.result)
+    return planner.plan(Step.of(_reduction(dtype.name, mean), 1, arrays, ignore_index, params))
+
+
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row of the tables, with dtypes, loads and options in pairs."""
+    """Yield every configuration, with dtypes, loads and options in pairs."""
     yield from FORWARD.catalogue(arch)
     yield from BACKWARD.catalogue(arch)
     for labels, mean in itertools.product(INTEGERS, (True, False)):
-        yield reduction(labels, mean)
+        yield _reduction(labels, mean)

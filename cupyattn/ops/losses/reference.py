@@ -1,11 +1,11 @@
-"""Cross-entropy of rows of logits with their labels, and its gradient.
+"""Cross-entropy of rows of logits with their labels, and its gradient, in float64.
 
 For logits x of a row, its label y, label smoothing e and the weight z of the z loss,
 
     loss = lse - (1 - e) x_y - e mean(x) + z lse^2,     lse = log(sum(exp(x)))
     dx_j = dloss ((1 + 2 z lse) exp(x_j - lse) - (1 - e) [j = y] - e / V) + dlse exp(x_j - lse)
 
-Rows whose label is ignored have a loss and a gradient of 0, those whose label is no column NaN.
+Rows whose label is ignored have a loss and a gradient of 0. Rows whose label is no column have NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> tuple[Float64, Float64]:
-    """Cross-entropy, and the log-sum-exp of each row.
+    """Return the cross-entropy, and the log-sum-exp of each row.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def cross_entropy(
     label_smoothing, z_loss : float
         e and z.
     reduction : {"mean", "sum", "none"}
-        The mean is over rows that count, and NaN where there are none.
+        The mean is over rows that count, and NaN if there are none.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def cross_entropy(
         inside = (labels >= 0) & (labels < vocabulary)
         target = np.full(labels.shape, np.nan)
         target[inside] = x[inside, labels[inside]]
-        # Differences with the maximum, as of the largest logits they lose no digits.
+        # Differences from the maximum lose no digits for large logits.
         losses = log_l + (1 - label_smoothing) * (m - target)
         if label_smoothing:
             losses = losses + label_smoothing * (m - x.sum(axis=-1) / vocabulary)
@@ -95,7 +95,7 @@ def reduced(
 
 
 def spread(dloss: ArrayLike, labels: NDArray[Any], *, ignore_index: int, reduction: str) -> Float64:
-    """Return the gradient of each row's loss, from that of what `reduced` returns."""
+    """Return the gradient with respect to each row's loss, from dloss of the reduced loss."""
     dloss = np.asarray(dloss, np.float64)
     if reduction == "mean":
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -115,18 +115,18 @@ def cross_entropy_backward(
     reduction: str = "mean",
     dlse: ArrayLike | None = None,
 ) -> Float64:
-    """Gradient of the logits.
+    """Return the gradient with respect to the logits.
 
     Parameters
     ----------
     dloss : () or (...) floats
-        Gradient of the loss, of its shape.
+        Gradient with respect to the loss, with its shape.
     logits, labels, ignore_index, label_smoothing, z_loss, reduction
-        As of `cross_entropy`.
+        Arguments of `cross_entropy`.
     lse : (...) floats
-        What `cross_entropy` returned, possibly rounded.
+        The lse that `cross_entropy` returned, possibly rounded.
     dlse : (...) floats, optional
-        Gradient of lse.
+        Gradient with respect to lse.
 
     Returns
     -------
@@ -139,7 +139,7 @@ def cross_entropy_backward(
         x: NDArray[Any], labels: NDArray[Any], dloss: Float64, lse: Float64, of_lse: Float64
     ) -> Float64:
         vocabulary = x.shape[-1]
-        # At most 1: an lse that was rounded to float32 may lie below the largest logit.
+        # At most 1: an lse that was rounded to float32 may be below the largest logit.
         weights = np.exp(np.minimum(x.astype(np.float64) - lse[:, None], 0.0))
         dx = (1 + 2 * z_loss * lse)[:, None] * weights - label_smoothing / max(vocabulary, 1)
         inside = (labels >= 0) & (labels < vocabulary)
@@ -164,24 +164,24 @@ def _flat(logits: ArrayLike, labels: NDArray[Any]) -> tuple[NDArray[Any], NDArra
 class LinearCrossEntropyGrads(NamedTuple):
     """Gradients of linear_cross_entropy's inputs, each of its input's shape.
 
-    As ``grads=`` None, the default, stands for an array that is to be made.
+    In ``grads=`` a field that is None, the default, makes a new array.
 
     Attributes
     ----------
     dx : array (..., K)
-        Of the input.
-    dw : array (K, V)
-        Of the weight, summed over all rows of x.
+        Gradient with respect to x.
+    dw : array (K, V), or None
+        Gradient with respect to the weight, summed over all rows of x; None for a quantised weight.
     """
 
-    dx: Array = None
-    dw: Array = None
+    dx: Array | None = None
+    dw: Array | None = None
 
 
 def linear_cross_entropy(
     x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], **options: Any
 ) -> tuple[Float64, Float64]:
-    """Return the loss and lse of the logits x w; options as of `cross_entropy`."""
+    """Return the loss and lse of the logits x w; options as for `cross_entropy`."""
     return cross_entropy(_float64(x) @ _float64(w), labels, **options)
 
 
@@ -193,7 +193,7 @@ def linear_cross_entropy_backward(
     lse: NDArray[Any],
     **options: Any,
 ) -> LinearCrossEntropyGrads:
-    """Return dx and dw; arguments and options as of `cross_entropy_backward`."""
+    """Return dx and dw; arguments and options as for `cross_entropy_backward`."""
     x, w = _float64(x), _float64(w)
     dlogits = cross_entropy_backward(dloss, x @ w, labels, lse, **options)
     return LinearCrossEntropyGrads(*linear_backward(dlogits, x, w)[:2])

@@ -1,35 +1,38 @@
-"""Layer norm and RMS norm, forward and backward, with an addition before them."""
+"""Layer norm and RMS norm with an optional residual addition, forward and backward."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, overload
 
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
 from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.call_rows import call_rows
-from cupyattn.runtime.checks import require_bool, require_given
+from cupyattn.runtime.checks import checked_once, require_bool, require_given
+from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.numbers import factor
 from cupyattn.runtime.outputs import take_grads, take_out
+from cupyattn.runtime.rows import RowOptions, call_rows
 
 
 class LayerNormGrads(NamedTuple):
     """Gradients of `layer_norm`'s inputs, each of its input's shape.
 
-    As ``grads=`` None, the default, stands for an array that is to be made.
+    In ``grads=`` a field that is None, the default, makes a new array.
 
     Attributes
     ----------
     dx : array (..., N)
-        Of x; with a residual of both terms of the sum.
+        Gradient with respect to x; with a residual, with respect to both terms of the sum.
     dweight : array (N,), or None
-        Of the weight, summed over rows; None without weight.
+        Gradient with respect to the weight, summed over rows; None without weight.
     dbias : array (N,), or None
-        Of the bias, likewise.
+        Gradient with respect to the bias, summed over rows; None without bias.
     """
 
-    dx: Array = None
+    dx: Array | None = None
     dweight: Array | None = None
     dbias: Array | None = None
 
@@ -37,20 +40,73 @@ class LayerNormGrads(NamedTuple):
 class RMSNormGrads(NamedTuple):
     """Gradients of `rms_norm`'s inputs, each of its input's shape.
 
-    As ``grads=`` None, the default, stands for an array that is to be made.
+    In ``grads=`` a field that is None, the default, makes a new array.
 
     Attributes
     ----------
     dx : array (..., N)
-        Of x; with a residual of both terms of the sum.
+        Gradient with respect to x; with a residual, with respect to both terms of the sum.
     dweight : array (N,), or None
-        Of the weight, summed over rows; None without weight.
+        Gradient with respect to the weight, summed over rows; None without weight.
     """
 
-    dx: Array = None
+    dx: Array | None = None
     dweight: Array | None = None
 
 
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    /,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    return_stats: Literal[False] = ...,
+    out: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    /,
+    *,
+    residual: Array,
+    eps: float = ...,
+    return_stats: bool = ...,
+    out: tuple[Array, ...] | None = ...,
+) -> tuple[Array, ...]: ...
+
+
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    return_stats: Literal[True],
+    out: tuple[Array, ...] | None = ...,
+) -> tuple[Array, ...]: ...
+
+
+# The backward takes the rounded sum of x and residual, the second result, as its x. Its dx is the
+# gradient with respect to both terms.
+@differentiable(
+    lambda: layer_norm_backward,
+    results=("out", "total"),
+    saved=("mean", "rstd"),
+    saved_by="return_stats",
+    gradients=LayerNormGrads._fields,
+    taken_from={"x": "total"},
+    same={"dresidual": "dx"},
+)
 def layer_norm(
     x: Array,
     weight: Array | None = None,
@@ -67,48 +123,48 @@ def layer_norm(
     Parameters
     ----------
     x : array (..., N)
-        float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
+        float16, float32 or bfloat16, CuPy or NumPy. NumPy arrays may be float64, except on the
         emulator. The last axis is contiguous; the others may have any stride.
     weight, bias : array (N,), dtype of x, optional
-        What the normalised rows are multiplied by, and what is added to that.
+        Factor of the normalised rows, and the term that is added to the product.
     residual : array (..., N), dtype of x, optional
-        Added to x first, in the same pass; what is normalised is the rounded sum.
+        Added to x first, in the same pass. The rounded sum is normalised.
     eps : float
         Added to the variance; 0 or more.
     return_stats : bool
         Whether to return mean and rstd too, which `layer_norm_backward` takes.
     out : array or tuple of arrays, optional
-        Where to write the results: an array, or a tuple of as many as are returned. The first may
-        be x, and total may be residual, item for item; otherwise they overlap no input.
+        Where to write the results: an array, or a tuple with an array for each result. The first
+        may be x itself, and total may be residual itself; otherwise they overlap no input.
 
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``; with a residual ``(out, total)``, total being x + residual; with return_stats mean
-        and rstd behind them, float32 (...) (float64 of float64 arrays): of each row its mean, and
-        ``1 / sqrt(var + eps)``. A row with a NaN or an infinity gives NaN.
+        ``out``. With a residual ``(out, total)``, where total is x + residual. With return_stats
+        mean and ``rstd = 1 / sqrt(var + eps)`` of each row follow, arrays (...) of float32, or
+        float64 for float64 arrays. A row with a NaN or an infinity gives NaN.
 
     Raises
     ------
     TypeError
-        For something that is no array, NumPy and CuPy arrays mixed, dtypes that are not allowed or
-        differ, and an out of another form than the results.
+        For something that is no array, a mixture of NumPy and CuPy arrays, dtypes that are not
+        allowed or differ, and an out of another form than the results.
     ValueError
         For arrays whose shapes disagree, a last axis that is not contiguous, an eps that is
-        negative or not finite, and an out that does not fit or overlaps an input; for kernels also
-        if more than four axes before the last lie unevenly in memory.
+        negative or not finite, and an out that does not fit or overlaps an input. On kernels also
+        if more than four axes before the last remain after merging those with even strides.
     RuntimeError
         As `attention`.
 
     Notes
     -----
-    Ba, Kiros, Hinton, arXiv:1607.06450. float32 inside, one rounding. Statistics are those of the
-    values that are normalised: of total as it is returned. The variance is the mean square of
+    Ba, Kiros, Hinton, arXiv:1607.06450. Results are computed in float32 and rounded once. With a
+    residual the statistics are those of total as it is returned. The variance is the mean square of
     differences (Chan, Golub, LeVeque, The American Statistician 37, 1983), so rows with a large
-    mean lose nothing. On a GPU a row of up to 16,384 items is read once; a longer one twice.
-    Squares are float32 there: a row whose squared differences sum to more than 3e38 (items of about
-    1e19) gives zeros, and differences below 1.1e-19 count as 0, which with eps = 0 may divide by
-    it. Of a row whose items themselves sum to more the mean is no number, nor is out.
+    mean lose no accuracy. On a GPU a row of up to 16,384 items is read once, a longer row twice.
+    Squares are float32 there. A row whose squared differences sum to more than 3e38 (items of about
+    1e19) gives zeros. Differences below 1.1e-19 count as 0: with eps = 0 this may divide by 0. If
+    the items themselves sum to more than 3e38, neither the mean nor out has finite numbers.
 
     Examples
     --------
@@ -123,9 +179,60 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    return _forward(arrays, ("mean", "rstd"), eps, return_stats, out, centred=True)
+    return _forward(arrays, eps, 0.0, return_stats, out, centred=True)
 
 
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = ...,
+    /,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    return_stats: Literal[False] = ...,
+    out: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = ...,
+    /,
+    *,
+    residual: Array,
+    eps: float = ...,
+    weight_offset: float = ...,
+    return_stats: bool = ...,
+    out: tuple[Array, ...] | None = ...,
+) -> tuple[Array, ...]: ...
+
+
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    return_stats: Literal[True],
+    out: tuple[Array, ...] | None = ...,
+) -> tuple[Array, ...]: ...
+
+
+@differentiable(
+    lambda: rms_norm_backward,
+    results=("out", "total"),
+    saved=("rstd",),
+    saved_by="return_stats",
+    gradients=RMSNormGrads._fields,
+    taken_from={"x": "total"},
+    same={"dresidual": "dx"},
+)
 def rms_norm(
     x: Array,
     weight: Array | None = None,
@@ -144,13 +251,13 @@ def rms_norm(
     x : array (..., N)
         As for `layer_norm`.
     weight : array (N,), dtype of x, optional
-        What the normalised rows are multiplied by.
+        Factor of the normalised rows.
     residual : array (..., N), dtype of x, optional
-        Added to x first, in the same pass; what is normalised is the rounded sum.
+        Added to x first, in the same pass. The rounded sum is normalised.
     eps : float
         Added to the mean square; 0 or more.
     weight_offset : float
-        Added to the weight: 1.0 in Gemma's models, whose weights are kept around 0.
+        Added to the weight: 1.0 in Gemma's models, which store weights around 0.
     return_stats : bool
         Whether to return rstd too, which `rms_norm_backward` takes.
     out : array or tuple of arrays, optional
@@ -159,8 +266,9 @@ def rms_norm(
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``; with a residual ``(out, total)`` as of `layer_norm`; with return_stats rstd behind
-        them, float32 (...) (float64 of float64 arrays): ``1 / sqrt(mean(x**2) + eps)`` of each row.
+        ``out``. With a residual ``(out, total)``, where total is x + residual. With return_stats
+        ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row follows, an array (...) of float32, or
+        float64 for float64 arrays.
 
     Raises
     ------
@@ -169,9 +277,9 @@ def rms_norm(
 
     Notes
     -----
-    Zhang and Sennrich, arXiv:1910.07467. float32 inside, one rounding; on a GPU a float32 row
-    whose squares sum to more than 3e38 (items of about 1e19) gives zeros, and items below 1.1e-19
-    count as 0 in the mean square, which with eps = 0 may divide by it.
+    Zhang and Sennrich, arXiv:1910.07467. Results are computed in float32 and rounded once. On a GPU
+    a float32 row whose squares sum to more than 3e38 (items of about 1e19) gives zeros. Items below
+    1.1e-19 count as 0 in the mean square: with eps = 0 this may divide by 0.
 
     Examples
     --------
@@ -180,37 +288,45 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    return _forward(
-        arrays, ("rstd",), eps, return_stats, out, centred=False, weight_offset=weight_offset
-    )
+    return _forward(arrays, eps, weight_offset, return_stats, out, centred=False)
 
 
 def _forward(
     arrays: NormArrays[Array],
-    statistics: tuple[str, ...],
     eps: float,
+    weight_offset: float,
     return_stats: bool,
     out: Any,
     *,
     centred: bool,
-    weight_offset: float = 0.0,
 ) -> Any:
-    require_bool("return_stats", return_stats)
-    factor("eps", eps, least=0.0)
-    factor("weight_offset", weight_offset)
-    wanted = statistics if return_stats else ()
-    names = ("out", *(("total",) if arrays.residual is not None else ()), *wanted)
-    results = call_rows(
-        norms.FORWARD,
-        take_out(arrays, out, names),
-        reference.norm,
-        wanted=wanted,
-        choices={"centred": centred},
-        scalars={"eps": float(eps), "weight_offset": float(weight_offset)},
-    )
+    added = arrays.residual is not None
+    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    if out is not None:
+        take_out(arrays, out, names)
+    results = call_rows(norms.FORWARD, arrays, exact, options)
     if len(names) == 1:
         return results.out
     return tuple([getattr(results, name) for name in names])
+
+
+@checked_once
+def _forward_options(
+    return_stats: Any, eps: Any, weight_offset: Any, centred: bool, added: bool
+) -> tuple[RowOptions, tuple[str, ...], Callable[..., Any]]:
+    """Check options; return those of the kernel, the names of the results, and the reference."""
+    require_bool("return_stats", return_stats)
+    eps = factor("eps", eps, least=0.0)
+    weight_offset = factor("weight_offset", weight_offset)
+    wanted: tuple[str, ...] = ()
+    if return_stats:
+        wanted = ("mean", "rstd") if centred else ("rstd",)
+    options = RowOptions.of(
+        choices={"centred": centred}, wanted=wanted, eps=eps, weight_offset=weight_offset
+    )
+    names = ("out", *(("total",) if added else ()), *wanted)
+    exact = partial(reference.norm, centred=centred, eps=eps, weight_offset=weight_offset)
+    return options, names, exact
 
 
 def layer_norm_backward(
@@ -234,44 +350,46 @@ def layer_norm_backward(
     dout : array (..., N), dtype of x
         Gradient with respect to out.
     x : array (..., N)
-        What was normalised: the x of `layer_norm`, or **with a residual total, which it returned**.
+        The array that was normalised: the x of `layer_norm`, or **with a residual the total that
+        it returned**.
     weight : array (N,), dtype of x, or None
-        As given to `layer_norm`.
-    mean, rstd : array (...), float32 (float64 beside float64 arrays)
-        What it returned with ``return_stats=True``.
+        The weight that `layer_norm` was given.
+    mean, rstd : array (...), float32, or float64 for float64 arrays
+        The statistics that it returned with ``return_stats=True``.
     bias : array (N,), dtype of x, optional
-        As given to `layer_norm`: then there is a dbias. It is not read.
+        The bias that `layer_norm` was given. With it there is a dbias; its items are not read.
     dtotal : array (..., N), dtype of x, optional
-        With a residual, the gradient with respect to total, where that was used.
+        With a residual, the gradient with respect to total, if total was used.
     grads : LayerNormGrads, optional
-        Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
-        last axis is contiguous. A field that is None makes a new one. dx overlaps no input.
+        Arrays to write the gradients into, each with its input's shape and dtype; the last axis is
+        contiguous. A field that is None makes a new array. dx overlaps no input.
     accumulate : bool
         Add to the contents of grads instead of replacing them, before the one rounding.
     workspace : array, optional
-        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes;
-        otherwise it is allocated: partial sums of dweight and dbias, 4 * N bytes of each for each
-        CTA. An error says how many. With grads and workspace a call allocates nothing.
+        Scratch memory for kernels, of any plain dtype, in C order and aligned to 16 bytes. By
+        default it is allocated. It holds partial sums of dweight and dbias, 4 * N bytes of each for
+        each CTA; the error for a small one says how many bytes. With grads and workspace a call
+        allocates nothing.
 
     Returns
     -------
     LayerNormGrads
-        ``(dx, dweight, dbias)``; without weight and bias these are None. With a residual dx is the
-        gradient of x and of the residual alike.
+        ``(dx, dweight, dbias)``. dweight is None without weight, dbias without bias. With a
+        residual dx is the gradient with respect to x and also to the residual.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        As `layer_norm`; for mean and rstd of another shape or dtype; for grads that do not fit
-        their arrays, or belong to one that was not given; of kernels for a workspace that is too
-        small.
+        As `layer_norm`; also for mean and rstd of another shape or dtype, for grads that do not
+        fit their arrays or belong to an array that was not given, and on kernels for a workspace
+        that is too small.
 
     Notes
     -----
     With n = (x - mean) * rstd and g = dout * weight: dx = rstd * (g - mean(g) - n * mean(g * n)) +
-    dtotal, dweight = sum(dout * n) and dbias = sum(dout) over rows, in a fixed order: the same
-    from run to run. What a mean lost when it was rounded to float32 is taken from n again: of 1e4
-    it is up to 5e-4.
+    dtotal. dweight = sum(dout * n) and dbias = sum(dout) over rows, in a fixed order, so that
+    repeated calls give equal bits. The rounding of mean to float32, up to 5e-4 for a mean of 1e4,
+    is corrected: n is centred again.
 
     Examples
     --------
@@ -285,7 +403,7 @@ def layer_norm_backward(
     """
     require_given("mean", mean)
     arrays = NormBackwardArrays(dout, x, dtotal, weight, bias, mean, rstd, workspace=workspace)
-    results = _backward(LayerNormGrads, arrays, grads, accumulate)
+    results = _backward(LayerNormGrads, arrays, grads, 0.0, accumulate)
     return LayerNormGrads(results.dx, results.dweight, results.dbias)
 
 
@@ -309,15 +427,16 @@ def rms_norm_backward(
     dout : array (..., N), dtype of x
         Gradient with respect to out.
     x : array (..., N)
-        What was normalised: the x of `rms_norm`, or **with a residual total, which it returned**.
+        The array that was normalised: the x of `rms_norm`, or **with a residual the total that it
+        returned**.
     weight : array (N,), dtype of x, or None
-        As given to `rms_norm`.
-    rstd : array (...), float32 (float64 beside float64 arrays)
-        What it returned with ``return_stats=True``.
+        The weight that `rms_norm` was given.
+    rstd : array (...), float32, or float64 for float64 arrays
+        The statistics that it returned with ``return_stats=True``.
     weight_offset : float
-        As given to `rms_norm`.
+        The offset that `rms_norm` was given.
     dtotal : array (..., N), dtype of x, optional
-        With a residual, the gradient with respect to total, where that was used.
+        With a residual, the gradient with respect to total, if total was used.
     grads : RMSNormGrads, optional
         As for `layer_norm_backward`.
     accumulate : bool
@@ -328,8 +447,8 @@ def rms_norm_backward(
     Returns
     -------
     RMSNormGrads
-        ``(dx, dweight)``; without weight that is None. With a residual dx is the gradient of x and
-        of the residual alike.
+        ``(dx, dweight)``; dweight is None without weight. With a residual dx is the gradient with
+        respect to x and also to the residual.
 
     Raises
     ------
@@ -339,7 +458,7 @@ def rms_norm_backward(
     Notes
     -----
     With n = x * rstd and g = dout * (weight_offset + weight): dx = rstd * (g - n * mean(g * n)) +
-    dtotal, and dweight = sum(dout * n) over rows, in a fixed order.
+    dtotal. dweight = sum(dout * n) over rows, in a fixed order.
 
     Examples
     --------
@@ -350,9 +469,8 @@ def rms_norm_backward(
     >>> np.allclose((dx * x).sum(axis=-1), 0, atol=1e-5), dweight  # longer rows give the same
     (True, None)
     """
-    factor("weight_offset", weight_offset)
     arrays = NormBackwardArrays(dout, x, dtotal, weight, rstd=rstd, workspace=workspace)
-    results = _backward(RMSNormGrads, arrays, grads, accumulate, weight_offset=weight_offset)
+    results = _backward(RMSNormGrads, arrays, grads, weight_offset, accumulate)
     return RMSNormGrads(results.dx, results.dweight)
 
 
@@ -360,15 +478,18 @@ def _backward(
     kind: type[Any],
     arrays: NormBackwardArrays[Array],
     grads: Any,
+    weight_offset: float,
     accumulate: bool,
-    *,
-    weight_offset: float = 0.0,
 ) -> NormBackwardArrays[Array]:
+    options, exact = _backward_options(weight_offset, accumulate)
+    take_grads(arrays, kind, grads, accumulate)
+    return call_rows(norms.BACKWARD, arrays, exact, options)
+
+
+@checked_once
+def _backward_options(weight_offset: Any, accumulate: Any) -> tuple[RowOptions, Callable[..., Any]]:
+    """Check options; return those of the kernel, and the reference."""
+    offset = factor("weight_offset", weight_offset)
     require_bool("accumulate", accumulate)
-    return call_rows(
-        norms.BACKWARD,
-        take_grads(arrays, kind, grads, accumulate),
-        reference.norm_backward,
-        accumulate=bool(accumulate),
-        scalars={"weight_offset": float(weight_offset)},
-    )
+    options = RowOptions.of(accumulate=bool(accumulate), weight_offset=offset)
+    return options, partial(reference.norm_backward, weight_offset=offset)

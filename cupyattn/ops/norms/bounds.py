@@ -1,27 +1,29 @@
-r"""How far a right kernel may be from `norm` and `norm_backward`.
+r"""Error bounds of the kernels of both norms, relative to `norm` and `norm_backward`.
 
-With u = 2^-24, n items in a row of mean m and mean square deviation v, D the largest |x - m|, X the
-largest |x|. A sum of n items takes at most h(n) additions, one behind the other: a thread adds up
-to 32 items, or n / 256 of longer rows, and merging threads and warps takes 32 more.
+Let u = 2^-24, and let a row have n items with mean m and mean square deviation v. D is the largest
+|x - m| and X the largest |x|. A sum of n items takes at most h(n) dependent additions: a thread
+adds up to 32 items, or n / 256 items of a longer row, and merging threads and warps takes 32 more.
 
-Forward, layer norm (cuda_src/norms/moments.cuh). Sums are taken about a pivot, itself the mean of
-items of the row, which errs by h u X: so it lies within P = D + h u X of the mean, and items within
-D + P of it. A difference from the pivot rounds by u (D + P), their mean errs by (h + 4) u (D + P),
-and the difference from both parts of the mean by e = (h + 6) u (D + P). The squares about the
-pivots of threads are at most 2 (v + P^2) in the mean, and moving the pivot doubles that at most:
+Forward, layer norm (cuda_src/norms/moments.cuh). Sums are taken about a pivot. The pivot is itself
+a mean of items of the row and errs by h u X. It is within P = D + h u X of the mean, and items are
+within D + P of it. A difference from the pivot rounds by u (D + P), the mean of the differences
+errs by (h + 4) u (D + P), and the difference from both parts of the mean by e = (h + 6) u (D + P).
+The mean of the squares about the pivots of threads is at most 2 (v + P^2). Moving the pivot at most
+doubles it:
 
     |v' - v| <= 4 (h + 8) u (v + P^2)
 
 rsqrt.approx errs by 2 units in the last place, 4 u, and the sum of v' and eps rounds. RMS norm has
-no pivot: its mean of squares errs by (h + 4) u of itself. Both multiply and add three times more.
+no pivot: its mean of squares has a relative error of (h + 4) u. Both norms then round three more
+products and sums.
 
-Backward, from the statistics as given. n = (x - mean) rstd errs by 2 u |n|, g = dout (offset + w)
-by 2 u |g|, a mean of terms by (h + 6) u of the mean of their sizes; dx = rstd (g - G - n C) +
-dtotal adds four roundings of its largest partial result. A sum over R rows takes at most R
-additions and a few for CTAs and warps: (R + 16) u of the sum of the sizes. Layer norm takes from n
-its mean c, which errs by l = (h + 6) u times the mean of |(x - mean) rstd|, so all n of a row by l
-more; and from C the product c G, which errs by l G, and twice by (h + 6) u |c| G: in the sum of g n
-before, and in G.
+Backward, from the given statistics. n = (x - mean) rstd errs by 2 u |n|, g = dout (offset + w) by
+2 u |g|, and a mean of terms by (h + 6) u times the mean of their absolute values. dx = rstd (g - G
+- n C) + dtotal adds four roundings of its largest partial result. A sum over R rows takes at most R
+additions and a few for CTAs and warps: it errs by (R + 16) u times the sum of absolute values.
+Layer norm subtracts from n its mean c, which errs by l = (h + 6) u times the mean of |(x - mean)
+rstd|; so every n of a row errs by l more. It subtracts from C the product c G, which errs by l G,
+and twice by (h + 6) u |c| G: once in the sum of g n before, once in G.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from cupyattn.runtime.precision import TINY32, U32, precision_of
 
 
 def additions(items: int) -> float:
-    """h(n) of the module's docstring."""
+    """Return h(n) of the module's docstring."""
     return min(items, 32 + items / 256) + 32
 
 
@@ -50,14 +52,14 @@ def norm_bound(
     eps: float,
     weight_offset: float = 0.0,
 ) -> tuple[Float64, Float64, Float64]:
-    """Error bounds of out, mean and rstd; x is what is normalised, the sum where there is one.
+    """Return error bounds of out, mean and rstd; with a residual, x is the rounded sum.
 
     Parameters
     ----------
     x, weight, bias, centred, eps, weight_offset
-        As in `norm`, already rounded to dtype.
+        Arguments of `norm`, already rounded to dtype.
     dtype : dtype or str
-        float16, float32 or bfloat16, which out is rounded to.
+        The dtype of out: float16, float32 or bfloat16.
     """
     out, _, mean, rstd = norm(
         x, None, weight, bias, centred=centred, eps=eps, weight_offset=weight_offset
@@ -108,7 +110,7 @@ def norm_backward_bound(
     dtype: DTypeLike,
     weight_offset: float = 0.0,
 ) -> tuple[Float64, Float64 | None, Float64 | None]:
-    """Error bounds of dx, dweight and dbias; the arguments are those of `norm_backward`."""
+    """Return error bounds of dx, dweight and dbias; arguments as for `norm_backward`."""
     gradients = norm_backward(
         dout, x, dtotal, weight, bias, mean, rstd, weight_offset=weight_offset
     )
@@ -117,12 +119,12 @@ def norm_backward_bound(
     with np.errstate(all="ignore"):
         dout, normal, g, rstd = map(np.abs, terms(dout, x, weight, mean, rstd, weight_offset))
         h = additions(items) + 6
-        raw = np.zeros(x.shape)  # before c is taken from it
+        raw = np.zeros(x.shape)  # n before its mean is subtracted
         if mean is not None:
             raw = (x.astype(np.float64) - mean[..., None]) * rstd[..., None]
         lost = h * U32 * row_mean(np.abs(raw))[..., None]
         shift = h * U32 * np.abs(row_mean(raw))[..., None]
-        if weight is not None:  # of an offset that the weight nearly cancels
+        if weight is not None:  # larger than |g| if the weight nearly cancels the offset
             g = np.maximum(g, dout * (abs(weight_offset) + np.abs(weight.astype(np.float64))))
         n = max(items, 1)
         flushed = (items + 4) * TINY32 / n

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over rows: one kernel forward and one backward serve both."""
+"""Kernels of layer norm and RMS norm: one forward and one backward serve both norms."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
 from cupyattn.runtime.spec import Gates, Specialisation
 from cupyattn.runtime.tables import with_gates
 
-# Rows of 768, 2048 and 4096 are the best of some that `python -m cupyattn.benchmark layers` timed,
-# on an H200 as compute_75 code, 2026-11-22, float16, 8192 rows.
+# For rows of 768, 2048 and 4096 items these were the fastest of several configurations that
+# `python -m cupyattn.benchmark layers` timed (H200, compute_75 code, 2026-11-22, float16, 8192
+# rows).
 #
-# Every row reads weight and bias anew, from a cache: sectors are 2.0 times those of x and out. CTAs
-# that walk over rows, as the backward's do, and keep both in registers touch 1.03 times and issue a
-# tenth fewer instructions, but take a third more registers, so that fewer rows are under way: what
-# an H200 has too little of (norm_forward.cu). A T4 gains nothing: by the model its load units are
-# busy for a quarter of the time that memory takes (NVRTC 12.9, 2026-11-24).
+# Every row reads weight and bias again, from a cache: 2.0 times the sectors of x and out. CTAs that
+# loop over rows, as in the backward, and keep both in registers touch 1.03 times the sectors and
+# issue a tenth fewer instructions. But they take a third more registers, so that fewer rows are in
+# flight, which limits an H200 (forward.cu). A T4 gains nothing: in the Turing model its load units
+# are busy for a quarter of the time that memory takes (NVRTC 12.9, 2026-11-24).
 _FORWARD_ROWS = {
     128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
-    1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads under way at once"),
-    2048: RowConfig(128, 128, 16, "four warps a row: half the items a thread, a tenth faster"),
-    4096: RowConfig(256, 256, 16, "eight warps a row, for the same reason"),
+    1024: RowConfig(128, 32, 32, "a warp a row: no barrier, all its loads in flight at once"),
+    2048: RowConfig(128, 128, 16, "four warps a row: half the items a thread, a tenth less time"),
+    4096: RowConfig(256, 256, 16, "eight warps a row: half the items a thread again"),
     16_384: RowConfig(512, 512, 32, "a CTA a row, still read once"),
     None: RowConfig(1024, 1024, 0, "longer than registers hold: a second read, from the cache"),
 }
@@ -47,8 +48,8 @@ FORWARD_ROWS: RowTable = {
 _BACKWARD_ROWS = {
     128: RowConfig(256, 8, 16, "short rows: four to a warp keep its lanes busy", summing_ctas=2),
     1024: RowConfig(256, 32, 32, "a warp a row: no barrier", summing_ctas=1),
-    2048: RowConfig(512, 128, 16, "four rows side by side leave one sum", summing_ctas=1),
-    4096: RowConfig(512, 256, 16, "the same, two rows", summing_ctas=1),
+    2048: RowConfig(512, 128, 16, "four rows at once write one partial sum", summing_ctas=1),
+    4096: RowConfig(512, 256, 16, "two rows at once write one partial sum", summing_ctas=1),
     8192: RowConfig(512, 512, 16, "a CTA a row, still read once", summing_ctas=1),
     None: RowConfig(
         1024,
@@ -72,7 +73,7 @@ BACKWARD_ROWS: RowTable = {
 
 @dataclass(slots=True)
 class NormArrays(Record[T]):
-    """Arrays of one forward call."""
+    """Arrays of a forward call of either norm."""
 
     x: T
     residual: T | None = None
@@ -86,7 +87,7 @@ class NormArrays(Record[T]):
 
 @dataclass(slots=True)
 class NormBackwardArrays(Record[T]):
-    """Arrays of one backward call."""
+    """Arrays of a backward call of either norm."""
 
     SHOWN_AS: ClassVar = MappingProxyType(
         {"dx": "grads.dx", "dweight": "grads.dweight", "dbias": "grads.dbias"}
@@ -124,7 +125,7 @@ FORWARD = RowKernel(
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
-"""`centred` is layer norm; RMS norm has no mean."""
+"""Forward of layer norm if `centred`, otherwise of RMS norm, which has no mean."""
 
 BACKWARD = RowKernel(
     "norm_backward",
@@ -139,12 +140,15 @@ BACKWARD = RowKernel(
     scalars={"weight_offset": np.float32, "accumulate": np.int32},
     table=BACKWARD_ROWS,
 )
-"""With a mean it is layer norm's. The bias says that its gradient is wanted, and is not read."""
+"""Backward of layer norm if there is a mean, otherwise of RMS norm.
+
+A bias means that its gradient is wanted; its items are not read.
+"""
 
 KERNELS = (FORWARD.spec, BACKWARD.spec)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row of the tables, with dtypes, loads and optional arrays in pairs."""
+    """Yield every configuration, with dtypes, loads and optional arrays in pairs."""
     yield from FORWARD.catalogue(arch)
     yield from BACKWARD.catalogue(arch)

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last axis, and their gradients."""
+"""Layer norm and RMS norm over the last axis, and their gradients, in float64."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def norm(
     total : (..., N) float64, or None
         The rounded sum, None without residual.
     mean : (...) float64
-        NaN of rows with a NaN or an infinity; 0 of rows that are not centred, or without items.
+        NaN for rows with a NaN or an infinity; 0 without `centred`, and for rows without items.
     rstd : (...) float64
-        1 / sqrt(mean square + eps), of what is left of a row when the mean is subtracted.
+        1 / sqrt(mean square + eps) of the row minus its mean.
 
     Examples
     --------
@@ -89,28 +89,28 @@ def norm_backward(
     *,
     weight_offset: float = 0.0,
 ) -> Gradients:
-    """Gradients of `norm` from what it saved.
+    """Return the gradients of `norm`, from the statistics that it returned.
 
     Parameters
     ----------
     dout : (..., N) floats
-        Gradient of out.
+        Gradient with respect to out.
     x : (..., N) floats
-        What was normalised: the sum, where there was one.
+        The rows that were normalised: with a residual, the sum.
     dtotal : (..., N) floats, optional
-        Gradient of the sum as a result.
+        Gradient with respect to total.
     weight, bias : (N,) floats, optional
-        Of the bias only whether it is there counts.
+        The bias only says that there is a dbias.
     mean, rstd : (...) floats
-        As saved; of RMS norm mean is None.
+        Results of `norm`, possibly rounded. For RMS norm mean is None.
     weight_offset : float
-        As given to the forward.
+        The offset that `norm` was given.
 
     Returns
     -------
     dx : (..., N) float64
     dweight, dbias : (N,) float64
-        None without weight, and without bias.
+        dweight is None without weight, dbias without bias.
     """
     with np.errstate(all="ignore"):
         dout, normal, g, rstd = terms(dout, x, weight, mean, rstd, weight_offset)
@@ -133,9 +133,9 @@ def terms(
     rstd: Any,
     weight_offset: float,
 ) -> tuple[Float64, Float64, Float64, Float64]:
-    """Return dout, the normalised rows, the gradient of those, and rstd, in float64.
+    """Return dout, the normalised rows, the gradient with respect to them, and rstd, in float64.
 
-    A mean that was rounded to float32 has lost what the mean of the rows has now.
+    The normalised rows are centred again, which corrects a mean that was rounded to float32.
     """
     dout, rows = dout.astype(np.float64), x.astype(np.float64)
     rstd = np.asarray(rstd, np.float64)

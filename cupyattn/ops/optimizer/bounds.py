@@ -1,4 +1,4 @@
-"""bounds."""
+"""Error bounds of the kernels of AdamW and of the global norm."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def adamw_step_bound(
     grad_scale: float = 1.0,
     dtype: DTypeLike,
 ) -> tuple[Float64, Float64, Float64]:
-    """Error bounds of `adamw_step`: of param, which is rounded to dtype, m and v.
+    """Return the error bounds of `adamw_step` for param, which is rounded to dtype, m and v.
 
-    m and v are sums of two products, of three and four roundings, their factors' among them, and
-    what is flushed. The denominator has half of v's relative error, the root of what was flushed,
-    and four roundings of its own; the quotient, its factor and the sum four more.
+    m and v are sums of two products. With the roundings of their factors these have three and four
+    roundings; small products are flushed to 0. The denominator has half of v's relative error, the
+    root of what was flushed, and four roundings of its own. The quotient, its factor and the final
+    sum add four more.
     """
     param, grad, m, v = (np.asarray(each, dtype=np.float64) for each in (param, grad, m, v))
     numbers: dict[str, Any] = {
@@ -59,12 +60,12 @@ def adamw_step_bound(
 
 
 def global_norm_bound(*arrays: ArrayLike) -> float:
-    """Error bound of `global_norm`.
+    """Return the error bound of `global_norm`.
 
-    A square is rounded once, and added to at most 32 others and those of every 2**18-th item of its
-    array (1024 CTAs of 256 threads); threads are added in trees of 10 levels, twice, and between
-    them at most four sums for each array by one thread. The root halves all that, and is rounded.
-    Squares below 2**-126 vanish.
+    A square is rounded once. A thread adds it to at most 32 others and to those of every 2**18-th
+    item of its array. The sums of the threads are added in trees of 10 levels, twice; in between
+    one thread adds at most four sums for each array. The root halves the relative error, and is
+    rounded. Squares below 2**-126 are flushed to 0.
     """
     norm, sizes = global_norm(*arrays), [np.size(array) for array in arrays]
     if not math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""A step of AdamW, the norm of all gradients, and the bounds of their kernels' errors."""
+"""AdamW in float64, AdamW with 8-bit running means bit for bit, and the global norm."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ _TENTHS = (np.float32(0.1), np.float32(0.01), np.float32(0.0001))
 
 
 def decode(codes: NDArray[Any], decades: int) -> Float32:
-    """Return what codes of a dynamic tree stand for, from 0 to 1; those of int8 have a sign.
+    """Return the values of the codes of a dynamic tree, from 0 to 1; int8 codes have a sign.
 
     Dettmers et al., "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 1.3:
-    the leading bit of a code says the decade, the bits below it divide the decade evenly. Here a
-    code stands for the upper end of its part, so that the largest is exactly 1.
+    the leading bit of a code selects the decade, the bits below it divide the decade evenly. Here
+    the value of a code is the upper end of its interval, so that the largest is exactly 1.
 
     Examples
     --------
@@ -92,7 +92,7 @@ def decode(codes: NDArray[Any], decades: int) -> Float32:
 
 
 def encode(x: Float32, largest: Float32, decades: int) -> NDArray[np.int32]:
-    """Return the nearest codes of x >= 0 as shares of the largest.
+    """Return the nearest codes of x / largest, for x >= 0.
 
     Examples
     --------
@@ -139,11 +139,9 @@ def adamw_step_8bit(
     (array([0.9, 1.1], dtype=float32), [127, -91], [255, 148])
     """
     beta1, beta2 = betas
-    numbers = (
-        beta1, 1 - beta1, beta2, 1 - beta2, lr / (1 - beta1**step),
-        1 / math.sqrt(1 - beta2**step), eps, 1 - lr * weight_decay,
-    )  # fmt: skip
-    b1, rest1, b2, rest2, step_size, inverse_bias2, least, decay = map(np.float32, numbers)
+    b1, rest1, b2, rest2 = map(np.float32, (beta1, 1 - beta1, beta2, 1 - beta2))
+    others = lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), eps, 1 - lr * weight_decay
+    step_size, inverse_bias2, least, decay = map(np.float32, others)
     with np.errstate(all="ignore"):
         g = _flushed(np.float32(grad_scale) * _flushed(_blocks(grad)))
         old_m = _flushed(m_scales[:, None] * decode(_blocks(m), DECADES["m"]))
@@ -153,7 +151,7 @@ def adamw_step_8bit(
         root = _flushed(np.sqrt(new_v) * inverse_bias2) + least
         update = _flushed(step_size * _flushed(new_m / root))
         new_param = _flushed(_flushed(decay * _flushed(_blocks(param))) - update)
-        # Of NaN too, which is above all numbers here.
+        # NumPy's maximum is NaN if any item is, as the kernel's is.
         sizes = np.abs(new_m)
         new_scales = sizes.max(axis=1, initial=0), new_v.max(axis=1, initial=0)
         m_codes = encode(sizes, new_scales[0][:, None], DECADES["m"])
@@ -167,7 +165,7 @@ def adamw_step_8bit(
 
 
 def _blocks(x: NDArray[Any]) -> NDArray[Any]:
-    """Return (blocks, 256) items, zeros behind the last."""
+    """Return the items as (blocks, 256), padded with zeros."""
     flat = x.reshape(-1)
     return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
 

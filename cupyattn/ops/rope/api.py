@@ -1,18 +1,36 @@
-"""Rotary position embedding, forward and backward."""
+"""Rotary position embedding, forward and backward, and its tables."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
 from cupyattn.ops.rope import reference
-from cupyattn.ops.rope.plan import RopeProblem, rope_problem, run_rope
-from cupyattn.runtime.arrays import Array
+from cupyattn.ops.rope.kernels import (
+    RopeArrays,
+    RopeBackwardArrays,
+    RopePairArrays,
+    RopePairBackwardArrays,
+    RopeProblem,
+    rope_problem,
+    run_rope,
+)
+from cupyattn.ops.rope.reference import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    RopeScaling,
+    YarnScaling,
+)
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results, require_bool
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.float_dtypes import float_dtype
+from cupyattn.runtime.numbers import integer, real
 from cupyattn.runtime.outputs import require_grads
 from cupyattn.runtime.rounding import round_into
 
@@ -23,14 +41,14 @@ _FIXES = {
 
 
 class Rotary(NamedTuple):
-    """The tables of a rotary position embedding, for functions that rotate on the way.
+    """The tables of a rotary position embedding, for functions that rotate q and k themselves.
 
     Attributes
     ----------
     cos, sin : array (positions, R/2)
-        As `rope_tables` makes them, and `rope` takes them.
+        Cosine and sine of each position and pair, as `rope_tables` returns them.
     interleaved : bool
-        Pair features 2m and 2m + 1, not m and m + R/2.
+        Pair features 2m and 2m + 1, instead of m and m + R/2.
     """
 
     cos: Array
@@ -39,7 +57,7 @@ class Rotary(NamedTuple):
 
 
 def checked_rotary(rotary: Any) -> Rotary:
-    """Take what functions that rotate on the way are given: (cos, sin), or a `Rotary`.
+    """Return the option ``rotary`` of a function as a `Rotary`; it may be a tuple (cos, sin).
 
     Raises
     ------
@@ -62,6 +80,31 @@ def checked_rotary(rotary: Any) -> Rotary:
     return tables._replace(interleaved=bool(tables.interleaved))
 
 
+@overload
+def rope(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    /,
+    *,
+    positions: Array | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    out: Array | None = None,
+) -> Array: ...
+@overload
+def rope(
+    x: tuple[Array, Array],
+    cos: Array,
+    sin: Array,
+    /,
+    *,
+    positions: Array | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]: ...
+@differentiable(lambda: rope_backward, gradients=("dx",))
 def rope(
     x: Array | tuple[Array, Array],
     cos: Array,
@@ -73,24 +116,24 @@ def rope(
     inverse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
 ) -> Any:
-    r"""Rotary position embedding: each pair of features turns by an angle of its token's position.
+    r"""Rotary position embedding: rotate pairs of features by angles that grow with the position.
 
     Parameters
     ----------
     x : array (B, S, H, D), or a tuple (q, k) of two
         float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
-        emulator. The last axis is contiguous; the others may have any stride. Of a tuple, which is
-        one launch, only the numbers of heads may differ.
+        emulator. The last axis is contiguous; the others may have any stride. The arrays of a tuple
+        are rotated in one launch and may differ only in their numbers of heads.
     cos, sin : array (P, R/2)
-        Cosine and sine of each position and pair, of any of these dtypes, from `rope_tables` say.
-        The first R features of a head are rotated, the others copied.
+        Cosine and sine of each position and pair, as `rope_tables` returns them, in any of these
+        dtypes. The first R features of a head are rotated, the others copied.
     positions : array (S,) or (B, S), int32 or int64, optional
-        Where each token stands: a row of the tables. By default token s stands at s.
+        The position of each token, a row of the tables. By default token s has position s.
     interleaved : bool
-        Pair features 2m and 2m + 1, as the paper and GPT-J have it. Otherwise pair m and m + R/2,
-        as GPT-NeoX, Llama and most models do.
+        Pair features 2m and 2m + 1, as the paper and GPT-J do. Otherwise pair m and m + R/2, as
+        GPT-NeoX, Llama and most models do.
     inverse : bool
-        Turn back: by the negative angles.
+        Rotate by the negative angles.
     out : array or tuple of two, optional
         Where to write the results: x itself, or memory that does not overlap it.
 
@@ -101,40 +144,68 @@ def rope(
     Raises
     ------
     TypeError
-        For something that is no array, NumPy and CuPy arrays mixed, or a dtype that is not allowed.
+        For an argument that is not an array, NumPy and CuPy arrays mixed, or a dtype that is not
+        allowed.
     ValueError
         For shapes that disagree, tables with more than D / 2 columns or, without positions, fewer
-        than S rows, and an out that does not fit or overlaps x and is not x. For a position outside
-        of the tables, on the CPU and with ``backend(checks=True)``; otherwise the token's rotated
-        features are NaN.
+        than S rows, an out of another shape or dtype, and an out that overlaps x and is not x. On
+        the CPU and with ``backend(checks=True)`` also for a position outside of the tables;
+        otherwise the token's rotated features are NaN.
     RuntimeError
         As `attention`.
 
     Notes
     -----
     Su et al., "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864,
-    equation 34. float32 inside, one rounding.
+    equation 34. Computed in float32, rounded once.
 
     Examples
     --------
     >>> import numpy as np, cupyattn
     >>> cos, sin = cupyattn.rope_tables(16, 8)
     >>> q, k = np.ones((1, 3, 4, 8), np.float32), np.ones((1, 3, 2, 8), np.float32)
-    >>> q_turned, k_turned = cupyattn.rope((q, k), cos, sin)
-    >>> back = cupyattn.rope(q_turned, cos, sin, inverse=True)
+    >>> q_rotated, k_rotated = cupyattn.rope((q, k), cos, sin)
+    >>> back = cupyattn.rope(q_rotated, cos, sin, inverse=True)
     >>> np.allclose(back, q)
     True
 
-    Products depend on the distance of positions alone:
+    Products of q and k depend only on the distance of their positions:
 
     >>> later = cupyattn.rope((q, k), cos, sin, positions=np.array([5, 6, 7]))
     >>> np.allclose((later[0][0, 2, 0] * later[1][0, 0, 0]).sum(),
-    ...             (q_turned[0, 2, 0] * k_turned[0, 0, 0]).sum())
+    ...             (q_rotated[0, 2, 0] * k_rotated[0, 0, 0]).sum())
     True
     """
-    return _rotated(x, cos, sin, positions, interleaved, inverse, ("x", "out"), out, False)
+    kinds = RopeArrays, RopePairArrays
+    return _rotated(kinds, x, cos, sin, positions, out, interleaved=interleaved, inverse=inverse)
 
 
+@overload
+def rope_backward(
+    dout: Array,
+    cos: Array,
+    sin: Array,
+    /,
+    *,
+    positions: Array | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    grads: Array | None = None,
+    accumulate: bool = False,
+) -> Array: ...
+@overload
+def rope_backward(
+    dout: tuple[Array, Array],
+    cos: Array,
+    sin: Array,
+    /,
+    *,
+    positions: Array | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+    grads: tuple[Array, Array] | None = None,
+    accumulate: bool = False,
+) -> tuple[Array, Array]: ...
 def rope_backward(
     dout: Array | tuple[Array, Array],
     cos: Array,
@@ -163,8 +234,8 @@ def rope_backward(
     Returns
     -------
     array (B, S, H, D), dtype of dout; or a tuple of two
-        Gradient with respect to x. Where cos**2 + sin**2 is not 1 it is the transpose, not the
-        inverse.
+        Gradient with respect to x: the transposed rotation, which is the inverse if cos**2 + sin**2
+        is 1.
 
     Raises
     ------
@@ -183,29 +254,41 @@ def rope_backward(
     require_bool("accumulate", accumulate)
     require_grads(grads, accumulate)
     require_bool("inverse", inverse)
-    names = "dout", "grads"
-    return _rotated(dout, cos, sin, positions, interleaved, not inverse, names, grads, accumulate)
+    return _rotated(
+        (RopeBackwardArrays, RopePairBackwardArrays),
+        dout,
+        cos,
+        sin,
+        positions,
+        grads,
+        interleaved=interleaved,
+        inverse=not inverse,
+        accumulate=accumulate,
+    )
 
 
 def _rotated(
+    kinds: tuple[type[RopeArrays[Any]], type[RopeArrays[Any]]],
     x: Any,
     cos: Array,
     sin: Array,
     positions: Array | None,
+    out: Any,
+    *,
     interleaved: bool,
     inverse: bool,
-    names: tuple[str, str],
-    out: Any,
-    accumulate: bool,
+    accumulate: bool = False,
 ) -> Any:
+    """Rotate one array, or a tuple of two; `kinds` has the records of both cases."""
+    one, two = kinds
     require_bool("interleaved", interleaved)
     require_bool("inverse", inverse)
-    given = _by_name(names[0], x, x)
-    results = _by_name(names[1], out, x)
-    operands = adopt({**given, "cos": cos, "sin": sin, "positions": positions, **results}, _FIXES)
+    x0, x1 = _both(one.SHOWN_AS["x0"], x, x)
+    out0, out1 = _both(one.SHOWN_AS["out0"], out, x)
+    kind = two if isinstance(x, tuple) else one
+    operands = adopt(kind(x0, x1, cos, sin, positions, out0, out1), _FIXES)
     problem = rope_problem(
         operands,
-        tuple(zip(given, results, strict=True)),
         interleaved=bool(interleaved),
         inverse=bool(inverse),
         accumulate=bool(accumulate),
@@ -215,14 +298,13 @@ def _rotated(
         found = _on_cpu(problem, operands.arrays)
     else:
         found = run_rope(device, problem, operands)
-    turned = tuple([found[name] for name in results])
-    return turned if isinstance(x, tuple) else turned[0]
+    return (found.out0, found.out1) if isinstance(x, tuple) else found.out0
 
 
-def _by_name(name: str, value: Any, x: Any) -> dict[str, Any]:
-    """Name one array, or those of a tuple, as x is; None stands for results that are to be made."""
+def _both(name: str, value: Any, x: Any) -> tuple[Any, Any]:
+    """Take apart the arrays that belong to x: one, or a tuple of two; None for results to make."""
     if not isinstance(x, tuple | list):
-        return {name: value}
+        return value, None
     pair = (None, None) if value is None else value
     if not isinstance(pair, tuple) or len(pair) != 2:
         count = f" of {len(pair)}" if isinstance(pair, tuple) else ""
@@ -232,19 +314,161 @@ def _by_name(name: str, value: Any, x: Any) -> dict[str, Any]:
             "it is one array, or a tuple of two; results as the arguments are",
             "pass a tuple (q, k), or call rope for each array",
         )
-    return {f"{name}[{i}]": item for i, item in enumerate(pair)}
+    return pair
 
 
-def _on_cpu(problem: RopeProblem, arrays: dict[str, Any]) -> dict[str, Any]:
-    length = problem.first.shape[1]
-    positions = arrays.get("positions", np.arange(length))
-    sin = -arrays["sin"] if problem.inverse else arrays["sin"]
-    found = {}
-    for x, out in problem.rotated.items():
+def _on_cpu(problem: RopeProblem, arrays: RopeArrays[Any]) -> RopeArrays[Any]:
+    length = problem.arrays.x0.shape[1]
+    positions = np.arange(length) if arrays.positions is None else arrays.positions
+    sin = -arrays.sin if problem.inverse else arrays.sin
+    for x, out in zip(("x0", "x1"), problem.outputs, strict=False):
         exact = reference.rope(
-            arrays[x], arrays["cos"], sin, positions, interleaved=problem.interleaved
+            getattr(arrays, x), arrays.cos, sin, positions, interleaved=problem.interleaved
         )
-        if problem.accumulate and out in arrays:
-            exact = exact + arrays[out].astype(np.float64)
-        found[out] = round_into(arrays.get(out), exact, problem.first.dtype)
-    return found
+        given = getattr(arrays, out)
+        if problem.accumulate and given is not None:
+            exact = exact + given.astype(np.float64)
+        setattr(arrays, out, round_into(given, exact, problem.dtype))
+    return arrays
+
+
+_MOST = 2**31 - 1
+"""The most positions, and features: kernels count in int32."""
+_SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling)
+
+
+def rope_tables(
+    length: int,
+    rotary_dim: int,
+    *,
+    base: float = 10000.0,
+    scaling: RopeScaling | None = None,
+    dtype: Any = "float32",
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Compute the cosines and sines for `rope` and for the option ``rotary`` of `attention`.
+
+    Parameters
+    ----------
+    length : int
+        Number of positions, which start at 0; at most 2**31 - 1.
+    rotary_dim : int
+        R, the number of features that are rotated: even, below 2**31.
+    base : float
+        Pair m rotates by ``base ** (-2 m / R)`` from one position to the next.
+    scaling : LinearScaling, NTKScaling, YarnScaling or Llama3Scaling, optional
+        Changes the frequencies, to use a model beyond the length that it was trained on.
+    dtype : {"float32", "float16", "bfloat16", "float64"}
+        dtype of the tables, which are computed in float64 and rounded once.
+
+    Returns
+    -------
+    cos, sin : numpy.ndarray (length, R/2)
+        To use them on a GPU, copy them once with cupy.asarray.
+
+    Raises
+    ------
+    TypeError
+        For a number, a scaling or a dtype of another type.
+    ValueError
+        For a length or rotary_dim that is negative or too large, an odd rotary_dim, a base that is
+        not above 1, a scaling whose numbers are out of range, or angles that are not finite.
+
+    Notes
+    -----
+    Su et al., arXiv:2104.09864, section 3.2.2. Angles are computed in float64: in float32 those of
+    position 100,000 would be off by up to 0.004.
+
+    Examples
+    --------
+    >>> import cupyattn
+    >>> cos, sin = cupyattn.rope_tables(3, 4)
+    >>> sin.round(4)
+    array([[0.    , 0.    ],
+           [0.8415, 0.01  ],
+           [0.9093, 0.02  ]], dtype=float32)
+    >>> llama = cupyattn.Llama3Scaling(factor=8.0, original_length=8192)
+    >>> cos, sin = cupyattn.rope_tables(131072, 128, base=500000.0, scaling=llama)
+    """
+    length, rotary_dim = integer("length", length), integer("rotary_dim", rotary_dim)
+    base = real("base", base)
+    _require(
+        0 <= length <= _MOST,
+        f"length = {shown(length)}",
+        f"it is 0 or more, at most {_MOST}",
+        "pass how many positions",
+    )
+    _require(
+        0 <= rotary_dim <= _MOST and rotary_dim % 2 == 0,
+        f"rotary_dim = {shown(rotary_dim)}",
+        f"it is even, 0 or more, at most {_MOST}: features are rotated in pairs",
+        "pass the number of features that are rotated",
+    )
+    _require(
+        1 < base < float("inf"),
+        f"base = {base}",
+        "it is above 1 and finite",
+        "pass the model's, 10000.0 most often",
+    )
+    _check_scaling(scaling)
+    _require(
+        math.isfinite(_largest_angle(length, rotary_dim, base, scaling)),
+        f"base = {base} with scaling = {shown(scaling)}",
+        f"angles of {length} positions are finite numbers",
+        "pass the model's",
+    )
+    kind = float_dtype(dtype)
+    exact = reference.rope_tables(length, rotary_dim, base=base, scaling=scaling)
+    cos, sin = (round_into(None, table, kind) for table in exact)
+    return cos, sin
+
+
+def _largest_angle(length: int, rotary_dim: int, base: float, scaling: RopeScaling | None) -> float:
+    """Return the largest angle of a table; inf for frequencies that are too large for a float."""
+    try:
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            found = reference.rope_frequencies(rotary_dim, base=base, scaling=scaling)
+            return float(max(length - 1, 1) * found.max(initial=0.0))
+    except (OverflowError, ValueError):  # raised by Python's own arithmetic
+        return math.inf
+
+
+def _check_scaling(scaling: Any) -> None:
+    if scaling is None:
+        return
+    names = ", ".join(each.__name__ for each in _SCALINGS)
+    if not isinstance(scaling, _SCALINGS):
+        raise error(
+            TypeError,
+            f"scaling is a {type(scaling).__name__}",
+            f"it is None or one of {names}",
+            "pass for example scaling=cupyattn.LinearScaling(2.0)",
+        )
+    for name, value in scaling._asdict().items():
+        if value is None:
+            continue
+        number = real(f"{name} of scaling", value)
+        _require(
+            0 < number < float("inf"),
+            f"{name} = {number} of {type(scaling).__name__}",
+            "it is above 0 and finite",
+            "pass the model's",
+        )
+    if isinstance(scaling, Llama3Scaling):
+        _require(
+            scaling.high_freq_factor > scaling.low_freq_factor,
+            f"high_freq_factor = {scaling.high_freq_factor}",
+            f"it is above low_freq_factor = {scaling.low_freq_factor}",
+            "pass the model's",
+        )
+    if isinstance(scaling, YarnScaling):
+        _require(
+            scaling.beta_fast >= scaling.beta_slow,  # some models have them equal
+            f"beta_fast = {scaling.beta_fast}",
+            f"it is at least beta_slow = {scaling.beta_slow}",
+            "pass the model's",
+        )
+
+
+def _require(holds: bool, passed: str, allowed: str, fix: str) -> None:
+    if not holds:
+        raise error(ValueError, passed, allowed, fix)

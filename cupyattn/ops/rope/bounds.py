@@ -1,4 +1,4 @@
-"""How far a right rotary kernel may be from the reference."""
+"""Error bound of the kernels of rotary position embedding."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def rope_bound(
     interleaved: bool = False,
     present: ArrayLike = 0.0,
 ) -> NDArray[np.float64]:
-    """Error bound of `rope`, and of its backward with -sin; `present` is what it is added to.
+    """Return the error bound of `rope`, or with -sin of its backward; it is added to `present`.
 
-    Two products, their sum and that with what is there are rounded in float32, each by at most u32
-    of the sum of their sizes; products below 2**-126 are flushed.
+    Two products, their sum, and its sum with `present` are rounded in float32. Each rounding is at
+    most u32 times the sum of the magnitudes. Products below 2**-126 are flushed to 0.
     """
     sizes = np.abs(np.asarray(x, np.float64))
     absolute = np.abs(np.asarray(cos, np.float64)), np.abs(np.asarray(sin, np.float64))
     there = np.asarray(present, np.float64)
-    # |x_a| |cos| + |x_b| |sin|, for both of a pair: with -|sin| the first is a sum.
+    # |x_a| |cos| + |x_b| |sin| for both features of a pair: with -|sin| the first one is that sum.
     firsts, _ = pairs_of(absolute[0].shape[1], interleaved=interleaved)
     terms = rope(sizes, *absolute, positions, interleaved=interleaved)
     negative = absolute[0], -absolute[1]

@@ -1,8 +1,8 @@
-"""Rotary position embedding: feature m is paired with feature m + R/2, or 2m with 2m + 1.
+"""Rotary position embedding in float64, and the frequencies of every scaling.
 
 Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding",
-arXiv:2104.09864, equation 34, which pairs neighbours ("interleaved"); the "half" layout permutes
-the features as GPT-NeoX has them.
+arXiv:2104.09864, equation 34, which pairs features 2m and 2m + 1 ("interleaved"). GPT-NeoX and most
+models permute the features: they pair m and m + R/2.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def rotate(
 
 
 def pairs_of(half: int, *, interleaved: bool) -> tuple[slice, slice]:
-    """Return where the first and the second features of `half` pairs are."""
+    """Return the slices of the first and of the second features of `half` pairs."""
     if interleaved:
         return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     return slice(0, half), slice(half, 2 * half)
 
 
 def table_rows(table: NDArray[Any], positions: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Rows of a table of cosines or sines, as float64.
+    """Return rows of a table of cosines or sines, as float64.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def rope_backward(
     *,
     interleaved: bool = False,
 ) -> NDArray[np.float64]:
-    """Gradient of rope's input: the transposed rotation of dout. Shapes and errors as in `rope`."""
+    """Return the gradient with respect to x of `rope`: the transposed rotation of dout."""
     return rope(dout, cos, -np.asarray(sin), positions, interleaved=interleaved)
 
 
@@ -125,12 +125,12 @@ class LinearScaling(NamedTuple):
     factor: float
 
     def frequencies(self, plain: Float64, base: float) -> Float64:
-        """Return the angles of one position, from those without scaling."""
+        """Return the frequencies, from those without scaling."""
         return plain / self.factor
 
     @property
     def attention_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
 
@@ -149,24 +149,24 @@ class NTKScaling(NamedTuple):
     factor: float
 
     def frequencies(self, plain: Float64, base: float) -> Float64:
-        """Return the angles of one position, from those without scaling."""
+        """Return the frequencies, from those without scaling."""
         rotary_dim = 2 * plain.size
         if rotary_dim <= 2:
-            return plain  # its one frequency is 1 whatever the base
+            return plain  # the only frequency is 1 for any base
         stretched = base * self.factor ** (rotary_dim / (rotary_dim - 2))
         return stretched ** (-np.arange(plain.size) / plain.size)
 
     @property
     def attention_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
 
 class YarnScaling(NamedTuple):
-    """YaRN: low frequencies are interpolated, high ones stay, with a ramp between.
+    """YaRN: low frequencies are interpolated, high ones kept, with a linear ramp in between.
 
-    Peng et al., arXiv:2309.00071, section 3.2 and equation 22 (the scale), with the ramp as their
-    code and models have it: linear in m between the pairs that turn beta_fast and beta_slow times
+    Peng et al., arXiv:2309.00071, section 3.2 and equation 22 (the scale). The ramp is that of
+    their code and models: linear in m between the pairs that rotate beta_fast and beta_slow times
     in original_length positions, the first rounded down and the second up.
 
     Attributes
@@ -174,13 +174,13 @@ class YarnScaling(NamedTuple):
     factor : float
         How many times longer the context becomes.
     original_length : int
-        Positions that the model was trained on.
+        Length that the model was trained on.
     beta_fast : float
-        Turns from which on a pair keeps its frequency.
+        A pair with at least so many rotations in original_length keeps its frequency.
     beta_slow : float
-        Turns up to which a pair is interpolated.
+        A pair with at most so many rotations is interpolated.
     attention_factor : float, optional
-        What cosines and sines are multiplied by; by default 0.1 ln(factor) + 1.
+        The factor of cosines and sines; by default 0.1 ln(factor) + 1.
     """
 
     factor: float
@@ -190,7 +190,7 @@ class YarnScaling(NamedTuple):
     attention_factor: float | None = None
 
     def frequencies(self, plain: Float64, base: float) -> Float64:
-        """Return the angles of one position, from those without scaling."""
+        """Return the frequencies, from those without scaling."""
         low = max(math.floor(self._pair_of(self.beta_fast, plain.size, base)), 0)
         high = min(math.ceil(self._pair_of(self.beta_slow, plain.size, base)), 2 * plain.size - 1)
         width = high - low if high != low else 0.001
@@ -198,34 +198,34 @@ class YarnScaling(NamedTuple):
         return plain * (interpolated / self.factor + 1 - interpolated)
 
     def _pair_of(self, turns: float, pairs: int, base: float) -> float:
-        """Return the m whose pair turns so often: turns = L base**(-m / pairs) / (2 pi)."""
+        """Return the m whose pair rotates `turns` times: turns = L base**(-m / pairs) / (2 pi)."""
         return pairs * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(base)
 
     @property
     def attention_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
 class Llama3Scaling(NamedTuple):
-    """What Llama 3.1 and later models do: low frequencies are divided, high ones stay.
+    """The scaling of Llama 3.1 and later models: low frequencies are divided, high ones kept.
 
-    Its formula is that of Meta's model code ("apply_scaling"): a wavelength of more than
-    original_length / low_freq_factor positions is stretched by factor, one of less than
-    original_length / high_freq_factor stays, and between them the frequency is a mean of both.
+    The formula is that of Meta's model code ("apply_scaling"). A wavelength above original_length /
+    low_freq_factor positions is multiplied by factor; one below original_length / high_freq_factor
+    is kept. In between the frequency is a weighted mean of both.
 
     Attributes
     ----------
     factor : float
-        What the lowest frequencies are divided by.
+        The divisor of the lowest frequencies.
     low_freq_factor : float
-        Waves in original_length positions up to which a frequency is divided.
+        A frequency with at most so many waves in original_length positions is divided.
     high_freq_factor : float
-        Waves from which on it stays.
+        A frequency with at least so many waves is kept.
     original_length : int
-        Positions that the model was first trained on.
+        Length that the model was first trained on.
     """
 
     factor: float = 8.0
@@ -234,7 +234,7 @@ class Llama3Scaling(NamedTuple):
     original_length: int = 8192
 
     def frequencies(self, plain: Float64, base: float) -> Float64:
-        """Return the angles of one position, from those without scaling."""
+        """Return the frequencies, from those without scaling."""
         waves = self.original_length * plain / (2 * math.pi)
         width = self.high_freq_factor - self.low_freq_factor
         kept = np.clip((waves - self.low_freq_factor) / width, 0.0, 1.0)
@@ -242,7 +242,7 @@ class Llama3Scaling(NamedTuple):
 
     @property
     def attention_scale(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return 1.0
 
 
@@ -252,7 +252,7 @@ RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
 def rope_frequencies(
     rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None
 ) -> Float64:
-    """Return by which angle each pair turns from one position to the next.
+    """Return the angle by which each pair rotates from one position to the next.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Sampling, replayed from its seed: the float32 arithmetic of the kernels, bit for bit.
+"""Sampling, repeated from its seed: the float32 arithmetic of the kernels, bit for bit.
 
-Every step is one that NumPy and a GPU do alike: single float32 additions, multiplications and
-divisions, and integers. So a draw is the same on any device, whatever CTA adds what first.
+Every step uses single float32 additions, multiplications and divisions, or integers, which NumPy
+and a GPU compute alike. So a draw is the same on any device, whatever the order of the CTAs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _TINY = _F(2.0**-126)  # a GPU flushes what is smaller
 _FARTHEST = 2**30 - 1
 _REACHED = _F(2.0**64 - 2.0**46)  # a sum that is 2^-18 of top_p less counts as top_p
 _NEAR = 2**6  # a distance that is 2^-18 more than that of min_p counts as min_p's
-_COUNTER = 0x80000001  # word 3 of Philox's counter: no dropout has it
-_LOG2 = tuple(
-    map(_F, (1.4426949, -0.7213528, 0.48092324, -0.36023962, 0.2870987, -0.24887687, 0.23404233,
-             -0.14581162))
-)  # fmt: skip
-"""P of log2(1 + t) = t P(t)."""
+_COUNTER = 0x80000001  # word 3 of Philox's counter, which dropout never uses
+_LOG2 = (
+    *map(_F, (1.4426949, -0.7213528, 0.48092324, -0.36023962)),
+    *map(_F, (0.2870987, -0.24887687, 0.23404233, -0.14581162)),
+)
+"""Coefficients of P in log2(1 + t) = t P(t)."""
 _EXP2 = tuple(map(_F, (1.0, -0.69314694, 0.24021383, -0.055404343, 0.009337598, -0.0010003551)))
-"""2^-f for f from 0 to 1."""
+"""Coefficients of a polynomial for 2^-f, f from 0 to 1."""
 
 
-class Options(NamedTuple):
-    """What one row is told."""
+class SampleOptions(NamedTuple):
+    """The options of one row."""
 
     seed: int
     step: int
@@ -49,23 +49,23 @@ class Options(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Whether the first largest logit is taken."""
+        """Whether the first of the largest logits is taken."""
         return not _F(self.temperature) >= LEAST_TEMPERATURE
 
 
 def sample(
     logits: ArrayLike,
     *,
-    seed: Any,
-    step: Any = 0,
-    temperature: Any = 1.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    repetition_penalty: Any = 1.0,
+    seed: ArrayLike | None,
+    step: ArrayLike = 0,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    repetition_penalty: ArrayLike = 1.0,
     previous: ArrayLike | None = None,
 ) -> NDArray[np.int32]:
-    """Return the token of each row that `cupyattn.sample` draws.
+    """Return the token of each row, as `cupyattn.sample` draws it.
 
     Examples
     --------
@@ -74,9 +74,9 @@ def sample(
     array([0, 0, 0, 0], dtype=int32)
     """
     rows = np.asarray(logits)
-    told = _options(len(rows), seed, step, temperature, top_k, top_p, min_p, repetition_penalty)
+    of_rows = _options(len(rows), seed, step, temperature, top_k, top_p, min_p, repetition_penalty)
     ids = np.empty(len(rows), np.int32)
-    for row, options in enumerate(told):
+    for row, options in enumerate(of_rows):
         x = _weakened(rows[row], options, None if previous is None else np.asarray(previous)[row])
         ids[row] = _draw(x, options)
     return ids
@@ -85,14 +85,14 @@ def sample(
 def sampling_probabilities(
     logits: ArrayLike,
     *,
-    temperature: Any = 1.0,
-    top_k: Any = None,
-    top_p: Any = None,
-    min_p: Any = None,
-    repetition_penalty: Any = 1.0,
+    temperature: ArrayLike = 1.0,
+    top_k: ArrayLike | None = None,
+    top_p: ArrayLike | None = None,
+    min_p: ArrayLike | None = None,
+    repetition_penalty: ArrayLike = 1.0,
     previous: ArrayLike | None = None,
 ) -> Float64:
-    """Return the probabilities that `sample` draws with: the softmax over what each row keeps.
+    """Return the probabilities with which `sample` draws: the softmax over each row's kept tokens.
 
     Examples
     --------
@@ -101,9 +101,9 @@ def sampling_probabilities(
     array([[0.625, 0.375, 0.   , 0.   ]])
     """
     rows = np.asarray(logits)
-    told = _options(len(rows), 0, 0, temperature, top_k, top_p, min_p, repetition_penalty)
+    of_rows = _options(len(rows), 0, 0, temperature, top_k, top_p, min_p, repetition_penalty)
     found = np.zeros(rows.shape)
-    for row, options in enumerate(told):
+    for row, options in enumerate(of_rows):
         x = _weakened(rows[row], options, None if previous is None else np.asarray(previous)[row])
         kept = np.flatnonzero(x > -np.inf)
         if not len(kept):
@@ -136,8 +136,8 @@ def gumbel_log2(words: NDArray[np.uint32]) -> Float32:
     return -_log2(-(exponent + _log2_near_one(t)))
 
 
-def _options(rows: int, seed: Any, *others: Any) -> list[Options]:
-    """Give each row its options; a seed for all rows is one more for each."""
+def _options(rows: int, seed: Any, *others: Any) -> list[SampleOptions]:
+    """Return the options of each row; a seed for all rows grows by one from row to row."""
     per_row = np.ndim(seed) > 0
     seeds = [int(s) % 2**64 for s in (seed if per_row else [(seed or 0) + r for r in range(rows)])]
     defaults = (0, 1.0, 0, 1.0, 0.0, 1.0)
@@ -145,11 +145,11 @@ def _options(rows: int, seed: Any, *others: Any) -> list[Options]:
         default if other is None else other for other, default in zip(others, defaults, strict=True)
     ]
     columns = [np.broadcast_to(np.asarray(other), (rows,)).tolist() for other in given]
-    return [Options(*each) for each in zip(seeds, *columns, strict=True)]
+    return [SampleOptions(*each) for each in zip(seeds, *columns, strict=True)]
 
 
-def _weakened(logits: Any, options: Options, previous: Any) -> Float32:
-    """Return logits in float32, those of previous tokens weakened, NaN as -inf."""
+def _weakened(logits: Any, options: SampleOptions, previous: Any) -> Float32:
+    """Return logits in float32, weaker for previous tokens, and -inf for NaN."""
     x = _flushed(np.array(logits, dtype=np.float32))
     if previous is not None:
         tokens = np.unique(previous[(previous >= 0) & (previous < len(x))])
@@ -160,7 +160,7 @@ def _weakened(logits: Any, options: Options, previous: Any) -> Float32:
     return _flushed(x)
 
 
-def _draw(x: Float32, options: Options) -> int:
+def _draw(x: Float32, options: SampleOptions) -> int:
     first = int(x.argmax())
     if options.greedy or x[first] == -np.inf:
         return first if x[first] > -np.inf else -1
@@ -172,20 +172,20 @@ def _draw(x: Float32, options: Options) -> int:
 
 
 def _scores(x: Float32, temperature: float) -> Float32:
-    """Return scores in base 2 of logits above -inf: 0 for the largest, less for others."""
+    """Return the scores in base 2 of logits above -inf: 0 for the largest, negative for others."""
     with np.errstate(over="ignore", under="ignore"):
         differences = _flushed(x - np.minimum(x.max(), _LARGEST_FINITE))
         return _flushed(differences * np.maximum(_LOG2_E / _F(temperature), _TINY))
 
 
 def _flushed(x: Float32) -> Float32:
-    """Return numbers with subnormal ones as 0, in place."""
+    """Replace subnormal numbers by 0, in place; return the array."""
     x[np.abs(x) < _TINY] = 0
     return x
 
 
-def _kept(scores: Float32, options: Options) -> NDArray[np.bool_]:
-    """Tell which tokens the filters leave: an upper part of the scores, equal ones together."""
+def _kept(scores: Float32, options: SampleOptions) -> NDArray[np.bool_]:
+    """Tell which tokens the filters keep: those with the largest scores, equal ones together."""
     with np.errstate(over="ignore"):
         units = -scores * _F(2.0**24)
     distances = np.minimum(np.clip(units, 0, _F(2.0**30)).astype(np.int64), _FARTHEST)
@@ -214,8 +214,8 @@ def _weights(distances: NDArray[np.int64]) -> UInt64:
     return (whole << np.uint64(17)) >> (distances >> 24).astype(np.uint64)
 
 
-def _token_gumbel(options: Options, tokens: NDArray[np.intp]) -> Float32:
-    """Return the noise of tokens: four neighbours share a call of Philox."""
+def _token_gumbel(options: SampleOptions, tokens: NDArray[np.intp]) -> Float32:
+    """Return the noise of tokens: four neighbours take the words of one call of Philox."""
     quads, of_token = np.unique(tokens // 4, return_inverse=True)
     counter = (quads, options.step & 0xFFFFFFFF, options.step >> 32 & 0xFFFFFFFF, _COUNTER)
     words = np.stack(philox4x32_10(counter, (options.seed & 0xFFFFFFFF, options.seed >> 32)))

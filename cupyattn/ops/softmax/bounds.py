@@ -1,19 +1,20 @@
-"""How far kernels over rows may be from the references of `softmax`: bounds of every element.
+"""Error bounds of the kernels of softmax, log-softmax and log-sum-exp, for every element.
 
-The letters are those of `attention.bounds`: u = 2**-24 is the unit round-off of float32, a sum of n
-terms errs by n u times the sum of their absolute values, `store` is the rounding of the result.
+Letters as in `attention.bounds`: u = 2**-24 is the unit round-off of float32, a sum of n terms errs
+by n u times the sum of their absolute values, and `store` is the rounding of the result.
 
 A score s = scale x + bias errs by d = 2 u (|scale x| + |bias|): the scale is rounded to float32,
-and the sum once. s - m, its conversion to base 2 and the rounding of that err by at most 4 u (|s| +
-|m|); together e. What m is does not matter, since it cancels. Each exponential (ex2.approx) errs by
-4 u of itself; a weight is one, or the product of two, one for the thread's own maximum.
+and the sum once. s - m and its conversion to base 2 round by at most 4 u (|s| + |m|); the sum of
+both errors is e. The value of m does not matter, since it cancels. Each exponential (ex2.approx)
+has a relative error of 4 u; a weight is one exponential, or the product of two, one of them with
+the thread's own maximum.
 
     softmax      out (e + mean(e) + (n + 24) u) + flushed + store
     log_softmax  e + mean(e) + (n + 24) u + 8 u (1 + |log l|) + u |out| + store
     logsumexp    mean(e) + (n + 24) u + 8 u (1 + |log l|) + 4 u |out|
 
-with mean(e) that of the weights, by which l errs, and log l = lse - m, which lg2.approx gives to
-2**-22 of itself and 2**-22 besides. A row of -inf is exact.
+mean(e) is the mean weighted by the weights: the relative error of l. log l = lse - m, for which
+lg2.approx has a relative error of 2**-22 and an absolute error of 2**-22. A row of -inf is exact.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ QUIET: dict[str, Any] = {"invalid": "ignore", "under": "ignore", "over": "ignore
 
 
 class _Errors(NamedTuple):
-    """Of the scores of a call, and of what is summed of them."""
+    """Error bounds of the scores of a call and of their sums, in the letters of the module."""
 
     score: Float64
     """d."""
     exponent: Float64
     """e."""
     total: Float64
-    """(..., 1): that of the sum l, relative to it."""
+    """Relative error of the sum l, (..., 1)."""
     log_total: Float64
-    """(..., 1): that of log l."""
+    """Error of log l, (..., 1)."""
 
 
 def _errors(x: ArrayLike, options: dict[str, Any]) -> _Errors:
@@ -71,16 +72,16 @@ def _errors(x: ArrayLike, options: dict[str, Any]) -> _Errors:
 
 
 def softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
-    """Error bound of `softmax`.
+    """Return the error bound of `softmax`.
 
     Parameters
     ----------
     x : (..., N) floats
-        Rounded to dtype already.
+        Already rounded to dtype.
     dtype : dtype or str
-        float16, float32 or bfloat16, which the result is rounded to.
+        The dtype of the result: float16, float32 or bfloat16.
     **options
-        Those of `softmax`.
+        Options of `softmax`.
 
     Returns
     -------
@@ -93,7 +94,10 @@ def softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
 
 
 def log_softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Float64:
-    """Error bound of `log_softmax`; 0 where the result is -inf. Parameters as `softmax_bound`."""
+    """Return the error bound of `log_softmax`, 0 where the result is -inf.
+
+    Parameters as for `softmax_bound`.
+    """
     with np.errstate(**QUIET):
         out, errors = log_softmax(x, **options), _errors(x, options)
         size = np.where(np.isneginf(out), 0.0, np.abs(out))
@@ -102,13 +106,13 @@ def log_softmax_bound(x: ArrayLike, *, dtype: DTypeLike, **options: Any) -> Floa
 
 
 def log_sum_bound(x: ArrayLike, **options: Any) -> Float64:
-    """Error bound (...) of log l, what the log-sum-exp is above the largest score."""
+    """Return the error bound (...) of log l, the log-sum-exp minus the largest score."""
     with np.errstate(**QUIET):
         return _errors(x, options).log_total[..., 0]
 
 
 def logsumexp_bound(x: ArrayLike, **options: Any) -> Float64:
-    """Error bound (...) of `logsumexp`, whose result is float32. Parameters as `softmax_bound`."""
+    """Return the error bound (...) of `logsumexp` in float32. Parameters as for `softmax_bound`."""
     with np.errstate(**QUIET):
         out, errors = logsumexp(x, **options), _errors(x, options)
         size = np.where(np.isneginf(out), 0.0, np.abs(out))
@@ -118,17 +122,17 @@ def logsumexp_bound(x: ArrayLike, **options: Any) -> Float64:
 def softmax_backward_bound(
     dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, scale: float = 1.0
 ) -> Float64:
-    """Error bound of `softmax_backward`, scale out (dout - delta) with delta = sum(dout * out).
+    """Return the error bound of `softmax_backward`, scale out (dout - delta).
 
-    delta errs by (n + 1) u sum|dout * out| and n flushed products; the difference and the products
-    round thrice more, and the scale once.
+    delta = sum(dout * out) errs by (n + 1) u sum|dout * out| and n flushed products. The difference
+    and the products round three times more, and the scale once.
 
     Parameters
     ----------
     dout, out : (..., N) floats
-        Rounded to dtype already.
+        Already rounded to dtype.
     dtype : dtype or str
-        float16, float32 or bfloat16, which the result is rounded to.
+        The dtype of the result: float16, float32 or bfloat16.
     scale : float
         That of `softmax_backward`.
 
@@ -150,10 +154,10 @@ def softmax_backward_bound(
 def log_softmax_backward_bound(
     dout: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, scale: float = 1.0
 ) -> Float64:
-    """Error bound of `log_softmax_backward`, scale (dout - exp(out) total).
+    """Return the error bound of `log_softmax_backward`, scale (dout - exp(out) total).
 
-    The total errs by n u sum|dout|, the exponential by 4 u |out| + 4 u of itself. Parameters as
-    `softmax_backward_bound`.
+    The total errs by n u sum|dout|; the exponential has a relative error of 4 u |out| + 4 u.
+    Parameters as for `softmax_backward_bound`.
     """
     dout, out = np.asarray(dout, dtype=np.float64), np.asarray(out, dtype=np.float64)
     hidden = np.isneginf(out)
@@ -170,9 +174,9 @@ def log_softmax_backward_bound(
 def broadcast_sums_bound(
     gradient: ArrayLike, error: ArrayLike, shape: tuple[int, ...], *, dtype: DTypeLike
 ) -> Float64:
-    """Error bound of `broadcast_sums`, of terms that err by `error`, rounded to dtype.
+    """Return the error bound of `broadcast_sums`, rounded to dtype, for terms that err by `error`.
 
-    n terms are added in float32, in whatever order: n u sum|gradient|, and u more for the errors.
+    n terms are added in float32 in any order: n u sum|gradient|, and u more for the errors.
     """
     gradient, error = np.asarray(gradient, np.float64), np.asarray(error, np.float64)
     with np.errstate(**QUIET):
@@ -185,8 +189,8 @@ def broadcast_sums_bound(
 
 
 def weight_error(weight: Float64, exponent_error: Float64) -> Float64:
-    """Error of a weight exp(s - lse), which is at most 1, from the error of its exponent."""
-    # fmin: 0 times the expm1 of a large error, which is infinite, is NaN.
+    """Return the error of a weight exp(s - lse), at most 1, from the error of its exponent."""
+    # fmin, because 0 * expm1(a large error) is 0 * infinity, which is NaN.
     error = np.fmin(weight * np.expm1(exponent_error), np.maximum(weight, 1 - weight))
     return error
 
@@ -194,11 +198,11 @@ def weight_error(weight: Float64, exponent_error: Float64) -> Float64:
 def logsumexp_backward_bound(
     dout: ArrayLike, x: ArrayLike, out: ArrayLike, *, dtype: DTypeLike, **options: Any
 ) -> Float64:
-    """Error bound of `logsumexp_backward`, scale dout exp(s - out), given out.
+    """Return the error bound of `logsumexp_backward`, scale dout exp(s - out), given out.
 
-    The exponent errs by d + 4 u (|s| + |out|), the rounding of out to float32 included; the
-    exponential and the products by 10 u.
-    Parameters as `softmax_bound`, with dout and out (...).
+    The exponent errs by d + 4 u (|s| + |out|), including the rounding of out to float32. The
+    exponential and the products have a relative error of 10 u. Parameters as for `softmax_bound`,
+    with dout and out (...).
     """
     x = np.asarray(x, dtype=np.float64)
     given = np.asarray(out, np.float64)[..., None]

@@ -1,28 +1,51 @@
-"""Softmax over rows, its logarithm, and the log-sum-exp."""
+"""Kernels of softmax, its logarithm and the log-sum-exp, and the sum of a bias's gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.axes import row_params
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T
-from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
-from cupyattn.runtime.spec import Gates, Specialisation
-from cupyattn.runtime.storage import STORAGE
-from cupyattn.runtime.tables import with_gates
+from cupyattn.runtime.row_kernel import (
+    COLUMN_SUMS_COLUMNS,
+    Result,
+    RowConfig,
+    RowKernel,
+    RowTable,
+    column_sums,
+)
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import rows_params
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, with_gates
 
 _HELD = {
     128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
     1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
     2048: RowConfig(128, 128, 16, "small CTAs: one loads while another stores"),
-    4096: RowConfig(128, 128, 32, "the same with twice the items a thread"),
+    4096: RowConfig(128, 128, 32, "small CTAs with twice the items a thread"),
     8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
-    16384: RowConfig(512, 512, 32, "the most that registers hold beside a second CTA"),
+    16384: RowConfig(512, 512, 32, "the most items that leave registers for a second CTA"),
     None: RowConfig(256, 256, 0, "longer: two reads", in_flight=32),
 }
 _HELD_GATES: dict[int | None, Gates] = {
@@ -30,7 +53,7 @@ _HELD_GATES: dict[int | None, Gates] = {
     None: Gates(registers=160),
 }
 HELD: RowTable = {75: with_gates(_HELD, _HELD_GATES)}
-"""For kernels that read a row, and then again."""
+"""Configurations of kernels that use a row twice."""
 
 _STREAMED = {
     128: RowConfig(128, 8, 0, "short rows: four to a warp keep its lanes busy", in_flight=16),
@@ -45,7 +68,7 @@ _STREAMED_GATES = {
     None: Gates(registers=112),
 }
 STREAMED: RowTable = {75: with_gates(_STREAMED, _STREAMED_GATES)}
-"""For kernels that read a row once, from its beginning to its end."""
+"""Configurations of kernels that read a row once, from its beginning to its end."""
 
 _WRITTEN = {limit: replace(row, in_flight=16) for limit, row in _STREAMED.items()}
 STREAMED_BACKWARD: RowTable = {
@@ -59,14 +82,14 @@ STREAMED_BACKWARD: RowTable = {
         },
     )
 }
-"""The same where rows are written too: with a mask and a bias 32 items in flight spill."""
+"""Configurations of kernels that also write rows: with a mask and a bias 32 items spill."""
 
 _SCORES: dict[str, Any] = {
     "broadcast": {"mask": ("bool",), "bias": tuple(STORAGE)},
     "choices": {"causal": (False, True)},
     "scalars": {"scale": np.float32, "queries": np.int64},
 }
-"""What the kernels that see scores take beside x."""
+"""Parameters of the kernels that compute scores, apart from x."""
 _LOGARITHM = {"logarithm": (False, True)}
 _ACCUMULATE = {"accumulate": (False, True)}
 
@@ -128,7 +151,7 @@ BACKWARD = RowKernel(
     scalars={"scale": np.float32},
     table=HELD,
 )
-"""`row_sum` is for the gradient of a bias, which softmax_dbias computes."""
+"""`row_sum` is an input of softmax_dbias, which sums the gradient of a bias."""
 LOGSUMEXP = RowKernel(
     "logsumexp",
     "softmax/logsumexp.cu",
@@ -150,11 +173,158 @@ LOGSUMEXP_BACKWARD = RowKernel(
     table=STREAMED_BACKWARD,
     **{**_SCORES, "choices": _SCORES["choices"] | _ACCUMULATE},
 )
-_ALL = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
-KERNELS = tuple(kernel.spec for kernel in _ALL)
+
+_WARP = 32
+_DBIAS_THREADS = 256
+"""Eight warps on one block of columns: enough loads in flight if there are few columns."""
+_DBIAS_ROWS_OF_A_WARP = 8
+"""The fewest rows of one split: with fewer, a partial sum costs as much as it saves."""
+_DBIAS_CTAS = 4
+"""CTAs for each multiprocessor, if there are enough rows to split."""
+
+
+@dataclass(slots=True)
+class BiasSumArrays(Record[T]):
+    """Arrays of the sum that is the gradient of a bias."""
+
+    dout: T
+    out: T
+    bias: T
+    row_sum: T
+    dbias: T | None = None
+    workspace: T | None = None
+
+
+DBIAS = KernelSpec(
+    "softmax_dbias",
+    "softmax/dbias.cu",
+    (
+        *inputs("dout", "out", "row_sum"),
+        Pointer("partials"),
+        Scalar("splits", np.dtype(np.int64)),
+        *(Struct(name, rows_params(3), "RowsParams") for name in ("kept", "summed")),
+    ),
+)
+ROW_SUM_DTYPE = np.dtype(np.float32)
+
+
+def _columns(vec: int) -> int:
+    """Return how many columns a CTA sums."""
+    return _WARP * vec
+
+
+@cache
+def _bias_sum(dtype: str, vec: int, logarithm: bool) -> Specialisation:
+    """Specialise softmax_dbias for arrays of a dtype; `vec` is the number of items in one load."""
+    pitch = _WARP + _WARP // vec
+    return DBIAS.specialise(
+        threads=_DBIAS_THREADS,
+        static_shared_bytes=_DBIAS_THREADS // _WARP * vec * pitch * FLOAT_BYTES,
+        gates=Gates(registers=80),
+        DTYPE=dtype,
+        VEC=vec,
+        LOGARITHM=cpp_bool(logarithm),
+    )
+
+
+def sum_bias_gradient(
+    device: Device,
+    operands: Operands[BiasSumArrays[Array]],
+    *,
+    logarithm: bool,
+    accumulate: bool = False,
+) -> Array:
+    """Return the gradient of a bias, summed over the axes that it broadcasts along.
+
+    Parameters
+    ----------
+    operands : Operands
+        dout and out, whose last axis is contiguous; row_sum, which softmax_backward wrote, float32
+        for each row in C order; bias, which is not read; dbias and workspace if they are given.
+    logarithm : bool
+        Whether it is the gradient of log_softmax.
+    accumulate : bool
+        Add to the contents of dbias.
+    """
+    plan = _bias_sum_plan(operands.description, logarithm, device.multiprocessors, accumulate)
+    dbias = run(device, plan, operands).dbias
+    assert dbias is not None
+    return dbias
+
+
+def bias_sum_bytes(device: Device, description: Description) -> int:
+    """Return the bytes of scratch memory that `sum_bias_gradient` needs for arrays like these."""
+    return _bias_sum_plan(description, False, device.multiprocessors, False).workspace_bytes
+
+
+@lru_cache(maxsize=4096)
+def _bias_sum_plan(
+    description: Description, logarithm: bool, multiprocessors: int, accumulate: bool
+) -> Plan:
+    layouts = layouts_of(BiasSumArrays[Layout], description)
+    starts = starts_of(BiasSumArrays[int], description)
+    (*rows, length), bias = layouts.out.shape, layouts.bias
+    planner = Planner(BiasSumArrays, layouts, {"dbias": Output(bias.shape, bias.dtype)})
+    slots = planner.slots
+    extents = (1,) * (len(rows) + 1 - len(bias.shape)) + bias.shape
+    # Adding one number to all scores of a row changes no weight: those sums are 0.
+    if 0 in (*rows, length) or extents[-1] != length:
+        zero_first = [slots.dbias] if slots.dbias is not None and not accumulate else []
+        return planner.plan(zero_first=zero_first, zero_new=accumulate)
+    read = {"dout": layouts.dout, "out": layouts.out}
+    vec = _bias_sum_vector(read, {"dout": starts.dout, "out": starts.out})
+    read["row_sum"] = contiguous(tuple(rows), ROW_SUM_DTYPE)
+    params, counts = [], []
+    for keep in (True, False):
+        axes = [axis for axis, n in enumerate(rows) if (extents[axis] == n) == keep]
+        shape = tuple(rows[axis] for axis in axes)
+        strides = {
+            name: tuple(layout.strides[axis] // layout.dtype.itemsize for axis in axes)
+            for name, layout in read.items()
+        }
+        params.append(row_params(shape, length, strides))
+        counts.append(math.prod(shape))
+    kept, summed = counts
+    ctas = kept * -(-length // _columns(vec))
+    wanted = -(-_DBIAS_CTAS * multiprocessors // ctas)
+    warps = _DBIAS_THREADS // _WARP
+    splits = max(min(wanted, summed // (warps * _DBIAS_ROWS_OF_A_WARP)), 1)
+    count = kept * length
+    specialisation = _bias_sum(layouts.out.dtype.name, vec, logarithm)
+    partials = planner.scratch(splits * count)
+    terms = (slots.dout, slots.out, slots.row_sum, partials)
+    sums = column_sums(bias.dtype.name)
+    return planner.plan(
+        Step.of(specialisation, ctas * splits, terms, splits, *params),
+        Step.of(
+            sums,
+            -(-count // COLUMN_SUMS_COLUMNS),
+            (partials, None, slots.dbias, None),
+            *(splits, count, accumulate),
+        ),
+        zero_new=accumulate,
+    )
+
+
+def _bias_sum_vector(read: Mapping[str, Layout], starts: Mapping[str, int]) -> int:
+    """Return the number of items in one load: a vector's if every row starts at one, or 1."""
+    vec = 1
+    for name, layout in read.items():
+        *outer, length = layout.shape
+        vec = vector_items(layout.dtype.name)
+        steps = [n for n, extent in zip(layout.strides, outer, strict=False) if extent > 1]
+        if length % vec or any(n % VECTOR_BYTES for n in (starts[name], *steps)):
+            return 1
+    return vec
+
+
+_ROW_KERNELS = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
+KERNELS = (*(kernel.spec for kernel in _ROW_KERNELS), DBIAS)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row of the tables, with dtypes, loads and options in pairs."""
-    for kernel in _ALL:
+    """Yield every configuration, with dtypes, loads and options in pairs."""
+    for kernel in _ROW_KERNELS:
         yield from kernel.catalogue(arch)
+    for dtype, whole, logarithm in itertools.product(STORAGE, (True, False), (False, True)):
+        yield _bias_sum(dtype, vector_items(dtype) if whole else 1, logarithm)

@@ -1,8 +1,7 @@
-"""Softmax over the last axis, its logarithm, the log-sum-exp, and their gradients.
+"""Softmax over the last axis, its logarithm, the log-sum-exp, and their gradients, in float64.
 
-All of them see scores s = scale x + bias where a column is kept, and -inf elsewhere. Mask and bias
-broadcast to x; with `causal` column j is kept for place i of the axis before the last if j <= i +
-Sk - Sq, of an x (..., Sq, Sk).
+The scores are s = scale x + bias where a column is kept, and -inf elsewhere. Mask and bias
+broadcast to x. With `causal` row i of an x (..., Sq, Sk) keeps column j if j <= i + Sk - Sq.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ def softmax(
     bias: ArrayLike | None = None,
     causal: bool = False,
 ) -> Float64:
-    """exp(s) / sum(exp(s)) over the last axis.
+    """Return exp(s) / sum(exp(s)) over the last axis.
 
     Parameters
     ----------
     x : (..., N) floats
     scale, mask, bias, causal
-        As the module's docstring says.
+        See the module's docstring.
 
     Returns
     -------
     (..., N) float64
-        A row whose every score is -inf gives 0; a row with a NaN or +inf gives NaN.
+        A row whose scores are all -inf gives 0; a row with a NaN or +inf gives NaN.
 
     Examples
     --------
@@ -58,7 +57,9 @@ def log_softmax(
     bias: ArrayLike | None = None,
     causal: bool = False,
 ) -> Float64:
-    """S - log(sum(exp(s))) over the last axis: as `softmax`, and -inf where that is 0.
+    """Return s - log(sum(exp(s))) over the last axis; parameters as for `softmax`.
+
+    Where `softmax` is 0 because nothing is kept, the result is -inf.
 
     Examples
     --------
@@ -76,12 +77,12 @@ def logsumexp(
     bias: ArrayLike | None = None,
     causal: bool = False,
 ) -> Float64:
-    """log(sum(exp(s))) over the last axis.
+    """Return log(sum(exp(s))) over the last axis; parameters as for `softmax`.
 
     Returns
     -------
     (...) float64
-        A row whose every score is -inf gives -inf; a row with a NaN or +inf gives NaN.
+        A row whose scores are all -inf gives -inf; a row with a NaN or +inf gives NaN.
 
     Examples
     --------
@@ -92,16 +93,16 @@ def logsumexp(
 
 
 def softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> Float64:
-    """Gradient of softmax's x: scale out (dout - sum(dout out)) over the last axis.
+    """Return the gradient with respect to softmax's x: scale out (dout - sum(dout out)).
 
     Parameters
     ----------
     dout : (..., N) floats
-        Gradient of the output.
+        Gradient with respect to the output.
     out : (..., N) floats
-        The output of `softmax`, possibly rounded: mask and bias are in it.
+        The output of `softmax`, possibly rounded. It contains the effect of mask and bias.
     scale : float
-        The one that `softmax` was given.
+        The scale that `softmax` was given.
 
     Returns
     -------
@@ -117,9 +118,9 @@ def softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> 
 
 
 def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0) -> Float64:
-    """Gradient of log_softmax's x: scale (dout - exp(out) sum(dout)) over the last axis.
+    """Return the gradient with respect to log_softmax's x: scale (dout - exp(out) sum(dout)).
 
-    Where out is -inf the gradient is 0, and dout does not count. Parameters as `softmax_backward`.
+    Where out is -inf the gradient is 0 whatever dout is. Parameters as for `softmax_backward`.
     """
 
     def gradient(dout: Float64, out: Float64) -> Float64:
@@ -134,7 +135,7 @@ def log_softmax_backward(dout: ArrayLike, out: ArrayLike, *, scale: float = 1.0)
 def broadcast_sums(gradient: ArrayLike, shape: tuple[int, ...]) -> Float64:
     """Sum the gradient of scores over the axes that a bias of this shape broadcasts along.
 
-    Along a row they sum to 0: scores that move together move no weight.
+    Along a row the sum is 0: adding one number to all scores of a row changes no weight.
 
     Examples
     --------
@@ -162,17 +163,17 @@ def logsumexp_backward(
     bias: ArrayLike | None = None,
     causal: bool = False,
 ) -> Float64:
-    """Gradient of logsumexp's x: scale dout exp(s - out), 0 where s is -inf.
+    """Return the gradient with respect to logsumexp's x: scale dout exp(s - out), 0 for s = -inf.
 
     Parameters
     ----------
     dout : (...) floats
-        Gradient of the output.
+        Gradient with respect to the output.
     x : (..., N) floats
     out : (...) floats
         The output of `logsumexp`, possibly rounded.
     scale, mask, bias, causal
-        As the module's docstring says.
+        See the module's docstring.
 
     Returns
     -------
@@ -181,7 +182,7 @@ def logsumexp_backward(
     per_row = (_float64(each)[..., None] for each in (dout, out))
 
     def gradient(s: Float64, dout: Float64, out: Float64) -> Float64:
-        # At most 1: an out that was rounded to float32 may lie below the largest score.
+        # At most 1: an out that was rounded to float32 may be below the largest score.
         weights = np.exp(np.minimum(s - np.where(np.isneginf(out), 0.0, out), 0.0))
         return np.where(np.isneginf(s), 0.0, scale * dout * weights)
 
@@ -227,7 +228,7 @@ def _logsumexp(s: Float64) -> Float64:
 
 
 def _maximum_and_log_sum(s: Float64) -> tuple[Float64, Float64]:
-    """Return the parts of the log-sum-exp; the maximum of a row of -inf is 0."""
+    """Return the two terms of the log-sum-exp; the maximum of a row of -inf is 0."""
     m = np.max(s, axis=-1, initial=-np.inf)
     m = np.where(np.isneginf(m), 0.0, m)
     return m, np.log(np.exp(s - m[..., None]).sum(axis=-1))
@@ -261,7 +262,7 @@ def _of_scores(
 def by_rows(function: Callable[..., Float64], *arrays: NDArray[Any]) -> Float64:
     """Apply a function of whole rows to blocks of the first axis, to keep intermediates small."""
     shape = arrays[0].shape
-    # Infinities are meant: a NaN is what comes of a row with +inf, and 0 of exp(-inf).
+    # Infinities are valid: a row with +inf gives NaN, and exp(-inf) is 0.
     with np.errstate(invalid="ignore", under="ignore", over="ignore", divide="ignore"):
         if len(shape) < 2 or arrays[0].size <= _ITEMS_PER_BLOCK:
             return function(*arrays)

@@ -35,7 +35,7 @@ class SimulatedDevice:
 
     def arguments(self, operands: Operands[Any]) -> list[Any]:
         """Return the arrays of a call, in a new list."""
-        return [*values_of(type(operands.arrays))(operands.arrays)]
+        return [*values_of(operands.arrays)]
 
     def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
         """Return the arrays of a call by name."""

@@ -11,11 +11,9 @@ from support.tiny_models import LLAMA, TINY
 import cupyattn
 from cupyattn import models
 from cupyattn.models.training import curve
-from cupyattn.models.training.batch import Sample
-from cupyattn.models.training.evaluation import loss_of
-from cupyattn.models.training.fingerprint import fingerprint
-from cupyattn.models.training.flat import flatten
-from cupyattn.models.training.optimizer import AdamW, AdamWOptions
+from cupyattn.models.training.batches import Sample
+from cupyattn.models.training.optimizer import AdamW, AdamWOptions, flatten
+from cupyattn.models.training.trainable import fingerprint, loss_of
 from cupyattn.models.weights import named_arrays
 from cupyattn.runtime import plan
 

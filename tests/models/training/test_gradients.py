@@ -23,7 +23,7 @@ from support.training import (
 
 import cupyattn
 from cupyattn.models import Config, Product
-from cupyattn.models import loss as losses
+from cupyattn.models import forward as losses
 from cupyattn.models.training import backward
 from cupyattn.models.training.full_weights import FullWeights
 

@@ -10,7 +10,7 @@ from support.tiny_models import TINY
 from support.training import adapters_of, batch_of, gradients_of, model_of, num_labels
 
 from cupyattn import models
-from cupyattn.models.training.batch import moved
+from cupyattn.models.training.batches import moved
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.weights import named_arrays

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.byte_tokenizer import ByteTokenizer
 from support.search import deep
-from support.tiny_models import LLAMA
+from support.tiny_models import LLAMA, ByteTokenizer
 
 from cupyattn import models
 from cupyattn.models.training import (

@@ -19,7 +19,7 @@ from support.training import (
 )
 
 from cupyattn import models
-from cupyattn.models.training import module_patterns
+from cupyattn.models.training import lora_options
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.lora_options import LoraOptions
@@ -225,8 +225,8 @@ def test_what_is_no_pattern_is_a_value_error(pattern):
     ids=["targets", "rank", "fifty of alpha"],
 )
 def test_a_pattern_that_backtracks_is_stopped(monkeypatch, options):
-    monkeypatch.setattr(module_patterns, "SECONDS", 0.2)
-    module_patterns.matcher.cache_clear()
+    monkeypatch.setattr(lora_options, "SECONDS", 0.2)
+    lora_options.matcher.cache_clear()
     found = LoraOptions(**options).checked()
     names = [LONG_NAME + str(end) for end in range(100)]
     began = time.monotonic()
@@ -235,12 +235,12 @@ def test_a_pattern_that_backtracks_is_stopped(monkeypatch, options):
     with pytest.raises(ValueError, match="takes more than"):
         found.idle(names) if "targets" not in options else found.targeted(names[0])
     assert time.monotonic() - began < 5
-    module_patterns.matcher.cache_clear()
+    lora_options.matcher.cache_clear()
 
 
 def test_adapters_with_a_pattern_that_backtracks_are_refused(monkeypatch, tmp_path):
     pytest.importorskip("safetensors")
-    monkeypatch.setattr(module_patterns, "SECONDS", 0.2)
+    monkeypatch.setattr(lora_options, "SECONDS", 0.2)
     model = models.random(TINY["llama"], dtype="float32", xp=np)
     LoraAdapters(model, rank=2).save(tmp_path)
     path = tmp_path / "adapter_config.json"

@@ -13,19 +13,18 @@ from support.training import batch_of
 
 import cupyattn
 from cupyattn import models
-from cupyattn.cli.recorder import LaunchRecorder
 from cupyattn.models import Model
-from cupyattn.models.loss import LOGITS_BYTES
-from cupyattn.models.quantised import quantises_to
-from cupyattn.models.training.adapted_product import AdaptedProduct
-from cupyattn.models.training.budget import Training, budget_of, require_room
+from cupyattn.models.forward import LOGITS_BYTES
+from cupyattn.models.loading import quantises_to
+from cupyattn.models.training.backward import AdaptedProduct
+from cupyattn.models.training.budget import Training, budget_of, require_room, working_bytes
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.lora_options import LoraOptions
-from cupyattn.models.training.memory import working_bytes
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions
 from cupyattn.models.weights import empty
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 PHI_2 = models.PRESETS["phi-2"]
 QLORA = Training(PHI_2, "float16", "nf4", LoraOptions(), "float32", 2048, 2)

@@ -17,9 +17,9 @@ from support.training import batch_of, converted, gradients_of, model_of
 
 from cupyattn import models
 from cupyattn.models.training import peft
-from cupyattn.models.training.batch import Batch
-from cupyattn.models.training.fingerprint import config_fingerprint
+from cupyattn.models.training.batches import Batch
 from cupyattn.models.training.lora import LoraAdapters
+from cupyattn.models.training.trainable import config_fingerprint
 
 FOLDER = Path(__file__).parent / "adapters"
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"

@@ -19,7 +19,7 @@ from support.training import (
 import cupyattn
 from cupyattn import dequantize, quantize
 from cupyattn.models import Product
-from cupyattn.models.training import adapted_product
+from cupyattn.models.training import backward
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.weights import named_arrays, rows_of
 
@@ -121,7 +121,7 @@ def test_merged_weights_are_dequantised(name):
 
 @pytest.mark.parametrize("at_once", [1, 700, 10**6])
 def test_weights_with_nested_scales_are_merged_from_group_to_group(at_once, monkeypatch):
-    monkeypatch.setattr(adapted_product, "_AT_ONCE", at_once)
+    monkeypatch.setattr(backward, "_AT_ONCE", at_once)
     model = quantised(model_of(CONFIGS["llama"], "float32"), "nf4_nested")
     merged, plain = (adapters_of(each).merged() for each in (model, dequantised(model, np.float32)))
     pairs = zip(named_arrays(merged.weights), named_arrays(plain.weights), strict=True)

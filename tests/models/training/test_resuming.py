@@ -16,15 +16,12 @@ from support.search import mostly_deep
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.checkpoints import safetensors_writer
+from cupyattn.models.checkpoints import writing
 from cupyattn.models.training import checkpoint, optimizer
-from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.batches import Packing, Sample
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.lora_options import LoraOptions
-from cupyattn.models.training.optimizer import AdamWOptions
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.scaling import LossScale
-from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.optimizer import AdamWOptions, LossScale, Schedule
 from cupyattn.models.training.trainer import Trainer
 
 pytest.importorskip("safetensors")
@@ -260,7 +257,7 @@ def test_an_interrupted_checkpoint_leaves_the_old_one(tmp_path, monkeypatch):
 
 
 def test_large_arrays_are_written_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "_AT_ONCE", 64)
+    monkeypatch.setattr(writing, "_AT_ONCE", 64)
     arrays = {"a": np.arange(100, dtype=np.float32).reshape(4, 25), "b": np.arange(70, dtype="i1")}
     arrays |= {"c": arrays["a"].T, "d": np.float32([3]).reshape(()), "e": np.zeros((0, 3), "u1")}
     path = checkpoint.save(tmp_path, 3, arrays, {"x": 0.1})

@@ -18,12 +18,10 @@ from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.models.training import checkpoint
-from cupyattn.models.training.batch import Sample
+from cupyattn.models.training.batches import Packing, Sample
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
-from cupyattn.models.training.optimizer import AdamWOptions
-from cupyattn.models.training.packing import Packing
-from cupyattn.models.training.schedules import Schedule
+from cupyattn.models.training.optimizer import AdamWOptions, Schedule
 from cupyattn.models.training.trainer import Trainer
 from cupyattn.models.weights import named_arrays
 

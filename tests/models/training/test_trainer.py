@@ -11,20 +11,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.bigram import Bigram, counting
-from support.byte_tokenizer import ByteTokenizer
 from support.devices import everywhere
-from support.tiny_models import TINY
+from support.tiny_models import TINY, ByteTokenizer
 
 from cupyattn import models
-from cupyattn.models.training.batch import IGNORED, Sample, packed
+from cupyattn.models.training.batches import (
+    IGNORED,
+    Packing,
+    Position,
+    Sample,
+    digest,
+    packed,
+    packs,
+)
 from cupyattn.models.training.data import Reader, split
-from cupyattn.models.training.evaluation import loss_of
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
-from cupyattn.models.training.optimizer import AdamWOptions
-from cupyattn.models.training.packing import Packing, Position, digest, packs
-from cupyattn.models.training.scaling import LEAST, MOST, MOST_SKIPPED, LossScale
-from cupyattn.models.training.schedules import SCHEDULES, Schedule
+from cupyattn.models.training.optimizer import (
+    LEAST,
+    MOST,
+    MOST_SKIPPED,
+    SCHEDULES,
+    AdamWOptions,
+    LossScale,
+    Schedule,
+)
+from cupyattn.models.training.trainable import loss_of
 from cupyattn.models.training.trainer import Trainer, seed_of
 
 TOKENS = 11

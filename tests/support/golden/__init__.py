@@ -6,11 +6,10 @@
     values          operands: the awkward numbers of each type, and random bits
     case            a kernel with its inputs, and running it
     elementwise     tables of instructions that work on the registers of one thread
-    floating_tables, integer_tables, conversion_tables
-                    those tables
+    floating_tables, integer_tables
+                    those tables; conversions are with floating-point arithmetic
     warp_level      shuffles, votes, matches, ldmatrix, mma
     atomics         atom and red
     catalogue       all of them
-    tolerance       what the PTX ISA promises of the .approx instructions
-    vectors         the file of outputs
+    vectors         the file of outputs, and what the PTX ISA promises of .approx instructions
 """

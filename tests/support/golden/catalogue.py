@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from support.golden.atomics import ATOMICS
 from support.golden.case import Case
-from support.golden.conversion_tables import CONVERSIONS
 from support.golden.elementwise import Table
-from support.golden.floating_tables import FLOATING
+from support.golden.floating_tables import CONVERSIONS, FLOATING
 from support.golden.integer_tables import INTEGERS
 from support.golden.warp_level import WARP_LEVEL
 

@@ -1,1 +1,0 @@
-"""Communicators that carry the bytes: NCCL, MPI, memory that threads share, or the user's own."""

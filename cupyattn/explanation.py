@@ -1,0 +1,298 @@
+"""Which kernels a call of the library would launch, how, and why: `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
+from cupyattn.runtime.backend import running_on
+from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.runtime.device.recorder import Launch, LaunchRecorder
+from cupyattn.runtime.errors import error
+from cupyattn.turing import DisassemblerError, analyse
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+_LEAST_OF_PRODUCTS = 0.2
+"""The share of an SM's time below which a loop's products do not matter."""
+_SMALL = 2**20
+_MOST_COPIED = 2**20
+"""Bytes: integers on a GPU are copied up to here, for they say how a call is cut into launches."""
+
+
+@dataclass(frozen=True)
+class LaunchReport:
+    """One launch of a call, as `explain` finds it.
+
+    Attributes
+    ----------
+    kernel : str
+        The entry of the kernel.
+    source : str
+        Its file, below ``cuda_src``.
+    configuration : dict of str to int or str
+        The macros that it is compiled with.
+    reason : str
+        Why this configuration was chosen, as its table says; empty where there is no choice.
+    ctas, threads : int
+        The size of the grid, in CTAs (CUDA's thread blocks), and of one CTA.
+    shared_bytes : int
+        Shared memory of a CTA.
+    registers, spill_bytes : int or None
+        Of a thread, and what it spills from registers to memory. None without NVRTC.
+    ctas_per_sm : int or None
+        How many CTAs one multiprocessor holds at a time. None without NVRTC.
+    limit : str
+        What bounds its speed, by the model of a T4 in `cupyattn.turing`.
+    """
+
+    kernel: str
+    source: str
+    configuration: dict[str, int | str]
+    reason: str
+    ctas: int
+    threads: int
+    shared_bytes: int
+    registers: int | None
+    spill_bytes: int | None
+    ctas_per_sm: int | None
+    limit: str
+
+    def __str__(self) -> str:
+        chosen = {n: v for n, v in self.configuration.items() if v not in ("false", "void")}
+        macros = " ".join(f"{name}={value}" for name, value in chosen.items())
+        lines = [
+            f"{self.kernel}  ({self.source})",
+            f"  configuration  {macros}",
+            f"  grid           {self.ctas} CTAs of {self.threads} threads",
+            f"  on an SM       {_resources(self)}",
+            f"  limit          {self.limit}",
+        ]
+        if self.reason:
+            lines.insert(1, f"  why            {self.reason}")
+        return "\n".join(lines)
+
+
+def _resources(launch: LaunchReport) -> str:
+    shared = f"{launch.shared_bytes} bytes of shared memory a CTA"
+    if launch.registers is None:
+        return f"{shared}; registers are not known without NVRTC"
+    spilled = f", {launch.spill_bytes} bytes spilled" if launch.spill_bytes else ""
+    resident = f"{launch.ctas_per_sm} CTA{'s' * (launch.ctas_per_sm != 1)} at a time"
+    return f"{resident}: {launch.registers} registers a thread{spilled}, {shared}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The launches of a call, in order; printed as a text.
+
+    Attributes
+    ----------
+    function : str
+        The name of the function.
+    device : str
+        What the call would run on.
+    launches : tuple of LaunchReport
+    """
+
+    function: str
+    device: str
+    launches: tuple[LaunchReport, ...]
+
+    def __str__(self) -> str:
+        count = len(self.launches)
+        head = f"{self.function} on {self.device}: {count or 'no'} launch{'es' * (count != 1)}"
+        return "\n".join([head, *map(str, self.launches)])
+
+    __repr__ = __str__
+
+
+def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Explanation:
+    """Report which kernels a call would launch, in which configuration, and why.
+
+    Nothing is launched, and no array is written. The kernels are compiled, which finds their
+    registers.
+
+    Parameters
+    ----------
+    function : callable
+        A function of this library, for example `attention`.
+    *arrays
+        Its arrays. In place of an array ``(shape, dtype)`` will do, for example
+        ``((1, 4096, 32, 128), "float16")``: an array in C order that is never allocated.
+    **options
+        Its options; arrays among them may be given as shapes too.
+
+    Returns
+    -------
+    Explanation
+        Print it. With CuPy arrays it is about their GPU, otherwise about a T4.
+
+    Raises
+    ------
+    TypeError
+        For something that cannot be called, and what the function raises.
+    ValueError, NotImplementedError
+        What the function raises for these arrays and options.
+
+    Notes
+    -----
+    Arrays of integers, such as lengths, decide how a call is cut into launches: pass them as
+    arrays. The limit is a model of a T4 (see `cupyattn.turing`), whatever the device.
+
+    Examples
+    --------
+    >>> import cupyattn
+    >>> q = ((1, 4096, 32, 128), "float16")
+    >>> report = cupyattn.explain(cupyattn.attention, q, q, q, causal=True)
+    >>> [launch.kernel for launch in report.launches]
+    ['attention_forward']
+    >>> report.launches[0].ctas
+    1024
+    """
+    if not callable(function):
+        raise error(
+            TypeError,
+            f"function is a {type(function).__name__}",
+            "it is a function of this library",
+            "pass for example cupyattn.attention, then the arrays and options of the call",
+        )
+    devices: set[int] = set()
+    given = [_stand_in(each, devices) for each in arrays]
+    named = {name: _stand_in(each, devices) for name, each in options.items()}
+    if devices:
+        device = cuda_device(min(devices))
+        recorder, title = _Recorder.like(device), device.name
+    else:
+        recorder, title = _Recorder(TURING), "a T4 (sm_75)"
+    with running_on(recorder):
+        function(*given, **named)
+    launches = tuple(_report(launch, recorder.arch) for launch in recorder.launches)
+    return Explanation(getattr(function, "__name__", repr(function)), title, launches)
+
+
+def _stand_in(value: Any, devices: set[int]) -> Any:
+    """Return an argument with arrays on a GPU, and shapes, replaced by arrays of NumPy."""
+    if isinstance(value, np.ndarray):
+        return value
+    if _is_shape(value):
+        shape, dtype = value
+        return _unallocated(shape, _dtype(dtype))
+    if isinstance(value, tuple):
+        items = [_stand_in(each, devices) for each in value]
+        return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        changed = {name: _stand_in(each, devices) for name, each in fields.items()}
+        same = all(changed[name] is fields[name] for name in fields)
+        return value if same else dataclasses.replace(value, **changed)
+    if hasattr(value, "data") and hasattr(value.data, "device_id") and exports_memory(value):
+        devices.add(value.data.device_id)
+        if value.dtype.kind in "iub" and value.nbytes <= _MOST_COPIED:
+            return value.get()
+        return _like(value)
+    return value
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and isinstance(value[0], tuple | list)
+        and all(isinstance(extent, int | np.integer) for extent in value[0])
+        and isinstance(value[1], str | type | np.dtype)
+    )
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    return dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+
+
+class _Recorder(LaunchRecorder):
+    """A recorder whose results take no memory, however large."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return _unallocated(shape, dtype)
+
+    def zero(self, array: np.ndarray) -> None:
+        """Leave it: nothing reads it."""
+
+
+def _unallocated(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return zeros that take no memory until they are read: the system gives pages on demand."""
+    size = math.prod(shape) * dtype.itemsize
+    return _memory(size)[:size].view(dtype).reshape(shape)
+
+
+def _memory(size: int) -> np.ndarray:
+    if size < _SMALL or sys.platform != "linux":
+        return np.zeros(size, np.uint8)
+    # Without a reserve, or an array larger than the machine's memory would be refused.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
+
+
+def _like(array: Array) -> np.ndarray:
+    """Return an array of NumPy that is laid out and aligned as one on a GPU, of zeros."""
+    if 0 in array.shape:
+        return np.zeros(array.shape, array.dtype)
+    steps = zip(array.shape, array.strides, strict=True)
+    reach = [(extent - 1) * stride for extent, stride in steps]
+    before = -sum(each for each in reach if each < 0)
+    behind = sum(each for each in reach if each > 0) + array.dtype.itemsize
+    memory = _memory(before + behind + ALIGNMENT)
+    offset = before + (array.data.ptr - memory.ctypes.data - before) % ALIGNMENT
+    return np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
+
+
+def _report(launch: Launch, arch: Arch) -> LaunchReport:
+    specialisation = launch.specialisation
+    try:
+        resources = compile_cubin(specialisation, arch).resources
+    except RuntimeError:  # no compiler
+        resources = None
+    shared = specialisation.shared_bytes + specialisation.static_shared_bytes
+    registers = spills = resident = None
+    if resources is not None:
+        registers, spills = resources.registers, resources.spill_store_bytes
+        shared = specialisation.shared_bytes + resources.static_shared_bytes
+        resident = arch.resident_ctas(specialisation.threads, registers, shared)
+    return LaunchReport(
+        kernel=specialisation.spec.entry,
+        source=specialisation.spec.source,
+        configuration=dict(specialisation.macros),
+        reason=specialisation.reason,
+        ctas=math.prod(launch.grid),
+        threads=specialisation.threads,
+        shared_bytes=shared,
+        registers=registers,
+        spill_bytes=spills,
+        ctas_per_sm=resident,
+        limit=_limit(launch),
+    )
+
+
+def _limit(launch: Launch) -> str:
+    """Say what bounds a kernel on a T4: the busiest pipe of its main loop, or memory."""
+    try:
+        loop = analyse(launch.specialisation).main
+    except DisassemblerError:
+        return "not known without nvdisasm: pip install 'cupyattn[turing]'"
+    except RuntimeError:
+        return "not known without NVRTC: pip install 'cupyattn[cuda12]'"
+    if loop is None or loop.bound is None or loop.bound < _LEAST_OF_PRODUCTS:
+        return "memory bandwidth: products are not what it spends its time on"
+    units = "tensor cores" if loop.work_pipe == "tensor" else "float32 units"
+    reached = f", {loop.utilisation.mean:.2f} simulated" if loop.utilisation else ""
+    pipe = {"lsu": "load/store unit", "tensor": "tensor cores", "fma": "float32 units"}
+    binding = pipe.get(loop.binding_pipe, loop.binding_pipe)
+    return f"{units} busy at most {loop.bound:.2f} of the time, bound by the {binding}{reached}"

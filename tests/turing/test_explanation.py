@@ -1,0 +1,136 @@
+"""explain: what a call would launch, without launching it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import cupyattn
+from cupyattn import explain, explanation
+from cupyattn.turing import DisassemblerError
+
+pytestmark = pytest.mark.nvrtc
+
+Q = ((1, 4096, 32, 128), "float16")
+
+
+@pytest.fixture
+def not_modelled(monkeypatch):
+    """Leave out the model, which takes half a second a kernel."""
+
+    def missing(*_):
+        raise DisassemblerError("not here")
+
+    monkeypatch.setattr(explanation, "analyse", missing)
+
+
+def names(report: cupyattn.explanation.Explanation) -> list[str]:
+    return [launch.kernel for launch in report.launches]
+
+
+def test_attention_of_shapes_is_one_launch_with_its_resources():
+    report = explain(cupyattn.attention, Q, Q, Q, causal=True)
+    (launch,) = report.launches
+    assert (report.function, report.device) == ("attention", "a T4 (sm_75)")
+    assert (launch.kernel, launch.source) == (
+        "attention_forward", "attention/tensor_core/forward.cu"
+    )  # fmt: skip
+    assert launch.ctas == 4096 // 128 * 32
+    assert launch.configuration["HEAD_DIM"] == 128
+    assert 0 < launch.registers <= 255
+    assert launch.ctas_per_sm == launch.configuration["MIN_CTAS"]
+    assert re.match(r"tensor cores busy at most 1\.00 of the time", launch.limit)
+    text = str(report)
+    assert text.startswith("attention on a T4 (sm_75): 1 launch\nattention_forward  (attention/")
+    assert "grid           1024 CTAs of 128 threads" in text
+    assert "MASK=" not in text.replace("MASK_VEC=", "")
+    assert repr(report) == text
+
+
+def test_launches_are_in_the_order_of_the_call():
+    lse = ((1, 32, 4096), "float32")
+    report = explain(cupyattn.attention_backward, Q, Q, Q, Q, Q, lse, deterministic=True)
+    assert names(report)[0] == "attention_backward_delta"
+    assert {"attention_backward_dkdv", "attention_backward_dq"} < {*names(report)}
+    assert report.launches[0].limit.startswith("memory bandwidth")
+
+
+def test_few_queries_take_the_kernels_of_decoding(not_modelled):
+    few = ((8, 1, 32, 128), "float16")
+    keys = ((8, 4096, 8, 128), "float16")
+    assert names(explain(cupyattn.attention, few, keys, keys))[0] == "attention_decode"
+
+
+def test_lengths_are_given_as_arrays(not_modelled):
+    tokens = ((300, 4, 64), "float16")
+    bounds = np.array([0, 100, 300], np.int32)
+    report = explain(
+        cupyattn.attention_varlen, tokens, tokens, tokens, bounds, bounds, 200, 200, causal=True
+    )
+    assert names(report) == ["attention_forward_varlen"]
+
+
+def test_nothing_is_written(not_modelled):
+    x, out = np.ones((4, 8), np.float32), np.full((4, 8), 7, np.float32)
+    report = explain(cupyattn.rms_norm, x, out=out)
+    assert names(report) == ["norm_forward"]
+    assert (out == 7).all()
+
+
+def test_arrays_larger_than_memory_may_be_given_as_shapes(not_modelled):
+    huge = ((64, 2**17, 32, 128), "float16")  # 69 GB
+    assert explain(cupyattn.attention, huge, huge, huge).launches[0].ctas == 64 * 2**10 * 32
+
+
+def test_options_and_tuples_may_have_shapes(not_modelled):
+    table = ((4096, 64), "float32")
+    assert names(explain(cupyattn.rope, (Q, Q), table, table)) == ["rope"]
+    x = ((16, 64), "float32")
+    assert names(explain(cupyattn.softmax, x, bias=((64,), "float32"))) == ["softmax_forward"]
+
+
+def test_no_items_are_no_launch():
+    empty = ((0, 8), "float32")
+    assert str(explain(cupyattn.gelu, empty)) == "gelu on a T4 (sm_75): no launches"
+
+
+def test_errors_are_those_of_the_function():
+    with pytest.raises(ValueError, match=r"k is \(B, Sk, G, D\) with q's B and D"):
+        explain(cupyattn.attention, Q, ((1, 4096, 32, 64), "float16"), Q)
+    with pytest.raises(TypeError, match="function is a str; it is a function of this library"):
+        explain("attention", Q)
+
+
+def test_without_a_compiler_the_choice_is_reported(monkeypatch):
+    def missing(*_):
+        raise RuntimeError("no NVRTC")
+
+    monkeypatch.setattr(explanation, "compile_cubin", missing)
+    monkeypatch.setattr(explanation, "analyse", missing)
+    (launch,) = explain(cupyattn.attention, Q, Q, Q).launches
+    assert (launch.registers, launch.spill_bytes, launch.ctas_per_sm) == (None, None, None)
+    assert "not known without NVRTC" in launch.limit
+    assert "registers are not known without NVRTC" in str(launch)
+
+
+def test_without_a_disassembler_the_limit_says_what_to_install(not_modelled):
+    (launch,) = explain(cupyattn.attention, Q, Q, Q).launches
+    assert launch.registers
+    assert "cupyattn[turing]" in launch.limit
+
+
+@pytest.mark.gpu
+def test_arrays_on_a_gpu_are_explained_for_it():
+    import cupy
+
+    q = cupy.zeros((2, 64, 4, 72), cupy.float16)[..., 4:68]
+    out = cupy.full((2, 64, 4, 64), 7, cupy.float16)
+    report = explain(cupyattn.attention, q, q, q, out=out)
+    assert report.device == cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert names(report) == ["attention_forward"]
+    assert (
+        report.launches[0].configuration["VEC"] == 4 or report.launches[0].configuration["VEC"] == 1
+    )
+    assert (out == 7).all()
