@@ -23,7 +23,7 @@ from cupyattn.cli.recorder import attention_launch
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.emulator import Checks, Report
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
 from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.arrays import Array

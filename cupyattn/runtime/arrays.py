@@ -150,16 +150,15 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
         For arrays on different devices.
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
-    places: list[int] = []
-    description: list[Described | None] = []
+    values = record.VALUES(record)
+    places = [0] * len(values)
+    description: list[Described | None] = [None] * len(values)
     devices: set[int | None] = set()
-    for array in record.VALUES(record):
+    for slot, array in enumerate(values):
         if array is None:
-            places.append(0)
-            description.append(None)
             continue
         if type(array) is not _device_array and type(array) is not _host_array:
-            name = record.FIELDS[len(places)]
+            name = record.FIELDS[slot]
             array = adopt_one(record.SHOWN_AS.get(name, name), array, fixes)
             setattr(record, name, array)
         strides: tuple[int, ...] | None
@@ -170,8 +169,8 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
             device_id, place = pointer.device_id, pointer.ptr
             strides = None if array._c_contiguous else array.strides
         devices.add(device_id)
-        places.append(place)
-        description.append((array.shape, strides, array.dtype, place % ALIGNMENT))
+        places[slot] = place
+        description[slot] = array.shape, strides, array.dtype, place % ALIGNMENT
     if len(devices) > 1:
         named = zip(record.FIELDS, record.VALUES(record), strict=True)
         shown_as = record.SHOWN_AS

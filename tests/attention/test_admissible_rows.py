@@ -9,7 +9,7 @@ from support.search import deep
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
+from cupyattn.ops.attention.kernels.tensor_core.forward import (
     FLASH,
     TALL,
     admissible_rows,

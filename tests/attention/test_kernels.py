@@ -29,7 +29,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.kernels.float32.forward import FLASH as FLASH_F32
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import FLASH
+from cupyattn.ops.attention.kernels.tensor_core.forward import FLASH
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -21,7 +21,8 @@ from cupyattn import reference
 from cupyattn.emulator import Checks, Report
 from cupyattn.ops.attention.kernels.float32 import backward as backward_f32
 from cupyattn.ops.attention.kernels.float32 import forward as forward_f32
-from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq, forward_rows
+from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_dq
+from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 
 pytestmark = pytest.mark.nvrtc
 

@@ -30,7 +30,7 @@ import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.ops.attention.choice import LEAST_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as float_row
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.runtime.device.recorder import LaunchRecorder
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]

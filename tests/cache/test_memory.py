@@ -15,7 +15,7 @@ from support.search import deep, mostly_deep
 import cupyattn
 from cupyattn.emulator import Report
 from cupyattn.emulator.report import Access
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.reference.cache_formats import quantise
 from cupyattn.ops.attention.reference.paged import gathered
 from cupyattn.runtime.compile import nvrtc_version

@@ -16,7 +16,7 @@ from cupyattn.ops.attention.kernels import decode, float32, tensor_core
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.ops.attention.kernels.options import PLAIN, FlashOptions
 from cupyattn.ops.attention.kernels.teaching import forward as teaching
-from cupyattn.ops.attention.kernels.tensor_core import forward_rows
+from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
@@ -202,7 +202,7 @@ def test_the_catalogue_has_every_kernel_of_dbias_and_dsinks():
 def test_the_catalogue_has_every_flash_row_and_option():
     macros = [dict(s.macros) for s in catalogue() if s.spec.entry == "attention_forward"]
     rows = {(m["HEAD_DIM"], m["M_TILES"], m["TILE_K"], m["VEC"]) for m in macros}
-    tables = tensor_core.forward_rows
+    tables = tensor_core.forward
     expected = {
         (d, row.m_tiles, row.tile_k, vec) for d, row in tables.FLASH[75].items() for vec in (8, 1)
     }

@@ -10,7 +10,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as flash_f32_row
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 
 TEACHING = ("naive", "tiled")
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.ops.attention.choice import turns
-from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, forward_rows
+from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv
+from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 from cupyattn.runtime.card import Card
 
 CARDS = {

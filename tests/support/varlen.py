@@ -14,7 +14,7 @@ from support.strategies import AttentionProblem, attention_problems
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import flash_row
+from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.reference.varlen import PackedSequence, score_index, sequences
 from cupyattn.runtime.rounding import round_into
 

@@ -221,8 +221,10 @@ def attention(
     >>> cupyattn.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).shape
     (1, 5, 2, 8)
     """
-    require_bool("return_lse", return_lse)
-    given = _split_out(out, return_lse)
+    if return_lse is False and not isinstance(out, tuple):
+        given = out, None
+    else:
+        given = _split_out(out, return_lse)
     arrays = AttentionArrays(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks, *given, workspace)
     operands, problem, seed = attention_call(
         arrays,
@@ -241,6 +243,7 @@ def attention(
 
 
 def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
+    require_bool("return_lse", return_lse)
     if not return_lse:
         if isinstance(out, tuple):
             raise error(

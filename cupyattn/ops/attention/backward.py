@@ -16,7 +16,7 @@ from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
 from cupyattn.ops.attention.kernels.float32 import backward
-from cupyattn.ops.attention.modifiers import require_gradient, run_compiled
+from cupyattn.ops.attention.modifiers import expression_error, require_gradient
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.params import (
     backward_params,
@@ -44,8 +44,9 @@ from cupyattn.ops.attention.rotary import (
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS
 from cupyattn.runtime.arrays import Array, Operands, contiguous
 from cupyattn.runtime.card import Card
+from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import Plan, Planner
+from cupyattn.runtime.plan import Plan, Planner, run
 
 _FLOAT32 = np.dtype(np.float32)
 _PlanOf = Callable[..., Plan]
@@ -70,7 +71,10 @@ def attention_backward(
     plan = _plan(problem, device.card, deterministic, accumulate)
     if problem.options.dropout_p:
         plan = seeded(plan, seed)
-    return run_compiled(device, plan, operands, problem.functions)
+    try:
+        return run(device, plan, operands)
+    except CompilationError as failure:
+        raise expression_error(failure, problem.functions) from failure
 
 
 @lru_cache(maxsize=4096)

@@ -19,10 +19,10 @@ from cupyattn.ops.attention.modifiers import (
     UserFunction,
     UserFunctions,
     arrays_of,
+    expression_error,
     modifiers_of,
     python_function,
     require_valid_arrays,
-    run_compiled,
     strides_of,
     user_function,
     with_arrays_of,
@@ -40,12 +40,13 @@ from cupyattn.runtime.arrays import (
 )
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.plan import Output, Plan, Planner, Step
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.value_checks import on_host
 
@@ -88,7 +89,10 @@ def run_block_mask(
 ) -> Array:
     """Return the tiles of a mask_mod for scores of a shape."""
     plan = _tiles_plan(type(operands.arrays), operands.description, function, shape)
-    tiles = run_compiled(device, plan, operands, UserFunctions(mask_mod=function)).tiles
+    try:
+        tiles = run(device, plan, operands).tiles
+    except CompilationError as failure:
+        raise expression_error(failure, UserFunctions(mask_mod=function)) from failure
     assert tiles is not None
     return tiles
 
@@ -150,6 +154,9 @@ class BlockLists(NamedTuple):
     """Where they are."""
 
 
+NO_LISTS = BlockLists((), None)
+
+
 def block_lists(
     problem: AttentionProblem,
     planner: Planner[Any],
@@ -166,7 +173,7 @@ def block_lists(
     """
     mask = problem.layouts.block_mask
     if mask is None:
-        return BlockLists((), None)
+        return NO_LISTS
     batch, heads, *counts = mask.shape
     spans = [rows // TILE, keys // TILE]
     own, walked = (-(-count // span) for count, span in zip(counts, spans, strict=True))

@@ -172,8 +172,10 @@ def _cached_problem(
     results = BACKWARD_RESULTS if backward else FORWARD_RESULTS
     checked = AttentionOptions(*options[:_OPTIONS])
     problem = described_problem(given, layouts, starts, checked, results)
-    require_fitting_blocks(problem)
-    require_rotary_positions(problem)
+    if checked.mask_mod is not None:
+        require_fitting_blocks(problem)
+    if given.cos is not None:
+        require_rotary_positions(problem)
     if isinstance(given, AttentionBackwardArrays):
         _require_gradients(problem, given)
     else:
@@ -306,8 +308,9 @@ def _require_valid_option_arrays(problem: AttentionProblem) -> None:
     require_heads_options(problem)
     if "bias" in layouts:
         require_whole_item_strides("bias", layouts["bias"])
-    on_cpu = problem.dtype == np.float64
-    require_valid_arrays(problem.functions, problem.layouts, on_cpu=on_cpu)
+    if any(problem.functions):
+        on_cpu = problem.dtype == np.float64
+        require_valid_arrays(problem.functions, problem.layouts, on_cpu=on_cpu)
     if "cos" in layouts:
         _require_rotary_tables(layouts["cos"], layouts["sin"], problem.head_dim)
 

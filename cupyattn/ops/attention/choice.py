@@ -28,7 +28,7 @@ from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FlashConfig as FloatConfig
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.tensor_core import forward as tensor_core
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
+from cupyattn.ops.attention.kernels.tensor_core.forward import (
     TALL,
     FlashConfig,
     admissible_rows,
@@ -113,7 +113,7 @@ def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> F
     rotary = problem.layouts.cos is not None
     if reason := _reason_to_decode(problem, card):
         rotated = ("q", "k") if rotary else ()
-        inner = in_scratch(problem, rotated)
+        inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
         return ForwardChoice("decode", (reason,), inner, laid, rotated)
     dtype = problem.dtype.name
@@ -180,7 +180,7 @@ def require_kernels(problem: AttentionProblem, table: Implementations, function:
             "its kernels do not have it; the CPU path has every option",
             instead + _CPU,
         )
-    for option in without_expression(problem.functions):
+    for option in without_expression(problem.functions) if any(problem.functions) else ():
         kind = "ScoreMod" if option == "score_mod" else "MaskMod"
         raise error(
             NotImplementedError,

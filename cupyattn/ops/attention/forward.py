@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.ops.attention.block_mask import block_lists
+from cupyattn.ops.attention.block_mask import NO_LISTS, block_lists
 from cupyattn.ops.attention.choice import (
     IMPLEMENTATIONS,
     LEAST_KEYS,
@@ -20,7 +20,7 @@ from cupyattn.ops.attention.choice import (
 from cupyattn.ops.attention.decode import launch_of, shared_keys_steps
 from cupyattn.ops.attention.kernels import float32, teaching, tensor_core
 from cupyattn.ops.attention.kernels.combine import ROWS, combine
-from cupyattn.ops.attention.modifiers import run_compiled
+from cupyattn.ops.attention.modifiers import expression_error
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.params import (
     attention_params,
@@ -44,9 +44,10 @@ from cupyattn.ops.attention.rotary import rotate_inputs, take_scratch
 from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS
 from cupyattn.runtime.arrays import Array, Layout, Operands
 from cupyattn.runtime.card import Card
+from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Planner, Step
+from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import Record
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.structs import new_struct
@@ -64,7 +65,10 @@ def attention_forward(
     plan = _plan(problem, device.card, return_lse)
     if problem.options.dropout_p:
         plan = seeded(plan, seed)
-    return run_compiled(device, plan, operands, problem.functions)
+    try:
+        return run(device, plan, operands)
+    except CompilationError as failure:
+        raise expression_error(failure, problem.functions) from failure
 
 
 @lru_cache(maxsize=4096)
@@ -78,7 +82,8 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     planner = Planner(type(problem.given), problem.given, outputs)
     place_queries(problem, planner)
     given = {name: getattr(planner.slots, name) for name in choice.rotated}
-    take_scratch(planner, choice.problem, choice.rotated)
+    if choice.rotated:
+        take_scratch(planner, choice.problem, choice.rotated)
     plan = interleaved(planner.plan(*_STEPS[choice.kernels](choice, planner, card)), *choice.turns)
     if not given:
         return plan
@@ -199,7 +204,10 @@ def _whole_steps(
     """
     problem, row = choice.problem, choice.configuration
     assert row is not None
-    lists = block_lists(problem, planner, rows=row.tile_q, keys=row.tile_k, part=row.warp_rows)
+    lists = NO_LISTS
+    if problem.layouts.block_mask is not None:
+        tile = {"rows": row.tile_q, "keys": row.tile_k, "part": row.warp_rows}
+        lists = block_lists(problem, planner, **tile)
     step = step_of(
         kernel,
         problem.heads * problem.query_tiles(row.tile_q),

@@ -33,12 +33,10 @@ from cupyattn.ops.attention.kernels.modifiers import (
     modified_strides,
     parameter_name,
 )
-from cupyattn.runtime.arrays import Array, Layout, Operands
+from cupyattn.runtime.arrays import Array, Layout
 from cupyattn.runtime.checks import require_dtype, require_whole_item_strides
 from cupyattn.runtime.compile import CompilationError
-from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.plan import Plan, run
 from cupyattn.runtime.records import R, Record, values_of
 from cupyattn.runtime.source import NAMED
 from cupyattn.runtime.structs import new_struct
@@ -155,7 +153,7 @@ _COMPLAINT = re.compile(
 _INDENT = 2  # NVRTC's, of the line that it quotes
 
 
-def _expression_error(failure: CompilationError, functions: UserFunctions) -> Exception:
+def expression_error(failure: CompilationError, functions: UserFunctions) -> Exception:
     """Return what to raise where kernels did not compile: of an expression, where it is wrong."""
     found = _COMPLAINT.search(failure.log)
     if found is None:
@@ -181,14 +179,6 @@ def _expression_error(failure: CompilationError, functions: UserFunctions) -> Ex
         f"it is an expression in CUDA C++, of {names}",
         f"mend it there{mark}",
     )
-
-
-def run_compiled(device: Device, plan: Plan, operands: Operands[R], functions: UserFunctions) -> R:
-    """Run a plan of these functions; an expression that does not compile is shown where it is."""
-    try:
-        return run(device, plan, operands)
-    except CompilationError as failure:
-        raise _expression_error(failure, functions) from failure
 
 
 def modifiers_of(

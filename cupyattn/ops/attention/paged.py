@@ -186,7 +186,7 @@ def _prefill_kernel(
     dim, options = problem.head_dim, score_options(problem)
     if card.has_mma(dtype):
         vec = _together(problem, laid, vector_items(dtype))
-        row = tensor_core.forward_rows.paged_row(card.arch, dim, cache)
+        row = tensor_core.forward.paged_row(card.arch, dim, cache)
         return tensor_core.forward.paged(card.arch, dim, vec, options, cache), row.tile_q
     vec = _together(problem, laid, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(card.arch, dim, dim).tile_q

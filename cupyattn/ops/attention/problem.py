@@ -243,22 +243,24 @@ class AttentionProblem:
     @property
     def modifiers(self) -> Modifiers | None:
         """The user's expressions, as kernels compile them."""
-        return modifiers_of(self.functions, self.layouts)
+        return modifiers_of(self.functions, self.layouts) if any(self.functions) else None
 
     @property
     def modifier_strides(self) -> tuple[Any, ...]:
         """What kernels take by value for them."""
-        return strides_of(self.modifiers, self.layouts)
+        return strides_of(self.modifiers, self.layouts) if any(self.functions) else ()
 
     @property
     def block_modifiers(self) -> Modifiers | None:
         """The expressions for kernels that go through the tiles that a block mask leaves."""
+        if not any(self.functions):
+            return None
         return modifiers_of(self.functions, self.layouts, blocks=BLOCK_LISTS)
 
     @property
     def block_modifier_strides(self) -> tuple[Any, ...]:
         """What those kernels take by value."""
-        return strides_of(self.block_modifiers, self.layouts)
+        return strides_of(self.block_modifiers, self.layouts) if any(self.functions) else ()
 
 
 def as_batch(name: str, layout: Layout, batch: int, sq: int, sk: int) -> Layout:

@@ -5,15 +5,7 @@ from cupyattn.ops.attention.kernels.tensor_core import (
     backward_dq,
     backward_summed_dbias,
     forward,
-    forward_rows,
     passes,
 )
 
-__all__ = [
-    "backward_dkdv",
-    "backward_dq",
-    "backward_summed_dbias",
-    "forward",
-    "forward_rows",
-    "passes",
-]
+__all__ = ["backward_dkdv", "backward_dq", "backward_summed_dbias", "forward", "passes"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,19 +16,225 @@ from cupyattn.ops.attention.kernels.options import (
     PLAIN,
     FlashOptions,
 )
-from cupyattn.ops.attention.kernels.tensor_core.forward_rows import (
-    FLASH,
-    FLASH_INTEGERS,
-    FLASH_TALL,
-    FLASH_WITH,
-    FlashConfig,
-    flash_row,
-    paged_row,
-)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.tables import cpp_bool, option_macros, round_up, rows_for
+from cupyattn.runtime.tables import (
+    cpp_bool,
+    limit_of,
+    option_macros,
+    round_up,
+    row_of,
+    rows_for,
+    with_gates,
+    with_l2_ahead,
+    with_mma_k,
+)
+
+
+@dataclass(frozen=True)
+class FlashConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    mma_k: int = 8
+    """Columns of one tensor-core instruction of Q K^T."""
+    l2_ahead: int = 0
+    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    gates: Gates = Gates()
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
+
+
+# The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
+# main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-21, +-0.05): no
+# Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
+# 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
+# which binds otherwise.
+# GeForce cards run mma with float16 accumulators at twice the rate. Promoted to float32 every 8
+# steps of 8 columns, that models 1.42 to 1.62 of these rows at head dim 64 and 1.25 to 1.29 at 128
+# (RTX 2060 Super, 2026-11-22): too little there for another error bound.
+_TURING = {
+    40: FlashConfig(2, 4, 48, 2, "models 0.73, and 0.67 with 32 keys, 0.66 with 64"),
+    64: FlashConfig(2, 4, 64, 2, "models 0.87, and 0.85 with 32 keys, 0.79 with 48"),
+    80: FlashConfig(2, 4, 48, 2, "models 0.85, and 0.84 with 32 keys; 64 keep one CTA, and 0.53"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.86, and 0.74 with 16 keys; 48 keep one CTA, and 0.52"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.89, and 0.78 with 32 keys, where 196 bytes spill"),
+    160: FlashConfig(
+        1, 8, 48, 1, "models 0.68, and 0.64 with 32 keys, 0.67 as 12 warps; 16 rows from here on"
+    ),
+    192: FlashConfig(1, 8, 32, 1, "models 0.73, and 0.61 with 16 keys"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.67, and 0.70 with 32 keys, where 36 bytes spill"),
+}
+# From head dim 160 on shared memory binds, at 0.79, 0.80 and 0.80 of the tensor cores: these rows
+# have 0.87, 0.92 and 0.84 of that. The warps of the one CTA that fits wait for shared memory and do
+# their exponentials at the same time.
+# Tiles of 192 rows for long sequences: a fragment of K and V feeds three products.
+_TURING_TALL = {
+    40: FlashConfig(3, 4, 32, 2, "models 0.82, where 128 rows have 0.73", gates=Gates(0.82))
+}
+_TALL_HEAD_DIMS = range(33, 41)  # 0.69 and 0.68 at 32, but 0.56 and 0.60 at 24
+TALL = "tall"
+"""Among the admissible rows the name of that."""
+# What options take of registers and of instructions wants other tiles. The first kind that a call
+# is of decides (`_kind`). None spills in the loop over full tiles, few do in that over masked ones.
+_TURING_WITH = {
+    # One call of Philox serves 32 keys of a row: rows whose tiles are no multiple of that may have
+    # others.
+    "dropout": {
+        40: FlashConfig(2, 4, 64, 2, "models 0.61, and 0.60 with 32 keys, 0.57 with 48"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.68 with 48 keys, where 20 bytes spill"),
+    },
+    # The lists take registers: longer tiles spill in the loop over partial ones. The loop over full
+    # tiles models 0.75, 0.86 and 0.87 at head dims 40, 96 and 128, where a call without a mask has
+    # 0.73, 0.86 and 0.89. A partial tile takes 1.5 and 1.7 times a full one's at 64 and 128. Of 16
+    # documents in 16,384 tokens a quarter of the tiles are partial, and both loops take 1.19 and
+    # 1.14 of the time that a plain call takes for as many tiles (1.18 with 32 keys at 64; an H200
+    # that runs the same code takes 1.39 with 48, 1.52 with 32 and 1.40 with 64, 2026-11-24,
+    # `benchmark attention --block-mask --head-dim 64`). In all 28 bytes spill with 48 keys.
+    "block mask": {
+        64: FlashConfig(2, 4, 48, 2, "models 0.80, and 0.81 with 32 keys, 0.71 with 64"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.88, and 0.83 with 48 keys, where 40 bytes spill"),
+    },
+    # A float32 bias waits in four registers for each 4 keys, where others take two or one.
+    "float32 bias by 4": {
+        64: FlashConfig(2, 4, 48, 2, "models 0.69, and 0.66 with 32 keys, 0.65 with 64"),
+        80: FlashConfig(2, 4, 32, 2, "models 0.76, and 0.66 with 48 keys, where 72 bytes spill"),
+    },
+    # (By 4, 16 keys model 0.73 and 0.71, and the usual 64 have 0.67 and 0.70, where 4 bytes spill.
+    # An H200 that runs the same code takes 1.5 times as long with 16: 119 and 135 TFLOP/s, for 183
+    # and 197 with 64, 2026-11-24.)
+    "bias or mask one by one": {
+        64: FlashConfig(2, 4, 48, 2, "models 0.61 and 0.64, and 0.52 and 0.57 with 64 keys"),
+    },
+    "score_mod": {64: FlashConfig(2, 4, 32, 2, "models 0.75 for ALiBi, and 0.64 with 64 keys")},
+    "mask_mod": {64: FlashConfig(2, 4, 48, 2, "models 0.81 of documents, and 0.72 with 64 keys")},
+    "softcap": {64: FlashConfig(2, 4, 48, 2, "models 0.65, and 0.63 with 64 keys, 0.55 with 32")},
+    "slopes": {64: FlashConfig(2, 4, 48, 2, "models 0.78, and 0.72 with 64 keys or 32")},
+}
+# Over a cache of integers, in 8 and 4 bits (the model of 2026-11-22): making floats of them takes
+# 0.05 to 0.16 of the utilisation, and registers. No loop over full tiles spills; that over masked
+# ones does by 8 bytes at head dim 96, by up to 44 at 128, as over floats, and by 16 at 256.
+_TURING_INTEGERS = {
+    40: FlashConfig(2, 4, 48, 2, "models 0.60 and 0.58, and 0.55 and 0.59 with 64 keys"),
+    64: FlashConfig(2, 4, 32, 2, "models 0.74 and 0.74, and 0.75 and 0.65 with 48 keys"),
+    80: FlashConfig(2, 4, 32, 2, "models 0.71 and 0.70; with 48 keys 28 and 52 bytes spill"),
+    96: FlashConfig(2, 4, 32, 2, "models 0.76 and 0.74"),
+    128: FlashConfig(2, 4, 16, 2, "models 0.74 and 0.68"),
+    192: FlashConfig(1, 8, 32, 1, "models 0.65 and 0.63"),
+    256: FlashConfig(1, 8, 16, 1, "models 0.66 and 0.65, and 0.57 and 0.61 with 32 keys"),
+}
+_GATES = {
+    40: Gates(0.73, scalar=0.48, kernels=0.64),
+    64: Gates(0.87, 128, scalar=0.68, items=0.64, options=0.66, kernels=0.81, most_spills=176),
+    80: Gates(0.85, 64, scalar=0.55, items=0.69, kernels=0.80, most_spills=112),
+    96: Gates(0.86, 16, scalar=0.76, kernels=0.85),
+    128: Gates(0.89, 64, scalar=0.65, items=0.75, options=0.86, kernels=0.81, most_spills=80),
+    160: Gates(0.69, scalar=0.46, kernels=0.67, most_spills=64),
+    192: Gates(0.73, scalar=0.61, kernels=0.72),
+    256: Gates(0.67, 32, scalar=0.56, kernels=0.65, most_spills=64),
+}
+_WITH_GATES = {
+    "dropout": {40: Gates(0.62), 80: Gates(0.75)},
+    "block mask": {64: Gates(0.83, 32), 80: Gates(0.88, 48)},
+    "float32 bias by 4": {64: Gates(0.71, 48), 80: Gates(0.78)},
+    "bias or mask one by one": {64: Gates(0.61, 96)},
+    "score_mod": {64: Gates(0.68)},
+    "mask_mod": {64: Gates(0.73, 16)},
+    "softcap": {64: Gates(0.65, 32, kernels=0.63)},
+    "slopes": {64: Gates(0.78, 32, kernels=0.76)},
+}
+_INTEGERS_GATES = {
+    40: Gates(0.58),
+    64: Gates(0.74, scalar=0.56, options=0.59),
+    80: Gates(0.69),
+    96: Gates(0.75, 16),
+    128: Gates(0.68, 64),
+    192: Gates(0.63),
+    256: Gates(0.65, 32),
+}
+# From sm_80 on Q K^T takes two steps of columns in one instruction; P V still takes one.
+# A tile of 16 keys takes an H200 a microsecond, and so does its memory: causal attention of 131,072
+# tokens, 16 heads of 128, took 203.7 ms with tiles brought to L2 two ahead, 209.4 four ahead and
+# 231.2 without; where all keys are seen 52.3, 53.7 and 66.8 (32,768 queries, 65,536 keys; sm_90
+# code, 2026-11-24, by edits of the source before there was a macro). At head dim 64, with tiles of
+# 64 keys, it made no difference. A Turing card's tiles take longer; none has been measured.
+FLASH = with_l2_ahead(with_gates(_TURING, _GATES), {128: 2})
+FLASH_TALL = with_mma_k(_TURING_TALL)
+FLASH_WITH = {
+    kind: with_mma_k(with_gates(rows, _WITH_GATES[kind])) for kind, rows in _TURING_WITH.items()
+}
+FLASH_INTEGERS = with_mma_k(with_gates(_TURING_INTEGERS, _INTEGERS_GATES))
+
+
+def flash_row(
+    arch: int, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN
+) -> FlashConfig:
+    """Return the table row for these head dims and options."""
+    rows = rows_for(FLASH, arch)
+    limit = limit_of(rows, head_dim, head_dim_v)
+    kind = _kind(options)
+    return rows[limit] if kind is None else rows_for(FLASH_WITH[kind], arch).get(limit, rows[limit])
+
+
+def _kind(options: FlashOptions) -> str | None:
+    """Return which of the tables of options has the row, None for that of plain calls."""
+    modified = options.modified
+    together = {options.bias_vec} if options.bias != "void" else set()
+    together |= {options.mask_vec} if options.mask else set()
+    kinds = {
+        "dropout": options.dropout,
+        "block mask": modified is not None and modified.blocks,
+        "float32 bias by 4": (options.bias, options.bias_vec) == ("float32", 4),
+        "bias or mask one by one": 1 in together,
+        "score_mod": modified is not None and modified.score is not None,
+        "mask_mod": modified is not None and modified.mask is not None,
+        "softcap": options.softcap,
+        "slopes": options.slopes != "void",
+    }
+    return next((kind for kind, holds in kinds.items() if holds), None)
+
+
+def admissible_rows(arch: int, head_dim: int, head_dim_v: int) -> dict[str, FlashConfig]:
+    """Return the rows that have room for these head dims, by the head dim that each is made for.
+
+    The first is the usual one. None has longer tiles than rows for these head dims have.
+    """
+    rows, longest = rows_for(FLASH, arch), flash_longest_tile(arch, head_dim, head_dim_v)
+    least = limit_of(rows, head_dim, head_dim_v)
+    found = {
+        str(limit): row for limit, row in rows.items() if limit >= least and row.tile_k <= longest
+    }
+    if max(head_dim, head_dim_v) in _TALL_HEAD_DIMS:
+        found[TALL] = rows_for(FLASH_TALL, arch)[least]
+    return found
+
+
+def paged_row(arch: int, head_dim: int, cache: str = "float16") -> FlashConfig:
+    """Return the table row for a paged cache of that dtype."""
+    if cache in INTEGER_BITS:
+        return row_of(FLASH_INTEGERS, arch, head_dim, head_dim)
+    return flash_row(arch, head_dim, head_dim)
+
+
+def flash_longest_tile(arch: int, head_dim: int, head_dim_v: int) -> int:
+    """Return the most keys of a tile that these head dims have with any options."""
+    tables = [rows_for(table, arch) for table in (FLASH, *FLASH_WITH.values())]
+    limit = limit_of(tables[0], head_dim, head_dim_v)
+    return max(rows[limit].tile_k for rows in tables if limit in rows)
+
 
 KERNEL = KernelSpec("attention_forward", "attention/tensor_core/forward.cu", parameters.FLASH)
 PAGED = KernelSpec(
@@ -132,7 +339,8 @@ def _specialise(
     options: FlashOptions,
     **macros: Any,
 ) -> Specialisation:
-    return modified(spec, options.modified).specialise(
+    own = spec if options.modified is None else modified(spec, options.modified)
+    return own.specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
