@@ -24,8 +24,7 @@ from cupyattn.ops.activations.reference import (
     gated,
     gated_backward,
 )
-from cupyattn.ops.attention.bounds import attention_bound
-from cupyattn.ops.attention.bounds_backward import attention_backward_bound
+from cupyattn.ops.attention.bounds import attention_backward_bound, attention_bound
 from cupyattn.ops.attention.reference.block_mask import block_mask
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound, quantise
 from cupyattn.ops.attention.reference.dense import attention, attention_backward

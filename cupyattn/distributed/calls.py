@@ -105,9 +105,7 @@ class RingCalls:
     def _common(self, call: AttentionCall) -> dict[str, Any]:
         options = self._options
         given: dict[str, Any] = {
-            "softmax_scale": options.softmax_scale,
-            "alibi_slopes": options.alibi_slopes,
-            "softcap": options.softcap,
+            **options.of_scores,
             "sinks": options.sinks if call.own else None,
         }
         if call.left is None and call.right == 0:

@@ -166,16 +166,20 @@ class RingOptions:
         given = any(getattr(self, name) is not None for name in names)
         return self.dropout_p > 0 or given or bool(self.expressions)
 
+    @property
+    def of_scores(self) -> dict[str, Any]:
+        """Those that change scores in every call alike, by name."""
+        names = ("softmax_scale", "alibi_slopes", "softcap")
+        return {name: getattr(self, name) for name in names}
+
     def of_no_tokens(self) -> dict[str, Any]:
         """Return what a call of no tokens takes: it checks what does not depend on them."""
         return {
             "causal": self.causal,
-            "softmax_scale": self.softmax_scale,
             "window_size": self.window_size,
             "mask": _of_no_scores(self.mask),
             "bias": _of_no_scores(self.bias),
-            "alibi_slopes": self.alibi_slopes,
-            "softcap": self.softcap,
+            **self.of_scores,
             "sinks": self.sinks,
             "dropout_p": self.dropout_p,
             "seed": self.seed,

@@ -19,7 +19,7 @@ compiled by NVRTC, which needs no GPU either::
     print(report)  # bank conflicts, sectors, instructions, for each access
 
 **Profile a kernel.** ``python -m cupyattn profile attention --head-dim 80 --causal`` (other options
-by their names in Python: ``--window-size 128 0``, ``--softcap 30``, ``--bias``; or ``profile
+by their names in Python: ``--window-size 128 0``, ``--sinks``, ``--bias``; or ``profile
 softmax``) shows what the lines of the CUDA source cost; `report` says what its numbers mean.
 
 **Run your own PTX.** `run` takes PTX for sm_75 (Turing, compute capability 7.5), or another target

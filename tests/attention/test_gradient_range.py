@@ -23,7 +23,7 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import ScoreMod, reference
-from cupyattn.ops.attention.bounds_backward import range_log2
+from cupyattn.ops.attention.bounds import range_log2
 from cupyattn.ops.attention.reference.scores import ScoreBlocks
 from cupyattn.runtime import plan
 from cupyattn.runtime.arrays import array_within

@@ -43,6 +43,35 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   falls below 2**-126, that is to 0. It shows where a sink outweighs every key.
 
 The backward is given out and lse, so that each P errs on its own: see `backward_bounds`.
+
+The backward's bounds. How far a right backward kernel may be from the reference, which is given the same out and lse.
+
+The kernel and the letters are those of `bounds`. For one score that errs by ds = dot reach + u32
+magnitude + softcap eps_tanh (each score by its own: lse is an input, so no maximum over keys
+enters):
+
+- sum(n, size) = (n + 2) (2 u32 size + 2**-126) is the error of a float32 sum of n terms whose
+  absolute values sum to size, in any order: 2 u32 since tensor cores truncate, 2**-126 for what
+  -ftz=true flushes.
+- P = exp(s - lse) errs by e_P = P expm1(2 ds + u32 (4 |lse| + 2 exponent_shift + 8)) + tiny: lse is
+  a rounded float32, the exponent is formed from a rounded lse log2(e) + shift, ex2.approx errs by
+  4 u32, small P vanish. Both P are between 0 and 1, so e_P is at most max(P, 1 - P) + tiny. The
+  bound therefore holds for gradients with respect to the exact lse too, if that is what is passed.
+- g = dP - delta errs by e_g = sum(Dv + 2, |dout| |v|^T + |dout| |out| + |dlse|).
+- dS = P g errs by e_dS = (P + e_P) e_g + e_P |g| + 2 u32 |dS|; dbias is its sum.
+- The softcap's slope 1 - tanh**2 errs by 2 (eps_tanh + 2 dot reach / softcap) + 4 u32.
+- What a tensor core reads of P (with dropout's factor) and dS errs by u_in of itself and tiny more;
+  scale may be part of dS when it is rounded, or come later.
+- dV = P^T dout, dQ = scale dS K, dK = scale dS^T Q sum those errors times |dout|, |K|, |Q|, and
+  have a sum's own error. With rotary, K and Q are the rotated ones, rounded: u_out + 8 u32 of
+  the absolute sum more; dQ and dK are rounded, u_out of themselves and tiny more, before the
+  inverse rotation in float32, which turns the error of a pair of features into at most the norm of
+  the pair's errors, and errs by 8 u32.
+- Tensor cores keep dS times 2**-k, k of `range_log2` for each key-value head of a sequence: tiny of
+  what they read of it is 2**k as much. V, or dout, is kept times 2**-k too: where an element then
+  is below float16's normal numbers it errs by tiny, and g by 2**k tiny (|dout|_1 + |v|_1) more.
+- dsinks = -sum exp(sink - lse) delta: the same with the sink as score.
+- The store: u_out |ref| + tiny, for dbias and dsinks those of their own dtype.
 """
 
 from __future__ import annotations
@@ -53,7 +82,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from cupyattn.ops.attention.reference.dense import attention
+from cupyattn.ops.attention.reference.dense import (
+    AttentionGrads,
+    add_broadcast,
+    attention,
+    attention_backward,
+    row_delta,
+)
 from cupyattn.ops.attention.reference.scores import ScoreBlock, ScoreBlocks, probabilities
 from cupyattn.ops.rope.reference import pairs_of
 from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precision_of
@@ -212,3 +247,287 @@ def attention_bound(
             lse_bound[block.at] = np.where(np.isinf(block_lse), 0.0, error)
         out_bound += precision.store(out)
     return out_bound, lse_bound
+
+
+# In cuda_src/attention/tensor_core/gradient_scale.cuh.
+_MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15
+
+
+def sum_error(terms: Any, size: Any) -> Any:
+    """Error of a float32 sum, from the number of its terms and the sum of their absolute values."""
+    return (terms + 2) * (2 * U32 * size + TINY32)
+
+
+@dataclass
+class _Sum:
+    """Sums gathered block by block: absolute values, the terms' errors, and how many terms."""
+
+    size: Float64
+    error: Float64
+    terms: Float64
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], terms: tuple[int, ...] | None = None) -> _Sum:
+        """Begin sums of a shape; `terms` is the shape of their numbers of terms, if another."""
+        return cls(np.zeros(shape), np.zeros(shape), np.zeros(shape if terms is None else terms))
+
+    def add(self, index: tuple[Any, ...], size: Any, error: Any, terms: Any) -> None:
+        self.size[index] += size
+        self.error[index] += error
+        self.terms[index] += terms
+
+    def add_broadcast(
+        self, block: ScoreBlock, size: Float64, error: Float64, terms: NDArray[Any]
+    ) -> None:
+        for total, x in ((self.size, size), (self.error, error), (self.terms, terms)):
+            add_broadcast(total, block, x)
+
+    def bound(self) -> Float64:
+        bound: Float64 = self.error + sum_error(self.terms, self.size)
+        return bound
+
+
+@dataclass(frozen=True)
+class _BlockErrors:
+    """Absolute values and errors of what a block computes between its inputs and its sums.
+
+    Attributes
+    ----------
+    p, p_error : (rows, keys)
+        With dropout's factor, the error as a tensor core reads it.
+    dbias, dbias_error : (rows, keys)
+        |dS| before the softcap's slope, in float32.
+    ds, ds_error : (rows, keys)
+        |dS|, the error as a tensor core reads it.
+    sink, sink_error : float
+        The block's part of dsinks.
+    """
+
+    p: Float64
+    p_error: Float64
+    dbias: Float64
+    dbias_error: Float64
+    ds: Float64
+    ds_error: Float64
+    sink: float
+    sink_error: float
+
+
+def _block_errors(
+    blocks: ScoreBlocks,
+    block: ScoreBlock,
+    scores: ScoreErrors,
+    p: Float64,
+    precision: Precision,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+    range_log2: int,
+) -> _BlockErrors:
+    def as_read(size: Float64, error: Float64, tiny: float) -> Float64:
+        error = error + precision.u_in * (size + error) + tiny
+        return np.where(scores.visible, error, 0.0)
+
+    block_lse = np.asarray(lse[block.at], np.float64)
+    shift_error = U32 * (2 * precision.exponent_shift + 8)
+    ds_score = scores.dot * scores.reach + U32 * scores.magnitude + scores.softcap
+    # fmin: 0 times the expm1 of a large error, which is infinite, is NaN.
+    p_error = np.fmin(
+        p * np.expm1(exponent_error(ds_score, block_lse) + shift_error), np.maximum(p, 1 - p)
+    )
+    p_error += precision.tiny_in
+
+    kept = np.ones(p.shape) if block.kept is None else block.kept
+    block_dout = block.rows_of(dout)
+    delta = row_delta(block, dout, out, dlse)
+    delta_size = np.abs(block_dout * block.rows_of(out)).sum(axis=-1)
+    if dlse is not None:
+        delta_size = delta_size + np.abs(np.asarray(dlse[block.at], np.float64))
+    g = kept * (block_dout @ block.v.T) - delta[:, None]
+    g_size = kept * (np.abs(block_dout) @ np.abs(block.v).T) + delta_size[:, None]
+    terms = block.v.shape[-1] + 2
+    g_error = sum_error(terms, g_size)
+    tiny_ds = precision.tiny_in * 2.0**range_log2
+    if range_log2:
+        abs_sums = (np.abs(x).sum(axis=-1) for x in (block_dout, block.v))
+        g_error = g_error + tiny_ds * kept * np.add.outer(*abs_sums)
+
+    ds = np.where(scores.visible, p * np.abs(g), 0.0)
+    ds_error = (p + p_error) * g_error + p_error * np.abs(g) + 2 * U32 * ds
+    ds_error = np.where(scores.visible, ds_error, 0.0)
+    dbias, dbias_error = ds, ds_error
+    if block.slope is not None and blocks.softcap:
+        slope_error = 2 * (EPS_TANH + 2 * scores.dot * scores.reach / blocks.softcap) + 4 * U32
+        ds_error = ds_error * (block.slope + slope_error) + ds * slope_error
+        ds = ds * block.slope
+
+    sink_size = sink_error = 0.0
+    sink = blocks.sink(block.h)
+    if sink is not None:
+        sink_p = probabilities(np.full((len(delta), 1), sink), block_lse)[:, 0]
+        sink_error_of_score = U32 * sink_magnitude(sink, block_lse)[:, None]
+        sink_exponent = exponent_error(sink_error_of_score, block_lse)[:, 0] + shift_error
+        sink_p_error = np.fmin(sink_p * np.expm1(sink_exponent), np.maximum(sink_p, 1 - sink_p))
+        sink_p_error += TINY32
+        sink_error = float(
+            ((sink_p + sink_p_error) * sum_error(terms, delta_size)).sum()
+            + (sink_p_error * np.abs(delta)).sum()
+        )
+        sink_size = float((sink_p * np.abs(delta)).sum())
+
+    tiny_ds /= min(1.0, abs(blocks.scale) or 1.0)
+    return _BlockErrors(
+        p=p * kept,
+        p_error=as_read(p * kept, p_error * kept, precision.tiny_in),
+        dbias=dbias,
+        dbias_error=dbias_error,
+        ds=ds,
+        ds_error=as_read(ds, ds_error, tiny_ds),
+        sink=sink_size,
+        sink_error=sink_error,
+    )
+
+
+def range_log2(
+    blocks: ScoreBlocks,
+    dout: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+) -> NDArray[np.int64]:
+    """Return the k, (B, G), that keeps |dS| <= |dP| + |delta| within 2**(15 + k).
+
+    That is at most max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|, of the rows that are
+    finite, and of queries that see a key. Where that is next to a power of two kernels may find one
+    less.
+    """
+    batch, kv_heads = lse.shape[0], blocks.k.shape[2]
+
+    def largest(x: Float64) -> Float64:
+        finite = np.where(np.isfinite(x), np.abs(x), 0.0)
+        return finite.reshape(batch, kv_heads, -1).max(axis=-1, initial=0.0)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        douts, outs, values = (np.asarray(x, np.float64) for x in (dout, out, blocks.v))
+        in_use = np.arange(values.shape[1]) < blocks.used[:, None]
+        norms = np.where(in_use[..., None], np.linalg.norm(values, axis=-1), 0.0)
+        delta = (douts * outs).sum(axis=-1).swapaxes(1, 2)
+        if dlse is not None:
+            delta = delta - dlse
+        rows = np.linalg.norm(douts, axis=-1).swapaxes(1, 2)
+        rows, delta = (np.where(np.isneginf(lse), 0.0, x) for x in (rows, delta))
+        dp = largest(rows) * largest(norms.swapaxes(1, 2))
+        bound = dp / (1 - blocks.dropout_p) + largest(delta)
+    exponents = np.frexp(bound * (1 + 2.0**-16))[1] - _MOST_LOG2
+    return np.clip(exponents, 0, _MOST_RANGE_LOG2)
+
+
+def attention_backward_bound(
+    dout: NDArray[Any],
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    /,
+    *,
+    dtype: DTypeLike,
+    dlse: NDArray[Any] | None = None,
+    float32_weights: bool = False,
+    **options: Any,
+) -> AttentionGrads:
+    """Error bounds of attention_backward's results; the module's docstring has the derivation.
+
+    Parameters
+    ----------
+    dout, q, k, v, out, lse, dlse, **options
+        As in `attention_backward`, exactly as the kernel gets them: rounded.
+    dtype : dtype or str
+        The kernel's: float16, float32 or bfloat16.
+    float32_weights : bool
+        The kernel keeps P and dS in float32, whatever the dtype.
+
+    Returns
+    -------
+    AttentionGrads of float64 arrays
+
+    Raises
+    ------
+    ValueError
+        If there are no bounds for the dtype.
+    """
+    precision = precision_of(dtype, float32_weights=float32_weights)
+    grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    blocks = ScoreBlocks(q, k, v, **options)
+    scale = abs(blocks.scale)
+    operand = 0.0 if blocks.rotary is None else precision.u_out + ROTATION
+    log2 = np.zeros(k.shape[::2], int)
+    if precision.exponent_shift:  # on tensor cores
+        log2 = range_log2(blocks, dout, out, lse, dlse)
+    dq_bound = np.zeros(q.shape)
+    dk_sum, dv_sum = (_Sum.zeros(x.shape, (*x.shape[:3], 1)) for x in (k, v))
+    dbias_sum = None if grads.dbias is None else _Sum.zeros(grads.dbias.shape)
+    dsinks_sum = None if grads.dsinks is None else _Sum.zeros(grads.dsinks.shape)
+    with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+        for block in blocks:
+            block_lse = np.asarray(lse[block.at], np.float64)
+            p = probabilities(block.scores, block_lse)
+            scores = ScoreErrors.of(blocks, block, block_lse, precision)
+            rows = dout, out, lse, dlse
+            x = _block_errors(blocks, block, scores, p, precision, *rows, log2[block.b, block.g])
+            size = x.ds @ scores.k
+            error = x.ds_error @ scores.k + operand * size
+            terms = scores.visible.sum(axis=1, keepdims=True)
+            dq_bound[block.b, block.rows, block.h] = scale * (error + sum_error(terms, size))
+            keys = block.b, block.keys, block.g
+            terms = scores.visible.sum(axis=0)[:, None]
+            size = x.ds.T @ scores.q
+            dk_sum.add(keys, size, x.ds_error.T @ scores.q + operand * size, terms)
+            abs_dout = np.abs(block.rows_of(dout))
+            dv_sum.add(keys, x.p.T @ abs_dout, x.p_error.T @ abs_dout, terms)
+            if dbias_sum is not None:
+                dbias_sum.add_broadcast(block, x.dbias, x.dbias_error, scores.visible)
+            if dsinks_sum is not None:
+                dsinks_sum.add((block.h,), x.sink, x.sink_error, block.rows.stop - block.rows.start)
+        dk_bound = scale * dk_sum.bound()
+        _turn(blocks, grads, dq_bound, dk_bound, precision)
+        return AttentionGrads(
+            dq_bound + precision.store(grads.dq),
+            dk_bound + precision.store(grads.dk),
+            dv_sum.bound() + precision.store(grads.dv),
+            _stored(dbias_sum, grads.dbias, blocks.bias),
+            _stored(dsinks_sum, grads.dsinks, blocks.sinks),
+        )
+
+
+def _turn(
+    blocks: ScoreBlocks,
+    grads: AttentionGrads,
+    dq_bound: Float64,
+    dk_bound: Float64,
+    precision: Precision,
+) -> None:
+    """Bound the errors of gradients of rotated q and k after the inverse rotation, in place."""
+    if blocks.rotary is None:
+        return
+    pairs = pairs_of(blocks.rotary[0].shape[-1], interleaved=blocks.interleaved)
+    for b, used in enumerate(blocks.used):
+        of_queries = blocks.angles(b, np.arange(dq_bound.shape[1]))
+        for bound, grad, angles in (
+            (dq_bound[b], grads.dq[b], of_queries),
+            (dk_bound[b, :used], grads.dk[b, :used], blocks.angles(b)),
+        ):
+            length = np.hypot(*angles)
+            bound[...] = pair_norms(bound + precision.tiny_out, pairs)
+            for features in pairs:
+                bound[..., features] *= length[:, None, :]
+            bound += (precision.u_out + ROTATION) * pair_norms(grad, pairs)
+
+
+def _stored(total: _Sum | None, grad: Float64 | None, given: Any) -> Float64 | None:
+    """Add the error of the store, in the dtype of the input whose gradient it is."""
+    if total is None or grad is None:
+        return None
+    name = np.asarray(given).dtype.name
+    return total.bound() + precision_of("float32" if name == "float64" else name).store(grad)

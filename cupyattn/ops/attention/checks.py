@@ -452,16 +452,13 @@ def reference_options(
     options = problem.options
     tables = arrays.cos, arrays.sin, options.interleaved
     return {
-        "softmax_scale": options.softmax_scale,
-        "window_size": options.window_size,
+        **options.of_scores,
         "q_offset": options.q_offset if arrays.q_offset is None else arrays.q_offset,
         "seqused_k": arrays.seqused_k,
         "mask": arrays.mask,
         "bias": arrays.bias,
         "alibi_slopes": arrays.alibi_slopes,
-        "softcap": options.softcap,
         "sinks": arrays.sinks,
-        "dropout_p": options.dropout_p,
         "seed": seed.seed,
         "dropout_start": seed[1:],
         "rotary": None if arrays.cos is None else tables,

@@ -377,7 +377,7 @@ def _gains_from_tall_tiles(
     sq: int, plain: FlashConfig, tall: FlashConfig, options: FlashOptions
 ) -> bool:
     """Tell whether they compute few rows that do not exist, and the options leave registers."""
-    if options.bias != "void" or options.mask or options.softcap:
+    if options.adds_items:
         return False
     computed, in_plain = (-(-sq // row.tile_q) * row.tile_q for row in (tall, plain))
     return computed <= _TALL_GAIN * in_plain

@@ -112,6 +112,12 @@ class AttentionOptions(NamedTuple):
         )
 
     @property
+    def of_scores(self) -> dict[str, Any]:
+        """The options that decide the scores, once checked, as the reference takes them."""
+        names = ("softmax_scale", "window_size", "softcap", "dropout_p")
+        return {name: getattr(self, name) for name in names}
+
+    @property
     def functions(self) -> UserFunctions:
         """The user's own expressions."""
         return UserFunctions(self.score_mod, self.mask_mod)

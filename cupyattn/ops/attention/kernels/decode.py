@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from cupyattn.ops.attention.kernels.options import FlashOptions
+from cupyattn.ops.attention.kernels.options import (
+    DECODE_MACROS,
+    EACH_PAGED_OPTION,
+    FlashOptions,
+)
 from cupyattn.ops.attention.structs import DECODE_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
@@ -236,7 +240,7 @@ def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed"
         FEED=feed,
         TILES_AHEAD=launch.config.tiles_ahead,
         MIN_CTAS=launch.config.ctas_per_sm,
-        **option_macros(options, ("slopes", "softcap", "sinks")),
+        **option_macros(options, DECODE_MACROS),
     )
 
 
@@ -258,13 +262,6 @@ def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
         FORWARD_WARPS=WARPS,
         QUERY_ROWS=launch.config.rows,
     )
-
-
-_EACH_OPTION = (
-    FlashOptions(slopes="float32"),
-    FlashOptions(softcap=True),
-    FlashOptions(sinks="float32"),
-)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
@@ -307,6 +304,6 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for launch in (launches[0], launches[-1]):
         for parts in (COMBINE_PARTS, COMBINE_PARTS + 1):
             yield combine(launch, "void", parts)
-        for options in _EACH_OPTION:
+        for options in EACH_PAGED_OPTION:
             for feed in FEEDS:
                 yield forward(launch, options, feed)

@@ -23,11 +23,29 @@ class FlashOptions(NamedTuple):
     modified: Modifiers | None = None
     """The expressions of score_mod and mask_mod."""
 
+    @property
+    def adds_items(self) -> bool:
+        """Whether kernels read items of a bias or mask, or cap scores: registers that they take."""
+        return self.bias != "void" or self.mask or self.softcap
+
+    @property
+    def keeps_items(self) -> bool:
+        """Whether a backward keeps more of each score: the slope of capped ones, random words."""
+        return self.softcap or self.dropout or self.modified is not None
+
 
 PLAIN = FlashOptions()
 
 SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout", "modified")
 """The options that every backward kernel of the scores is told."""
+DQ_MACROS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
+"""The options that the tensor-core kernel of dq is told."""
+SUMMED_DBIAS_MACROS = (*DQ_MACROS, "dbias")
+"""The options that the kernel for the gradient of a bias that broadcasts is told."""
+DECODE_MACROS = ("slopes", "softcap", "sinks")
+"""The options that the decode kernels are told."""
+EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)
+"""Every option of the scores that a backward kernel has, but for expressions."""
 
 EACH_OPTION = (
     FlashOptions(bias="float16"),

@@ -41,8 +41,8 @@ The format: with e_j a bound of the error of score j, P exact and p = exp(s) / s
 quantised scores, p_j / P_j lies within exp(-e_j) / up and exp(e_j) / down, where up and down are
 sum_j P_j exp(+-e_j), a sink among them with e = 0. Both weights add up to 1, so that with V* the
 quantised values and any vector w, out* - out = sum_j p_j (V*_j - V_j) + sum_j (p_j - P_j) (V_j -
-w); w is out. e_j = |softmax_scale| sum_d |q_d| |K*_jd - K_jd|, since a softcap's slope is at most
-1.
+w); w is out. e_j = |softmax_scale| sum_d |q_d| |K*_jd - K_jd|, since capping scores has a slope of
+at most 1.
 """
 
 from __future__ import annotations

@@ -8,7 +8,12 @@ from functools import cache
 from typing import Any
 
 from cupyattn.ops.attention.kernels.modifiers import modified
-from cupyattn.ops.attention.kernels.options import PLAIN, SCORE_MACROS, FlashOptions
+from cupyattn.ops.attention.kernels.options import (
+    EVERYTHING,
+    PLAIN,
+    SCORE_MACROS,
+    FlashOptions,
+)
 from cupyattn.ops.attention.kernels.parameters import (
     FLOAT_GRADIENT,
     POSITIONS,
@@ -159,10 +164,8 @@ def _row(
     table: ByArch[FloatConfig], arch: int, head_dim: int, head_dim_v: int, options: FlashOptions
 ) -> FloatConfig:
     largest = max(head_dim, head_dim_v)
-    # The softcap's slopes, dropout's random words and the scores that score_mod was given take the
-    # registers of four scores in eight.
-    crowded = options.softcap or options.dropout or options.modified is not None
-    most = _SCORES // 2 if crowded else _SCORES
+    # What is kept of each score takes the registers of four scores in eight.
+    most = _SCORES // 2 if options.keeps_items else _SCORES
     return next(
         row
         for limit, row in rows_for(table, arch).items()
@@ -325,9 +328,6 @@ def _shared_bytes(row: FloatConfig) -> int:
     return 2 * _STAGE + FLOAT_BYTES * min(row.tile_q * row.tile_k, _PART)
 
 
-_EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)
-
-
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield rows at their largest head dim, dtypes, ways and loads in pairs; options at 64."""
     dims = rows_for(DKDV, arch)
@@ -344,12 +344,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN)
         yield dq(arch, dtype, head_dim, head_dim, vec, PLAIN, packed=True)
     for dtype in STORAGE:
-        everything = _EVERYTHING._replace(bias=dtype)
+        everything = EVERYTHING._replace(bias=dtype)
         for row in rows_for(DBIAS, arch).values():
             yield dbias(dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, everything, row)
         yield dsinks(dtype)
         yield dsinks_varlen(dtype)
-    for options in (_EVERYTHING, FlashOptions(bias="float32")):
+    for options in (EVERYTHING, FlashOptions(bias="float32")):
         for one_pass in (True, False):
             for packed in (False, True):
                 yield dkdv(

@@ -10,6 +10,7 @@ from functools import cache
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
     BACKWARD_QUADS,
+    DQ_MACROS,
     EACH_BACKWARD_OPTION,
     PLAIN_BACKWARD,
     BackwardOptions,
@@ -132,9 +133,6 @@ def dq_row(
     return rows[limit]
 
 
-_DQ_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
-
-
 @cache
 def dq(
     arch: int,
@@ -160,7 +158,7 @@ def dq(
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
         L2_AHEAD=row.l2_ahead,
-        **option_macros(options, _DQ_OPTIONS),
+        **option_macros(options, DQ_MACROS),
     )
 
 

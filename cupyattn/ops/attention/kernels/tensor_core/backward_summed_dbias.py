@@ -9,7 +9,11 @@ from functools import cache
 import numpy as np
 
 from cupyattn.ops.attention.kernels.modifiers import modified
-from cupyattn.ops.attention.kernels.options import BackwardOptions
+from cupyattn.ops.attention.kernels.options import (
+    EACH_BACKWARD_OPTION,
+    SUMMED_DBIAS_MACROS,
+    BackwardOptions,
+)
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
@@ -120,9 +124,6 @@ def summed_dbias_row(
     return row_of(table, arch, head_dim, head_dim_v)
 
 
-_OPTIONS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified", "dbias")
-
-
 @cache
 def summed_dbias(
     arch: int,
@@ -147,7 +148,7 @@ def summed_dbias(
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
         MMA_K=row.mma_k,
-        **option_macros(options, _OPTIONS),
+        **option_macros(options, SUMMED_DBIAS_MACROS),
     )
 
 
@@ -161,10 +162,11 @@ _HALF = BackwardOptions(bias="float16", dbias="float16", score_vec=4)
 _FLOAT = BackwardOptions(bias="float32", dbias="float32", score_vec=4)
 _OTHERS = (
     _FLOAT._replace(score_vec=1),
-    _HALF._replace(mask=True),
-    _HALF._replace(slopes="float32"),
-    _HALF._replace(softcap=True),
-    _HALF._replace(dropout=True, score_vec=1),
+    *(
+        each._replace(bias="float16", dbias="float16", score_vec=1 if each.dropout else 4)
+        for each in EACH_BACKWARD_OPTION
+        if each.bias == "void"
+    ),
 )
 
 
