@@ -42,11 +42,8 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
   falls below 2**-126, that is to 0. It shows where a sink outweighs every key.
 
-The backward is given out and lse, so that each P errs on its own: see `backward_bounds`.
-
-The backward's bounds. How far a right backward kernel may be from the reference, which is given the same out and lse.
-
-The kernel and the letters are those of `bounds`. For one score that errs by ds = dot reach + u32
+Backward, which like the reference is given out and lse, so that each P errs on its own. For one
+score that errs by ds = dot reach + u32
 magnitude + softcap eps_tanh (each score by its own: lse is an input, so no maximum over keys
 enters):
 
