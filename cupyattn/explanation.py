@@ -19,6 +19,7 @@ from cupyattn.runtime.compile import compile_cubin
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.device.recorder import Launch, LaunchRecorder
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.tuning import Explained
 from cupyattn.turing import DisassemblerError, analyse
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
@@ -102,16 +103,20 @@ class Explanation:
     device : str
         What the call would run on.
     launches : tuple of LaunchReport
+    reasons : tuple of str
+        Why the call runs these kernels and no others; empty where there is no choice.
     """
 
     function: str
     device: str
     launches: tuple[LaunchReport, ...]
+    reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         count = len(self.launches)
         head = f"{self.function} on {self.device}: {count or 'no'} launch{'es' * (count != 1)}"
-        return "\n".join([head, *map(str, self.launches)])
+        reasons = [f"  {reason}" for reason in self.reasons]
+        return "\n".join([head, *reasons, *map(str, self.launches)])
 
     __repr__ = __str__
 
@@ -174,10 +179,12 @@ def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Ex
         recorder, title = _Recorder.like(device), device.name
     else:
         recorder, title = _Recorder(TURING), "a T4 (sm_75)"
+    recorder.choices = choices = Explained(recorder.choices.chosen)
     with running_on(recorder):
         function(*given, **named)
     launches = tuple(_report(launch, recorder.arch) for launch in recorder.launches)
-    return Explanation(getattr(function, "__name__", repr(function)), title, launches)
+    name = getattr(function, "__name__", repr(function))
+    return Explanation(name, title, launches, tuple(choices.reasons))
 
 
 def _stand_in(value: Any, devices: set[int]) -> Any:

@@ -53,6 +53,9 @@ class Choices:
         name = self.chosen.get(question(kernel, problem), usual) if self.chosen else usual
         return among[name if name in among else usual]
 
+    def because(self, *reasons: str) -> None:
+        """Hear why a plan has the kernels that it has; nothing is kept."""
+
 
 class Question(NamedTuple):
     """What a plan asked: the names that `Choices.pick` could choose among, the usual one first."""
@@ -78,6 +81,21 @@ class Asked(Choices):
         if asked not in self.questions:
             self.questions.append(asked)
         return super().pick(kernel, problem, among, usual=usual)
+
+
+class Explained(Choices):
+    """Choices that keep why plans have the kernels that they have.
+
+    No plan that was remembered before is of this object, so each plan of a call is made, and heard.
+    """
+
+    def __init__(self, chosen: Mapping[str, str] | None = None) -> None:
+        super().__init__(chosen)
+        self.reasons: list[str] = []
+
+    def because(self, *reasons: str) -> None:
+        """Keep the reasons."""
+        self.reasons += reasons
 
 
 USUAL = Choices()

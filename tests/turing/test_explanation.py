@@ -43,10 +43,42 @@ def test_attention_of_shapes_is_one_launch_with_its_resources():
     assert launch.ctas_per_sm == launch.configuration["MIN_CTAS"]
     assert re.match(r"tensor cores busy at most 1\.00 of the time", launch.limit)
     text = str(report)
-    assert text.startswith("attention on a T4 (sm_75): 1 launch\nattention_forward  (attention/")
+    assert text.startswith("attention on a T4 (sm_75): 1 launch\n  float16 runs on tensor cores\n")
+    assert "\nattention_forward  (attention/" in text
     assert "grid           1024 CTAs of 128 threads" in text
     assert "MASK=" not in text.replace("MASK_VEC=", "")
     assert repr(report) == text
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options", "reasons"),
+    [
+        ((1, 4096, 32, 128), 4096, {}, ["float16 runs on tensor cores"]),
+        ((1, 4096, 32, 128), 4096, {"causal": True}, ["tensor cores", "4 key-value heads"]),
+        ((1, 4, 32, 128), 4096, {}, [r"4 queries \(up to 16\) see up to 4096 keys"]),
+        ((1, 512, 4, 128), 8192, {}, ["tensor cores", "keys are split 5 ways"]),
+        ((1, 64, 4, 128), 64, {"implementation": "naive"}, ["implementation='naive'"]),
+        (
+            (1, 4096, 32, 128),
+            4096,
+            {"rotary": (((4096, 64), "float16"), ((4096, 64), "float16"))},
+            ["tensor cores", "rotates queries as it loads them"],
+        ),
+    ],
+)
+def test_reasons_say_why_attention_runs_its_kernels(queries, keys, options, reasons, not_modelled):
+    k = ((1, keys, queries[2], 128), "float16")
+    for _ in range(2):  # a plan that was remembered says them again
+        report = explain(cupyattn.attention, (queries, "float16"), k, k, **options)
+        assert len(report.reasons) == len(reasons)
+        for reason, expected in zip(report.reasons, reasons, strict=True):
+            assert re.search(expected, reason)
+        assert all(f"\n  {reason}\n" in str(report) for reason in report.reasons)
+
+
+def test_configurations_of_attention_have_a_reason(not_modelled):
+    report = explain(cupyattn.attention, Q, Q, Q)
+    assert report.launches[0].reason.startswith("models 0.89")
 
 
 def test_launches_are_in_the_order_of_the_call():

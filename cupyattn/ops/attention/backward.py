@@ -90,6 +90,8 @@ def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate
         return _nothing_to_add(problem, planner, outputs, accumulate)
     place_queries(problem, planner)
     plan_of = _plan_of(problem, card)
+    passes = "without atomic additions" if deterministic else "in one pass where there is one"
+    card.choices.because(f"{_REASONS[plan_of]}, {passes}")
     how = {"deterministic": deterministic, "accumulate": accumulate}
     if problem.layouts.cos is not None:
         return _rotated(problem, planner, outputs, plan_of, card, how)
@@ -260,3 +262,10 @@ def _float32_plan(
         zero_first += [slots.dq] if dense_sums else []
         zero_first += [slots.dbias] if every_score else []
     return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)
+
+
+_REASONS = {
+    _naive_plan: "implementation='naive' was passed",
+    tensor_core_plan: "float16 runs on tensor cores",
+    _float32_plan: "this dtype runs in float32 arithmetic on this GPU",
+}

@@ -215,7 +215,8 @@ def _reason_to_decode(problem: AttentionProblem, card: Card) -> str:
     """Return why the decode kernels run a call; nothing where they have not all of it, or lose."""
     if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, card):
         return ""
-    return f"up to {MAX_QUERIES} queries see {LEAST_DECODED_KEYS} keys or more"
+    keys = _keys_seen(problem)
+    return f"{problem.sq} queries (up to {MAX_QUERIES}) see up to {keys} keys: they are decoded"
 
 
 def _has_decode_kernels(problem: AttentionProblem) -> bool:

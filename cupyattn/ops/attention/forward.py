@@ -79,6 +79,7 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     require_sizes(problem)
     outputs = forward_outputs(problem, return_lse)
     choice = choose_forward(problem, outputs, card)
+    card.choices.because(*choice.reasons)
     planner = Planner(type(problem.given), problem.given, outputs)
     place_queries(problem, planner)
     given = {name: getattr(planner.slots, name) for name in choice.rotated}

@@ -62,7 +62,8 @@ def paged_forward(
 
 @lru_cache(maxsize=4096)
 def _plan(problem: PagedProblem, card: Card, return_lse: bool) -> Plan:
-    decoded = _is_decoded(problem)
+    decoded, reason = _choose(problem)
+    card.choices.because(reason)
     require_kernel_dtype("q", problem.dtype)
     require_lengths(problem)
     require_aligned_items(problem)
@@ -90,8 +91,8 @@ def _plan(problem: PagedProblem, card: Card, return_lse: bool) -> Plan:
     return planner.plan(*steps)
 
 
-def _is_decoded(problem: PagedProblem) -> bool:
-    """Return whether decode kernels run the call, otherwise the forward's.
+def _choose(problem: PagedProblem) -> tuple[bool, str]:
+    """Return whether decode kernels run the call, otherwise the forward's, and why.
 
     A forward has a CTA for every 64 to 128 query rows of a head, and computes those rows whole;
     decoding takes the rows of a group of heads together, in passes of 4 to 16, and cuts the keys.
@@ -115,7 +116,16 @@ def _is_decoded(problem: PagedProblem) -> bool:
             "64 MiB, and so their scales",
             "make both alike, for example as halves of one array",
         )
-    return (few or not has) and not problem.packed
+    if problem.packed:
+        return False, "packed queries run the kernels of a forward, with keys from blocks"
+    if few:
+        return (
+            True,
+            f"up to {MAX_QUERIES} queries of a sequence are decoded: its keys are shared out",
+        )
+    if not has:
+        return True, "caches, or scales, of unequal strides are decoded"
+    return False, f"more than {MAX_QUERIES} queries of a sequence run the kernels of a forward"
 
 
 def _is_whole(problem: PagedProblem, launch: decode.DecodeLaunch, card: Card) -> bool:

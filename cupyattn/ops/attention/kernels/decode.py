@@ -230,6 +230,7 @@ def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed"
         threads=WARPS * WARP_SIZE,
         static_shared_bytes=round_up(WARPS * pass_rows * (row_bytes + 2 * FLOAT_BYTES), 16),
         gates=launch.config.gates,
+        reason=launch.config.reason,
         DTYPE=launch.dtype,
         CACHE=launch.cache,
         HEAD_DIM=launch.head_dim,

@@ -219,6 +219,7 @@ def dkdv(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         gates=row.gates,
+        reason=row.reason,
         ONE_PASS=cpp_bool(one_pass),
         DBIAS=dbias,
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
@@ -242,6 +243,7 @@ def dq(
         threads=_THREADS,
         static_shared_bytes=_shared_bytes(row),
         gates=row.gates,
+        reason=row.reason,
         **_macros(dtype, head_dim, head_dim_v, vec, options, row),
     )
 

@@ -143,6 +143,7 @@ def _specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
         gates=row.gates,
+        reason=row.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,

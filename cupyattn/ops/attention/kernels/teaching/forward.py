@@ -66,6 +66,7 @@ def naive(dtype: str, head_dim: int, head_dim_v: int) -> Specialisation:
     return NAIVE_KERNEL.specialise(
         threads=NAIVE.threads,
         static_shared_bytes=FLOAT_BYTES * (head_dim + NAIVE.threads),
+        reason=NAIVE.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
@@ -84,6 +85,7 @@ def tiled(arch: int, dtype: str, head_dim: int, head_dim_v: int) -> Specialisati
     return TILED_KERNEL.specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_tiled_shared_bytes(row, head_dim, head_dim_v),
+        reason=row.reason,
         DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,

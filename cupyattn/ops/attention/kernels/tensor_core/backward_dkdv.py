@@ -204,6 +204,7 @@ def dkdv(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
         gates=row.gates,
+        reason=row.reason,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,

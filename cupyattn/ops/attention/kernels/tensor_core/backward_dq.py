@@ -148,6 +148,7 @@ def dq(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
+        reason=row.reason,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,
