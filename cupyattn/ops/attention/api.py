@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention import reference
@@ -233,10 +234,10 @@ def attention(
     )
     device = device_of(operands)
     if device is None:
-        arrays = operands.arrays
-        options = reference_options(problem, arrays, seed, score_mod, mask_mod)
-        results = reference.attention(arrays.q, arrays.k, arrays.v, **options)
-        rounded = rounded_results(problem, arrays, *results)
+        on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)
+        options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
+        results = reference.attention(on_cpu.q, on_cpu.k, on_cpu.v, **options)
+        rounded = rounded_results(problem, operands.arrays, *results)
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (arrays.out, arrays.lse) if return_lse else arrays.out
@@ -266,7 +267,7 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
 
 
 def rounded_results(
-    problem: AttentionProblem, arrays: AttentionArrays[Array], out: Array, lse: Array
+    problem: AttentionProblem, arrays: AttentionArrays[Any], out: NDArray[Any], lse: NDArray[Any]
 ) -> tuple[Array, Array]:
     """Round the reference's results into what the call was given, or into new arrays."""
     return (
@@ -436,19 +437,20 @@ def attention_backward(
                 accumulate=bool(accumulate),
             )
         )
-    arrays = operands.arrays
+    on_cpu: Any = operands.arrays
     exact = reference.attention_backward(
-        *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse),
-        dlse=arrays.dlse,
-        score_mod_gradient=python_gradient(score_mod, arrays),
-        **reference_options(problem, arrays, seed, score_mod, mask_mod),
+        *(on_cpu.dout, on_cpu.q, on_cpu.k, on_cpu.v, on_cpu.out, on_cpu.lse),
+        dlse=on_cpu.dlse,
+        score_mod_gradient=python_gradient(score_mod, on_cpu),
+        **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
     )
-    return rounded_gradients(problem, arrays, exact, accumulate)
+    return rounded_gradients(problem, operands.arrays, exact, accumulate)
 
 
 def gradients_of(arrays: AttentionBackwardArrays[Array]) -> AttentionGrads:
     """Return the gradients among the arrays of a call."""
-    return AttentionGrads(arrays.dq, arrays.dk, arrays.dv, arrays.dbias, arrays.dsinks)
+    made: Any = arrays
+    return AttentionGrads(made.dq, made.dk, made.dv, made.dbias, made.dsinks)
 
 
 def rounded_gradients(

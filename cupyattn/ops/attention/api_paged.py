@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+
+from numpy.typing import NDArray
 
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api import rounded_results
@@ -191,14 +193,16 @@ def paged_attention(
     problem = paged_problem(operands, options, max_seqlen_q)
     device = device_of(operands)
     if device is None:
-        rounded = _on_cpu(problem, operands.arrays)
+        rounded = _on_cpu(problem, cast("PagedArrays[NDArray[Any]]", operands.arrays))
         return rounded if return_lse else rounded[0]
     arrays = paged_forward(device, problem, operands, return_lse=return_lse)
     return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
-def _on_cpu(problem: PagedProblem, arrays: PagedArrays[Array]) -> tuple[Array, Array]:
+def _on_cpu(problem: PagedProblem, arrays: PagedArrays[NDArray[Any]]) -> tuple[Array, Array]:
     bounds, options = arrays.cu_seqlens_q, problem.options
+    assert arrays.block_table is not None
+    assert arrays.seqused_k is not None
     out, lse = reference.paged_attention(
         *(arrays.q, arrays.k, arrays.v, arrays.block_table, arrays.seqused_k),
         cu_seqlens_q=bounds,
@@ -321,8 +325,9 @@ def merge_attention(
     if device is not None:
         arrays = run_merge(device, problem, operands)
         return arrays.out, arrays.lse
-    arrays = operands.arrays
-    merged, lse = reference.merge_attention(arrays.out_a, arrays.lse_a, arrays.out_b, arrays.lse_b)
+    on_cpu = cast("MergeArrays[NDArray[Any]]", operands.arrays)
+    parts = on_cpu.out_a, on_cpu.lse_a, on_cpu.out_b, on_cpu.lse_b
+    merged, lse = reference.merge_attention(*parts)
     return (
         round_into(arrays.out, merged, problem.out.dtype),
         round_into(arrays.lse, lse, problem.lse.dtype),

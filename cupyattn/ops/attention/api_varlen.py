@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
+
+from numpy.typing import NDArray
 
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
@@ -175,17 +177,20 @@ def attention_varlen(
     device = device_of(operands)
     if device is None:
         options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        rounded = _on_cpu(problem, operands.arrays, options)
+        on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)
+        rounded = _on_cpu(problem, on_cpu, options)
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)
     return (arrays.out, arrays.lse) if return_lse else arrays.out
 
 
 def _on_cpu(
-    problem: AttentionProblem, arrays: AttentionArrays[Array], options: Mapping[str, Any]
+    problem: AttentionProblem, arrays: AttentionArrays[NDArray[Any]], options: Mapping[str, Any]
 ) -> tuple[Array, Array]:
-    bounds: Any = arrays.cu_seqlens_q
-    packed = arrays.q, arrays.k, arrays.v, bounds, arrays.cu_seqlens_k
+    bounds, keys = arrays.cu_seqlens_q, arrays.cu_seqlens_k
+    assert bounds is not None
+    assert keys is not None
+    packed = arrays.q, arrays.k, arrays.v, bounds, keys
     out, lse = reference.attention_varlen(*packed, **options)
     behind = int(bounds[-1])  # rows of no sequence stay as they are
     if arrays.out is not None:
@@ -337,24 +342,24 @@ def attention_varlen_backward(
 
 def _backward_on_cpu(
     problem: AttentionProblem,
-    arrays: AttentionBackwardArrays[Array],
+    arrays: AttentionBackwardArrays[Any],
     options: Mapping[str, Any],
     accumulate: bool,
 ) -> AttentionGrads:
-    queries: Any = arrays.cu_seqlens_q
-    keys: Any = arrays.cu_seqlens_k
+    given: Any = arrays
+    queries, keys = given.cu_seqlens_q, given.cu_seqlens_k
     exact = reference.attention_varlen_backward(
-        *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.out, arrays.lse, queries, keys),
-        dlse=arrays.dlse,
+        *(given.dout, given.q, given.k, given.v, given.out, given.lse, queries, keys),
+        dlse=given.dlse,
         **options,
     )
     if not accumulate:  # rows of no sequence stay as they are
-        for gradient, given, bounds in (
-            (exact.dq, arrays.dq, queries),
-            (exact.dk, arrays.dk, keys),
-            (exact.dv, arrays.dv, keys),
+        for gradient, target, bounds in (
+            (exact.dq, given.dq, queries),
+            (exact.dk, given.dk, keys),
+            (exact.dv, given.dv, keys),
         ):
-            if given is not None:
+            if target is not None:
                 behind = int(bounds[-1])
-                gradient[behind:] = given[behind:]
+                gradient[behind:] = target[behind:]
     return rounded_gradients(problem, arrays, exact, accumulate)

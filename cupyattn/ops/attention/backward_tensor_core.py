@@ -202,7 +202,7 @@ def _gradient_steps(
         return [*steps, step_of(convert, ctas, slots, call.gradient, **scratch)]
     dq = backward_dq.dq(*shape, options.dq, packed)
     of_rows = {**scratch, "block_lists": lists[1].slot}
-    return [*steps, *lists[1].steps, step_of(dq, *row_ctas, slots, *values, **of_rows)]
+    return [*steps, *lists[1].steps, step_of(dq, row_ctas[0], slots, *values, **of_rows)]
 
 
 def _gradient_ctas(
@@ -228,13 +228,12 @@ def _lists(
     """Plan a block mask's lists for the kernel of dk and dv, and for that of dq if there is one."""
     dims = problem.head_dim, problem.head_dim_v
     row = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
-    sizes = {"rows": row.tile_q, "keys": row.tile_keys, "part": row.warp_keys}
-    lists = block_lists(problem, planner, **sizes, of_keys=True)
+    sizes = row.tile_q, row.tile_keys, row.warp_keys
+    lists = block_lists(problem, planner, *sizes, of_keys=True)
     if not deterministic:
         return (lists,)
     dq = backward_dq.dq_row(arch, *dims, options.dq)
-    sizes = {"rows": dq.tile_rows, "keys": dq.tile_k, "part": dq.warp_rows}
-    return lists, block_lists(problem, planner, **sizes)
+    return lists, block_lists(problem, planner, dq.tile_rows, dq.tile_k, dq.warp_rows)
 
 
 def _options(

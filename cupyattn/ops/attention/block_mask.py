@@ -88,7 +88,8 @@ def run_block_mask(
     operands: Operands[BlockMaskArrays[Array]],
 ) -> Array:
     """Return the tiles of a mask_mod for scores of a shape."""
-    plan = _tiles_plan(type(operands.arrays), operands.description, function, shape)
+    kind: Any = type(operands.arrays)
+    plan = _tiles_plan(kind, operands.description, function, shape)
     try:
         tiles = run(device, plan, operands).tiles
     except CompilationError as failure:
@@ -160,10 +161,10 @@ NO_LISTS = BlockLists((), None)
 def block_lists(
     problem: AttentionProblem,
     planner: Planner[Any],
-    *,
     rows: int,
     keys: int,
     part: int | None = None,
+    *,
     of_keys: bool = False,
 ) -> BlockLists:
     """Plan the lists for a kernel whose tiles have so many rows and keys.

@@ -74,7 +74,7 @@ enters):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -489,12 +489,13 @@ def attention_backward_bound(
                 dsinks_sum.add((block.h,), x.sink, x.sink_error, block.rows.stop - block.rows.start)
         dk_bound = scale * dk_sum.bound()
         _turn(blocks, grads, dq_bound, dk_bound, precision)
+        dq, dk, dv, dbias, dsinks = cast("tuple[Float64, ...]", grads)
         return AttentionGrads(
-            dq_bound + precision.store(grads.dq),
-            dk_bound + precision.store(grads.dk),
-            dv_sum.bound() + precision.store(grads.dv),
-            _stored(dbias_sum, grads.dbias, blocks.bias),
-            _stored(dsinks_sum, grads.dsinks, blocks.sinks),
+            dq_bound + precision.store(dq),
+            dk_bound + precision.store(dk),
+            dv_sum.bound() + precision.store(dv),
+            _stored(dbias_sum, dbias, blocks.bias),
+            _stored(dsinks_sum, dsinks, blocks.sinks),
         )
 
 

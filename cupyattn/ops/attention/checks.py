@@ -136,7 +136,7 @@ def checked_problem(
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options[_WINDOW_SIZE]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
-    kind = type(operands.arrays)
+    kind: Any = type(operands.arrays)
     try:
         problem = _cached_problem(kind, operands.description, sides, *options)
     except TypeError:
@@ -163,7 +163,7 @@ def _cached_problem(
     kind: type[AttentionArrays[Layout]], description: Description, _: Any, *options: Any
 ) -> AttentionProblem:
     given = layouts_of(kind, description)
-    starts: Any = starts_of(kind, description)  # type: ignore[type-var]
+    starts: Any = starts_of(kind, description)
     longest = options[_OPTIONS:]
     backward = isinstance(given, AttentionBackwardArrays)
     required = ("dout", "q", "k", "v", "out", "lse") if backward else ("q", "k", "v")

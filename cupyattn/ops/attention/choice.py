@@ -112,7 +112,7 @@ def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> F
         return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
     rotary = problem.layouts.cos is not None
     if reason := _reason_to_decode(problem, card):
-        rotated = ("q", "k") if rotary else ()
+        rotated: tuple[str, ...] = ("q", "k") if rotary else ()
         inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
         return ForwardChoice("decode", (reason,), inner, laid, rotated)

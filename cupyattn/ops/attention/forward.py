@@ -207,8 +207,7 @@ def _whole_steps(
     assert row is not None
     lists = NO_LISTS
     if problem.layouts.block_mask is not None:
-        tile = {"rows": row.tile_q, "keys": row.tile_k, "part": row.warp_rows}
-        lists = block_lists(problem, planner, **tile)
+        lists = block_lists(problem, planner, row.tile_q, row.tile_k, row.warp_rows)
     step = step_of(
         kernel,
         problem.heads * problem.query_tiles(row.tile_q),

@@ -99,7 +99,8 @@ def with_arrays_of(record: R, functions: UserFunctions, arrays: Mapping[str, Any
     """Return a record that has a field for each array of the expressions besides its own."""
     if not arrays:
         return record
-    extended = _extended(type(record), tuple(functions.shown_names.items()))
+    kind: Any = type(record)
+    extended: type[R] = _extended(kind, tuple(functions.shown_names.items()))
     return extended(*values_of(record), **arrays)
 
 

@@ -190,12 +190,12 @@ class AttentionProblem:
         It is `without` some of its other arrays.
         """
         placed = {name: self.as_batch(name, layout) for name, layout in arrays.items()}
-        absent = dict.fromkeys(without)
+        absent: dict[str, Any] = dict.fromkeys(without)
         return replace(
             self,
             given=replace(self.given, **arrays, **absent),
             layouts=replace(self.layouts, **placed, **absent),
-            starts=replace(self.starts, **dict.fromkeys(arrays, 0), **absent),
+            starts=replace(self.starts, **{**absent, **dict.fromkeys(arrays, 0)}),
         )
 
     @cached_property

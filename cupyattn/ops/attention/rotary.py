@@ -136,7 +136,7 @@ def _step(
             "split the batch over several calls",
         )
     params = new_struct(ROTARY_PARAMS)
-    places = {}
+    places: dict[str, int | None] = {}
     for i, each in enumerate([*arrays, *arrays][:2]):
         params["x"][i] = row_strides(each.source.strides, each.source.dtype.itemsize)
         params["out"][i] = row_strides(each.target.strides, each.target.dtype.itemsize)

@@ -40,10 +40,10 @@ class AttentionGrads(NamedTuple):
         Of the sinks.
     """
 
-    # Array is Any, which takes None too: who reads a result need not ask whether dq is there.
-    dq: Array = None
-    dk: Array = None
-    dv: Array = None
+    # Only in grads= may these be None: who reads a result need not ask whether dq is there.
+    dq: Array = None  # type: ignore[assignment]
+    dk: Array = None  # type: ignore[assignment]
+    dv: Array = None  # type: ignore[assignment]
     dbias: Array | None = None
     dsinks: Array | None = None
 
