@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,64 @@ from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_grads
 from cupyattn.runtime.rounding import round_into
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreMod | Callable[..., Any] | None = ...,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreMod | Callable[..., Any] | None = ...,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    return_lse: Literal[True],
+    implementation: str = ...,
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> tuple[Array, Array]: ...
 
 
 @differentiable(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 from numpy.typing import NDArray
 
@@ -21,6 +21,56 @@ from cupyattn.runtime.outputs import named_out, take_out
 from cupyattn.runtime.rounding import round_into
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seqlens_k: Array,
+    /,
+    *,
+    cu_seqlens_q: Array | None = ...,
+    max_seqlen_q: int = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    k_scales: Array | None = ...,
+    v_scales: Array | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seqlens_k: Array,
+    /,
+    *,
+    cu_seqlens_q: Array | None = ...,
+    max_seqlen_q: int = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    k_scales: Array | None = ...,
+    v_scales: Array | None = ...,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> tuple[Array, Array]: ...
 
 
 def paged_attention(
@@ -234,7 +284,7 @@ def merge_attention(
     /,
     *,
     out: tuple[Array, Array] | None = None,
-) -> Any:
+) -> tuple[Array, Array]:
     r"""Merge two results of attention of the same queries to different keys, exactly.
 
     The result is what one attention to the keys of both parts gives: sequences that share a prefix
@@ -323,8 +373,8 @@ def merge_attention(
     problem = merge_problem(operands)
     device = device_of(operands)
     if device is not None:
-        arrays = run_merge(device, problem, operands)
-        return arrays.out, arrays.lse
+        made: Any = run_merge(device, problem, operands)
+        return made.out, made.lse
     on_cpu = cast("MergeArrays[NDArray[Any]]", operands.arrays)
     parts = on_cpu.out_a, on_cpu.lse_a, on_cpu.out_b, on_cpu.lse_b
     merged, lse = reference.merge_attention(*parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 from numpy.typing import NDArray
 
@@ -27,6 +27,70 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.outputs import named_grads, named_out
+
+
+@overload
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreMod | Callable[..., Any] | None = ...,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    return_lse: Literal[False] = ...,
+    out: Array | None = ...,
+    workspace: Array | None = ...,
+) -> Array: ...
+
+
+@overload
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreMod | Callable[..., Any] | None = ...,
+    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    return_lse: Literal[True],
+    out: tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> tuple[Array, Array]: ...
 
 
 @differentiable(

@@ -109,7 +109,7 @@ def tensor_core_plan(
 
 
 class _Call(NamedTuple):
-    """What the launches of one call have in common."""
+    """The arguments that the launches of one call share."""
 
     problem: AttentionProblem
     slots: Any

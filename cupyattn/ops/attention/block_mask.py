@@ -51,7 +51,7 @@ from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.value_checks import on_host
 
 EMPTY, PARTIAL, FULL = range(3)
-"""What a tile may be: no, some or all of its scores are seen."""
+"""The states of a tile: no, some or all of its scores are seen."""
 
 _PAIR = 2  # words
 
@@ -150,9 +150,9 @@ class BlockLists(NamedTuple):
     """The lists of a call's block mask for one kernel; nothing for a call without one."""
 
     steps: tuple[Step, ...]
-    """What makes them."""
+    """The launches that make the lists."""
     slot: int | None
-    """Where they are."""
+    """The slot of the lists in scratch memory."""
 
 
 NO_LISTS = BlockLists((), None)
@@ -222,7 +222,7 @@ class BlockMask:
 
     @property
     def blocks(self) -> Blocks:
-        """What it was made for."""
+        """The scores that it was made for."""
         return Blocks(self.shape, self.q_offset)
 
     @cached_property

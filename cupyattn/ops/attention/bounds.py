@@ -98,7 +98,7 @@ ROTATION = 8 * U32
 
 @dataclass(frozen=True)
 class ScoreErrors:
-    """What the error of a block's scores is made of; 0 where a key weighs nothing.
+    """The parts of the error of a block's scores; 0 where a key weighs nothing.
 
     Attributes
     ----------

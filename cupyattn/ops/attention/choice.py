@@ -77,7 +77,7 @@ IMPLEMENTATIONS: Mapping[str, Implementations] = {
 
 
 class Turns(NamedTuple):
-    """What is interleaved in a grid: the first tiles of all come before their second ones."""
+    """The heads and batch elements whose tiles are interleaved: first tiles before second ones."""
 
     kv_heads: int
     """Key-value heads, each with the query heads of its group; 0: query heads are not either."""
@@ -96,7 +96,7 @@ class ForwardChoice(NamedTuple):
     laid: AttentionArrays[Layout]
     """Its layouts with those of the results."""
     rotated: tuple[str, ...] = ()
-    """What a launch before rotates: k alone where the kernel rotates queries itself."""
+    """Arrays that a launch before rotates: k alone where the kernel rotates queries itself."""
     turns: Turns = Turns(0, 1)
     configuration: FlashConfig | FloatConfig | None = None
     options: FlashOptions = FlashOptions()
@@ -257,23 +257,23 @@ _TALL_GAIN = 1.05
 """How many more rows tall tiles may compute: they model 1.12 of the others' speed."""
 _SCORES_TOGETHER = 2  # neighbouring keys of a row that a thread holds, in float32 arithmetic
 LEAST_KEYS = 256
-"""Of a part."""
+"""The fewest keys of a split."""
 _CTA_KEYS = 128
-"""What a part costs beside its keys, in keys: it begins and ends."""
+"""The fixed cost of a split, in keys: it begins and ends."""
 _ROW_KEYS = 4
-"""What each of its rows costs more, in keys: float32 sums that are written and read again. By the
+"""The cost of each row of a split, in keys: float32 sums are written and read again. By the
 bytes of 128 rows beside the products of 64 keys it is about 3 on a T4, an estimate. A causal call
 of 1 x 2,048 tokens, 16 heads of 128, took 0.134 ms in 3 parts on an H200, where one of the code
 before took 0.120 ms whole (compute_75 code, 2026-11-22, `benchmark attention --tokens 2048
 --seqlen 2048 --options causal`)."""
 _COMBINE_KEYS = 128
-"""What the second launch costs, in keys."""
+"""The cost of the second launch, in keys."""
 _MOST_WAVES = 4
 """Turns that CTAs take on the card, at the most: scratch memory holds sums of all of them."""
 
 
 class TileRow(Protocol):
-    """What the choice needs of a row of a table."""
+    """The sizes of a configuration that decide how many splits there are."""
 
     @property
     def tile_q(self) -> int:

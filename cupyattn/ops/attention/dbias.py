@@ -25,12 +25,12 @@ class SummedDbias(NamedTuple):
     """How the kernel for a bias that broadcasts shares its work out."""
 
     target: Layout
-    """What it writes to, as (B, H, Sq, Sk)."""
+    """The layout of the array that it writes, as (B, H, Sq, Sk)."""
     scratch: bool
     """Whether that is scratch, which another kernel sums up to dbias; otherwise it is dbias."""
     ctas: int
     shares: tuple[int, ...]
-    """What the kernel is told of it by value."""
+    """The numbers of the split, which the kernel takes by value."""
 
 
 def shared_out(

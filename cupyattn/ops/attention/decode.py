@@ -19,7 +19,7 @@ from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 
 MOST_UNITS = 2**31 - 1
-"""That kernels count."""
+"""The most units of work that kernels count."""
 
 
 def shared_keys_steps(

@@ -47,7 +47,7 @@ _MOST_AXES = 4
 
 
 class Blocks(NamedTuple):
-    """What a block mask was made for."""
+    """The scores that a block mask was made for."""
 
     shape: tuple[int, int, int, int]
     """(B, H, Sq, Sk); B and H may be 1 for any."""
@@ -64,7 +64,7 @@ class UserFunction(NamedTuple):
     arrays: tuple[str, ...] = ()
     """Their names, as the expressions have them."""
     blocks: Blocks | None = None
-    """Of a mask_mod that comes with its tiles."""
+    """The scores that its tiles are for; None of a score_mod, or a mask_mod without tiles."""
 
 
 class UserFunctions(NamedTuple):
@@ -75,13 +75,13 @@ class UserFunctions(NamedTuple):
 
     @property
     def given(self) -> dict[str, UserFunction]:
-        """Those that there are, by the names of the options."""
+        """The functions that were given, by the names of the options."""
         both = zip(self._fields, self, strict=True)
         return {option: function for option, function in both if function is not None}
 
     @property
     def shown_names(self) -> dict[str, str]:
-        """What errors call the arrays of the expressions, by the fields of a call's record.
+        """The names in errors of the expressions' arrays, by the fields of a call's record.
 
         Examples
         --------
@@ -250,7 +250,7 @@ class _Expression:
 
     option: str
     names: str
-    """What the Python function takes besides the arrays."""
+    """The parameters of the Python function besides the arrays."""
     example: str
     """An expression, for errors."""
 
@@ -323,7 +323,7 @@ class _Expression:
 
 
 class ScoreMod(_Expression):
-    r"""What becomes of a score of `attention`, as an expression that is compiled into its kernels.
+    r"""A change of each score of `attention`, as an expression that is compiled into its kernels.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
 
 WHOLE_KEYS = 512
-"""Of a block table: sequences up to there are not shared, which saves the second launch. A step of
+"""Tokens up to which sequences are not split over CTAs, which saves the second launch. A step of
 GPT-2 and of Llama 3.2 1B gains 7 and 3 % by it with up to 256 tokens each, and loses 11 and 7 %
 with 850 (one sequence, `Generator.generate` with this set to 0, 512 or 1024, an H200 as compute_75
 code, 2026-11-22). Without tensor cores one CTA is too slow for that: Phi-2's heads of 80 lose 5 %,

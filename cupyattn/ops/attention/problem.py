@@ -28,7 +28,7 @@ MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh
 FORWARD_RESULTS = ("out", "lse")
 BACKWARD_RESULTS = ("dq", "dk", "dv", "dbias", "dsinks")
 Outputs = Mapping[str, Output]
-"""What a call writes, by the fields of its record."""
+"""The results of a call, by the fields of its record."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ ARRAY_FIXES = {
     "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
     "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
 }
-"""What to pass instead of a number or a list, where an array of that alone would not do."""
+"""The fix for a number or a list in an array's place, where an array of that alone would not do."""
 FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
 ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
@@ -123,7 +123,7 @@ class AttentionProblem:
     given: AttentionArrays[Layout]
     """The arrays as the caller gave them."""
     layouts: AttentionArrays[Layout]
-    """The same with packed rows as those of a batch."""
+    """The arrays with packed rows as those of a batch."""
     starts: AttentionArrays[int]
     """By how many bytes each array misses a vector's alignment."""
     options: AttentionOptions
@@ -165,7 +165,7 @@ class AttentionProblem:
 
     @property
     def lse_dtype(self) -> np.dtype:
-        """Of lse and its gradient: float32, for float64 arrays float64."""
+        """The dtype of lse and its gradient: float32, for float64 arrays float64."""
         return self.dtype if self.dtype == np.float64 else LSE_DTYPE
 
     def query_tiles(self, rows: int) -> int:
@@ -247,7 +247,7 @@ class AttentionProblem:
 
     @property
     def modifier_strides(self) -> tuple[Any, ...]:
-        """What kernels take by value for them."""
+        """The strides of the expressions' arrays, which kernels take by value."""
         return strides_of(self.modifiers, self.layouts) if any(self.functions) else ()
 
     @property
@@ -259,7 +259,7 @@ class AttentionProblem:
 
     @property
     def block_modifier_strides(self) -> tuple[Any, ...]:
-        """What those kernels take by value."""
+        """The strides that those kernels take by value."""
         return strides_of(self.block_modifiers, self.layouts) if any(self.functions) else ()
 
 

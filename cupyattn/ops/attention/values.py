@@ -12,7 +12,7 @@ from cupyattn.runtime.value_checks import on_host
 
 MAX_SINK = 2e38
 MAX_ALIBI = 2**20
-"""Of slope times distance: float32 keeps scores of that size to a sixteenth."""
+"""The largest slope times distance: float32 keeps scores of that size to a sixteenth."""
 
 
 def check_values(problem: AttentionProblem, arrays: AttentionArrays[Array]) -> None:

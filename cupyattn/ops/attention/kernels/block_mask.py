@@ -15,7 +15,7 @@ from cupyattn.runtime.tables import cpp_bool
 TILE = 16
 """Queries and keys of a tile: what the tiles of all kernels are multiples of."""
 WARPS = 8
-"""Of a CTA of each kernel. A warp has a tile, or a list's place; a list is a CTA's."""
+"""Warps of a CTA of each kernel. A warp has a tile, or an entry of a list; a CTA has a list."""
 LIST_HEAD = 2
 """Pairs of a list before its tiles (kListHead in block_lists.cuh)."""
 

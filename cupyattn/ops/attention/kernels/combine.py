@@ -26,7 +26,7 @@ KERNEL = KernelSpec(
 )
 KERNELS = (KERNEL,)
 ROWS = 4
-"""Of a CTA, one a warp."""
+"""Rows of a CTA, one for each warp."""
 
 
 @cache

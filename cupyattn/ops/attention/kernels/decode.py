@@ -53,9 +53,9 @@ TILE_KEYS = 16
 """Keys that a warp takes at a time (kTileKeys in params.cuh); block sizes are multiples of it."""
 WARPS = 4
 COMBINE_WARPS = (1, 8)
-"""Of a row: one warp where few parts are to be merged, and rows are many."""
+"""Warps for each row: one where few parts are merged and rows are many."""
 COMBINE_PARTS = 8
-"""What one warp loads of a row at once."""
+"""The items of a row that one warp loads at once."""
 FEEDS = ("BlockFeed", "DenseFeed")
 """Where tiles of keys lie: in blocks that a table names, or one behind the other."""
 
@@ -67,7 +67,7 @@ INTEGER_ITEMS = 8
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Of a head dim and a number of query rows of one key-value head.
+    """The configuration for a head dim and a number of query rows of one key-value head.
 
     Attributes
     ----------

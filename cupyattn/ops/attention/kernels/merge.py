@@ -22,7 +22,7 @@ KERNEL = KernelSpec(
 )
 KERNELS = (KERNEL,)
 ROWS = 4
-"""Of a CTA, one a warp."""
+"""Rows of a CTA, one for each warp."""
 VEC = 4
 """Items of a lane, where rows allow it: 128 columns are one for each lane."""
 

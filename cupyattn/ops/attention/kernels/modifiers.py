@@ -1,4 +1,4 @@
-"""What a user's expressions add to the kernels of attention: a header, and parameters.
+"""The header and the parameters that a user's expressions add to the kernels of attention.
 
 `cuda_src/attention/modifiers.cuh` says how kernels take them.
 """
@@ -15,13 +15,13 @@ from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Struct
 from cupyattn.runtime.tables import cpp_bool
 
 SCORE_NAMES = ("score", "b", "h", "q_idx", "k_idx")
-"""What an expression for a score may name besides its arrays."""
+"""The names that an expression for a score may use besides its arrays."""
 GRADIENT_NAMES = ("score", "grad", "b", "h", "q_idx", "k_idx")
-"""The same of one for a gradient."""
+"""The names that an expression for a gradient may use."""
 MASK_NAMES = ("b", "h", "q_idx", "k_idx")
-"""The same of one for a mask."""
+"""The names that an expression for a mask may use."""
 TAKEN_NAMES = (*GRADIENT_NAMES, "INFINITY", "NAN")
-"""What no array can be called; `modifiers.cuh` defines the last two."""
+"""Names that no array can have; `modifiers.cuh` defines the last two."""
 CPP_WORDS = """
     alignas alignof and_eq asm auto bitand bitor bool case catch char char16_t char32_t compl
     const const_cast constexpr decltype default delete do double dynamic_cast enum explicit
@@ -32,9 +32,9 @@ CPP_WORDS = """
 """
 """The words of C++ that are not Python's as well: no array can have one as its name."""
 SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
-"""What the compiler and errors call each expression."""
+"""The name of each expression in compiler messages and errors."""
 ARRAYS, RESULT, END = " (arrays)", " (result)", " (end)"
-"""Of the same, what the compiler calls the lines before an expression, and behind it."""
+"""The ends of those names for the lines before an expression and after it."""
 ITEMS = {
     "float16": "float16",
     "float32": "float32",
@@ -60,7 +60,7 @@ class ModifierArray(NamedTuple):
 
 
 class BlockArray(NamedTuple):
-    """What a kernel reads of a block mask."""
+    """The array that a kernel reads of a block mask."""
 
     name: str
     item: str
@@ -70,7 +70,7 @@ class BlockArray(NamedTuple):
 BLOCK_LISTS = BlockArray("block_lists", "uint2", "BlockLists")
 """The tiles that each CTA walks, for kernels that walk tiles."""
 BLOCK_STATES = BlockArray("block_mask", "unsigned char", "BlockStates")
-"""What the mask leaves of each tile, for a kernel whose CTAs have one tile."""
+"""The state of each tile, for a kernel whose CTAs have one tile."""
 
 
 class Modifier(NamedTuple):
@@ -78,7 +78,7 @@ class Modifier(NamedTuple):
 
     expression: str
     gradient: str | None
-    """Of a score_mod that is differentiated."""
+    """The derivative, of a score_mod that is differentiated."""
     arrays: tuple[ModifierArray, ...]
 
 
@@ -88,7 +88,7 @@ class Modifiers(NamedTuple):
     score: Modifier | None
     mask: Modifier | None
     blocks: BlockArray | None = None
-    """Of a mask that comes with the tiles that it leaves, for kernels that ask for them."""
+    """The tiles that a mask leaves, for kernels that read them."""
 
     @property
     def parameters(self) -> tuple[tuple[str, ModifierArray], ...]:

@@ -15,7 +15,7 @@ class FlashOptions(NamedTuple):
     """Neighbouring keys of the bias that are read at once: 4, 2 or 1."""
     mask: bool = False
     mask_vec: int = 1
-    """The same for the mask."""
+    """Neighbouring keys of the mask that are read at once."""
     slopes: str = "void"
     softcap: bool = False
     sinks: str = "void"
@@ -65,7 +65,7 @@ EACH_PAGED_OPTION = (
     FlashOptions(softcap=True),
     FlashOptions(sinks="float32"),
 )
-"""The same of the kernels over a paged cache."""
+"""One option each of the kernels over a paged cache."""
 
 
 class BackwardOptions(NamedTuple):
@@ -109,4 +109,4 @@ BACKWARD_QUADS = (
     BackwardOptions(bias="float32", score_vec=4),
     BackwardOptions(mask=True, score_vec=4),
 )
-"""Those with items of bias or mask that are read four at a time."""
+"""Options with items of bias or mask that are read four at a time."""

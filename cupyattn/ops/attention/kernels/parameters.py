@@ -21,7 +21,7 @@ FORWARD: tuple[Parameter, ...] = (
     Pointer("lse", optional=True),
     *POSITIONS,
 )
-"""Of every forward kernel, before what its options bring."""
+"""Parameters of every forward kernel, before those of its options."""
 
 FLASH: tuple[Parameter, ...] = (
     *FORWARD,
@@ -29,21 +29,21 @@ FLASH: tuple[Parameter, ...] = (
     *inputs("sinks", optional=True),
     ATTENTION_STRUCT,
 )
-"""Of the forward kernels with every option."""
+"""Parameters of the forward kernels with every option."""
 
 ROTARY: tuple[Parameter, ...] = (
     *FLASH[:-1],
     *inputs("cos", "sin"),
     *(ATTENTION_STRUCT, ROTARY_TABLES_STRUCT),
 )
-"""The same of the kernel that rotates queries."""
+"""Parameters of the kernel that rotates queries."""
 SPLIT: tuple[Parameter, ...] = (
     *inputs("q", "k", "v"),
     *(Pointer(name) for name in ("partial_out", "partial_sums")),
     *(*POSITIONS, *SCORE_INPUTS),
     SPLIT_STRUCT,
 )
-"""Of those that have a part of the keys each, with every option but sinks."""
+"""Parameters of the split-KV kernels, with every option but sinks."""
 
 PAGED: tuple[Parameter, ...] = (
     *inputs("q", "k_cache", "v_cache", "block_table", "seqlens_k"),
@@ -52,7 +52,7 @@ PAGED: tuple[Parameter, ...] = (
     Pointer("lse", optional=True),
     PAGED_STRUCT,
 )
-"""Of the forward kernels over a paged cache."""
+"""Parameters of the forward kernels over a paged cache."""
 
 PACKED = inputs("cu_seqlens_q", "cu_seqlens_k")
 
@@ -64,14 +64,14 @@ VARLEN: tuple[Parameter, ...] = (
     *inputs("sinks", optional=True),
     VARLEN_STRUCT,
 )
-"""Of the forward kernels of packed sequences."""
+"""Parameters of the forward kernels of packed sequences."""
 
 ROTARY_VARLEN: tuple[Parameter, ...] = (
     *VARLEN[:-1],
     *inputs("cos", "sin"),
     *(VARLEN_STRUCT, ROTARY_TABLES_STRUCT),
 )
-"""The same of the kernel that rotates queries."""
+"""Parameters of the kernel that rotates queries."""
 
 
 def of_packed(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:

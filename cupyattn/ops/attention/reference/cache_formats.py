@@ -26,7 +26,7 @@ LARGEST = {8: 127, 4: 7}
 STORED_BITS = {"int8": 8, "uint8": 4}
 """Bits of an item, by the dtype of the array that it is stored in."""
 OFFSET = 8
-"""What is added to an integer of 4 bits, so that a nibble has no sign."""
+"""The number that is added to an integer of 4 bits, so that a nibble has no sign."""
 
 
 def quantise(x: ArrayLike, bits: int) -> tuple[NDArray[Any], NDArray[np.float32]]:

@@ -58,9 +58,9 @@ from cupyattn.ops.attention.reference.scores import ScoreBlocks, probabilities
 from cupyattn.runtime.precision import TINY32, U32, Float64
 
 BIAS = {"int8": 128, "uint8": 8}
-"""What is added to an integer of K on tensor cores."""
+"""The number that is added to an integer of K on tensor cores."""
 _ALIGNED = 2.0**11
-"""What is cut off of products with values that are subnormal, in units of u32."""
+"""The part of products with subnormal values that is cut off, in units of u32."""
 
 
 def stored_attention_bound(

@@ -19,7 +19,7 @@ class PackedSequence(NamedTuple):
     rows: slice
     keys: slice
     options: dict[str, Any]
-    """Of `scores.ScoreBlocks`, as this sequence has them."""
+    """Options of `scores.ScoreBlocks`, as this sequence has them."""
 
 
 def sequences(

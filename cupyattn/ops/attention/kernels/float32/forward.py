@@ -75,7 +75,7 @@ _GATES = {
 }
 FLASH = {75: with_gates(_TURING, _GATES)}
 DTYPES = ("float32", "bfloat16", "float16")
-"""What Turing's tensor cores do not take; and float16, for cards that have none."""
+"""The dtypes that Turing's tensor cores do not take; float16 too, for GPUs that have none."""
 VECTOR_ITEMS = 4
 """Items that the float32 kernel loads at once where rows are aligned to so many."""
 _PANEL_KEYS = 16  # of V at a time

@@ -55,7 +55,7 @@ VARLEN = {
     )
     for kernel in _DENSE
 }
-"""The same of packed sequences."""
+"""The kernels of packed sequences, likewise."""
 KERNELS = (*_DENSE, *VARLEN.values())
 
 SMEM_UNIT = 128  # bytes: alignment of each buffer in Smem

@@ -46,7 +46,7 @@ DQ_VARLEN_KERNEL = KernelSpec(
     "attention/tensor_core/backward_dq_varlen.cu",
     of_packed(DQ_KERNEL.parameters),
 )
-"""The same of packed sequences."""
+"""The kernel of packed sequences."""
 KERNELS = (DQ_KERNEL, DQ_VARLEN_KERNEL)
 
 

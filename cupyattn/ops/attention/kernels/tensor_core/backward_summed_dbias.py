@@ -55,7 +55,7 @@ SUMMED_DBIAS_VARLEN_KERNEL = KernelSpec(
     "attention/tensor_core/backward_summed_dbias_varlen.cu",
     (*of_packed(_DENSE_PARAMETERS), *_SHARES),
 )
-"""The same of packed sequences."""
+"""The kernel of packed sequences."""
 KERNELS = (SUMMED_DBIAS_KERNEL, SUMMED_DBIAS_VARLEN_KERNEL)
 
 _COLUMNS = 32

@@ -376,7 +376,7 @@ _QUADS = (
     FlashOptions(bias="float32", bias_vec=4),
     FlashOptions(mask=True, mask_vec=4),
 )
-"""What only the tensor-core kernel reads four keys at a time."""
+"""Options that only the tensor-core kernel reads four keys at a time."""
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
