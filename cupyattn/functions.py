@@ -6,10 +6,6 @@ CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.refe
 
 from inspect import isfunction
 
-from cupyattn.autodiff.rules import (
-    linear,
-    linear_gelu,
-)
 from cupyattn.autodiff.vjp import vjp
 from cupyattn.environment import device_info
 from cupyattn.ops.activations.api import (
@@ -34,8 +30,12 @@ from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.cache.api import append_kv, copy_blocks, gather
 from cupyattn.ops.embedding.api import embedding, embedding_backward
-from cupyattn.ops.linear.api_backward import linear_backward
-from cupyattn.ops.linear.api_gelu import linear_gelu_backward
+from cupyattn.ops.linear.api import (
+    linear,
+    linear_backward,
+    linear_gelu,
+    linear_gelu_backward,
+)
 from cupyattn.ops.linear.api_quantised import dequantize, quantize
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads

@@ -18,14 +18,12 @@ from cupyattn.ops.attention.kernels import (
 from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
-from cupyattn.ops.linear import kernels_nested_scales as nested_scales
 from cupyattn.ops.linear import kernels_quantised as quantised
 from cupyattn.ops.linear import kernels_quantised_float32 as quantised_float32
-from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
-from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
+from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
+from cupyattn.ops.linear import kernels_skinny as skinny
 from cupyattn.ops.linear import kernels_tensor_core as linear_tensor_core
-from cupyattn.ops.linear import kernels_thin as thin
 from cupyattn.ops.losses import kernels as cross_entropy
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.optimizer import kernels as optimizer
@@ -64,12 +62,10 @@ _MODULES = (
     column_sums,
     linear_float32,
     mma_rate,
-    thin,
-    quantised_thin,
-    quantised_thin_float32,
+    skinny,
+    quantised_skinny,
     linear_tensor_core,
     quantised,
-    nested_scales,
     quantised_float32,
     quantised_tile,
 )

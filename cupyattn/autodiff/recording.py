@@ -63,7 +63,7 @@ class StandIn:
     __hash__ = object.__hash__
 
 
-def _refuse(stand_in: StandIn, *_: Any, **__: Any) -> NoReturn:
+def _refuse(stand_in: StandIn, *_: object, **__: object) -> NoReturn:
     recording = stand_in._recording
     recording.refused = recording.refusal(f"uses {stand_in._name} itself")
     raise recording.refused
@@ -157,7 +157,7 @@ class Recording:
             self._stand_ins.clear()
             self._returned = self.refused = None
 
-    def _checked(self, returned: Any) -> Call:
+    def _checked(self, returned: object) -> Call:
         if self.refused is not None:
             raise self.refused
         if self._call is None:
@@ -183,7 +183,7 @@ class Recording:
         )
         return self._returned
 
-    def _take(self, rule: Rule, parameter: str, value: Any, index: int | None = None) -> Any:
+    def _take(self, rule: Rule, parameter: str, value: object, index: int | None = None) -> Any:
         """Return the array of a stand-in, and keep where it came to; those in a tuple likewise."""
         if isinstance(value, StandIn):
             self._pass_on(rule, value, parameter, index)
@@ -243,7 +243,7 @@ def _function_without_backward(traceback: TracebackType | None) -> str | None:
     return None
 
 
-def each(function: Callable[[Any], Any], value: Any) -> Any:
+def each(function: Callable[[Any], Any], value: object) -> Any:
     """Apply a function to a value, or to every item of a tuple."""
     if not isinstance(value, tuple):
         return function(value)
@@ -251,19 +251,19 @@ def each(function: Callable[[Any], Any], value: Any) -> Any:
     return value._make(items) if hasattr(value, "_make") else tuple(items)
 
 
-def place_of(value: Any) -> Place | None:
+def place_of(value: object) -> Place | None:
     """Return where a stand-in was passed on to, and None for what is none."""
     return value._place if isinstance(value, StandIn) else None
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return what people call a function; of a partial, that of what it calls."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", None) or f"an object of type {type(function).__name__}"
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Tell whether a value claims to be an array, of any library."""
     return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
@@ -272,7 +272,7 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _same(returned: Any, expected: Any) -> bool:
+def _same(returned: object, expected: object) -> bool:
     """Tell whether two are one object, or tuples of the same objects."""
     if isinstance(returned, tuple) and isinstance(expected, tuple):
         return len(returned) == len(expected) and all(map(is_, returned, expected))

@@ -16,7 +16,7 @@ from cupyattn.runtime.records import record_of
 
 
 def vjp(
-    function: Callable[..., Any], /, *arrays: Any, wrt: tuple[str, ...] = (), **options: Any
+    function: Callable[..., Any], /, *arrays: object, wrt: tuple[str, ...] = (), **options: object
 ) -> tuple[Any, Pullback]:
     r"""Call a function and return, with its result, the function that differentiates it.
 
@@ -142,7 +142,7 @@ class Pullback:
         if place is not None:
             self._asked.add(place.gradient)
 
-    def __call__(self, *result_gradients: Any, **backward_options: Any) -> tuple[Any, ...]:
+    def __call__(self, *result_gradients: object, **backward_options: object) -> tuple[Any, ...]:
         """Return the gradients: `vjp` says which, and what may be given."""
         gradients = self._backward(self._by_name(result_gradients), self._own(backward_options))
 
@@ -260,7 +260,7 @@ def _zeros_like(result: Array) -> Array:
     return zeros
 
 
-def _require_wrt(wrt: Any, options: dict[str, Any]) -> None:
+def _require_wrt(wrt: object, options: dict[str, Any]) -> None:
     if not isinstance(wrt, tuple) or not all(isinstance(name, str) for name in wrt):
         of = " of other things than names" if isinstance(wrt, tuple) else ""
         raise error(

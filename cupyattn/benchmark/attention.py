@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,7 +172,7 @@ class AttentionInputs:
         return arguments_of(self.option, self.problem, self.harness.xp)
 
 
-def arguments_of(option: str, problem: SelfAttentionProblem, xp: Any) -> dict[str, Any]:
+def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> dict[str, Any]:
     """Return an option's keyword arguments of a call, with arrays of its size."""
     heads, sq, window = problem.heads, problem.shapes["q"][1], problem.window
     make: dict[str, Callable[[], dict[str, Any]]] = {
@@ -193,13 +194,13 @@ def arguments_of(option: str, problem: SelfAttentionProblem, xp: Any) -> dict[st
     return {"causal": problem.causal, **make.get(option, dict)()}
 
 
-def _mask(problem: SelfAttentionProblem, sq: int, xp: Any) -> Array:
+def _mask(problem: SelfAttentionProblem, sq: int, xp: ModuleType) -> Array:
     """Return one mask for all heads and sequences."""
     numbers = np.random.default_rng(2).random((1, 1, sq, problem.seqlen), np.float32)
     return xp.asarray(numbers >= _MASKED)
 
 
-def _alibi(heads: int, xp: Any) -> ScoreMod:
+def _alibi(heads: int, xp: ModuleType) -> ScoreMod:
     """Return ALiBi as an expression, which may take 5 % longer."""
     return ScoreMod(
         "score - slopes[h] * abs(q_idx - k_idx)",
@@ -212,12 +213,12 @@ def _alibi(heads: int, xp: Any) -> ScoreMod:
     )
 
 
-def _tables(problem: SelfAttentionProblem, xp: Any) -> tuple[Array, ...]:
+def _tables(problem: SelfAttentionProblem, xp: ModuleType) -> tuple[Array, ...]:
     """Return the tables of all features, or of all but the last."""
     return tuple(map(xp.asarray, rope_tables(problem.seqlen, problem.head_dim // 2 * 2)))
 
 
-def _documents(problem: SelfAttentionProblem, xp: Any) -> cupyattn.MaskMod:
+def _documents(problem: SelfAttentionProblem, xp: ModuleType) -> cupyattn.MaskMod:
     """Return what lets a token see those of its own document."""
     return cupyattn.MaskMod(
         "document[q_idx] == document[k_idx]",
@@ -226,7 +227,7 @@ def _documents(problem: SelfAttentionProblem, xp: Any) -> cupyattn.MaskMod:
     )
 
 
-def _bias(problem: SelfAttentionProblem, sq: int, xp: Any) -> Array:
+def _bias(problem: SelfAttentionProblem, sq: int, xp: ModuleType) -> Array:
     """Return one bias for each head, the same for all sequences, as relative positions have."""
     numbers = np.random.default_rng(1).standard_normal((problem.heads, sq, 1), np.float32)
     column = xp.asarray(numbers.astype(dtype_of(problem.dtype)))
@@ -234,7 +235,7 @@ def _bias(problem: SelfAttentionProblem, sq: int, xp: Any) -> Array:
     return xp.ascontiguousarray(xp.broadcast_to(column, shape))
 
 
-def _slopes(heads: int, xp: Any) -> Array:
+def _slopes(heads: int, xp: ModuleType) -> Array:
     """Return powers of two from 2**(-8 / H) to 2**-8 (Press et al., arXiv:2108.12409)."""
     return xp.asarray(2.0 ** (-8.0 * np.arange(1, heads + 1, dtype=np.float32) / heads))
 

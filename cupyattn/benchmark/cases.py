@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Case:
 class Arrays:
     """Random arrays of an array library, the same for the same seed; or arrays without contents."""
 
-    def __init__(self, xp: Any, seed: int = 0, *, filled: bool = True) -> None:
+    def __init__(self, xp: ModuleType, seed: int = 0, *, filled: bool = True) -> None:
         self.xp = xp
         self._filled = filled
         self._rng = np.random.default_rng(seed)
@@ -100,7 +101,7 @@ class Arrays:
         """Return integers from `low` to below `high`."""
         return self._repeated(self._rng.integers(low, high, _few(shape)).astype(dtype), shape)
 
-    def uniform(self, *shape: int, dtype: Any = np.float32, scale: float = 1.0) -> Array:
+    def uniform(self, *shape: int, dtype: object = np.float32, scale: float = 1.0) -> Array:
         """Return numbers from 0 to `scale`."""
         drawn = self._rng.random(_few(shape), np.float32) * np.float32(scale)
         return self._repeated(drawn.astype(dtype), shape)
@@ -118,7 +119,7 @@ def _few(shape: tuple[int, ...]) -> int:
 class Harness:
     """The harness that prepares and measures cases."""
 
-    xp: Any
+    xp: ModuleType
     """The array library: CuPy on a GPU."""
     times: Callable[[Round, Any], Samples] = lambda calls, torch: Samples([])
     """See `Timer.times`."""
@@ -219,13 +220,13 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
         del calls
 
 
-def _floats(result: Any, xp: Any) -> list[Any]:
+def _floats(result: object, xp: ModuleType) -> list[Any]:
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [float_array(each, xp) for each in results if each is not None]
 
 
 def _require_agreement(
-    found: Sequence[Any], expected: Sequence[Any], tolerance: float, xp: Any
+    found: Sequence[Any], expected: Sequence[Any], tolerance: float, xp: ModuleType
 ) -> None:
     for index, (one, other) in enumerate(zip(found, expected, strict=False)):
         if one.shape != other.shape:

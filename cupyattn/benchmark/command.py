@@ -93,7 +93,7 @@ class Option:
         parser.add_argument(f"--{self.name}", **given)
 
 
-def with_defaults(given: Iterable[Option], **defaults: Any) -> tuple[Option, ...]:
+def with_defaults(given: Iterable[Option], **defaults: object) -> tuple[Option, ...]:
     """Return options with other defaults, by dest."""
     return tuple(
         replace(option, default=defaults.get(option.dest, option.default)) for option in given

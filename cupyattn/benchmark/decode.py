@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ class DecodingStep(NamedTuple):
         seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
         return 4 * self.batch * self.heads * self.head_dim * seen
 
-    def arrays(self, xp: Any) -> tuple[Any, ...]:
+    def arrays(self, xp: ModuleType) -> tuple[Any, ...]:
         """Return q, the caches, the table and lengths; blocks are anywhere in the pool.
 
         Dense keys and values are blocks as long as the longest sequence, without a table. Caches of
@@ -111,7 +112,7 @@ class DecodingStep(NamedTuple):
         table = [] if self.block_size is None else [xp.asarray(ids.reshape(self.batch, -1))]
         return xp.asarray(q), *caches, *table, xp.asarray(lengths), *all_scales
 
-    def call(self, xp: Any) -> Call:
+    def call(self, xp: ModuleType) -> Call:
         """Return the call of one layer, into its own array."""
         arrays = self.arrays(xp)
         out = xp.empty(arrays[0].shape, arrays[0].dtype)
@@ -122,7 +123,7 @@ class DecodingStep(NamedTuple):
         used = lengths if self.ragged else None
         return partial(cupyattn.attention, q, k, v, causal=True, seqused_k=used, out=out)
 
-    def packed_call(self, xp: Any) -> Call:
+    def packed_call(self, xp: ModuleType) -> Call:
         """Return the call over a paged cache with packed queries."""
         q, *cache = self.arrays(xp)
         flat = q.reshape(-1, self.heads, self.head_dim)
@@ -138,7 +139,7 @@ class DecodingStep(NamedTuple):
         return [calls[layer % len(calls)] for layer in range(layers)]
 
 
-def _pool(xp: Any, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> Any:
+def _pool(xp: ModuleType, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> Any:
     """Return that many copies of a block (1, block_size, G, ...)."""
     shape = (num_blocks, *block.shape[1:])
     if heads_first:
@@ -229,7 +230,7 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
         )
 
 
-def _alone(call: Callable[[Any], Call], xp: Any) -> Round:
+def _alone(call: Callable[[Any], Call], xp: ModuleType) -> Round:
     return [call(xp)]
 
 
@@ -266,11 +267,11 @@ class CacheOperation(NamedTuple):
         heads = 2 * self.kv_heads + (2 * self.heads if self.operation == "append" else 0)
         return self.tokens * (heads * self.head_dim * item + self.stored_bytes)
 
-    def round(self, xp: Any) -> Round:
+    def round(self, xp: ModuleType) -> Round:
         """Make the arrays, and return the call on them."""
         return [getattr(self, f"_{self.operation}")(xp)]
 
-    def _caches(self, xp: Any, *shape: int) -> tuple[list[Any], dict[str, Any]]:
+    def _caches(self, xp: ModuleType, *shape: int) -> tuple[list[Any], dict[str, Any]]:
         stored = self.head_dim // 2 if self.cache == "int4" else self.head_dim
         names = {"int8": "int8", "int4": "uint8"}
         dtype = np.dtype(names[self.cache]) if self.cache in names else dtype_of(self.dtype)
@@ -283,7 +284,7 @@ class CacheOperation(NamedTuple):
     def _ids(self, count: int) -> np.ndarray:
         return np.random.default_rng(0).permutation(count).astype(np.int32)
 
-    def _append(self, xp: Any) -> Call:
+    def _append(self, xp: ModuleType) -> Call:
         """Rotate slices of packed q, k and v, into blocks anywhere in the pool."""
         heads = self.heads + 2 * self.kv_heads
         packed = xp.empty((self.tokens, heads, self.head_dim), dtype_of(self.dtype))
@@ -302,14 +303,14 @@ class CacheOperation(NamedTuple):
             positions=xp.asarray((token % _TABLE).astype(np.int32)), **scales,
         )  # fmt: skip
 
-    def _copy(self, xp: Any) -> Call:
+    def _copy(self, xp: ModuleType) -> Call:
         """Copy half of the pool's blocks to the other half, in all layers."""
         count = max(self.num_blocks // 2, 1)
         (k_cache, v_cache), scales = self._caches(xp, _LAYERS, 2 * count)
         pairs = np.ascontiguousarray(self._ids(2 * count).reshape(2, count).T)
         return partial(cupyattn.copy_blocks, k_cache, v_cache, xp.asarray(pairs), **scales)
 
-    def _gather(self, xp: Any) -> Call:
+    def _gather(self, xp: ModuleType) -> Call:
         """Gather one long sequence, whose blocks are anywhere in the pool."""
         (k_cache, v_cache), scales = self._caches(xp, self.num_blocks)
         table = xp.asarray(self._ids(self.num_blocks)[None])

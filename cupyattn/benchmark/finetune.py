@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from itertools import product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +76,9 @@ def timed(step: Callable[[], Any], plan: FinetunePlan) -> list[float]:
     return plan.timer.waited(once, once())
 
 
-def own(plan: FinetunePlan, size: TrainingSize, xp: Any, held: Callable[[], int]) -> dict[str, Any]:
+def own(
+    plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Callable[[], int]
+) -> dict[str, Any]:
     """Time this library's steps, and return their budget; `held` returns the bytes in use."""
     make = models.random if plan.model in models.PRESETS else models.load
     made = make(plan.model, quantize=plan.quantize, xp=xp)
@@ -125,7 +128,7 @@ def baseline(plan: FinetunePlan, size: TrainingSize) -> dict[str, Any]:
     return {"seconds": seconds, "held_bytes": held}
 
 
-def _adapted(plan: FinetunePlan, torch: Any, transformers: Any, peft: Any) -> Any:
+def _adapted(plan: FinetunePlan, torch: ModuleType, transformers: ModuleType, peft: Any) -> Any:
     if plan.model in models.PRESETS:
         config = transformers_config(transformers, models.PRESETS[plan.model])
         with torch.device("cuda"):
@@ -142,7 +145,7 @@ def _adapted(plan: FinetunePlan, torch: Any, transformers: Any, peft: Any) -> An
     return peft.get_peft_model(model, lora).train()
 
 
-def _baseline_step(model: Any, samples: list[Any], torch: Any) -> Callable[[], float]:
+def _baseline_step(model: Any, samples: list[Any], torch: ModuleType) -> Callable[[], float]:
     ids = torch.tensor([sample.ids.tolist() for sample in samples], device="cuda")
     learnt = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=1e-4, fused=True)

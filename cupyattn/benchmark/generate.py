@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,7 +166,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
     ]
 
 
-def time_parts(parts: list[DecodeCall], xp: Any, runs: int) -> list[list[float]]:
+def time_parts(parts: list[DecodeCall], xp: ModuleType, runs: int) -> list[list[float]]:
     """Return the seconds of each part, in each of the runs of all of them in their order.
 
     The GPU is kept busy by copies while a run is queued: so its calls follow one another as in a

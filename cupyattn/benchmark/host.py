@@ -22,7 +22,7 @@ from cupyattn.cli.recorder import attention_launch
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
-from cupyattn.runtime.launch import start
+from cupyattn.runtime.plan import start
 
 GOAL_WITH_OUT_US = 12.0
 GOAL_US = 20.0

@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,24 +160,24 @@ def _heads(size: RowSize, source: Arrays) -> Values:
 # The same in PyTorch
 
 
-def _torch_rope(torch: Any, x: Any, cos: Any, sin: Any) -> Any:
+def _torch_rope(torch: ModuleType, x: Any, cos: Any, sin: Any) -> Any:
     """Rotate halves of x, with tables in its dtype, as models do."""
     cos, sin = (torch.cat((t, t), -1)[None, :, None].to(x.dtype) for t in (cos, sin))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def _torch_gated(activation: str, torch: Any, packed: Any) -> Any:
+def _torch_gated(activation: str, torch: ModuleType, packed: Any) -> Any:
     gate, up = packed.chunk(2, -1)
     return getattr(torch.nn.functional, activation)(gate) * up
 
 
-def _torch_norm(name: str, eps: float, torch: Any, x: Any, *parameters: Any) -> Any:
+def _torch_norm(name: str, eps: float, torch: ModuleType, x: Any, *parameters: Any) -> Any:
     norm = getattr(torch.nn.functional, name)
     return norm(x, x.shape[-1:], *parameters, **({"eps": eps} if name == "rms_norm" else {}))
 
 
-def _torch_add_norm(name: str, eps: float, torch: Any, x: Any, *others: Any) -> Any:
+def _torch_add_norm(name: str, eps: float, torch: ModuleType, x: Any, *others: Any) -> Any:
     *parameters, residual = others
     total = x + residual
     return _torch_norm(name, eps, torch, total, *parameters), total
@@ -191,7 +192,7 @@ _ADAMW: dict[str, Any] = {
 }
 
 
-def _torch_adamw(torch: Any, param: Any, grad: Any, m: Any, v: Any) -> Any:
+def _torch_adamw(torch: ModuleType, param: Any, grad: Any, m: Any, v: Any) -> Any:
     """Step in place with means in float32, which ``torch.optim`` keeps in the parameters' dtype."""
     beta1, beta2 = _ADAMW["betas"]
     grad = grad.float()
@@ -204,7 +205,7 @@ def _torch_adamw(torch: Any, param: Any, grad: Any, m: Any, v: Any) -> Any:
     return param, m, v
 
 
-def _functional(name: str, **options: Any) -> Callable[..., Any]:
+def _functional(name: str, **options: object) -> Callable[..., Any]:
     """Return a function of ``torch.nn.functional``."""
     return lambda torch, *tensors: getattr(torch.nn.functional, name)(*tensors, **options)
 
@@ -283,7 +284,7 @@ class LayerInputs:
         """Return a call of PyTorch for each set, eager or compiled."""
         torch, compute = self.harness.torch, self.operation.torch
 
-        def function(*tensors: Any) -> Any:
+        def function(*tensors: object) -> Any:
             return compute(torch, *tensors)
 
         if name == "compile":
@@ -309,14 +310,14 @@ def own_call(operation: LayerCall, direction: str, arrays: Values, harness: Harn
 
 
 def torch_forward(
-    torch: Any, function: Callable[..., Any], arrays: Values, harness: Harness
+    torch: ModuleType, function: Callable[..., Any], arrays: Values, harness: Harness
 ) -> Call:
     """Return a call of PyTorch's function that records no gradients."""
     return libraries.forward_calls(torch, function, _tensors(torch, arrays))[0]
 
 
 def torch_backward(
-    torch: Any, function: Callable[..., Any], arrays: Values, harness: Harness
+    torch: ModuleType, function: Callable[..., Any], arrays: Values, harness: Harness
 ) -> Call:
     """Return a call of ``torch.autograd.grad`` with the same gradients."""
     tensors = _tensors(torch, arrays)
@@ -337,7 +338,7 @@ def torch_backward(
     return partial(grad, results, wanted, gradients, retain_graph=True, allow_unused=True)
 
 
-def _tensors(torch: Any, arrays: Values) -> list[Any]:
+def _tensors(torch: ModuleType, arrays: Values) -> list[Any]:
     return [tensor_of(torch, a).detach() if hasattr(a, "dtype") else a for a in arrays]
 
 

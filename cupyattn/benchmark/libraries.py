@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -112,14 +113,14 @@ def missing_library(name: str, failure: ImportError) -> NotAskedError:
     )
 
 
-def free_memory(torch: Any) -> None:
+def free_memory(torch: ModuleType | None) -> None:
     """Give back the unused memory that the pools of CuPy and PyTorch hold."""
     load_cupy().get_default_memory_pool().free_all_blocks()
     if torch is not None:
         torch.cuda.empty_cache()
 
 
-def tensor_of(torch: Any, array: Array) -> Any:
+def tensor_of(torch: ModuleType, array: Array) -> Any:
     """Return a tensor on the memory of an array."""
     name = array.dtype.name
     if name == "bfloat16":  # CuPy cannot export it by DLPack
@@ -129,7 +130,7 @@ def tensor_of(torch: Any, array: Array) -> Any:
     return torch.from_dlpack(array)
 
 
-def float_array(result: Any, xp: Any) -> Array:
+def float_array(result: Any, xp: ModuleType) -> Array:
     """Return a float32 copy of an array or a tensor, by the array library `xp`."""
     if hasattr(result, "detach"):
         result = xp.from_dlpack(result.detach().float().contiguous())
@@ -152,7 +153,7 @@ ANYWHERE: Within = nullcontext
 
 
 def forward_calls(
-    torch: Any, function: Attend, tensors: Sequence[Any], within: Within = ANYWHERE
+    torch: ModuleType, function: Attend, tensors: Sequence[Any], within: Within = ANYWHERE
 ) -> Round:
     """Return a call of PyTorch's function that records no gradients."""
 
@@ -164,7 +165,12 @@ def forward_calls(
 
 
 def backward_calls(
-    torch: Any, function: Attend, tensors: Sequence[Any], within: Within = ANYWHERE, *, dout: Any
+    torch: ModuleType,
+    function: Attend,
+    tensors: Sequence[Any],
+    within: Within = ANYWHERE,
+    *,
+    dout: object,
 ) -> Round:
     """Return a call that differentiates the result of PyTorch's function."""
     for tensor in tensors:
@@ -177,7 +183,12 @@ def backward_calls(
 
 
 def step_calls(
-    torch: Any, function: Attend, tensors: Sequence[Any], within: Within = ANYWHERE, *, dout: Any
+    torch: ModuleType,
+    function: Attend,
+    tensors: Sequence[Any],
+    within: Within = ANYWHERE,
+    *,
+    dout: object,
 ) -> Round:
     """Return a call of PyTorch's function and of its gradient together."""
     for tensor in tensors:
@@ -190,13 +201,13 @@ def step_calls(
     return [call]
 
 
-def torch_attention(torch: Any, name: str, **options: Any) -> tuple[Attend, Within]:
+def torch_attention(torch: ModuleType, name: str, **options: object) -> tuple[Attend, Within]:
     """Return PyTorch's attention of (B, H, S, D) by a back-end, and the context that selects it.
 
     The function takes q, k, v and optionally a bias.
     """
 
-    def attend(*tensors: Any) -> Any:
+    def attend(*tensors: object) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 
     if name not in BACKENDS:
@@ -205,7 +216,7 @@ def torch_attention(torch: Any, name: str, **options: Any) -> tuple[Attend, With
     return attend, partial(torch.nn.attention.sdpa_kernel, backend)
 
 
-def flex_attention(torch: Any, seen: Callable[..., Any] | None, sq: int, sk: int) -> Attend:
+def flex_attention(torch: ModuleType, seen: Callable[..., Any] | None, sq: int, sk: int) -> Attend:
     """Return flex_attention of q, k and v (B, H, S, D), which Inductor compiles by Triton.
 
     `seen` tells whether query i of head h and batch b sees key j; tiles without any such pair are

@@ -28,7 +28,7 @@ from cupyattn.ops.linear.weight_formats import FORMATS, blocks_for, pieces
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
-from cupyattn.runtime.launch import launch
+from cupyattn.runtime.plan import launch
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 
 LARGE = ((8192, 16384, 4096), (8192, 2560, 10240), (8192, 3072, 768), (512, 16384, 4096))
@@ -199,7 +199,7 @@ class LinearInputs:
         }
         activation = after[product.activation]
 
-        def linear(x: Any, w: Any, b: Any) -> Any:
+        def linear(x: object, w: object, b: object) -> Any:
             return activation(functional.linear(x, w, b))
 
         function = self.harness.compiled(linear) if name == "compile" else linear
@@ -274,7 +274,7 @@ def _baselines(
             yield TimedImplementation.of(name, inputs.product_calls, lambda result: None)
 
 
-def _same(result: Any) -> Any:
+def _same(result: object) -> Any:
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Gene
     return run
 
 
-def transformers_config(transformers: Any, config: Config) -> Any:
+def transformers_config(transformers: ModuleType, config: Config) -> Any:
     """Return transformers' config of the same numbers."""
     shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied,
               "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def _driver_version() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def measured_on(device: CudaDevice, torch: Any = None) -> dict[str, Any]:
+def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> dict[str, Any]:
     """Describe what the loaded kernels of a device ran on, and what they are compiled for.
 
     Returns
@@ -112,7 +113,7 @@ def require_writable(file: Path) -> None:
         file.unlink()
 
 
-def write_json(result: Any, file: Path) -> None:
+def write_json(result: object, file: Path) -> None:
     """Write a result, or a list of them."""
     file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -138,7 +139,7 @@ def results_of(file: Path) -> list[Result]:
     return results
 
 
-def _is_result(held: Any) -> bool:
+def _is_result(held: object) -> bool:
     """Tell whether an object has a command and rows."""
     if not isinstance(held, dict) or not isinstance(held.get("rows"), list):
         return False

@@ -9,6 +9,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def compared(
     yield from (one, ring)
 
 
-def drawn(arguments: argparse.Namespace, xp: Any) -> list[Any]:
+def drawn(arguments: argparse.Namespace, xp: ModuleType) -> list[Any]:
     """Return q, k, v and dout: one head's numbers, scaled differently for each other head."""
     rng = np.random.default_rng(0)
     arrays = []

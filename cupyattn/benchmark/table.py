@@ -173,7 +173,7 @@ def _also(row: Row) -> Mapping[str, Any]:
     return {name: value for name, value in figures if not isinstance(value, (dict, list))}
 
 
-def _key(value: Any) -> str:
+def _key(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
@@ -194,7 +194,7 @@ def _ratio(row: Row, first: Row) -> str:
     return "" if row is first or not ours or not theirs else f"{ours / theirs:.2f}"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

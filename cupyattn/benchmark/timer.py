@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import mma_rate
 from cupyattn.runtime.device.cuda import CudaDevice
-from cupyattn.runtime.launch import launch
+from cupyattn.runtime.plan import launch
 from cupyattn.runtime.storage import VECTOR_BYTES
 
 Call = Callable[[], Any]
@@ -60,7 +61,7 @@ class Timer(NamedTuple):
         """Return how many calls of so many seconds fit into a share of the budget."""
         return min(wanted, max(least, int(share * self.budget_s / max(seconds, 1e-9))))
 
-    def times(self, calls: Round, torch: Any = None) -> Samples:
+    def times(self, calls: Round, torch: ModuleType | None = None) -> Samples:
         """Return the seconds of a call, many times; `torch` is PyTorch, if the calls are its own.
 
         Several calls, and short calls, are captured as one CUDA graph. A sample is then the time
@@ -91,7 +92,7 @@ class Timer(NamedTuple):
             call()
         return _timed(call, self.within(self.calls, took))
 
-    def _of_graph(self, calls: Round, torch: Any) -> Samples:
+    def _of_graph(self, calls: Round, torch: ModuleType | None) -> Samples:
         replay = _graph(calls) if torch is None else _torch_graph(torch, calls)
         replay()
         seconds = self._of(replay, _timed(replay, 1)[0])
@@ -129,7 +130,7 @@ def _graph(calls: Round) -> Call:
 
 
 @cache
-def torch_stream(torch: Any) -> Any:
+def torch_stream(torch: ModuleType) -> Any:
     """Return the stream that PyTorch's calls are captured on.
 
     PyTorch computes gradients on the stream of their forward, which has to be this one.
@@ -137,7 +138,7 @@ def torch_stream(torch: Any) -> Any:
     return torch.cuda.Stream()
 
 
-def _torch_graph(torch: Any, calls: Round) -> Call:
+def _torch_graph(torch: ModuleType, calls: Round) -> Call:
     torch.cuda.synchronize()
     with torch.cuda.stream(torch_stream(torch)):
         for _ in range(2):
@@ -155,7 +156,7 @@ def _results(calls: Round) -> None:
     _ = [call() for call in calls]
 
 
-def peak_bytes(call: Call, torch: Any = None) -> int:
+def peak_bytes(call: Call, torch: ModuleType | None = None) -> int:
     """Return the most device memory that a call takes beyond its inputs and results.
 
     With CuPy this is what a new memory pool takes from the device, with PyTorch what its allocator
@@ -181,7 +182,7 @@ def peak_bytes(call: Call, torch: Any = None) -> int:
     return max(0, taken - new)
 
 
-def _arrays(result: Any) -> list[Any]:
+def _arrays(result: object) -> list[Any]:
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [each for each in results if hasattr(each, "nbytes")]
 

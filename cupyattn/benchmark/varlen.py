@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ class PackedAttentionProblem(NamedTuple):
 
 
 def call_of(
-    problem: PackedAttentionProblem, layout: str, direction: str, arrays: Any, xp: Any
+    problem: PackedAttentionProblem, layout: str, direction: str, arrays: Any, xp: ModuleType
 ) -> Call:
     """Return the call of a direction, whose results and scratch are allocated."""
     lengths, total = problem.lengths(layout), len(arrays[0])

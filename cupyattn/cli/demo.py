@@ -241,7 +241,7 @@ def _attention(q: Array, k: Array, v: Array, implementation: str) -> Any:
     return cupyattn.attention(q, k, v, causal=True, implementation=implementation, return_lse=True)
 
 
-def _result(problem: DemoProblem, place: str, runs: list[dict[str, Any]], **more: Any) -> Result:
+def _result(problem: DemoProblem, place: str, runs: list[dict[str, Any]], **more: object) -> Result:
     within = all(error["within_bound"] for run in runs for error in run["errors"].values())
     return {
         "command": "demo",

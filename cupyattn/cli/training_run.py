@@ -414,7 +414,7 @@ def _interruptible() -> Iterator[threading.Event]:
         yield asked
         return
 
-    def ask(*_: Any) -> None:
+    def ask(*_: object) -> None:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()

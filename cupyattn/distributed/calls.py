@@ -161,7 +161,7 @@ class RingCalls:
         begins = ((0,) * len(extents), call.query_starts, call.key_starts)
         return given | self._moved(begins, packed=True)
 
-    def _used(self, used: Array, start: Any, extent: Any) -> Array:
+    def _used(self, used: Array, start: object, extent: object) -> Array:
         """Return how many keys of a piece that begins at `start` are among the first `used`."""
         step = self._plan.placement.step
         return self._xp.clip((used - start + (step - 1)) // step, 0, extent)

@@ -40,7 +40,7 @@ _WITHOUT: dict[str, tuple[tuple[Any, ...], str, str]] = {
 _KINDS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
-def require_group(group: Any) -> None:
+def require_group(group: object) -> None:
     """Raise TypeError for what is no group."""
     if not isinstance(group, Group):
         raise error(
@@ -66,7 +66,7 @@ def adopted(given: Mapping[str, Any], fixes: Mapping[str, str] = MappingProxyTyp
     return Adopted({name: array for name, array in pairs if array is not None}, operands.device_id)
 
 
-def require_array(x: Any) -> tuple[Array, int | None]:
+def require_array(x: object) -> tuple[Array, int | None]:
     """Take an array and return it with its device, or raise TypeError if it is none."""
     arrays, device_id = adopted({"x": x})
     if not arrays:
@@ -74,7 +74,7 @@ def require_array(x: Any) -> tuple[Array, int | None]:
     return arrays["x"], device_id
 
 
-def require_flags(**given: Any) -> None:
+def require_flags(**given: object) -> None:
     """Raise TypeError for what is neither True nor False."""
     for name, flag in given.items():
         if not isinstance(flag, bool | np.bool_):
@@ -122,11 +122,11 @@ def refuse(function: str, others: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _is_plain(given: Any) -> bool:
+def _is_plain(given: object) -> bool:
     return isinstance(given, int | np.integer | str) and not isinstance(given, bool)
 
 
-def require_own_seed(seed: Any) -> None:
+def require_own_seed(seed: object) -> None:
     """Raise TypeError for a seed that says where a part stands."""
     if isinstance(seed, DropoutSeed):
         raise error(

@@ -52,13 +52,13 @@ class Communicator(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: object) -> None:
         """Send an array to a rank."""
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: object) -> None:
         """Receive into an array what a rank sends."""
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: object) -> None:
         """Fill out (size, ...) with the array (...) of each rank, in the order of ranks."""
 
 
@@ -118,7 +118,7 @@ def may_keep_the_host(communicator: Communicator) -> bool:
     return not isinstance(communicator, known)
 
 
-def _has(given: Any, *names: str) -> bool:
+def _has(given: object, *names: str) -> bool:
     return not isinstance(given, type) and all(hasattr(given, name) for name in names)
 
 
@@ -208,19 +208,19 @@ class MPICommunicator:
         self._pending: list[tuple[Any, Any]] | None = None
         """Inside of `together`: requests, and what is to be done behind each."""
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: object) -> None:
         """Send an array to a rank."""
         on_host = _bytes(_to_host(array, stream))
         self._start(self._communicator.Isend(on_host, dest=peer, tag=_TAG), lambda: None)
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: object) -> None:
         """Receive into an array what a rank sends."""
         on_host: Any = array if stream is None else np.empty(array.shape, array.dtype)
         request = self._communicator.Irecv(_bytes(on_host), source=peer, tag=_TAG)
         target = cast("CudaArray", array)
         self._start(request, lambda: None if stream is None else target.set(on_host, stream))
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: object) -> None:
         """Fill out with the array of each rank."""
         on_host: Any = out if stream is None else np.empty(out.shape, out.dtype)
         sent = _bytes(_to_host(array, stream))
@@ -301,7 +301,7 @@ class Carrier:
         self._communicator = communicator
         self._look = look
 
-    def require_here(self, array: Any, *, or_on_host: bool = False) -> None:
+    def require_here(self, array: object, *, or_on_host: bool = False) -> None:
         """Raise unless an array lies where the communicator can reach it.
 
         Raises
@@ -339,12 +339,12 @@ class Carrier:
         to: int,
         incoming: Sequence[Array],
         source: int,
-        stream: Any,
+        stream: object,
     ) -> None:
         """Send arrays to one rank and receive others from another, as far away as all ranks do."""
         self._carry(lambda: self._exchange(outgoing, to, incoming, source, stream), stream)
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: object) -> None:
         """Fill out with the array of each rank."""
         self._carry(lambda: self._communicator.all_gather(array, out, stream), stream)
 
@@ -354,7 +354,7 @@ class Carrier:
         to: int,
         incoming: Sequence[Array],
         source: int,
-        stream: Any,
+        stream: object,
     ) -> None:
         communicator = self._communicator
         together = getattr(communicator, "together", None)

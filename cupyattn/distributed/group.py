@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, cast
 
 import numpy as np
@@ -79,7 +79,7 @@ class Group:
 
     def __init__(
         self,
-        communicator: Any,
+        communicator: object,
         *,
         size: int | None = None,
         folder: str | os.PathLike[str] | None = None,
@@ -234,7 +234,7 @@ class Group:
         return f"rank {', '.join(listed[:-1])} or {listed[-1]}{hint}"
 
     @contextmanager
-    def _transfer(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:
+    def _transfer(self, stream: object, peer: int, waits_for: str) -> Iterator[None]:
         """Watch what is inside; what it raises ends the group: nobody knows what is still to come.
 
         Otherwise a later call would take the bytes of this one for its own.
@@ -338,7 +338,7 @@ _SHOWN = 180  # characters of a rank: errors have room for two
 
 
 def agree(
-    group: Group, said: Sequence[str], xp: Any, *, allowed: str, fix: str, number: int = 0
+    group: Group, said: Sequence[str], xp: ModuleType, *, allowed: str, fix: str, number: int = 0
 ) -> list[int]:
     """Return the number of each rank, if all say the same of what they are about to do.
 
@@ -374,7 +374,7 @@ def agree(
     ]
 
 
-def _gather(group: Group, own: bytes, xp: Any) -> list[bytes]:
+def _gather(group: Group, own: bytes, xp: ModuleType) -> list[bytes]:
     answers = group.all_gather(xp.asarray(np.frombuffer(own, np.uint8)))
     gathered = [on_host(x).tobytes() for x in answers]
     group.check()  # of a transfer that was aborted nothing has come

@@ -71,7 +71,7 @@ class Lane:
         )
         return self._mark(self._side)
 
-    def _mark(self, stream: Any) -> Mark:
+    def _mark(self, stream: object) -> Mark:
         if stream is None:
             return None
         event = self.xp.cuda.Event(disable_timing=True)

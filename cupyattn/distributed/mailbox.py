@@ -108,7 +108,7 @@ class ThreadCommunicator:
         self._sent: list[tuple[Parcel, int, Any]] | None = None
         """Inside of `together` what has been sent."""
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: object) -> None:
         """Send an array to a rank."""
         parcel = Parcel(array, None if stream is None else _mark(stream))
         self._office.put(parcel, self.rank, peer)
@@ -173,7 +173,7 @@ class ThreadCommunicator:
             stream.wait_event(parcel.copied)
 
 
-def _mark(stream: Any) -> Any:
+def _mark(stream: object) -> Any:
     event = load_cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     return event

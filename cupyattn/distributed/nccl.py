@@ -73,7 +73,7 @@ class ThreadMeeting:
         self._failures = failures
         self._timeout = timeout
 
-    def __call__(self, rank: int, says: Any = None) -> list[Any]:
+    def __call__(self, rank: int, says: object = None) -> list[Any]:
         """Return when all ranks have come as often as this one, with what each says.
 
         Raises

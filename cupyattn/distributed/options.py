@@ -41,7 +41,9 @@ def place_of(array: Array, call: AttentionCall, placement: Placement) -> tuple[s
     )
 
 
-def blocks_of(of_whole: BlockMask, mask_mod: Any, call: AttentionCall, placement: Placement) -> Any:
+def blocks_of(
+    of_whole: BlockMask, mask_mod: object, call: AttentionCall, placement: Placement
+) -> Any:
     """Return the block mask of a call, whose mask_mod has been told where it stands.
 
     A tile that reaches beyond a piece says no less of what it has within. Where tiles lie across
@@ -112,7 +114,7 @@ def _moved_function(of_whole: Callable[..., Any], places: ScoreOffsets, unknown:
     """Return a Python function of a call's scores; `unknown` is an array that it does not take."""
 
     @wraps(of_whole)  # errors name the user's
-    def of_call(*operands: Any, **arrays: Any) -> Any:
+    def of_call(*operands: object, **arrays: object) -> Any:
         *others, b, h, q_idx, k_idx = operands
         arrays.pop(unknown, None)
         b, q_idx, k_idx = places(b, q_idx, k_idx)

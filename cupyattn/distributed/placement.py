@@ -62,7 +62,7 @@ class Placement(NamedTuple):
         return range(start, start + self.piece_length(length) * self.step, self.step)
 
 
-def placement_of(name: Any, ranks: int, lengths: Sequence[int]) -> Placement:
+def placement_of(name: object, ranks: int, lengths: Sequence[int]) -> Placement:
     """Check that a placement can deal out sequences of these lengths.
 
     One rank holds all tokens in their order under each of them, which is what contiguous says.
@@ -103,7 +103,7 @@ def token_positions(placement: Placement, rank: int, lengths: Sequence[int]) -> 
     return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
 
 
-def sequence_bounds(cu_seqlens: Any) -> tuple[int, ...]:
+def sequence_bounds(cu_seqlens: object) -> tuple[int, ...]:
     """Take the bounds of packed sequences as numbers of the host.
 
     Raises

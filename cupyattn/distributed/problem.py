@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class RingProblem:
     arrays: dict[str, Array] = field(repr=False)
 
     @property
-    def xp(self) -> Any:
+    def xp(self) -> ModuleType:
         """The library of the arrays."""
         return np if isinstance(self.arrays["q"], np.ndarray) else load_cupy()
 
@@ -235,7 +236,7 @@ def _require_shapes(arrays: dict[str, Array], packed: bool) -> None:
             )
 
 
-def _lengths(tokens: int, cu_seqlens: Any) -> tuple[int, ...]:
+def _lengths(tokens: int, cu_seqlens: object) -> tuple[int, ...]:
     if cu_seqlens is None:
         return (tokens,)
     bounds = sequence_bounds(cu_seqlens)

@@ -53,7 +53,7 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
 
 
 def given_gradients(
-    grads: Any, accumulate: bool, *, bias: bool, sinks: bool
+    grads: object, accumulate: bool, *, bias: bool, sinks: bool
 ) -> dict[str, Array | None]:
     """Return what was given for each gradient, by name.
 
@@ -122,7 +122,7 @@ def own_block(problem: RingProblem) -> tuple[Array, Array]:
     return xp.ascontiguousarray(k), xp.ascontiguousarray(problem.arrays["v"])
 
 
-def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: Any) -> None:
+def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: object) -> None:
     adopted({name: given}, {name: made_beforehand(name)})
     if given.shape != shape or given.dtype != dtype:
         raise error(
@@ -242,6 +242,6 @@ def _rows(part: Part, rows: RankRows) -> Part:
     return part[0][:, rows.slice], part[1][:, :, rows.slice]
 
 
-def _empty_like(out: Array, lse: Array, dtype: Any = None) -> Part:
+def _empty_like(out: Array, lse: Array, dtype: object = None) -> Part:
     xp = np if isinstance(out, np.ndarray) else load_cupy()
     return xp.empty(out.shape, dtype or out.dtype), xp.empty(lse.shape, lse.dtype)

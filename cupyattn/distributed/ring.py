@@ -248,7 +248,7 @@ def ring_attention(
     *,
     group: Group,
     placement: str = "zigzag",
-    cu_seqlens: Any = None,
+    cu_seqlens: object = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -265,7 +265,7 @@ def ring_attention(
     mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
-    **others: Any,
+    **others: object,
 ) -> Any:
     r"""Attend over sequences whose tokens are spread over the ranks of a group.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ def shard(
     *,
     placement: str = "zigzag",
     axis: int | None = None,
-    cu_seqlens: Any = None,
+    cu_seqlens: object = None,
 ) -> Array:
     """Cut a rank's tokens out of an array of all tokens.
 
@@ -89,7 +89,7 @@ def unshard(
     *,
     placement: str = "zigzag",
     axis: int | None = None,
-    cu_seqlens: Any = None,
+    cu_seqlens: object = None,
 ) -> Array:
     """Put the shards of all ranks together to an array of all tokens.
 
@@ -162,7 +162,7 @@ def positions(
     length: int | None = None,
     *,
     placement: str = "zigzag",
-    cu_seqlens: Any = None,
+    cu_seqlens: object = None,
 ) -> NDArray[np.int32]:
     """Return where in its sequence each token of a rank stands.
 
@@ -194,7 +194,7 @@ def positions(
     return token_positions(placement_of(placement, ranks, lengths), rank, lengths)
 
 
-def _sequences(length: int | None, cu_seqlens: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _sequences(length: int | None, cu_seqlens: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return where each sequence begins, and its length."""
     if cu_seqlens is None:
         if length is None:
@@ -240,7 +240,7 @@ def _at(axis: int, rows: slice) -> tuple[slice, ...]:
     return (*(slice(None),) * axis, rows)
 
 
-def _token_axis(axis: Any, cu_seqlens: Any, shape: tuple[int, ...]) -> int:
+def _token_axis(axis: object, cu_seqlens: object, shape: tuple[int, ...]) -> int:
     """Return which of the axes has the tokens, counted from the first."""
     if axis is None:
         axis = 1 if cu_seqlens is None else 0
@@ -254,5 +254,5 @@ def _token_axis(axis: Any, cu_seqlens: Any, shape: tuple[int, ...]) -> int:
     return int(axis) % len(shape)
 
 
-def _array_module(x: Array) -> Any:
+def _array_module(x: Array) -> ModuleType:
     return np if isinstance(x, np.ndarray) else load_cupy()

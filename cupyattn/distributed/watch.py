@@ -55,7 +55,7 @@ class Watch:
         self._stopped = threading.Event()
 
     @contextmanager
-    def over(self, stream: Any, peer: int, waits_for: str) -> Iterator[None]:
+    def over(self, stream: object, peer: int, waits_for: str) -> Iterator[None]:
         """Watch what is enqueued on a stream inside of the block; without one, the block itself."""
         if stream is not None and self._device is None:
             self._device = current_device()
@@ -130,7 +130,7 @@ def _is_done(transfer: _Transfer) -> bool:
     return transfer.done is not None and transfer.done.done
 
 
-def _mark(stream: Any) -> Any:
+def _mark(stream: object) -> Any:
     if stream is None:
         return _DONE
     event = load_cupy().cuda.Event(disable_timing=True)

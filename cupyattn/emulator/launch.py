@@ -64,7 +64,7 @@ class Struct:
             )
         self.values = {name: self._named(name, value) for name, value in values.items()}
 
-    def _named(self, name: str, value: Any) -> Any:
+    def _named(self, name: str, value: object) -> Any:
         """Wrap arrays that become pointers, under the name of their field."""
         is_pointer = self.dtype[name] == np.uint64
         if is_pointer and isinstance(value, np.ndarray) and value.ndim:
@@ -124,7 +124,7 @@ def collect_arrays(function: Function, args: Sequence[Any]) -> tuple[list[Any], 
     return wrapped, arrays
 
 
-def _check_argument(function: Function, i: int, parameter: Parameter, value: Any) -> Any:
+def _check_argument(function: Function, i: int, parameter: Parameter, value: object) -> Any:
     where = f"{function.name}, argument {i} ({parameter.name}, .{parameter.type})"
     is_pointer = parameter.type in ("u64", "b64", "s64") and not parameter.is_array
     if isinstance(value, np.ndarray) and value.ndim:
@@ -190,7 +190,7 @@ _BATCH_LANES = 8192
 _TRACKER_BYTES = 32 << 20
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -217,7 +217,7 @@ def _check_types(
 ) -> None:
     """Refuse what is not of the type that `launch` documents."""
 
-    def refuse(name: str, value: Any, allowed: str) -> None:
+    def refuse(name: str, value: object, allowed: str) -> None:
         raise LaunchError(f"{name} is {value!r:.60} ({type(value).__name__}); allowed: {allowed}")
 
     if not isinstance(module, Module):

@@ -59,7 +59,7 @@ def as_tokens(tokens: Any) -> list[int]:
         ) from None
 
 
-def as_ends(stop: Any) -> list[int]:
+def as_ends(stop: object) -> list[int]:
     """Read the tokens that end a sample, of which a set will do."""
     try:
         return as_tokens(list(stop) if isinstance(stop, AnySet) else stop)
@@ -103,7 +103,7 @@ def as_copies(copies: Any, sources: int, targets: int) -> tuple[tuple[int, int],
 def uncopied(copy: str, instead: str) -> Callable[[Any, Any], NoReturn]:
     """Make the ``__reduce_ex__`` of what is neither copied nor pickled."""
 
-    def refuse(self: Any, protocol: Any) -> NoReturn:
+    def refuse(self: object, protocol: object) -> NoReturn:
         name = type(self).__name__
         raise error(TypeError, f"a {name} was to be copied or pickled", copy, instead)
 

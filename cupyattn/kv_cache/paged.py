@@ -7,6 +7,7 @@ filled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from cupyattn.functions import copy_blocks
@@ -123,7 +124,7 @@ def draw(
     return axes
 
 
-def _no_sequences(name: str, passed: Any) -> TypeError:
+def _no_sequences(name: str, passed: object) -> TypeError:
     return error(
         TypeError,
         f"got {name}, {shown(passed)}",
@@ -242,8 +243,8 @@ class PagedKVCache(CacheSteps):
         num_kv_heads: int,
         head_dim: int,
         *,
-        dtype: Any,
-        xp: Any,
+        dtype: object,
+        xp: ModuleType,
         prefix_caching: bool = False,
         watermark: int = 0,
         num_host_blocks: int = 0,
@@ -388,7 +389,7 @@ class PagedKVCache(CacheSteps):
         sequences: Mapping[str, Sequence] | Iterable[Sequence] | None = None,
         /,
         *,
-        axes: Any = None,
+        axes: object = None,
         columns: int = 16,
     ) -> Any:
         """Draw the pool by matplotlib: a cell for each block, in the order of their ids.

@@ -147,7 +147,7 @@ class Request:
         return tuple(sample for sample in samples if sample in self._open)
 
 
-def as_ending(request: Any, sample: int | None, owner: object) -> Iterable[int]:
+def as_ending(request: object, sample: int | None, owner: object) -> Iterable[int]:
     """Return the samples that a cancellation ends; refuse a request that is not the owner's."""
     if not isinstance(request, Request):
         raise error(
@@ -166,7 +166,7 @@ def as_ending(request: Any, sample: int | None, owner: object) -> Iterable[int]:
     return range(request.n) if sample is None else [as_count("sample", sample, 0, request.n - 1)]
 
 
-def require_forward(forward: Any) -> None:
+def require_forward(forward: object) -> None:
     """Refuse what is no function of a batch, also where there is nothing to compute."""
     if not callable(forward):
         raise error(
@@ -272,7 +272,7 @@ def has_whole(sequence: Sequence, length: int) -> bool:
     return not sequence.is_freed and not sequence.is_swapped and len(sequence) >= length
 
 
-def as_swaps(preempt: Any) -> bool:
+def as_swaps(preempt: object) -> bool:
     """Read whether sequences that make room move to host memory."""
     if not isinstance(preempt, str) or preempt not in ("recompute", "swap"):
         raise error(

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from heapq import heappop, heappush
 from threading import Lock
-from typing import Any, Literal
+from typing import Literal
 
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count, as_ends, as_tokens, uncopied
@@ -120,7 +120,7 @@ class Admission:
         return -(-tokens // self._allocator.block_size)
 
 
-def as_left(window_size: Any) -> int | None:
+def as_left(window_size: object) -> int | None:
     """Read how far a window (left, right) reaches back; None stands for no end."""
     if window_size is None:
         return None

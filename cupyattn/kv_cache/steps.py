@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class CacheSteps:
     """The part of `PagedKVCache` that a step calls."""
 
     allocator: BlockAllocator
-    _xp: Any
+    _xp: ModuleType
     _layers: list[dict[str, Array]]
 
     def _layer(self, layer: int) -> dict[str, Array]:
@@ -158,7 +159,7 @@ class CacheSteps:
             v_scales=arrays.get("v_scales"),
         )
 
-    def attend(self, layer: int, q: Array, tables: StepTables, /, **options: Any) -> Any:
+    def attend(self, layer: int, q: Array, tables: StepTables, /, **options: object) -> Any:
         """Let the new tokens of a step see all tokens of their sequences in a layer.
 
         Parameters

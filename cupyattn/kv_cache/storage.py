@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -59,7 +60,7 @@ def as_format(dtype: Any) -> CacheFormat:
     return FORMATS[name]
 
 
-def require_library(xp: Any) -> None:
+def require_library(xp: ModuleType) -> None:
     """Refuse an xp that is neither NumPy nor CuPy."""
     if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
         raise error(
@@ -87,7 +88,7 @@ class Storage:
         num_blocks: int,
         num_host_blocks: int,
         slots: tuple[int, int, int],
-        xp: Any,
+        xp: ModuleType,
     ) -> None:
         block_size, heads, head_dim = slots
         item, on_gpu = dtype_of(form.item), xp.__name__ != "numpy"
@@ -155,7 +156,7 @@ class Storage:
             )
 
 
-def _pinned(xp: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _pinned(xp: ModuleType, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return host memory that a GPU's copies reach without the driver's detour."""
     items = math.prod(shape)
     if not items:

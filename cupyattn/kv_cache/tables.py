@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from collections.abc import Set as AnySet
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -49,7 +50,7 @@ class StepTables:
     def __init__(
         self,
         allocator: BlockAllocator,
-        xp: Any,
+        xp: ModuleType,
         *,
         max_batch: int,
         max_blocks: int,
@@ -234,7 +235,7 @@ class StepTables:
             )
 
 
-def require_tables(tables: Any, allocator: BlockAllocator) -> None:
+def require_tables(tables: object, allocator: BlockAllocator) -> None:
     """Refuse what is no tables, and those whose ids are another pool's."""
     if not isinstance(tables, StepTables):
         raise error(
@@ -252,7 +253,7 @@ def require_tables(tables: Any, allocator: BlockAllocator) -> None:
         )
 
 
-def upload(xp: Any, target: Array, staged: np.ndarray) -> None:
+def upload(xp: ModuleType, target: Array, staged: np.ndarray) -> None:
     """Queue the copy of an array of the host; it may change as soon as this has returned."""
     if xp is np:
         target[...] = staged

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class Beside:
     array([1, 3, 5])
     """
 
-    def __init__(self, xp: Any) -> None:
+    def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
         self._stream: Any = None
 
@@ -201,7 +202,7 @@ def rows_at_once(columns: int, itemsize: int) -> int:
     return rows - rows % _ROWS_TOGETHER if rows > _ROWS_TOGETHER else rows
 
 
-def logit_chunks(head: Product, hidden: Array, xp: Any) -> Iterator[tuple[slice, Array]]:
+def logit_chunks(head: Product, hidden: Array, xp: ModuleType) -> Iterator[tuple[slice, Array]]:
     """Yield the logits of hidden states (rows, E), and whose rows they are.
 
     Each chunk is written over the one before. `cupyattn.linear_cross_entropy` does the same; a head
@@ -215,7 +216,7 @@ def logit_chunks(head: Product, hidden: Array, xp: Any) -> Iterator[tuple[slice,
         yield rows, head(hidden[rows], out=logits[: rows.stop - start])
 
 
-def mean_loss(head: Product, hidden: Array, labels: Array, xp: Any) -> Array:
+def mean_loss(head: Product, hidden: Array, labels: Array, xp: ModuleType) -> Array:
     """Return the mean loss of the rows whose label is not -100, NaN if there are none."""
     total = xp.zeros((), loss_dtype(hidden.dtype))
     for rows, logits in logit_chunks(head, hidden, xp):

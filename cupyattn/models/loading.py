@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ QUANTIZE = (*MADE, OF_THE_FILE)
 """The values of `quantize` that `load` takes."""
 
 
-def quantises_to(quantize: Any, *, files: bool = False) -> Quantises:
+def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
     """Return how weights are kept in a format, or for None in the model's dtype.
 
     Raises
@@ -130,7 +131,7 @@ def _common_blocks(
 DTYPES = ("float16", "float32", "bfloat16")
 
 
-def model_library(given: Any) -> Any:
+def model_library(given: object) -> Any:
     """Return numpy or cupy; for None cupy where there is a GPU that kernels run on.
 
     Raises
@@ -151,7 +152,7 @@ def model_library(given: Any) -> Any:
     )
 
 
-def model_dtype(given: Any, xp: Any) -> str:
+def model_dtype(given: Any, xp: ModuleType) -> str:
     """Return the name of a model's dtype; for None what its device computes fastest.
 
     Raises
@@ -187,7 +188,7 @@ def load(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    xp: Any = None,
+    xp: ModuleType | None = None,
     group: Group | None = None,
 ) -> Model:
     """Load a model: its config, its weights and how to find its tokenizer.
@@ -271,7 +272,7 @@ def load(
     return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
 
 
-def opened(given: Any) -> Checkpoint:
+def opened(given: object) -> Checkpoint:
     """Read a model's config and the names in its files, and no weights; raises as `load`."""
     if not isinstance(given, str | os.PathLike):
         raise error(
@@ -323,7 +324,7 @@ def random(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
-    xp: Any = None,
+    xp: ModuleType | None = None,
     seed: int = 0,
 ) -> Model:
     """Make a model with random weights, on its device.
@@ -390,7 +391,7 @@ def _fill(array: Array, generator: Any, mean: float, deviation: float) -> None:
         part[...] = (mean + deviation * normal).astype(part.dtype)
 
 
-def _config(given: Any) -> Config:
+def _config(given: object) -> Config:
     if isinstance(given, Config):
         return checked(given)
     if isinstance(given, str) and given in PRESETS:

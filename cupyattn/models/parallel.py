@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
 
 
-def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: Any) -> Any:
+def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: ModuleType) -> Any:
     """Return rows of a weight on the host, part behind part, in new arrays of `xp`."""
 
     def cut(array: Array) -> Array:
@@ -40,7 +41,7 @@ def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: Any) ->
     return QuantizedWeight(weight.format, **arrays, block_size=weight.block_size, transposed=True)
 
 
-def columns_of(weight: Array | QuantizedWeight, part: slice, xp: Any) -> Any:
+def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> Any:
     """Return columns of a weight on the host in new arrays of `xp`.
 
     A part that begins or ends within blocks has smaller ones, with the scales of those that they
@@ -140,7 +141,7 @@ def share_of(config: Config, size: int) -> Config:
     )
 
 
-def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Config, Weights]:
+def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tuple[Config, Weights]:
     """Return a rank's share of a model: its config and weights, as new arrays of `xp`.
 
     Raises
@@ -161,7 +162,7 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
     qkv = [own(queries), own(keys, queries), own(keys, queries + keys)]
     up = [own(inner), own(inner, inner)] if config.activation in GATED else [own(inner)]
 
-    def moved(array: Any) -> Any:
+    def moved(array: object) -> Any:
         return None if array is None else xp.array(array, order="C")
 
     def rows(product: Product, parts: Sequence[slice]) -> Product:
@@ -199,7 +200,7 @@ def split(config: Config, weights: Weights, group: Group, xp: Any) -> tuple[Conf
     )
 
 
-def require_group(group: Any, xp: Any) -> None:
+def require_group(group: object, xp: ModuleType) -> None:
     """Raise unless a model of arrays of `xp` can be spread over a group.
 
     Raises
@@ -235,7 +236,7 @@ def require_group(group: Any, xp: Any) -> None:
         )
 
 
-def agreed(group: Group | None, alike: Mapping[str, Any], xp: Any, number: int = 0) -> int:
+def agreed(group: Group | None, alike: Mapping[str, Any], xp: ModuleType, number: int = 0) -> int:
     """Return the smallest number that a rank has; what this one has where there is no group.
 
     Ranks make the same steps, in the same room and from the same seed: `alike` is what has to be

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cached_property
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Model(Generates):
         config: Config,
         weights: Weights,
         dtype: str,
-        xp: Any,
+        xp: ModuleType,
         read_tokenizer: Callable[[], Tokenizer | None] = lambda: None,
         group: Group | None = None,
     ) -> None:
@@ -134,7 +134,7 @@ class Model(Generates):
         """Return the logits (rows, V) of hidden states (rows, E) behind the last norm."""
         return self.weights.head(hidden)
 
-    def logits(self, ids: Any) -> Array:
+    def logits(self, ids: object) -> Array:
         """Return the logits of every next token: causal attention, without a cache.
 
         Parameters
@@ -168,7 +168,7 @@ class Model(Generates):
         ids = self._ids(ids)
         return self.head(self._dense_hidden(ids)).reshape(*ids.shape, self.config.vocab_size)
 
-    def loss(self, ids: Any, labels: Any = None) -> Array:
+    def loss(self, ids: object, labels: object = None) -> Array:
         """Return the mean loss of next tokens: cross-entropy, in natural units.
 
         Parameters
@@ -248,7 +248,7 @@ class Model(Generates):
 
         return attend
 
-    def _ids(self, given: Any) -> Array:
+    def _ids(self, given: object) -> Array:
         try:
             ids = self.xp.asarray(given)
         except ValueError:  # lists of several lengths

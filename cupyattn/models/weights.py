@@ -188,7 +188,7 @@ def named_parts(weights: Weights) -> Iterator[tuple[str, Array | QuantizedWeight
             yield name, part
 
 
-def _walk(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+def _walk(name: str, part: object) -> Iterator[tuple[str, Any]]:
     if hasattr(part, "_asdict"):
         # What is the rows of a product that is named itself is not named again.
         fields = [each for each in part._asdict().items() if each[0] != "qkv_up"]

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Number
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
@@ -69,7 +70,7 @@ def contiguous(shape: tuple[int, ...], dtype: np.dtype) -> Layout:
 
 
 def is_contiguous(layout: Layout) -> bool:
-    """Tell whether the items lie one behind the other in C order."""
+    """Tell whether the array is contiguous in C order."""
     dense = contiguous(layout.shape, layout.dtype).strides
     return 0 in layout.shape or all(
         extent == 1 or stride == expected
@@ -96,25 +97,6 @@ class Operands(Generic[R]):
     places: list[int]
     """Where the first item of each array is, in its own memory space; 0 of what is absent."""
     description: Description
-    """All that checks and plans depend on: a key for caches."""
-
-
-NamedDescription = tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None, np.dtype, int], ...]
-"""Of each array of a call its name, shape, strides and dtype, and by how many bytes it starts
-beyond a multiple of `ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them,
-and to look them up, takes as long as for all the rest."""
-
-
-@dataclass(slots=True)  # made in each call: a named tuple takes longer
-class NamedOperands:
-    """The arrays of one call by name, absent ones left out, all of one library and one device."""
-
-    device_id: int | None
-    """CUDA ordinal; None for NumPy arrays."""
-    arrays: dict[str, Array]
-    places: dict[str, int]
-    """Where the first item of each array is, in its own memory space."""
-    description: NamedDescription
     """All that checks and plans depend on: a key for caches."""
 
 
@@ -184,7 +166,7 @@ _device_array: Any = None
 """CuPy's, once one has been seen: arrays of these two types are taken as they are."""
 
 
-def exports_memory(candidate: Any) -> bool:
+def exports_memory(candidate: object) -> bool:
     """Tell whether something is meant as an array; `adopt` then says if it can be taken."""
     if isinstance(candidate, type):
         return False
@@ -230,7 +212,7 @@ def _cuda_protocol(name: str, candidate: Any) -> str | None:
     return None
 
 
-def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
+def _cuda_array(name: str, candidate: object, protocol: str) -> Array:
     """Take an array of another library, which stays its owner."""
     try:
         cupy = load_cupy()
@@ -258,7 +240,7 @@ def _cuda_array(name: str, candidate: Any, protocol: str) -> Array:
     return array
 
 
-def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
+def _no_array(name: str, candidate: object, fixes: Mapping[str, str]) -> TypeError:
     passed = f"{name} is a {_kind(candidate)}"
     own = name.rpartition("'s ")[2]  # as the caller's code has it: score_mod's t is t
     written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
@@ -289,13 +271,13 @@ def _no_array(name: str, candidate: Any, fixes: Mapping[str, str]) -> TypeError:
     return error(TypeError, passed, _ARRAYS, fix)
 
 
-def _is_dlpack_alone(candidate: Any) -> bool:
+def _is_dlpack_alone(candidate: object) -> bool:
     """Tell whether NumPy takes something by DLPack alone: asarray would hold it as one object."""
     kind, others = type(candidate), ("__array__", "__array_interface__", "__array_struct__")
     return hasattr(kind, "__dlpack__") and not any(hasattr(kind, name) for name in others)
 
 
-def _broken(name: str, candidate: Any, protocol: str, failure: Exception) -> TypeError:
+def _broken(name: str, candidate: object, protocol: str, failure: Exception) -> TypeError:
     return error(
         TypeError,
         f"{name} is a {_kind(candidate)} whose {protocol} cannot be used ({_cause(failure)})",
@@ -304,7 +286,7 @@ def _broken(name: str, candidate: Any, protocol: str, failure: Exception) -> Typ
     )
 
 
-def _kind(candidate: Any) -> str:
+def _kind(candidate: object) -> str:
     return f"{type(candidate).__module__}.{type(candidate).__qualname__}"
 
 
@@ -369,3 +351,80 @@ def dtype_of(name: str) -> np.dtype:
 
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
+
+
+_SOMEWHERE = 1 << 62
+"""An address in the middle of the address space."""
+_MOST_CANDIDATES: Any = 100_000  # Any: to the stubs of NumPy 2.4 max_work is 0 or -1
+
+
+class Span(NamedTuple):
+    """The range of bytes that an array's items occupy, relative to its first item."""
+
+    start: int
+    end: int
+
+
+def span(layout: Layout) -> Span:
+    """Return the range of bytes of the items; it is empty for an empty array.
+
+    Examples
+    --------
+    >>> span(Layout((3, 2), (-8, 4), np.dtype(np.float32)))
+    Span(start=-16, end=8)
+    """
+    if 0 in layout.shape:
+        return Span(0, 0)
+    steps = [(n - 1) * stride for n, stride in zip(layout.shape, layout.strides, strict=True)]
+    return Span(
+        sum(step for step in steps if step < 0),
+        sum(step for step in steps if step > 0) + layout.dtype.itemsize,
+    )
+
+
+@lru_cache(maxsize=4096)
+def share_an_item(a: Layout, b: Layout, distance: int) -> bool:
+    """Tell whether two arrays share an item if b starts `distance` bytes after a.
+
+    NumPy solves for a common address of stand-ins, whose memory it never touches. This is for
+    arrays whose spans overlap, such as two slices of one packed array. Their distance is the same
+    in the next call, so results are cached.
+    """
+    first, second = _StandIn(a, _SOMEWHERE), _StandIn(b, _SOMEWHERE + distance)
+    try:
+        return np.shares_memory(np.asarray(first), np.asarray(second), max_work=_MOST_CANDIDATES)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(layout: Layout) -> bool:
+    """Tell whether two indices of an array may name one item, as in a broadcast view.
+
+    Exact for views made by slicing, transposing and broadcasting; some arrays from as_strided whose
+    axes interleave are taken for overlapping too.
+    """
+    if 0 in layout.shape:
+        return False
+    reach = layout.dtype.itemsize
+    for stride, extent in sorted(
+        (abs(stride), extent) for stride, extent in zip(layout.strides, layout.shape, strict=True)
+    ):
+        if extent <= 1:
+            continue
+        if stride < reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
+
+
+class _StandIn:
+    """An array of that layout at an address, for questions about addresses alone."""
+
+    def __init__(self, layout: Layout, place: int) -> None:
+        self.__array_interface__ = {
+            "data": (place, True),
+            "shape": layout.shape,
+            "strides": layout.strides,
+            "typestr": f"|V{layout.dtype.itemsize}",
+            "version": 3,
+        }

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from cupyattn.runtime import value_checks
-from cupyattn.runtime.arrays import NamedOperands, Operands
+from cupyattn.runtime.arrays import Operands
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.errors import error, shown
@@ -109,7 +109,7 @@ def backend(
 class Backend(ContextDecorator):
     """What `backend` returns: a choice that holds inside of a ``with`` block."""
 
-    def __init__(self, name: Any, checks: Any, report: Any) -> None:
+    def __init__(self, name: object, checks: object, report: object) -> None:
         self._name = None if name is None else _require_name(name, "backend")
         self._checks = _require_checks(checks)
         self._report = _require_report(report)
@@ -147,7 +147,7 @@ class Backend(ContextDecorator):
 _RUN_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
 
 
-def device_of(operands: Operands[Any] | NamedOperands) -> Device | None:
+def device_of(operands: Operands[Any]) -> Device | None:
     """Return the device that a call's arrays run on; None stands for the reference."""
     if operands.device_id is not None:
         return cuda_device(operands.device_id)
@@ -190,7 +190,7 @@ def _device(name: str, checks: Checks | bool | None, report: Report | None) -> D
     return EmulatedDevice(checks, report)
 
 
-def _require_name(name: Any, given_as: str) -> str:
+def _require_name(name: object, given_as: str) -> str:
     if isinstance(name, str) and name in BACKENDS:
         return name
     raise error(
@@ -201,7 +201,7 @@ def _require_name(name: Any, given_as: str) -> str:
     )
 
 
-def _require_checks(checks: Any) -> Checks | bool | None:
+def _require_checks(checks: object) -> Checks | bool | None:
     if checks is None:
         return None
     if isinstance(checks, bool | np.bool_):
@@ -219,7 +219,7 @@ def _require_checks(checks: Any) -> Checks | bool | None:
     )
 
 
-def _require_report(report: Any) -> Report | None:
+def _require_report(report: object) -> Report | None:
     if report is None:
         return None
     with no_fork():

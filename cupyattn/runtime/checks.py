@@ -1,22 +1,35 @@
-"""Checks that every operation makes of its arrays, with the errors they raise."""
+"""Checks of arrays, options and overlapping memory that operations share, and their errors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, wraps
-from numbers import Integral
+from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from cupyattn.runtime.arrays import WORKSPACE_FIX, Layout, is_contiguous
-from cupyattn.runtime.errors import bool_fix, error, made_beforehand, shown
-from cupyattn.runtime.spans import overlaps_itself
+from cupyattn.runtime.arrays import (
+    WORKSPACE_FIX,
+    Array,
+    Description,
+    Layout,
+    Operands,
+    is_contiguous,
+    layouts_of,
+    overlaps_itself,
+    share_an_item,
+    span,
+)
+from cupyattn.runtime.errors import MADE_BEFOREHAND, bool_fix, error, made_beforehand, shown
+from cupyattn.runtime.plan import Output
+from cupyattn.runtime.records import Record, fields_of, values_of
 
 FLOATS = ("float16", "float32", "bfloat16")
 CPU_FLOATS = (*FLOATS, "float64")
-"""What the CPU path computes with; kernels have no float64."""
+"""Dtypes of the CPU path; kernels have no float64."""
 INTEGERS = ("int32", "int64")
 
 _Options = ParamSpec("_Options")
@@ -46,13 +59,13 @@ def require_arrays(
     names: Iterable[str],
     shown_as: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise TypeError unless all named arrays were given; `shown_as` has names for people."""
+    """Raise TypeError unless all named arrays were given; `shown_as` has the names in errors."""
     for name in names:
         require_given(shown_as.get(name, name), layouts.get(name))
 
 
 def require_given(name: str, value: object) -> None:
-    """Raise TypeError for None in the place of an array that a call needs."""
+    """Raise TypeError if an array that a call needs is None."""
     if value is None:
         raise error(
             TypeError,
@@ -63,7 +76,7 @@ def require_given(name: str, value: object) -> None:
 
 
 def require_kernel_dtype(name: str, dtype: np.dtype) -> None:
-    """Raise TypeError for arrays that only the CPU path takes."""
+    """Raise TypeError for a dtype that only the CPU path takes."""
     if dtype.name not in FLOATS:
         raise error(
             TypeError,
@@ -74,7 +87,7 @@ def require_kernel_dtype(name: str, dtype: np.dtype) -> None:
         )
 
 
-def require_bool(name: str, value: Any) -> None:
+def require_bool(name: str, value: object) -> None:
     """Raise TypeError unless an option is True or False."""
     if type(value) is not bool and not isinstance(value, np.bool_):
         raise error(
@@ -88,7 +101,7 @@ def require_bool(name: str, value: Any) -> None:
 def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str = "") -> None:
     """Raise TypeError unless the array has one of the dtypes, in native byte order.
 
-    `fix` says what to do, where a converted copy would not do.
+    `fix` says what to do if a converted copy does not help.
     """
     dtype = layout.dtype
     if dtype.name not in allowed or not dtype.isnative:
@@ -101,12 +114,12 @@ def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str 
 
 
 def _own(name: str) -> str:
-    """Name an array as Python would: "t" is score_mod's t."""
+    """Return an array's name as an expression: "t" for "score_mod's t"."""
     return name.rpartition("'s ")[2]
 
 
 def require_bool_mask(name: str, layout: Layout) -> None:
-    """Raise TypeError unless a mask is of bool; one of numbers is mostly meant to be added."""
+    """Raise TypeError unless a mask is of bool. Masks of numbers are usually meant to be added."""
     fix = (
         "pass what is added to the scores (0 and -inf) as bias=, and of a mask of 1 and 0 "
         f"pass {name} != 0 (True = keep)"
@@ -115,7 +128,7 @@ def require_bool_mask(name: str, layout: Layout) -> None:
 
 
 def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:
-    """Return what loses least: the same in native order, float32, or the widest of the others."""
+    """Return the dtype that loses least: the same in native order, float32, or the widest one."""
     if dtype.name in allowed:
         return dtype.name
     return "float32" if "float32" in allowed else allowed[-1]
@@ -159,10 +172,10 @@ def _with_missing_axes(name: str, letters: list[str], rank: int) -> str:
     return f", for example {name}[{index}] where the {' and '.join(missing)} {axes} missing"
 
 
-def require_contiguous_axis(name: str, layout: Layout, axis: Any, *, written: bool) -> None:
+def require_contiguous_axis(name: str, layout: Layout, axis: object, *, written: bool) -> None:
     """Raise unless `axis` numbers an axis of the array, and that one is contiguous.
 
-    Of an array to be `written` nobody would see a copy that is made in the call.
+    A copy does not help for an array that is `written`: the caller would not see the result.
     """
     rank = len(layout.shape)
     if not isinstance(axis, Integral) or isinstance(axis, bool):
@@ -239,8 +252,8 @@ def require_item_alignment(
 ) -> None:
     """Raise ValueError if an array starts within an item: a GPU faults when it reads that.
 
-    `starts` says by how many bytes each array starts beyond a multiple of 16; `shown_as` has names
-    for people.
+    `starts` has the bytes by which each array starts beyond a multiple of 16; `shown_as` has the
+    names that errors use.
     """
     for name, start in starts.items():
         itemsize = layouts[name].dtype.itemsize
@@ -279,8 +292,8 @@ def require_own_items(name: str, layout: Layout) -> None:
 
 
 def fixes_of_results(*names: str) -> dict[str, str]:
-    """Return what to pass instead of what is no array, for arrays that a call writes."""
-    return {name: made_beforehand(name) for name in names}
+    """Return the fixes in errors for results that are no arrays, by name."""
+    return {name: MADE_BEFOREHAND.format(name) for name in names}
 
 
 def require_workspace(layout: Layout) -> None:
@@ -302,7 +315,202 @@ def require_workspace(layout: Layout) -> None:
 
 
 def most_tokens(kernel: str, most: int) -> str:
-    """Tell how many tokens a launch takes; none if a single one has too many heads or features."""
+    """Say how many tokens a launch takes: none if one token has too many heads or features."""
     if most == 0:
         return f"one such token is more than a launch of {kernel} takes"
     return f"a launch of {kernel} takes at most {most} such tokens"
+
+
+LARGEST = 1e38  # times log2(e) it is still a float32
+_NO_NUMBERS = (bool, np.timedelta64)  # integers to Python's and NumPy's classes, but not here
+
+
+def real(name: str, value: object) -> float:
+    """Return an option as a float, or raise TypeError."""
+    if type(value) is float:  # most are: asking for the class Real takes a microsecond
+        return value
+    if isinstance(value, Real) and not isinstance(value, _NO_NUMBERS):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf  # of either sign: no option takes it
+    raise error(
+        TypeError,
+        f"{name} is a {type(value).__name__}",
+        "it is a real number",
+        _conversion(value, "float"),
+    )
+
+
+def factor(name: str, value: object, *, least: float = -math.inf) -> float:
+    """Return a factor as a float, or raise unless it is at most `LARGEST` and at least `least`."""
+    number = real(name, value)
+    if not abs(number) <= LARGEST:
+        raise error(
+            ValueError,
+            f"{name} = {number}",
+            f"it is a finite number up to {LARGEST:g}",
+            "pass a smaller number",
+        )
+    if number < least:
+        raise error(
+            ValueError, f"{name} = {number}", f"it is {least:g} or more", "pass such a number"
+        )
+    return number
+
+
+def integer(
+    name: str,
+    value: object,
+    allowed: str = "it is an integer",
+    fix: str = "",
+) -> int:
+    """Return an option as an int, or raise TypeError."""
+    if type(value) is int:  # as of real
+        return value
+    if isinstance(value, Integral) and not isinstance(value, _NO_NUMBERS):
+        return int(value)
+    raise error(
+        TypeError,
+        f"{name} is {shown(value)}, a {type(value).__name__}",
+        allowed,
+        fix or _conversion(value, "int"),
+    )
+
+
+def _conversion(value: object, kind: str) -> str:
+    # Python's int and float make no number of several.
+    several = isinstance(value, list | tuple) or getattr(value, "shape", ()) != ()
+    return "pass one number" if several else f"convert it with {kind}(...)"
+
+
+class Meeting(NamedTuple):
+    """A result and another array of a call, by field number, and the distances of an overlap.
+
+    Their spans have common bytes if the other's first item is more than `least` and less than
+    `most` bytes after the result's first item.
+    """
+
+    result: int
+    other: int
+    least: int
+    most: int
+    may_be_same: bool
+    """Whether both may be one array, because each item is read before it is written."""
+
+
+class Overlaps(NamedTuple):
+    """The pairs of a call's arrays that may overlap in memory, found from their layouts.
+
+    Arrays are numbered by the fields of the call's record.
+    """
+
+    pairs: tuple[tuple[int, int, int, int, bool], ...]
+    """The fields of each `Meeting`; each call unpacks them, and plain tuples unpack faster."""
+    results: tuple[int, ...]
+    names: tuple[str, ...]
+    """The name of each array in errors."""
+
+    @classmethod
+    def of(
+        cls,
+        layouts: Record[Layout],
+        writes: Iterable[str],
+        in_place: Mapping[str, str] = MappingProxyType({}),
+        item_by_item: bool = False,
+    ) -> Overlaps:
+        """Pair each array of `writes` with every other array.
+
+        `in_place` maps a result to the input that it may be itself. With `item_by_item` each result
+        may be any array that is only read.
+        """
+        fields = fields_of(type(layouts))
+        there = {n: each for n, each in enumerate(values_of(layouts)) if each}
+        spans = {n: span(layout) for n, layout in there.items()}
+        writes = frozenset(writes)
+        results = tuple(n for n in there if fields[n] in writes)
+        pairs = [
+            Meeting(
+                result,
+                other,
+                least=spans[result].start - spans[other].end,
+                most=spans[result].end - spans[other].start,
+                may_be_same=(
+                    in_place.get(fields[result]) == fields[other]
+                    or (item_by_item and other not in results)
+                )
+                and there[result] == there[other],
+            )
+            for result in results
+            for other in there
+            if other not in results or other > result
+        ]
+        names = tuple(layouts.SHOWN_AS.get(field, field) for field in fields)
+        return cls(tuple((*pair,) for pair in pairs), results, names)
+
+    def check(self, operands: Operands[Any]) -> None:
+        """Raise ValueError if a result is read-only or shares an item with another array.
+
+        Addresses decide almost every pair without looking at the layouts.
+        """
+        places = operands.places
+        for result, other, least, most, may_be_same in self.pairs:
+            distance = places[other] - places[result]
+            if least < distance < most and not (may_be_same and distance == 0):
+                self._check_items(operands, result, other)
+        if self.results and operands.device_id is None:
+            arrays = operands.arrays.VALUES(operands.arrays)
+            for result in self.results:
+                require_writable(self.names[result], arrays[result])
+
+    def _check_items(self, operands: Operands[Any], result: int, other: int) -> None:
+        kind = type(operands.arrays)
+        layouts = values_of(layouts_of(kind, operands.description))
+        distance = operands.places[other] - operands.places[result]
+        if share_an_item(layouts[result], layouts[other], distance):
+            shown = self.names[result]
+            raise error(
+                ValueError,
+                f"{shown} overlaps {self.names[other]} in memory",
+                "both are written"
+                if other in self.results
+                else "results are written while inputs are still read",
+                f"give {shown} memory of its own, or leave it out",
+            )
+
+
+def require_apart(operands: Operands[Any], writes: Mapping[str, Output | None]) -> None:
+    """Raise unless results and scratch memory fit and share no item with other arrays.
+
+    `writes` maps the fields of results to the required shape and dtype, or to None if those are
+    checked elsewhere.
+    """
+    kind = type(operands.arrays)
+    writing = tuple(writes.items())
+    _apart(kind, operands.description, writing).check(operands)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _apart(
+    kind: type[Record[Any]], description: Description, writes: tuple[tuple[str, Output | None], ...]
+) -> Overlaps:
+    layouts = layouts_of(kind, description)
+    for name, output in writes:
+        layout = getattr(layouts, name)
+        if output is not None and layout is not None:
+            require_output(kind.SHOWN_AS.get(name, name), layout, *output)
+    workspace = getattr(layouts, "workspace", None)
+    if workspace is not None:
+        require_workspace(workspace)
+    return Overlaps.of(layouts, ("workspace", *dict(writes)))
+
+
+def require_writable(name: str, result: Array) -> None:
+    """Raise ValueError if a NumPy array cannot be written."""
+    if isinstance(result, np.ndarray) and not result.flags.writeable:
+        raise error(
+            ValueError,
+            f"{name} is read-only",
+            "results are written into it",
+            made_beforehand(name),
+        )

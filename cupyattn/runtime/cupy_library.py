@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cupyattn.runtime.errors import error
@@ -21,7 +22,7 @@ _VARIABLE = "CUPY_CACHE_DIR"
 _DEFAULT = "~/.cupy/kernel_cache"
 
 
-def load_cupy() -> Any:
+def load_cupy() -> ModuleType:
     """Import CuPy; a home that cannot be written does not keep it from being imported.
 
     Raises

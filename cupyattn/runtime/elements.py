@@ -8,7 +8,6 @@ for all of them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,10 +27,10 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.axes import merge_axes, walk_params
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
+    Overlaps,
     fixes_of_results,
     require_arrays,
     require_bool,
@@ -46,13 +45,12 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.outputs import require_grads
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, given_of
 from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
-from cupyattn.runtime.structs import elements_struct
+from cupyattn.runtime.structs import elements_struct, merge_axes, walk_params
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 
@@ -214,11 +212,6 @@ def _specialise(
         **dict(decided),
     }
     return kernel.spec.specialise(threads=config.threads, gates=_GATES, **macros)
-
-
-def catalogue_of(*kernels: ElementKernel, arch: int) -> Iterator[Specialisation]:
-    """Yield the specialisations of several kernels."""
-    return itertools.chain.from_iterable(kernel.catalogue(arch) for kernel in kernels)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -396,7 +389,7 @@ def _fixes(kernel: ElementKernel, kind: type[Record[Any]]) -> Mapping[str, str]:
 
 
 def run_elements(
-    device: Device, problem: ElementProblem, operands: Operands[R], **scalars: Any
+    device: Device, problem: ElementProblem, operands: Operands[R], **scalars: object
 ) -> R:
     """Run an element-wise operation; return its arrays with the results.
 

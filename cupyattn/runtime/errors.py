@@ -31,9 +31,13 @@ def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
     return kind(f"{passed}; {allowed}; {fix}")
 
 
+MADE_BEFOREHAND = "make a writable, C-contiguous array before the call, pass it as {} and read that"
+"""The fix for results that cannot be written: a copy made in the call would be written and lost."""
+
+
 def made_beforehand(name: str) -> str:
-    """Say what to pass to be written. A copy made in the call would be written and lost."""
-    return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
+    """Return the fix for a result that cannot be written."""
+    return MADE_BEFOREHAND.format(name)
 
 
 def bool_fix(name: str, value: object) -> str:

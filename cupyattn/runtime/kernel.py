@@ -13,11 +13,9 @@ import numpy as np
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, require_given, require_item_alignment
+from cupyattn.runtime.checks import fixes_of_results, integer, require_given, require_item_alignment
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.launch import MAX_GRID_X
-from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.plan import Plan, Step, run
+from cupyattn.runtime.plan import MAX_GRID_X, Plan, Step, run
 from cupyattn.runtime.records import Record, record_of, values_of
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
@@ -135,7 +133,7 @@ class Kernel:
             shared_bytes=_within("shared_bytes", shared_bytes, 0, TURING.shared_bytes_per_cta),
         )
 
-    def __call__(self, ctas: int, /, *arguments: Any) -> None:
+    def __call__(self, ctas: int, /, *arguments: object) -> None:
         """Start it with a grid of `ctas`; the class says more."""
         spec = self.specialisation.spec
         if len(arguments) != len(spec.parameters):
@@ -203,7 +201,7 @@ def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _within(name: str, value: Any, least: int, most: int) -> int:
+def _within(name: str, value: object, least: int, most: int) -> int:
     allowed = f"it is {least} to {most}"
     number = integer(name, value, f"{allowed}, an integer")
     if not least <= number <= most:

@@ -36,7 +36,7 @@ def named_out(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def named_grads(
-    kind: type[Any], grads: Any, accumulate: bool, fields: tuple[str, ...] = ()
+    kind: type[Any], grads: object, accumulate: bool, fields: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Return the arrays of grads=, a named tuple of this kind, by name.
 
@@ -64,7 +64,7 @@ def named_grads(
     return {}
 
 
-def take_out(arrays: R, out: Any, names: tuple[str, ...]) -> R:
+def take_out(arrays: R, out: object, names: tuple[str, ...]) -> R:
     """Put the arrays of out= into a record's fields: one array, or a tuple of several.
 
     Raises
@@ -79,7 +79,7 @@ def take_out(arrays: R, out: Any, names: tuple[str, ...]) -> R:
     return arrays
 
 
-def take_grads(arrays: R, kind: type[Any], grads: Any, accumulate: bool) -> R:
+def take_grads(arrays: R, kind: type[Any], grads: object, accumulate: bool) -> R:
     """Put the arrays of grads=, a named tuple of this kind, into a record's fields.
 
     Raises
@@ -95,7 +95,7 @@ def take_grads(arrays: R, kind: type[Any], grads: Any, accumulate: bool) -> R:
 
 
 def require_grads(
-    grads: Any, accumulate: bool, fix: str = "pass an array to add to", shown: str = "grads"
+    grads: object, accumulate: bool, fix: str = "pass an array to add to", shown: str = "grads"
 ) -> None:
     """Raise ValueError if there is nothing to add to; `shown` is what callers call it."""
     if accumulate and grads is None:

@@ -29,7 +29,7 @@ def ranged(function: _Function) -> _Function:
         return function
 
     @wraps(function)
-    def in_range(*args: Any, **options: Any) -> Any:
+    def in_range(*args: object, **options: object) -> Any:
         nvtx = loaded_nvtx()
         if nvtx is None:
             return function(*args, **options)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.runtime.arrays import (
+    Array,
     Description,
     Layout,
     Operands,
@@ -23,15 +24,17 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.axes import row_params
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
+    Overlaps,
     require_arrays,
     require_bool_mask,
+    require_contiguous_axis,
     require_contiguous_rows,
     require_dtype,
+    require_given,
     require_item_alignment,
     require_kernel_dtype,
     require_output,
@@ -42,9 +45,8 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
-from cupyattn.runtime.records import R, Record, given_of
+from cupyattn.runtime.records import R, Record, given_of, made, values_of
 from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.row_kernel import (
     COLUMN_SUMS_COLUMNS,
@@ -54,7 +56,8 @@ from cupyattn.runtime.row_kernel import (
     RowKernel,
     column_sums,
 )
-from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.storage import VECTOR_BYTES
+from cupyattn.runtime.structs import row_params
 from cupyattn.runtime.value_checks import checks_values
 
 _FLOAT32 = np.dtype(np.float32)
@@ -133,6 +136,50 @@ def call_rows(
                 result = target.astype(result.dtype) + result
         setattr(arrays, name, round_into(target, result, output.dtype))
     return arrays
+
+
+def call_along(
+    axis: Any,
+    kernel: RowKernel,
+    arrays: R,
+    reference: Callable[..., np.ndarray],
+    options: RowOptions,
+) -> R:
+    """Run an operation along another axis of its rows; return the record with the results.
+
+    The kernel and the reference see views in which that axis is the last. Other parameters and
+    errors as for `call_rows`.
+    """
+    if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
+        return call_rows(kernel, arrays, reference, options)
+    operands = adopt(arrays, kernel.fixes)
+    layouts = given_of(layouts_of(kernel.record, operands.description))
+    require_given(kernel.rows[0], layouts.get(kernel.rows[0]))
+    for field in filter(layouts.__contains__, kernel.whole_rows):
+        shown, written = kernel.shown_as.get(field, field), field in kernel.results
+        require_contiguous_axis(shown, layouts[field], axis, written=written)
+    rows, views = layouts[kernel.rows[0]], made(type(arrays), values_of(arrays))
+    for field in layouts:
+        array = getattr(arrays, field)
+        if field in kernel.broadcast:
+            broadcast_layout(kernel, field, layouts[field], rows)
+            array = np.broadcast_to(array, rows.shape)
+        elif field not in kernel.whole_rows:
+            continue
+        setattr(views, field, _moved(array, axis, -1))
+    call_rows(kernel, views, reference, options)
+    for field, kind in kernel.results.items():
+        result = getattr(views, field)
+        if field not in layouts and result is not None:
+            setattr(arrays, field, _moved(result, -1, axis) if kind is Result.ROW else result)
+    return arrays
+
+
+def _moved(array: Array, source: int, destination: int) -> Array:
+    """Return a view in which axis `source` has become axis `destination`."""
+    axes = list(range(array.ndim))
+    axes.insert(destination % array.ndim, axes.pop(source))
+    return array.transpose(axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +425,7 @@ def _column_stride(layout: Layout | None) -> int:
 
 def _vector(problem: RowProblem, layouts: Mapping[str, Layout]) -> int:
     """Return the number of items in one load: a vector's if every row starts at one, or 1."""
-    items = vector_items(problem.dtype.name)
+    items = VECTOR_BYTES // problem.dtype.itemsize
     rows = [name for name in problem.kernel.whole_rows if name in layouts]
     aligned = not any(problem.starts.get(name, 0) for name in (*rows, *problem.kernel.columns))
     aligned = aligned and all(

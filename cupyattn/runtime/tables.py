@@ -85,7 +85,7 @@ def option_macros(options: Any, names: Sequence[str] | None = None) -> dict[str,
     return {name.upper(): _macro(given[name]) for name in (given if names is None else names)}
 
 
-def _macro(value: Any) -> int | str:
+def _macro(value: object) -> int | str:
     """Return a dtype's name or a number as it is, of all else whether it is there."""
     return value if isinstance(value, str) or type(value) is int else cpp_bool(bool(value))
 

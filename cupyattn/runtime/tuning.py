@@ -177,7 +177,7 @@ def _unread(where: str, what: str) -> ValueError:
     return ValueError(f"{where}: {what}")
 
 
-def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: Any) -> Path:
+def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: object) -> Path:
     """Keep choices for a device, beside those for other questions; return the file."""
     before = read(device, arch)
     merged = {**(before["chosen"] if before else {}), **chosen}

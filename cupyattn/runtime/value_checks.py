@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Array, CudaArray, NamedOperands, Operands
+from cupyattn.runtime.arrays import Array, CudaArray, Operands
 from cupyattn.runtime.errors import error
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
 """Set by `backend`."""
 
 
-def checks_values(operands: Operands[Any] | NamedOperands) -> bool:
+def checks_values(operands: Operands[Any]) -> bool:
     """Tell whether to: always, but on a GPU only where asked, for it has to be waited for.
 
     Examples

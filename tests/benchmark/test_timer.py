@@ -15,7 +15,7 @@ from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.timer import Timer, peak_bytes
 from cupyattn.emulator import Checks, Report
 from cupyattn.runtime.device.emulated import EmulatedDevice
-from cupyattn.runtime.launch import launch
+from cupyattn.runtime.plan import launch
 
 
 class FakeCupy:

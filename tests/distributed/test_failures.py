@@ -195,6 +195,7 @@ def test_after_a_transfer_that_raised_nothing_comes(what):
     with pytest.raises(RankFailedError, match="rank 0 failed: ConnectionError: planted") as found:
         received()
     assert found.value.rank == 0
+    group.close()
 
 
 class Stuck:

@@ -174,10 +174,12 @@ def walk(ranks: int, sight: Sight) -> dict[int, Any]:
     plan = ring_plan(Placement("zigzag", ranks), 0, (16 * ranks,), sight)
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
+    entered: list[Group] = []
 
     def act(rank: int) -> None:
         try:
-            backward(Group(ThreadCommunicator(office, rank, ranks)), plan, results)
+            entered.append(group := Group(ThreadCommunicator(office, rank, ranks)))
+            backward(group, plan, results)
         except BaseException as failure:
             failures.append(failure)
             office.failures.post(rank, str(failure))
@@ -187,6 +189,8 @@ def walk(ranks: int, sight: Sight) -> dict[int, Any]:
         thread.start()
     for thread in threads:
         thread.join(30)
+    for group in entered:
+        group.close()  # otherwise its watch keeps running during later tests
     assert not failures, failures
     return results
 

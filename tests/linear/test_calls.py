@@ -26,10 +26,12 @@ from cupyattn import (
     reference,
     vjp,
 )
-from cupyattn.ops.linear import backward, forward
-from cupyattn.ops.linear.checks import backward_problem, forward_problem
+from cupyattn.ops.linear.checks import backward_call, forward_call
+from cupyattn.ops.linear.plan import backward_plan, forward_plan
+from cupyattn.ops.linear.problem import LinearArrays, LinearBackwardArrays
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.by_name import adopt
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.plan import run
 
 
 def made(recorder):
@@ -40,9 +42,9 @@ def made(recorder):
 def launch_forward(case, saved=False, **more):
     recorder = Recorder(np.empty)
     x, w, b = case.inputs()
-    operands = adopt({"x": x, "w": w, "b": b, **more})
-    problem = forward_problem(operands, case.activation, saved)
-    return recorder, forward.linear_forward(recorder, problem, operands)
+    operands = adopt(LinearArrays(x, w, b=b, **more))
+    call = forward_call(operands, case.activation, saved, None)
+    return recorder, run(recorder, forward_plan(call, recorder.card), operands)
 
 
 def launch_backward(case, saved=True, **more):
@@ -50,10 +52,9 @@ def launch_backward(case, saved=True, **more):
     x, w, b = case.inputs()
     dout = case.normal("dout", *case.M, case.N)
     z = case.normal("z", *case.M, case.width) if saved and case.activation else None
-    arrays = {"dout": dout, "x": x, "w": w, "b": b, "preactivation": z, **more}
-    operands = adopt(arrays)
-    problem = backward_problem(operands, case.activation, case.accumulate)
-    return recorder, backward.linear_backward(recorder, problem, operands)
+    operands = adopt(LinearBackwardArrays(dout, x, w, b=b, preactivation=z, **more))
+    call = backward_call(operands, case.activation, case.accumulate, None)
+    return recorder, run(recorder, backward_plan(call, recorder.card), operands)
 
 
 @pytest.mark.parametrize(("rows", "entry"), [(1, "thin"), (16, "thin"), (17, "forward")])
@@ -61,14 +62,14 @@ def test_one_launch_forward(rows, entry):
     case = LinearCase((rows,), 64, 64, activation="relu")
     recorder, results = launch_forward(case, saved=True)
     assert recorder.entries == [f"linear_{entry}_f32"]
-    assert list(results) == ["out", "preactivation"]
+    assert results.out.shape == results.preactivation.shape == (rows, 64)
     assert made(recorder) == [((rows, 64), "float32")] * 2
 
 
 def test_given_out_is_used():
     out = np.zeros((40, 64), np.float32)
     recorder, results = launch_forward(LinearCase((40,), 64, 64), out=out)
-    assert results["out"] is out
+    assert results.out is out
     assert not recorder.allocated
 
 
@@ -83,7 +84,7 @@ def test_large_tiles_for_results_of_many(outer, tile):
 def test_backward_with_a_preactivation_has_four_launches():
     recorder, results = launch_backward(LinearCase((40,), 64, 64, activation="silu"))
     assert recorder.entries == ["linear_dx_f32", "linear_dw_f32", "linear_db_f32", "column_sums"]
-    assert list(results) == ["dx", "dw", "db"]
+    assert (results.dx.shape, results.dw.shape, results.db.shape) == ((40, 64), (64, 64), (64,))
 
 
 def test_backward_without_a_preactivation_computes_it_in_the_workspace():
@@ -115,9 +116,9 @@ def test_accumulate_starts_new_gradients_at_zero():
     case = LinearCase((5,), 8, 8, accumulate=True)
     dw = np.ones((8, 8), np.float32)
     _, results = launch_backward(case, dw=dw)
-    assert results["dw"] is dw
+    assert results.dw is dw
     assert (dw == 1).all()
-    assert not results["dx"].any()
+    assert not results.dx.any()
 
 
 def test_equal_calls_share_a_plan():

@@ -13,11 +13,11 @@ from numpy.testing import assert_array_equal
 from support.devices import KERNELS, without_tensor_cores
 from support.linear_problems import LinearCase, backward_ratio, forward_ratio, linear_cases, put
 from support.search import deep, examples, mostly_deep
+from support.tensor_core_linear import forget_plans
 
 import cupyattn
 from cupyattn import LinearGrads
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import backward, forward
 from cupyattn.ops.linear import kernels_float32 as configs
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -108,12 +108,10 @@ def large_tiles(monkeypatch):
     def first(arch, rows, columns, table=configs.PRODUCTS):
         return next(iter(table[75].values()))
 
-    monkeypatch.setattr(configs, "product_row", first)
-    forward._plan.cache_clear()
-    backward._plan.cache_clear()
+    monkeypatch.setattr(configs, "product_config", first)
+    forget_plans()
     yield
-    forward._plan.cache_clear()
-    backward._plan.cache_clear()
+    forget_plans()
 
 
 @pytest.mark.parametrize(

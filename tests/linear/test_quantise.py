@@ -16,9 +16,8 @@ from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
-from cupyattn.ops.linear import kernels_nested_scales as nested_scales
-from cupyattn.ops.linear import quantised
-from cupyattn.ops.linear.weight_formats import FORMATS, INT4_SMALLEST, TABLE
+from cupyattn.ops.linear import kernels_quantised
+from cupyattn.ops.linear.weight_formats import FORMATS, INT4_SMALLEST
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -94,7 +93,7 @@ def test_long_blocks(block_size):
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_non_finite_block_is_nan_and_the_others_are_unchanged(kind, wrong, monkeypatch):
-    monkeypatch.setattr(quantised, "checks_values", lambda operands: False)
+    monkeypatch.setattr(kernels_quantised, "checks_values", lambda operands: False)
     w = weights(128, 40, "float16")
     whole = cupyattn.quantize(KERNELS.put(w), format=kind, block_size=32)
     w[70, 8] = wrong
@@ -115,7 +114,7 @@ def test_scale_beyond_float16_is_refused_or_nan_without_checks(monkeypatch):
     with pytest.raises(ValueError, match=r"a block of w spans 987473, .*; take 'nf4' or 'int8'"):
         cupyattn.quantize(w, format="int4", block_size=32)
     cupyattn.quantize(np.abs(w), format="int4", block_size=32)
-    monkeypatch.setattr(quantised, "checks_values", lambda operands: False)
+    monkeypatch.setattr(kernels_quantised, "checks_values", lambda operands: False)
     assert_quantised(w, "int4", 32)
     weight = cupyattn.quantize(KERNELS.put(w), format="int4", block_size=32)
     nan = np.isnan(KERNELS.get(cupyattn.dequantize(weight)))
@@ -264,8 +263,9 @@ def test_nested_codes_and_numbers_are_those_of_the_reference(block_size, blocks,
         made = cupyattn.quantize(given, format="nf4_nested", out=weight, workspace=room)
         assert made is weight
     found = KERNELS.get(cupyattn.dequantize(weight))
-    on_host = QuantizedWeight("nf4_nested", *map(KERNELS.get, weight.arrays.values()),
-                              block_size=block_size)  # fmt: skip
+    on_host = QuantizedWeight(
+        "nf4_nested", *map(KERNELS.get, weight.arrays.values()), block_size=block_size
+    )
     with cupyattn.backend("reference"):
         assert_array_equal(found, cupyattn.dequantize(with_floats(on_host)))
 
@@ -334,7 +334,7 @@ def test_products_of_nested_scales_equal_those_of_float32_scales(
 
 
 def test_non_finite_group_is_nan_and_the_others_are_unchanged(monkeypatch):
-    monkeypatch.setattr(quantised, "checks_values", lambda operands: False)
+    monkeypatch.setattr(kernels_quantised, "checks_values", lambda operands: False)
     w = weights(64, 200, "float16")
     whole = cupyattn.quantize(KERNELS.put(w), format="nf4_nested")
     w[5, 70] = np.nan
@@ -379,12 +379,6 @@ def test_nested_absmax_is_within_half_a_step():
     assert errors[:64].max() > spans[0] / 1020
 
 
-def test_kernel_and_format_agree_on_group_and_table():
-    form = FORMATS["nf4_nested"]
-    assert form.group == nested_scales.GROUP
-    assert nested_scales.TABLE == TABLE
-
-
 def test_nested_weight_has_the_documented_size():
     weight = cupyattn.quantize(np.ones((2560, 512), np.float16), format="nf4_nested")
     table = 256 * 4
@@ -401,8 +395,9 @@ def test_slices_of_rows_start_at_whole_groups():
         assert part.scale_table is whole.scale_table
     with pytest.raises(IndexError, match="slices of it begin at multiples of 64"):
         whole[3:10]
-    cupyattn.quantize(KERNELS.put(np.zeros((192, 12), np.float16)), out=whole[128:].T,
-                      format="nf4_nested")  # fmt: skip
+    cupyattn.quantize(
+        KERNELS.put(np.zeros((192, 12), np.float16)), out=whole[128:].T, format="nf4_nested"
+    )
     found = KERNELS.get(cupyattn.dequantize(whole))
     assert not found[128:].any()
     assert_array_equal(found[:128], numbers[:128])
@@ -422,8 +417,13 @@ def test_bad_nested_arrays_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         QuantizedWeight("nf4_nested", **{**weight.arrays, **changed}, block_size=64)
     with pytest.raises(ValueError, match=r"scale_table is .*; of 'nf4' .* it is none"):
-        QuantizedWeight("nf4", weight.codes, np.zeros((33, 2), np.float32),
-                        scale_table=weight.scale_table, block_size=64)  # fmt: skip
+        QuantizedWeight(
+            "nf4",
+            weight.codes,
+            np.zeros((33, 2), np.float32),
+            scale_table=weight.scale_table,
+            block_size=64,
+        )
 
 
 def test_overlapping_workspace_is_refused():

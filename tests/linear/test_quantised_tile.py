@@ -13,21 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, choose, without_tensor_cores
-from support.linear_problems import LinearCase, backward_ratio, forward_ratio, put
+from support.linear_problems import LinearCase, backward_ratio, forward_ratio, forward_steps, put
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples
-from support.tensor_core_linear import tensor_core_alone
+from support.tensor_core_linear import forget_plans, tensor_core_alone
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import backward, choice, forward, quantised_float32, quantised_tile
-from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear import kernels_quantised_float32, plan
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
-from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.tuning import Asked, Choices
 
@@ -131,10 +128,8 @@ def test_backward(shape, problem):
 
 def launches_of(problem: LinearCase, card: Card) -> tuple[tuple[str, int], ...]:
     """Return the kernels of a forward on a device, with their grids."""
-    x, w, b = problem.inputs()
-    arrays, form = weight_arrays(w)
-    described = forward_problem(adopt({"x": x, **arrays, "b": b}), problem.activation, False, form)
-    steps = quantised_tile.forward_launches(described, card).steps
+    with tensor_core_alone():
+        steps = forward_steps(*problem.inputs(), problem.activation, card)
     return tuple((step.specialisation.label, step.ctas) for step in steps)
 
 
@@ -212,12 +207,19 @@ def test_drawn_problems(data):
     gated, turned = activation == "swiglu", data.draw(st.booleans())
     outer, inner = (codes, lines) if turned else (lines, codes)
     problem = case(
-        data.draw(st.integers(1, 300)), outer // 2 if gated and turned else outer, inner, weights,
-        activation, turned=turned, view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
-        residual=data.draw(st.booleans()), biased=data.draw(st.booleans()),
-        accumulate=data.draw(st.booleans()), given=data.draw(st.booleans()),
+        data.draw(st.integers(1, 300)),
+        outer // 2 if gated and turned else outer,
+        inner,
+        weights,
+        activation,
+        turned=turned,
+        view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
+        residual=data.draw(st.booleans()),
+        biased=data.draw(st.booleans()),
+        accumulate=data.draw(st.booleans()),
+        given=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 9)),
-    )  # fmt: skip
+    )
     shape = data.draw(st.sampled_from(("narrow", "small", "few")))
     with KERNELS.running(), tensor_core_alone(shape):
         assert forward_ratio(problem)[0] <= 1
@@ -351,13 +353,12 @@ def test_no_bank_conflicts_and_few_sectors(shape, weights, turned):
 @contextmanager
 def float32_alone() -> Iterator[None]:
     """Inside, products with few rows too are computed by the float32 tiles."""
+    _, *tiled = kernels_quantised_float32.PLANS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "QUANTISED_PLANS", quantised_float32.PLANS)
-        for module in (forward, backward):
-            module._plan.cache_clear()
+        patch.setattr(plan, "QUANTISED_PLANS", tiled)
+        forget_plans()
         yield
-    for module in (forward, backward):
-        module._plan.cache_clear()
+    forget_plans()
 
 
 def float_case(
@@ -417,12 +418,19 @@ def test_drawn_problems_in_float32(data):
     outer, inner = (codes, lines) if turned else (lines, codes)
     halves = 2 if activation == "swiglu" and turned else 1
     problem = float_case(
-        data.draw(st.integers(1, 140)), outer // halves, inner, weights, activation, turned=turned,
+        data.draw(st.integers(1, 140)),
+        outer // halves,
+        inner,
+        weights,
+        activation,
+        turned=turned,
         dtype=data.draw(st.sampled_from(("float32", "bfloat16"))),
         view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
-        residual=data.draw(st.booleans()), biased=data.draw(st.booleans()),
-        accumulate=data.draw(st.booleans()), seed=data.draw(st.integers(0, 9)),
-    )  # fmt: skip
+        residual=data.draw(st.booleans()),
+        biased=data.draw(st.booleans()),
+        accumulate=data.draw(st.booleans()),
+        seed=data.draw(st.integers(0, 9)),
+    )
     with KERNELS.running():
         assert forward_ratio(problem)[0] <= 1
         assert backward_ratio(problem) <= 1

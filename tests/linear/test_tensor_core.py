@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import linear_problems
 from support.devices import EMULATED, KERNELS
-from support.linear_problems import LinearCase, backward_ratio, forward_ratio, linear_cases
+from support.linear_problems import (
+    LinearCase,
+    backward_ratio,
+    forward_ratio,
+    forward_steps,
+    linear_cases,
+)
 from support.search import deep, examples
 from support.tensor_core_linear import tensor_core_alone
 
@@ -18,12 +24,10 @@ import cupyattn
 from cupyattn import emulator
 from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_tensor_core as configs
-from cupyattn.ops.linear import tensor_core
-from cupyattn.ops.linear.checks import forward_problem
+from cupyattn.ops.linear.kernels_tensor_core import Float16Product
 from cupyattn.ops.linear.problem import Matrix
-from cupyattn.ops.linear.tiles import Product, Tiling
+from cupyattn.ops.linear.tiles import Tiling, tile_bytes
 from cupyattn.runtime.arch import TURING, arch_of
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated
@@ -75,9 +79,8 @@ def test_forward(shape, problem):
     ids=str,
 )
 def test_a_forward_of_few_results_and_a_long_sum_is_split(problem):
-    x, w, b = problem.inputs()
-    checked = forward_problem(adopt({"x": x, "w": w, "b": b}), problem.activation, False)
-    assert len(tensor_core.forward_launches(checked, T4).steps) == 2
+    with tensor_core_alone():
+        assert len(forward_steps(*problem.inputs(), problem.activation, T4)) == 2
     with KERNELS.running(), tensor_core_alone():
         assert 0 < forward_ratio(problem)[0] <= 1
 
@@ -156,9 +159,12 @@ def _linear(arrays, b):
     placed = {name: KERNELS.put(array) for name, array in arrays.items()}
     with KERNELS.running(), tensor_core_alone("small"):
         cupyattn.linear(
-            placed["x"], placed["w"], KERNELS.put(b),
-            residual=placed["residual"], out=placed["out"],
-        )  # fmt: skip
+            placed["x"],
+            placed["w"],
+            KERNELS.put(b),
+            residual=placed["residual"],
+            out=placed["out"],
+        )
     return KERNELS.get(placed["out"])
 
 
@@ -189,15 +195,15 @@ def test_nan_affects_only_its_row_and_column():
 )
 def test_the_tile_follows_from_the_sizes(rows, columns, inner, shape):
     x, w = Matrix(rows, inner, inner, 1, 2, 0), Matrix(inner, columns, 1, inner, 2, 0)
-    assert Product(configs.FORWARD, x, w).tiling(T4).shape == shape
+    assert Float16Product(configs.FORWARD, x, w).tiling(T4).shape == shape
 
 
 def test_scalar_loads_use_the_narrow_tile():
     x, w = Matrix(8192, 4095, 4095, 1, 2, 0), Matrix(4095, 16384, 1, 4095, 2, 0)
-    assert Product(configs.FORWARD, x, w).tiling(T4).shape == "narrow"
+    assert Float16Product(configs.FORWARD, x, w).tiling(T4).shape == "narrow"
     x, w = Matrix(8192, 4096, 4096, 1, 2, 0), Matrix(4096, 16384, 16384, 1, 2, 0)
-    assert Product(configs.FORWARD, x, w, out_vec=8).tiling(T4).shape == "wide"
-    assert Product(configs.FORWARD, x, w, out_vec=1).tiling(T4).shape != "wide"
+    assert Float16Product(configs.FORWARD, x, w, out_vec=8).tiling(T4).shape == "wide"
+    assert Float16Product(configs.FORWARD, x, w, out_vec=1).tiling(T4).shape != "wide"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_scalar_loads_use_the_narrow_tile():
 )
 def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits):
     x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
-    product = Product(configs.PRODUCT, x, dz)
+    product = Float16Product(configs.PRODUCT, x, dz)
     tiling = product.tiling(Card(75, multiprocessors), may_split=True)
     assert tiling.splits == splits
     assert product.part(splits) * (splits - 1) < inner, "a part has nothing"
@@ -224,7 +230,7 @@ def test_every_tile_has_one_cta(tiles, splits):
     """The computation is that of place_of_cta in params.cuh, in 32 bits."""
     x, w = Matrix(64, 64, 64, 1, 2, 0), Matrix(64, 64, 1, 64, 2, 0)
     x, w = x._replace(rows=tiles[0] * 256), w._replace(columns=tiles[1] * 192)
-    product = Product(configs.PRODUCT, x, w)
+    product = Float16Product(configs.PRODUCT, x, w)
     ctas, params = product.geometry(75, Tiling("wide", splits))
     shift, splits_log2 = int(params["group_log2"]), int(params["splits_log2"])
     block = np.arange(ctas, dtype=np.uint64)
@@ -243,9 +249,9 @@ def test_every_tile_has_one_cta(tiles, splits):
 def test_row_strides_beyond_32_bit_offsets_are_detected():
     """Offsets within the 256 rows of a tile, and between gated halves, fit in 32 bits."""
     near = Matrix(300, 64, 2**23 - 8, 1, 2, 0)
-    assert tensor_core._spans(near, gated=False) < 2**32
-    assert tensor_core._spans(near._replace(row_stride=-(2**23)), gated=False) >= 2**32
-    assert tensor_core._spans(near._replace(row_stride=2**23), gated=True) >= 2**32
+    assert tile_bytes(near, gated=False) < 2**32
+    assert tile_bytes(near._replace(row_stride=-(2**23)), gated=False) >= 2**32
+    assert tile_bytes(near._replace(row_stride=2**23), gated=True) >= 2**32
 
 
 # --- newer GPUs
@@ -302,9 +308,11 @@ def test_forward_wastes_no_memory_access(shape, activation, turned):
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
         cupyattn.linear(
-            *case.inputs(), residual=case.normal("residual", 272, 192), activation=activation,
+            *case.inputs(),
+            residual=case.normal("residual", 272, 192),
+            activation=activation,
             return_preactivation=True,
-        )  # fmt: skip
+        )
     require_frugal(report)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.tiny_models import LLAMA
+from support.tiny_models import LLAMA, expected_of
 
 import cupyattn
 from cupyattn import models
@@ -22,6 +22,7 @@ pytest.importorskip("safetensors")
 
 
 FOLDER = Path(__file__).parent / "checkpoints"
+EXPECTED = Path(__file__).parent / "expected.npz"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 
@@ -29,11 +30,6 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 def folder(request):
     pytest.importorskip("safetensors")
     return FOLDER / request.param
-
-
-def expected_of(folder: Path) -> dict[str, np.ndarray]:
-    with np.load(folder / "expected.npz", allow_pickle=False) as file:
-        return dict(file)
 
 
 def states_of(model, ids) -> np.ndarray:
@@ -51,7 +47,7 @@ def layer_report(model, expected) -> str:
 
 
 def test_logits_in_float32(folder):
-    expected = expected_of(folder)
+    expected = expected_of(EXPECTED, folder.name)
     model = models.load(folder, dtype="float32", xp=np)
     error = np.abs(model.logits(expected["ids"]) - expected["logits"]).max()
     assert error <= 2e-4, layer_report(model, expected)
@@ -60,7 +56,7 @@ def test_logits_in_float32(folder):
 
 def test_logits_in_float16(folder):
     """Within three times by how much transformers' own float16 is off."""
-    expected = expected_of(folder)
+    expected = expected_of(EXPECTED, folder.name)
     model = models.load(folder, dtype="float16", xp=np)
     logits = model.logits(expected["ids"])
     assert logits.dtype == np.float16
@@ -73,7 +69,7 @@ def test_logits_in_float16(folder):
 @pytest.mark.parametrize("name", ["llama3", "phi", "gpt2", "mistral_older"])
 def test_kernels_in_float16(name):
     pytest.importorskip("safetensors")
-    expected = expected_of(FOLDER / name)
+    expected = expected_of(EXPECTED, name)
     model = models.load(FOLDER / name, dtype="float16", xp=np)
     with cupyattn.backend("emulator"):
         logits = model.logits(expected["ids"])
@@ -87,7 +83,7 @@ def test_bfloat16_is_read_as_it_is():
     wide = models.load(FOLDER / "llama3", dtype="float32", xp=np)
     same = models.load(FOLDER / "llama3", dtype="bfloat16", xp=np)
     np.testing.assert_array_equal(wide.weights.embedding, same.weights.embedding.astype(np.float32))
-    expected = expected_of(FOLDER / "llama3")
+    expected = expected_of(EXPECTED, "llama3")
     logits = same.logits(expected["ids"]).astype(np.float32)
     assert np.abs(logits - expected["logits"]).max() < 8 * 3 * expected["float16_difference"]
 

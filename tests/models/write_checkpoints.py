@@ -4,8 +4,8 @@
 
 needs torch and transformers (these were written by torch 2.13.0 and transformers 5.23.0 on a CPU).
 Each folder is a model of a few thousand random weights as it would be published, in the form of
-config that transformers writes since version 5, or in the older one. Its expected.npz has token
-ids, their logits and hidden states in float32, and by how much the logits in float16 differ.
+config that transformers writes since version 5, or in the older one. For each model expected.npz
+has token ids, their logits and hidden states in float32, and how far the logits in float16 differ.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write(name: str, kind: str, numbers: dict[str, Any]) -> None:
+def write(name: str, kind: str, numbers: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Write a model's folder, and return what is expected of the model."""
     import torch
     import transformers
 
@@ -79,9 +80,10 @@ def write(name: str, kind: str, numbers: dict[str, Any]) -> None:
     if name in ("llama3", "phi"):
         model = model.bfloat16()
     model.save_pretrained(folder, max_shard_size="8KB" if name == "llama3" else "1GB")
-    np.savez_compressed(folder / "expected.npz", **expected(folder))
+    found = {f"{name}/{key}": array for key, array in expected(folder).items()}
     if name.endswith("older"):
         write_older(folder)
+    return found
 
 
 def expected(folder: Path) -> dict[str, np.ndarray]:
@@ -146,5 +148,7 @@ def write_older(folder: Path) -> None:
 
 if __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
+    found: dict[str, np.ndarray] = {}
     for name, (kind, numbers) in MODELS.items():
-        write(name, kind, numbers)
+        found |= write(name, kind, numbers)
+    np.savez_compressed(FOLDER.parent / "expected.npz", **found)

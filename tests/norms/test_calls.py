@@ -281,3 +281,13 @@ def test_scalar_loads_where_rows_do_not_start_at_vectors():
         cupyattn.rms_norm(problem.array("x"), np.ones(40, np.float16))
     opcodes = {a.instruction.opcode for a in report.accesses if a.space == "global"}
     assert not any("v4" in opcode for opcode in opcodes)
+
+
+def test_options_that_equal_checked_ones_are_still_refused():
+    """Checks of options are cached by value and type; an error of a check stands alone."""
+    x = np.ones((2, 4), np.float32)
+    cupyattn.rms_norm(x, eps=1.0, return_stats=True)
+    for options in ({"return_stats": 1}, {"eps": [1.0]}, {"eps": True}, {"eps": "1"}):
+        with pytest.raises(TypeError, match=f"^{next(iter(options))} ") as refused:
+            cupyattn.rms_norm(x, **options)
+        assert refused.value.__context__ is None

@@ -30,7 +30,8 @@ from cupyattn.ops.attention.structs import (
     VARLEN_PARAMS,
 )
 from cupyattn.ops.cache.kernels import APPEND_PARAMS, COPY_BLOCKS_PARAMS, GATHER_PARAMS
-from cupyattn.ops.linear.structs import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS, THIN_PARAMS
+from cupyattn.ops.linear.kernels_quantised import DEQUANTIZE_PARAMS, QUANTIZE_PARAMS
+from cupyattn.ops.linear.kernels_skinny import SKINNY_PARAMS
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime.arch import TURING, WARP_SIZE
@@ -292,7 +293,7 @@ def test_structs_are_laid_out_as_c_does():
         QUANTIZE_PARAMS,
         TEACHING_BACKWARD_PARAMS,
         TEACHING_PARAMS,
-        THIN_PARAMS,
+        SKINNY_PARAMS,
         VARLEN_BACKWARD_PARAMS,
         VARLEN_PARAMS,
         rows_params(2),

@@ -14,7 +14,6 @@ PACKAGE = Path(cupyattn.__file__).parent
 VAGUE = ("Of ", "The same", "What ")
 """Beginnings that leave out what the thing is: a reader needs a second reading."""
 NOT_YET_CLEAN = (
-    "ops/linear",
     "runtime",
     "autodiff",
     "environment.py",

@@ -75,7 +75,7 @@ MAY_IMPORT_CUPY = {
 
 
 def name_of(path: Path) -> str:
-    """cupyattn/runtime/launch.py -> cupyattn.runtime.launch."""
+    """cupyattn/runtime/plan.py -> cupyattn.runtime.plan."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -324,7 +324,7 @@ def test_only_runtime_loads_modules():
     assert knowing == {"runtime"}
 
 
-def test_only_launch_starts_kernels():
+def test_only_plan_starts_kernels():
     def starts(path: Path) -> bool:
         return any(
             isinstance(node, ast.Call)
@@ -336,7 +336,7 @@ def test_only_launch_starts_kernels():
         )
 
     outside = {name: path for name, path in NAMES.items() if room_of(name) != "emulator"}
-    assert {name for name, path in outside.items() if starts(path)} == {"cupyattn.runtime.launch"}
+    assert {name for name, path in outside.items() if starts(path)} == {"cupyattn.runtime.plan"}
 
 
 ROOT = Path(cupyattn.__file__).parent.parent

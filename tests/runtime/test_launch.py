@@ -28,8 +28,7 @@ from cupyattn import (
     softmax_backward,
 )
 from cupyattn.runtime.arrays import adopt
-from cupyattn.runtime.launch import MAX_GRID_X, launch, typed
-from cupyattn.runtime.plan import Output, Planner, Step, run
+from cupyattn.runtime.plan import MAX_GRID_X, Output, Planner, Step, launch, run, typed
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
 from cupyattn.runtime.structs import new_struct

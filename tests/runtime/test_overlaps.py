@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyattn.runtime.arrays import Layout, Operands, address
-from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.arrays import Layout, Operands, address, overlaps_itself, share_an_item, span
+from cupyattn.runtime.checks import Overlaps
 from cupyattn.runtime.records import Record, T
-from cupyattn.runtime.spans import overlaps_itself, share_an_item, span
 
 SPACE = 256  # bytes in which the small arrays of these tests lie
 

@@ -12,7 +12,7 @@ from support.recording_device import Recorder
 
 from cupyattn.ops.activations.kernels import ACTIVATIONS, FORWARD
 from cupyattn.runtime.arrays import Layout, adopt, contiguous, layouts_of, starts_of
-from cupyattn.runtime.overlaps import require_apart
+from cupyattn.runtime.checks import require_apart
 from cupyattn.runtime.plan import NULL, Output, Planner, Step, allot
 from cupyattn.runtime.records import Record, T, fields_of, given_of, slots_of, values_of
 

@@ -103,3 +103,8 @@ def test_array_made_as_the_error_of_a_pullback_says_is_accepted():
     (dx,) = followed(lambda dout: pullback(dout), {"dout": X}, "dout")
     (expected,) = pullback(turned(X, 1))
     np.testing.assert_array_equal(dx, expected)
+
+
+def test_missing_array_with_another_axis_is_refused():
+    with pytest.raises(TypeError, match="x is None; it is not optional"):
+        cupyattn.softmax(None, axis=0)

@@ -27,14 +27,13 @@ import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import Layout
+from cupyattn.runtime.arrays import Layout, span
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.tensor_cores import TensorCores
 from cupyattn.runtime.source import include_closure, source_root
-from cupyattn.runtime.spans import span
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.target import TENSOR_CORES_VARIABLE
 from cupyattn.runtime.tuning import Choices

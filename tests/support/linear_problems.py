@@ -20,8 +20,14 @@ from support.quantised_weights import moved, of_usual_size
 
 import cupyattn
 from cupyattn import LinearGrads, QuantizedWeight, reference
+from cupyattn.ops.linear.checks import forward_call
+from cupyattn.ops.linear.plan import forward_plan
+from cupyattn.ops.linear.problem import LinearArrays, weight_fields
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.reference import error_ratio
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.plan import Step
 
 Array = NDArray[Any]
 GATED = ("swiglu", "geglu")
@@ -117,14 +123,23 @@ def put(array: Any) -> Any:
     return None if array is None else KERNELS.put(array)
 
 
+def forward_steps(x: Any, w: Any, b: Any, activation: str | None, card: Card) -> tuple[Step, ...]:
+    """Return the launches of a forward on a device."""
+    weight, form = weight_fields(w)
+    call = forward_call(adopt(LinearArrays(x, *weight, b=b)), activation, False, form)
+    return forward_plan(call, card).steps
+
+
 def forward_ratio(case: LinearCase) -> tuple[float, Array | None]:
     """The largest error of a forward over its bound, and the preactivation."""
     x, w, b = case.inputs()
     residual = case.normal("residual", *case.M, case.N) if case.residual else None
     out, z = cupyattn.linear(
-        *map(put, (x, w, b)), residual=put(residual), activation=case.activation,
+        *map(put, (x, w, b)),
+        residual=put(residual),
+        activation=case.activation,
         return_preactivation=True,
-    )  # fmt: skip
+    )
     out, z = KERNELS.get(out), None if z is None else KERNELS.get(z)
     options: Any = {"activation": case.activation}
     results = reference.linear(*map(exact, (x, w, b, residual)), **options)
@@ -146,9 +161,12 @@ def backward_ratio(case: LinearCase) -> float:
     given = case.given_grads()
     placed = None if given is None else LinearGrads(*map(put, given))
     grads = cupyattn.linear_backward(
-        *map(put, (dout, x, w, b)), activation=case.activation, preactivation=put(z),
-        grads=placed, accumulate=case.accumulate,
-    )  # fmt: skip
+        *map(put, (dout, x, w, b)),
+        activation=case.activation,
+        preactivation=put(z),
+        grads=placed,
+        accumulate=case.accumulate,
+    )
     options: Any = {"activation": case.activation}
     results = reference.linear_backward(
         *map(exact, (dout, x, w, b)), preactivation=exact(z), **options

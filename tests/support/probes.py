@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from support.devices import KERNELS
 
-from cupyattn.runtime.launch import launch
+from cupyattn.runtime.plan import launch
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer
 
 PROBES = Path(__file__).resolve().parent.parent / "runtime" / "probes"

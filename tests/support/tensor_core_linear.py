@@ -7,15 +7,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from cupyattn.ops.linear import backward, choice, forward, quantised_tile, tensor_core
-from cupyattn.ops.linear.kernels_tiles import Shape
-from cupyattn.ops.linear.tiles import Product, Tiling
+from cupyattn.ops.linear import kernels_quantised_tile, kernels_tensor_core, plan
+from cupyattn.ops.linear.tiles import Shape, TensorCoreProduct, Tiling
 
 
-def _forget_plans() -> None:
-    forward._plan.cache_clear()
-    backward._plan.cache_clear()
-    tensor_core.gradient.cache_clear()
+def forget_plans() -> None:
+    plan.forward_plan.cache_clear()
+    plan.backward_plan.cache_clear()
 
 
 @contextmanager
@@ -25,10 +23,10 @@ def tensor_core_alone(shape: Shape | None = None, splits: int = 1) -> Iterator[N
     With a shape, a tile's sum is that of so many parts.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "PLANS", tensor_core.PLANS)
-        patch.setattr(choice, "QUANTISED_PLANS", quantised_tile.PLANS)
+        patch.setattr(plan, "PLANS", kernels_tensor_core.PLANS)
+        patch.setattr(plan, "QUANTISED_PLANS", kernels_quantised_tile.PLANS)
         if shape is not None:
-            patch.setattr(Product, "tiling", lambda *_, **__: Tiling(shape, splits))
-        _forget_plans()
+            patch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, splits))
+        forget_plans()
         yield
-    _forget_plans()
+    forget_plans()

@@ -105,3 +105,10 @@ def write_folder(
         folder / "model.safetensors",
     )
     return folder
+
+
+def expected_of(file: Path, name: str) -> dict[str, np.ndarray]:
+    """The arrays of one model in a file that has those of several."""
+    with np.load(file, allow_pickle=False) as found:
+        keys = [key for key in found.files if key.startswith(f"{name}/")]
+        return {key.partition("/")[2]: found[key] for key in keys}

@@ -118,7 +118,7 @@ def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
     return result
 
 
-def _active_mask(mask: Any, shape: tuple[int, int]) -> Any:
+def _active_mask(mask: object, shape: tuple[int, int]) -> Any:
     """Return the lanes that run, one uint32 per warp (``activemask``)."""
     return np.repeat(warp_bits(True if mask is None else mask, shape), 32).reshape(shape)
 
@@ -431,7 +431,7 @@ class _Placing:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, UnsupportedPTXError):
             if str(self.instruction) not in str(error):
                 raise self.gen.unsupported(self.instruction, str(error)) from None

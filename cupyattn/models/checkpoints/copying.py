@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class _Shapes:
 def filled(
     checkpoint: Checkpoint,
     dtype: str,
-    xp: Any,
+    xp: ModuleType,
     quantises: Quantises = in_dtype,
     *,
     by: Any = None,
@@ -130,7 +131,7 @@ def _each_part(
     name: str,
     place: TensorTarget,
     dtype: str,
-    xp: Any,
+    xp: ModuleType,
     use: Callable[..., None],
 ) -> None:
     tensor = checkpoint.tensors[name]
@@ -152,7 +153,7 @@ def _each_part(
 
 
 def _found(
-    tensor: AnyTensor, place: TensorTarget, start: int, stop: int, xp: Any
+    tensor: AnyTensor, place: TensorTarget, start: int, stop: int, xp: ModuleType
 ) -> Array | QuantizedWeight:
     """Return numbers as float32 on the device, or blocks that are kept as they are."""
     if isinstance(tensor, QuantisedTensor):
@@ -167,7 +168,7 @@ def _found(
     return _float32(tensor.read(start, stop), xp)
 
 
-def _float32(found: np.ndarray, xp: Any) -> Array:
+def _float32(found: np.ndarray, xp: ModuleType) -> Array:
     """Bring numbers to the device as they are in the file, and widen them there."""
     if found.dtype.name == "bfloat16":  # the upper half of a float32
         bits = xp.asarray(found.view(np.uint16)).astype(np.uint32)
@@ -182,7 +183,7 @@ def _store(
     found: Array | QuantizedWeight,
     blocks: Blocks | None,
     dtype: str,
-    xp: Any,
+    xp: ModuleType,
 ) -> None:
     if isinstance(found, QuantizedWeight):
         for array in found.arrays.values():
@@ -206,7 +207,7 @@ def _beside(target: Array, array: Array) -> Array:
     return on_host(array) if isinstance(target, np.ndarray) else array
 
 
-def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
+def _require_finite(what: str, found: Array, dtype: str, xp: ModuleType) -> None:
     largest = float(xp.abs(found).max())
     limit = _LARGEST.get(dtype, 3e38)
     if not largest <= limit:  # NaN is not
@@ -225,7 +226,7 @@ def _require_finite(what: str, found: Array, dtype: str, xp: Any) -> None:
 
 
 def _require_equal(
-    what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: Any
+    what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: ModuleType
 ) -> None:
     part = parts["all"]
     equal: Any = part == _beside(part, found.astype(part.dtype))

@@ -113,5 +113,5 @@ class Fields(NamedTuple):
         )
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

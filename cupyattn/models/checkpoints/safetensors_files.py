@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
         return Tensor(self.shape, read, read_columns)
 
-    def _floats(self, index: Any) -> np.ndarray:
+    def _floats(self, index: object) -> np.ndarray:
         if self.kind not in _FLOATS:
             raise error(
                 NotImplementedError,

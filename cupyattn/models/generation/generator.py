@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from threading import Lock
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -55,7 +56,7 @@ class SerialCalls:
         self._within = Lock()
         self._left: list[Callable[[], None]] = []
 
-    def make(self, call: Callable[..., Result], *given: Any) -> Result:
+    def make(self, call: Callable[..., Result], *given: object) -> Result:
         """Make a call, and behind it what was left meanwhile."""
         if self._within.locked():  # within another one: the scheduler says whether it may be
             return call(*given)
@@ -65,7 +66,7 @@ class SerialCalls:
         finally:
             self._make_left()
 
-    def leave(self, call: Callable[..., None], *given: Any) -> None:
+    def leave(self, call: Callable[..., None], *given: object) -> None:
         """Make a call now, or as soon as the one that is under way has ended."""
         self._left.append(partial(call, *given))
         self._make_left()
@@ -113,7 +114,7 @@ def block_bytes(config: Any, dtype: Any, block_size: int) -> int:
     return 2 * config.num_layers * block_size * config.num_kv_heads * bits // 8
 
 
-def free_bytes(xp: Any) -> int:
+def free_bytes(xp: ModuleType) -> int:
     """Return the free memory where arrays of a library are: of the current GPU, or of the host."""
     if xp is not np:
         free, _ = xp.cuda.runtime.memGetInfo()
@@ -249,7 +250,7 @@ class Generator:
 
     def submit(
         self,
-        prompt: Any,
+        prompt: object,
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -258,7 +259,7 @@ class Generator:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
-        stop: Any = (),
+        stop: object = (),
         n: int = 1,
     ) -> Generation:
         """Ask for continuations of one prompt; `step` computes them.
@@ -306,7 +307,7 @@ class Generator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -315,7 +316,7 @@ class Generator:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
-        stop: Any = (),
+        stop: object = (),
         n: int = 1,
     ) -> list[Any]:
         """Generate for all prompts: as `Model.generate`, from this generator's cache."""
@@ -352,7 +353,7 @@ class Generator:
         finally:
             self._calls.leave(self._cancel, generation)
 
-    def _prompts(self, prompts: Any, *, only_one: bool = False) -> list[Prompt]:
+    def _prompts(self, prompts: object, *, only_one: bool = False) -> list[Prompt]:
         read = as_prompts(prompts, self._model)
         if only_one and len(read) != 1:
             raise error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from cupyattn.models.generation.generator import MAX_BATCH, Generator
@@ -21,13 +22,13 @@ class Generates:
     config: Any
     weights: Any
     group: Any
-    xp: Any
+    xp: ModuleType
     dtype: str
     tokenizer: Any
 
     def generate(
         self,
-        prompts: Any,
+        prompts: object,
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -36,9 +37,9 @@ class Generates:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
-        stop: Any = (),
+        stop: object = (),
         n: int = 1,
-        **cache: Any,
+        **cache: object,
     ) -> list[Any]:
         """Continue prompts, by as many sequences at a time as there is room for.
 
@@ -113,7 +114,7 @@ class Generates:
 
     def stream(
         self,
-        prompt: Any,
+        prompt: object,
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -122,8 +123,8 @@ class Generates:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         seed: int | None = None,
-        stop: Any = (),
-        **cache: Any,
+        stop: object = (),
+        **cache: object,
     ) -> Iterator[Any]:
         """Continue one prompt, and yield what comes as soon as it is certain.
 
@@ -152,7 +153,7 @@ class Generates:
         )  # fmt: skip
 
     def _prepared(
-        self, prompts: Any, max_new_tokens: Any, n: Any, cache: dict[str, Any]
+        self, prompts: object, max_new_tokens: object, n: object, cache: dict[str, Any]
     ) -> tuple[list[Prompt], Generator]:
         """Read the prompts, and make a generator with room for them."""
         new, n = as_count("max_new_tokens", max_new_tokens, 1), as_count("n", n, 1, MOST_SEQUENCES)

@@ -67,7 +67,7 @@ class Ends(NamedTuple):
 
 
 def as_sampling(
-    temperature: Any, top_k: Any, top_p: Any, min_p: Any, repetition_penalty: Any
+    temperature: object, top_k: object, top_p: object, min_p: object, repetition_penalty: object
 ) -> Sampling:
     """Read how tokens are drawn, or refuse it."""
     return Sampling(
@@ -111,7 +111,7 @@ def as_lengths(given: Any) -> list[int]:
     return [as_count("lengths", each, 1) for each in given]
 
 
-def as_seed(seed: Any) -> int:
+def as_seed(seed: object) -> int:
     """Read a seed, or draw one where none is given."""
     if seed is None:
         return randbits(SEED_BITS)
@@ -124,12 +124,12 @@ def as_seed(seed: Any) -> int:
     return number
 
 
-def as_prompts(prompts: Any, model: Any) -> list[Prompt]:
+def as_prompts(prompts: object, model: object) -> list[Prompt]:
     """Read prompts: text or ids, one or several."""
     return [_prompt(each, model) for each in _listed(prompts)]
 
 
-def as_cache_dtype(given: Any, dtype: str) -> str:
+def as_cache_dtype(given: object, dtype: str) -> str:
     """Read how keys and values of a model in a dtype are kept."""
     if given is None or given == dtype:
         return dtype
@@ -216,7 +216,7 @@ def _listed(prompts: Any) -> list[Any]:
     return items if items and all(_is_prompt(item) for item in items) else [items]
 
 
-def _is_prompt(item: Any) -> bool:
+def _is_prompt(item: object) -> bool:
     return isinstance(item, str) or _is_iterable(item)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -45,7 +46,9 @@ def upload(array: Array, staged: np.ndarray) -> None:
         cast("CudaArray", array).set(staged, stream=_current_stream())
 
 
-def capture(xp: Any, prepare: Callable[[], None], work: Callable[[], None]) -> Callable[[], None]:
+def capture(
+    xp: ModuleType, prepare: Callable[[], None], work: Callable[[], None]
+) -> Callable[[], None]:
     """Capture work on arrays that stay where they are; return what runs it on the current stream.
 
     `prepare` fills these arrays, before each run of the work. What the work allocates comes from a
@@ -78,7 +81,7 @@ def _current_stream() -> Any:
 class Replay:
     """A captured graph with the memory that it works in."""
 
-    def __init__(self, graph: Any, pool: Any, stream: Any) -> None:
+    def __init__(self, graph: Any, pool: object, stream: object) -> None:
         self.graph = graph
         self._kept = pool, stream
 
@@ -90,7 +93,7 @@ class Replay:
 class Readback:
     """Copies of an array of results to the host; at most two of them are on their way."""
 
-    def __init__(self, xp: Any, items: int) -> None:
+    def __init__(self, xp: ModuleType, items: int) -> None:
         self._turn = 0
         self._places: list[tuple[np.ndarray, Any]] = []
         if xp is not np:
@@ -164,7 +167,13 @@ class StepInputs:
     """
 
     def __init__(
-        self, xp: Any, tokens: int, draws: int, used: frozenset[str], vocab_size: int, width: int
+        self,
+        xp: ModuleType,
+        tokens: int,
+        draws: int,
+        used: frozenset[str],
+        vocab_size: int,
+        width: int,
     ) -> None:
         self._off = {**_OFF, "top_k": vocab_size}
         fields: dict[str, tuple[tuple[int, ...], str]] = {"ids": ((tokens,), "i4")}
@@ -373,7 +382,7 @@ class _Ahead(NamedTuple):
 class Decoding:
     """The captured steps of a generator: one for each size of the batch and of the tables."""
 
-    def __init__(self, model: Any, cache: PagedKVCache, *, looks_ahead: bool = True) -> None:
+    def __init__(self, model: object, cache: PagedKVCache, *, looks_ahead: bool = True) -> None:
         self._model, self._cache = model, cache
         self._steps: dict[Any, DecodeStep] = {}
         self._looks_ahead = looks_ahead

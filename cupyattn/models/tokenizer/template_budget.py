@@ -64,7 +64,7 @@ class TemplateBudget:
         if size > self.most:
             raise ExceededError(f"it makes a value of more than {self.most} characters")
 
-    def size(self, value: Any, depth: int = 0) -> int:
+    def size(self, value: object, depth: int = 0) -> int:
         """Return the size of a value as it would be written: what it has twice counts twice."""
         if isinstance(value, str | bytes):
             size = len(value)
@@ -86,7 +86,7 @@ class TemplateBudget:
         self.require_room(size)
         return size
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: object) -> Any:
         """Pass on the result of an operation, counted; an iterator is counted as it is read."""
         if isinstance(value, Iterator):
             return self.counted(value)
@@ -122,7 +122,7 @@ class TemplateBudget:
         finally:
             self._depth -= 1
 
-    def require_operation(self, operator: str, left: Any, right: Any) -> None:
+    def require_operation(self, operator: str, left: object, right: object) -> None:
         """Refuse an operator whose result would be too long."""
         if operator == "%" and isinstance(left, str):
             self.require_percent(left, right)
@@ -142,7 +142,7 @@ class TemplateBudget:
         self.size(number)
         return number.bit_length()
 
-    def require_percent(self, text: str, given: Any) -> None:
+    def require_percent(self, text: str, given: object) -> None:
         """Refuse ``text % given`` if its result would be too long."""
         if re.search(r"%\([^()]*\(", text):
             raise ExceededError("it formats by a key with a parenthesis")
@@ -152,11 +152,11 @@ class TemplateBudget:
             self.require_width(conversion[1])
         self._require_formatted(text, text.count("%"), given, isinstance(given, Mapping))
 
-    def require_format(self, text: str, given: Any) -> None:
+    def require_format(self, text: str, given: object) -> None:
         """Refuse ``text.format(...)`` if its result would be too long, but for its widths."""
         self._require_formatted(text, text.count("{"), given, True)
 
-    def _require_formatted(self, text: str, fields: int, given: Any, again: bool) -> None:
+    def _require_formatted(self, text: str, fields: int, given: object, again: bool) -> None:
         self.require_room(len(text) + fields * _MOST_WIDTH)
         self.require_room(len(text) + self.size(given) * (fields if again else 1))
 

@@ -57,7 +57,7 @@ def require_method(
     return given if check is None else check(budget, owner, *given, **named)
 
 
-def _is_module(owner: Any) -> bool:
+def _is_module(owner: object) -> bool:
     return isinstance(owner, ModuleType)
 
 
@@ -78,7 +78,7 @@ def joined(budget: TemplateBudget, glue: str, parts: Iterable[Any]) -> list[Any]
     return found
 
 
-def require_stripped(budget: TemplateBudget, text: str, characters: Any = None) -> tuple:
+def require_stripped(budget: TemplateBudget, text: str, characters: object = None) -> tuple:
     """Refuse to strip too many characters from too long a text."""
     return _search(budget, text, characters)
 
@@ -97,14 +97,14 @@ def _tabs(budget: TemplateBudget, text: str, tabsize: int = 8) -> tuple:
     return (tabsize,)
 
 
-def _search(budget: TemplateBudget, text: str, part: Any = "", *given: Any) -> tuple:
+def _search(budget: TemplateBudget, text: str, part: object = "", *given: object) -> tuple:
     if isinstance(part, str) and len(text) * len(part) > _SEARCHED:
         raise ExceededError("it looks for too long a text in too long a text")
     return (part, *given)
 
 
 def _split(
-    budget: TemplateBudget, text: str, sep: Any = None, maxsplit: int = -1, **_: Any
+    budget: TemplateBudget, text: str, sep: object = None, maxsplit: int = -1, **_: object
 ) -> tuple:
     return (*_search(budget, text, sep), maxsplit)
 
@@ -209,7 +209,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    def format_field(self, value: Any, format_spec: str) -> Any:
+    def format_field(self, value: object, format_spec: str) -> Any:
         current().require_width(format_spec)
         return super().format_field(value, format_spec)
 
@@ -217,7 +217,7 @@ class _Formatter(SandboxedFormatter):
 class _Namespace(Namespace):
     """Jinja's namespace, written without its items: these may contain it."""
 
-    def __init__(self, /, *given: Any, **named: Any) -> None:
+    def __init__(self, /, *given: object, **named: object) -> None:
         super().__init__(*_pairs(given), **named)
 
     def __repr__(self) -> str:
@@ -274,17 +274,17 @@ def _statement(size: int) -> nodes.ExprStmt:
     return nodes.ExprStmt(_through(_STEP, nodes.Const(size, lineno=1)), lineno=1)
 
 
-def _step(value: Any) -> Any:
+def _step(value: object) -> Any:
     """Count a comparison, or a round of a loop, or the static text of this size."""
     current().spend(value if type(value) is int else 1)
     return value
 
 
-def _made(value: Any) -> Any:
+def _made(value: object) -> Any:
     return current().made(value)
 
 
-def _text(value: Any) -> Any:
+def _text(value: object) -> Any:
     """Return a value as text that is not too long; text as it is."""
     if isinstance(value, str):
         return value
@@ -293,7 +293,7 @@ def _text(value: Any) -> Any:
 
 
 @pass_context  # otherwise Jinja would compute constants while it compiles
-def _output(context: Any, value: Any) -> Any:
+def _output(context: object, value: object) -> Any:
     return current().made(_text(value))
 
 
@@ -310,7 +310,7 @@ def _list(value: Any) -> list[Any]:
 
 
 @pass_context
-def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
+def _join(context: object, value: object, d: str = "", attribute: object = None) -> str:
     parts = _list(value)
     if attribute is not None:
         parts = _list(FILTERS["map"](context, parts, attribute=attribute))
@@ -318,7 +318,7 @@ def _join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     return _made(str(glue).join(map(str, joined(current(), glue, parts))))
 
 
-def _dict(*given: Any, **named: Any) -> dict[Any, Any]:
+def _dict(*given: object, **named: object) -> dict[Any, Any]:
     return dict(*_pairs(given), **named)
 
 
@@ -328,12 +328,12 @@ def _pairs(given: tuple[Any, ...]) -> Iterator[Any]:
         yield each if isinstance(each, Mapping) else current().counted(each)
 
 
-def _trim(value: Any, chars: Any = None) -> str:
+def _trim(value: object, chars: object = None) -> str:
     text = _text(value)
     return _made(text.strip(*require_stripped(current(), text, chars)))
 
 
-def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
+def _replace(s: object, old: object, new: object, count: int | None = None) -> str:
     text = _text(s)
     wanted = require_replaced(
         current(), text, _text(old), _text(new), -1 if count is None else count
@@ -341,13 +341,13 @@ def _replace(s: Any, old: Any, new: Any, count: int | None = None) -> str:
     return _made(text.replace(*wanted))
 
 
-def _round(value: Any, precision: int = 0, method: Any = "common") -> Any:
+def _round(value: object, precision: int = 0, method: object = "common") -> Any:
     if abs(precision) > _MOST_PRECISION:
         raise ExceededError(f"it rounds to {_MOST_PRECISION} digits or more")
     return _made(FILTERS["round"](value, precision, method))
 
 
-def _int(value: Any, default: Any = 0, base: int = 10) -> Any:
+def _int(value: object, default: object = 0, base: int = 10) -> Any:
     if isinstance(value, str) and len(value) > _MOST_DIGITS:
         raise ExceededError(f"it reads an integer of more than {_MOST_DIGITS} digits")
     return _made(FILTERS["int"](value, default, base))
@@ -360,7 +360,7 @@ def _sum(context: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> 
     return _made(FILTERS["sum"](context.environment, current().counted(iterable), attribute, start))
 
 
-def _format(value: Any, *given: Any, **named: Any) -> str:
+def _format(value: object, *given: object, **named: object) -> str:
     text = _text(value)
     current().require_percent(text, named or given)
     return _made(FILTERS["format"](text, *given, **named))

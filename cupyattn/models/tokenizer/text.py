@@ -34,7 +34,7 @@ MOST_TEMPLATE = 1 << 17
 """The most characters of a template; the longest that models come with have some 40,000."""
 
 
-def rendered(template: str, where: str | None = None, /, **variables: Any) -> str:
+def rendered(template: str, where: str | None = None, /, **variables: object) -> str:
     """Return the text that a template makes of its variables.
 
     A template is a program that came with the weights: it may be damaged or malicious. It runs
@@ -219,7 +219,7 @@ class Tokenizer:
         /,
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Write a chat as the one text that the model was trained on.
 

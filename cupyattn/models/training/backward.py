@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,11 +107,11 @@ class Gradients:
             one = place, learnt[name], into[name]
             self._parts.setdefault(id(place.array), []).append(one)
 
-    def wants(self, array: Any) -> bool:
+    def wants(self, array: object) -> bool:
         """Tell whether an array of the model is trained."""
         return id(array) in self._parts
 
-    def add(self, array: Any, gradient: Array) -> None:
+    def add(self, array: object, gradient: Array) -> None:
         """Take the gradient of one of the model's arrays: d array = scale * d learnt there."""
         for place, _, into in self._parts.get(id(array), ()):
             found = gradient[place.part]
@@ -195,7 +196,7 @@ class AdaptedProduct(NamedTuple):
         gradients.add(self.a, of_a.dw.T)
         return dx
 
-    def merged(self, xp: Any) -> Product:
+    def merged(self, xp: ModuleType) -> Product:
         """Return a product whose weight has taken the adapters over, rounded once."""
         wide = loss_dtype(self.a.dtype)
         a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
@@ -437,7 +438,7 @@ def norm_backward(
 
 
 def head_backward(
-    head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: Any
+    head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: ModuleType
 ) -> tuple[Array, Array]:
     """Return the sum of all losses, and dhidden, where each loss has the gradient dloss.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +110,7 @@ def packed(samples: Sequence[Sample]) -> Batch:
     )
 
 
-def moved(batch: Batch, xp: Any) -> Batch:
+def moved(batch: Batch, xp: ModuleType) -> Batch:
     """Return the batch in arrays of another library, on the current device."""
     ids, labels, positions, cu_seqlens = (xp.asarray(array) for array in batch[:4])
     return Batch(ids, labels, positions, cu_seqlens, batch.max_seqlen)

@@ -183,7 +183,7 @@ class SavedState(NamedTuple):
     loss_scale: dict[str, Any]
 
     @classmethod
-    def read(cls, file: Path, given: Any, steps: int) -> SavedState:
+    def read(cls, file: Path, given: object, steps: int) -> SavedState:
         """Read what a checkpoint of a training of so many steps holds.
 
         Raises
@@ -223,7 +223,7 @@ class _Fields(NamedTuple):
     given: Mapping[str, Any]
 
     @classmethod
-    def of(cls, file: Path, what: str, given: Any, names: tuple[str, ...]) -> _Fields:
+    def of(cls, file: Path, what: str, given: object, names: tuple[str, ...]) -> _Fields:
         """Take an object that has these fields and no others."""
         if not isinstance(given, dict):
             raise damaged(file, f"{what} is {shown(given)}, which is no object")

@@ -43,7 +43,7 @@ def count_of(name: str, given: Any, *, least: int) -> int:
     )
 
 
-def as_float(given: Any) -> float:
+def as_float(given: object) -> float:
     """Return a real number of any kind as a float; NaN for what is none.
 
     Examples
@@ -59,7 +59,7 @@ def as_float(given: Any) -> float:
         return math.inf  # of either sign: nothing takes it
 
 
-def positive_number(name: str, given: Any, *, allowed: str = "", example: float = 1.0) -> float:
+def positive_number(name: str, given: object, *, allowed: str = "", example: float = 1.0) -> float:
     """Return a positive number that float32 holds too, or raise; `allowed` is what else may be.
 
     Examples

@@ -120,7 +120,7 @@ def _wrong(line: str) -> ValueError:
     )
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: object) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return False
     losses = [row[name] for name in ("loss", "eval_loss") if name in row]

@@ -310,7 +310,7 @@ class LoraAdapters:
             return self.model
         fields = len(Layer._fields)
 
-        def part(product: Any, number: int) -> Any:
+        def part(product: object, number: int) -> Any:
             if not isinstance(product, AdaptedProduct):
                 return product
             own = (seed * len(weights.layers) * fields + number) % _SEEDS

@@ -212,7 +212,7 @@ class LoraOptions(NamedTuple):
         matches = matcher(patterns, last_parts=True).matches
         return [each for each in patterns if not any(matches(each, name) for name in names)]
 
-    def _matching(self, patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    def _matching(self, patterns: Mapping[str, Any], module: str, default: object) -> Any:
         """Return the value of the first pattern that a module's last parts match."""
         matches = matcher((*self.rank_pattern, *self.alpha_pattern), last_parts=True).matches
         found = (value for pattern, value in patterns.items() if matches(pattern, module))
@@ -258,7 +258,7 @@ class LoraOptions(NamedTuple):
             )
 
 
-def _names(targets: Any) -> str | tuple[str, ...]:
+def _names(targets: object) -> str | tuple[str, ...]:
     names = sorted(targets) if isinstance(targets, set | frozenset) else targets
     names = tuple(names) if isinstance(names, list | tuple) else (None,)
     if names == (ALL_LINEAR,):
@@ -284,7 +284,7 @@ def _ends_with(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _plain(alpha: Any) -> float:
+def _plain(alpha: object) -> float:
     """Return an alpha as PEFT writes most: 32, and not 32.0."""
     number = as_float(alpha)
     return int(number) if number == int(number) else number

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,7 @@ class Flat(NamedTuple):
         return tuple((part, decays) for part, decays in both if part.start < part.stop)
 
 
-def zeros(shapes: dict[str, tuple[int, ...]], xp: Any) -> Flat:
+def zeros(shapes: dict[str, tuple[int, ...]], xp: ModuleType) -> Flat:
     """Make arrays of those shapes.
 
     Examples
@@ -73,7 +74,7 @@ def zeros(shapes: dict[str, tuple[int, ...]], xp: Any) -> Flat:
     return Flat(array, views, matrices)
 
 
-def flatten(arrays: dict[str, Array], xp: Any) -> Flat:
+def flatten(arrays: dict[str, Array], xp: ModuleType) -> Flat:
     """Copy arrays into one, and put its views in their place in the dict."""
     flat = zeros({name: array.shape for name, array in arrays.items()}, xp)
     for name, view in flat.views.items():
@@ -155,7 +156,7 @@ class AdamW:
         numpy or cupy.
     """
 
-    def __init__(self, arrays: dict[str, Array], options: AdamWOptions, xp: Any) -> None:
+    def __init__(self, arrays: dict[str, Array], options: AdamWOptions, xp: ModuleType) -> None:
         self.options = options.checked()
         self.steps = 0
         self._parameters = flatten(arrays, xp)
@@ -228,7 +229,7 @@ def state_bytes(state: str, items: int) -> int:
     return 8 * items if state == "float32" else 2 * items + 8 * (items // _BLOCK)
 
 
-def _means(state: str, items: int, xp: Any) -> dict[str, Array]:
+def _means(state: str, items: int, xp: ModuleType) -> dict[str, Array]:
     """Return zeros for the running means, in the order in which the step takes them."""
     if state == "float32":
         return {name: xp.zeros(items, np.float32) for name in ("m", "v")}

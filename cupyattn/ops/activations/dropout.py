@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +9,10 @@ import numpy as np
 from cupyattn.ops.activations import reference
 from cupyattn.ops.activations.kernels import DROPOUT, DropoutArrays, DropoutBackwardArrays
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.checks import integer, real, require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.elements import Part, call_elements
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import integer, real
 from cupyattn.runtime.outputs import named_grads, require_grads
 
 FIELDS = 65536
@@ -42,7 +40,7 @@ class Draw(NamedTuple):
                 ValueError,
                 f"p = {probability}",
                 "it is at least 0 and below 1",
-                "pass the share of items to drop, 0.1 for a tenth",
+                "pass the fraction of items to drop, 0.1 for a tenth",
             )
         if seed is None:
             if probability > 0.0:
@@ -63,6 +61,10 @@ class Draw(NamedTuple):
                 "reduce it modulo 2**64",
             )
         return cls(probability, number)
+
+    def exact(self, x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
+        """Return the reference's result."""
+        return reference.dropout(x, self.p, self.seed, residual)
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -146,7 +148,7 @@ def dropout(
     """
     draw = Draw.of(p, seed)
     arrays = DropoutArrays(x, residual, out)
-    result = call_elements(DROPOUT, arrays, _exact(draw), scalars=draw.scalars).out
+    result = call_elements(DROPOUT, arrays, draw.exact, scalars=draw.scalars).out
     assert result is not None
     return result
 
@@ -206,14 +208,5 @@ def dropout_backward(
     added_to = "dx" if accumulate else "none"
     parts = {"x": Part("dout"), "out": Part("dx"), "residual": Part(added_to)}
     arrays = DropoutBackwardArrays(dout, dx)
-    results = call_elements(DROPOUT, arrays, _exact(draw), parts=parts, scalars=draw.scalars)
+    results = call_elements(DROPOUT, arrays, draw.exact, parts=parts, scalars=draw.scalars)
     return DropoutGrads(results.dx, dout)
-
-
-def _exact(draw: Draw) -> Callable[..., np.ndarray]:
-    """Return the reference with these options."""
-
-    def exact(x: np.ndarray, residual: np.ndarray | None) -> np.ndarray:
-        return reference.dropout(x, draw.p, draw.seed, residual)
-
-    return exact

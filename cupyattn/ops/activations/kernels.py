@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.elements import ElementKernel, catalogue_of
+from cupyattn.runtime.elements import ElementKernel
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import Specialisation
 
@@ -133,4 +133,5 @@ KERNELS = tuple(kernel.spec for kernel in _ALL)
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield pairwise combinations of configurations, dtypes, loads and macros of each kernel."""
-    return catalogue_of(*_ALL, arch=arch)
+    for kernel in _ALL:
+        yield from kernel.catalogue(arch)

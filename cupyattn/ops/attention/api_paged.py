@@ -14,9 +14,8 @@ from cupyattn.ops.attention.paged_problem import PagedProblem, paged_problem
 from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.checks import fixes_of_results, integer, require_bool
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.outputs import named_out, take_out
 from cupyattn.runtime.rounding import round_into
 

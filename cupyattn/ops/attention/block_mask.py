@@ -39,13 +39,12 @@ from cupyattn.runtime.arrays import (
     starts_of,
 )
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.checks import integer, require_item_alignment
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.value_checks import on_host

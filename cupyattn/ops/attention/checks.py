@@ -48,6 +48,8 @@ from cupyattn.runtime.checks import (
     CPU_FLOATS,
     FLOATS,
     INTEGERS,
+    Overlaps,
+    integer,
     require_arrays,
     require_bool_mask,
     require_contiguous_rows,
@@ -60,8 +62,6 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.records import fields_of, given_of, made, values_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values

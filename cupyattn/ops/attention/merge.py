@@ -23,6 +23,7 @@ from cupyattn.runtime.arrays import (
 )
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
+    Overlaps,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -35,7 +36,6 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.structs import new_struct

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cupyattn.ops.attention.modifiers import UserFunction, UserFunctions
-from cupyattn.runtime.checks import require_bool
+from cupyattn.runtime.checks import integer, real, require_bool
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import integer, real
 
 TEACHING_OPTIONS = frozenset({"causal", "softmax_scale"})
 """Every kernel has these options. The kernels that are there to be read have no others."""

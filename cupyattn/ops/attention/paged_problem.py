@@ -22,6 +22,7 @@ from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layout
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
+    Overlaps,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -33,7 +34,6 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.records import given_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values, on_host

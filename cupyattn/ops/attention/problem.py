@@ -18,8 +18,7 @@ from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunctions, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, AttentionOptions
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.checks import fixes_of_results
-from cupyattn.runtime.overlaps import Overlaps
+from cupyattn.runtime.checks import Overlaps, fixes_of_results
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, given_of
 

@@ -24,9 +24,8 @@ from cupyattn.ops.cache.problems import (
 from cupyattn.ops.rope.api import Rotary, checked_rotary
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, require_given
+from cupyattn.runtime.checks import fixes_of_results, integer, require_given
 from cupyattn.runtime.float_dtypes import float_dtype
-from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.outputs import take_out
 from cupyattn.runtime.rounding import round_into
 
@@ -251,7 +250,7 @@ def gather(
     max_seqlen_k: int | None = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
-    dtype: Any = None,
+    dtype: object = None,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     r"""Gather the keys and values of sequences from the blocks of a paged cache.

@@ -31,14 +31,13 @@ from cupyattn.ops.cache.kernels import (
 )
 from cupyattn.ops.cache.problems import RESULTS, AppendProblem, CopiesProblem, GatherProblem, Pairs
 from cupyattn.runtime.arrays import Array, Layout, Operands, contiguous
-from cupyattn.runtime.axes import merge_axes
 from cupyattn.runtime.checks import most_tokens, require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import given_of, values_of
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import new_struct
+from cupyattn.runtime.structs import merge_axes, new_struct
 
 _MOST = 2**32 - 1
 """Threads, rows of lanes and slots of a launch: they are numbered with 32 bits."""

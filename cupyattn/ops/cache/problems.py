@@ -17,7 +17,9 @@ from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layout
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
+    Overlaps,
     fixes_of_results,
+    integer,
     require_contiguous_rows,
     require_dtype,
     require_given,
@@ -29,8 +31,6 @@ from cupyattn.runtime.checks import (
     require_whole_item_strides,
 )
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import integer
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import given_of
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -342,7 +342,7 @@ def pairs_of(copies: Any) -> Pairs:
     return tuple([_pair(f"copies[{i}]", copy) for i, copy in enumerate(items)])
 
 
-def _pair(name: str, copy: Any) -> tuple[int, int]:
+def _pair(name: str, copy: object) -> tuple[int, int]:
     if not isinstance(copy, tuple | list) or len(copy) != 2:
         raise error(
             TypeError,

@@ -26,10 +26,10 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.axes import Strides, merge_axes, walk_params
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
+    Overlaps,
     require_contiguous_rows,
     require_dtype,
     require_given,
@@ -45,12 +45,11 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.elements import ElementConfig, ElementTable
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, T, given_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import elements_struct
+from cupyattn.runtime.structs import Strides, elements_struct, merge_axes, walk_params
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 from cupyattn.runtime.value_checks import checks_values, require_within
 

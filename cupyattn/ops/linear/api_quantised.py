@@ -1,4 +1,4 @@
-"""Weights into four or eight bits, and out of them."""
+"""`quantize` and `dequantize`: weights into four or eight bits and back."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.linear import reference
-from cupyattn.ops.linear.quantised import (
+from cupyattn.ops.linear.kernels_quantised import (
+    DequantizeArrays,
+    QuantizeArrays,
     dequantize_problem,
     quantize_blocks,
     run_dequantize,
     run_quantize,
 )
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.quantized_weight import WEIGHT_FIELDS, QuantizedWeight
 from cupyattn.ops.linear.weight_formats import FORMATS, Blocks
-from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.float_dtypes import float_dtype
@@ -40,8 +41,8 @@ def quantize(
     Parameters
     ----------
     w : array (K, N)
-        float16, float32 or bfloat16, CuPy or NumPy, of any strides: ``w.T`` of an array (N, K) is
-        free, and so is ``quantize(w.T).T``, which is quantised along its rows.
+        float16, float32 or bfloat16, CuPy or NumPy, with any strides: ``w.T`` of an array (N, K)
+        needs no copy. ``quantize(w.T).T`` is w quantised along its rows.
     format : {"nf4", "nf4_nested", "int4", "int8"}
         See Notes.
     block_size : int, optional
@@ -49,40 +50,40 @@ def quantize(
         otherwise a power of two from 32 to 4096; 128 for "int4", or 32 or 64; all of K for "int8",
         or a power of two from 32 on.
     out : QuantizedWeight (K, N), optional
-        Where to write: of that format, and of its own block size where none is given.
+        Where to write: a weight of that format. Its block size is used if none is given.
     workspace : array, optional
-        Scratch memory of "nf4_nested": 4 bytes a block. Without it, it is allocated.
+        Scratch memory for "nf4_nested": 4 bytes a block; otherwise it is allocated.
 
     Returns
     -------
     QuantizedWeight
-        (K, N) on the device of w, for `linear` in the place of w.
+        (K, N) on the device of w, which `linear` accepts in place of w.
 
     Raises
     ------
     TypeError
-        For something that is no array, or a dtype or out that is not allowed.
+        For anything that is not an array, or a dtype or out that is not allowed.
     ValueError
-        For another format or block size, a K that is no multiple of it and of 32, an out that does
-        not fit, and, where values are checked (`backend`; NumPy arrays always), for a w that is not
-        finite, or of which a block of "int4" spans more than 982,560, so that its scale is beyond
-        float16. On a GPU such a block becomes NaN.
+        For another format or block size, a K that is not a multiple of the block size and of 32,
+        and an out that does not fit. If values are checked (`backend`; always for NumPy arrays),
+        also for a w that is not finite, and for an "int4" block that spans more than 982,560, so
+        that its scale exceeds float16. On a GPU such a block becomes NaN.
     RuntimeError
         On a GPU, as `attention`.
 
     Notes
     -----
-    "nf4" (Dettmers et al., arXiv:2305.14314) takes the nearest of 16 quantiles of the normal
-    distribution times the block's absmax: the codes that bitsandbytes takes. "nf4_nested" has the
-    same codes, and absmax in eight bits: 256 even steps from the least of 64 neighbouring blocks to
-    their largest. "int4" has 16 steps from the least weight of a block to its largest, 0 among
-    them, and its scale in float16: a block spans 982,560 at the most, and from 9.2e-4 down its
-    scale has fewer bits; one that spans 4.4e-7 or less becomes zeros, without an error. "int8" has
-    255 steps from -absmax to absmax.
+    "nf4" (Dettmers et al., arXiv:2305.14314) chooses the nearest of 16 quantiles of the normal
+    distribution times the block's absmax: the same codes as bitsandbytes. "nf4_nested" has the
+    codes of "nf4", and absmax in eight bits: 256 even steps from the smallest absmax of 64
+    neighbouring blocks to the largest. "int4" has 16 steps from the smallest weight of a block to
+    the largest, one of which is 0, and its scale is float16: a block spans at most 982,560, the
+    scale of a block that spans less than 9.2e-4 has fewer bits, and a block that spans at most
+    4.4e-7 becomes zeros, without an error. "int8" has 255 steps from -absmax to absmax.
 
-    The same bits from run to run and on every device: float32 arithmetic, correctly rounded, in
-    which subnormal numbers are 0. A block of zeros stays zeros. "int8" gives float32's largest
-    number back as infinity: its step is rounded up.
+    Results are reproducible, bit by bit, and equal on every device: float32 arithmetic is correctly
+    rounded, and subnormal numbers are 0. A block of zeros stays zeros. "int8" turns float32's
+    largest number into infinity: its step is rounded up.
 
     Examples
     --------
@@ -100,31 +101,37 @@ def quantize(
         _require_weight("out", out)
     if block_size is None and out is not None:
         block_size = out.block_size
-    given = out.arrays if out is not None else {}
-    operands = adopt({"w": w, **given, "workspace": workspace})
-    blocks = quantize_blocks(operands, format, block_size)
-    arrays = operands.arrays
+    arrays: QuantizeArrays[Any] = QuantizeArrays(w, workspace=workspace)
     if out is not None:
-        _require_out(out, blocks, arrays["w"].shape)
+        for name in WEIGHT_FIELDS:
+            setattr(arrays, name, getattr(out, name))
+    operands = adopt(arrays)
+    blocks = quantize_blocks(operands, format, block_size)
+    if out is not None:
+        _require_out(out, blocks, arrays.w.shape)
     device = device_of(operands)
     if device is not None:
-        results = run_quantize(device, blocks, operands)
+        run_quantize(device, blocks, operands)
     else:
-        results = _quantised_on_cpu(arrays["w"].T, blocks)
-        for name in results.keys() & arrays:
-            arrays[name][...] = results[name]
+        _quantised_on_cpu(arrays, blocks)
     if out is not None:
         return out
-    return QuantizedWeight(blocks.format, **results, block_size=blocks.block_size)
+    made: Any = (arrays.codes, arrays.scales, arrays.super_scales, arrays.scale_table)
+    return QuantizedWeight(blocks.format, *made, block_size=blocks.block_size)
 
 
-def _quantised_on_cpu(rows: Array, blocks: Blocks) -> dict[str, Array]:
+def _quantised_on_cpu(arrays: QuantizeArrays[Any], blocks: Blocks) -> None:
+    """Compute the weight's arrays, and store them in their fields or in the given arrays."""
     nested = FORMATS[blocks.format].group is not None
-    codes, scales = reference.quantize(rows, "nf4" if nested else blocks.format, blocks.block_size)
-    if not nested:
-        return {"codes": codes, "scales": scales}
-    scales, super_scales, table = reference.nest_scales(scales)
-    return {"codes": codes, "scales": scales, "super_scales": super_scales, "scale_table": table}
+    kind = "nf4" if nested else blocks.format
+    codes, scales = reference.quantize(arrays.w.T, kind, blocks.block_size)
+    made = (codes, *reference.nest_scales(scales)) if nested else (codes, scales)
+    for name, array in zip(WEIGHT_FIELDS, made, strict=False):
+        target = getattr(arrays, name)
+        if target is None:
+            setattr(arrays, name, array)
+        else:
+            target[...] = array
 
 
 def dequantize(
@@ -135,32 +142,34 @@ def dequantize(
     out: Array | None = None,
     workspace: Array | None = None,
 ) -> Array:
-    r"""Return the numbers that a quantised weight stands for.
+    r"""Compute the numbers of a quantised weight.
 
     Parameters
     ----------
     weight : QuantizedWeight
-        Of any format: `QuantizedWeight` says what its codes are.
+        A weight of any format: `QuantizedWeight` documents its codes.
     dtype : optional
-        "float32" by default, or that of out: float32 has every weight as it is, others round it
-        once. "float16", "bfloat16", and on NumPy arrays outside of the emulator "float64".
+        The dtype of out, or "float32", by default. float32 holds every weight exactly; other dtypes
+        round it once. "float16", "bfloat16", and on NumPy arrays outside of the emulator "float64".
     out : array, optional
-        Where to write, of the weight's shape and any strides; must overlap no array of it.
+        Where to write, with the weight's shape and any strides; must not overlap the weight's
+        arrays.
     workspace : array, optional
-        Scratch memory of "nf4_nested": 4 bytes a block. Without it, it is allocated.
+        Scratch memory for "nf4_nested": 4 bytes a block; otherwise it is allocated.
 
     Returns
     -------
     array
-        Of the weight's shape. A new one lies as the codes do: the axis of N is the slower one.
+        With the weight's shape. A new array has the order of the codes: K is contiguous.
 
     Raises
     ------
     TypeError
-        For something that is no QuantizedWeight, a dtype that is not allowed, and an out of
-        another.
+        For anything that is not a QuantizedWeight, a dtype that is not allowed, and an out of
+        another dtype.
     ValueError
-        For an out of another shape, one whose items overlap, and one that overlaps the weight.
+        For an out of another shape, an out whose items overlap, and an out that overlaps the
+        weight.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -173,9 +182,13 @@ def dequantize(
     True
     """
     _require_weight("weight", weight)
-    operands = adopt({**weight.arrays, "out": out, "workspace": workspace}, _FIXES)
+    arrays = DequantizeArrays(
+        weight.codes, weight.scales, weight.super_scales, weight.scale_table, out, workspace
+    )
+    operands = adopt(arrays, _FIXES)
+    out = arrays.out
     if dtype is None:
-        kind = np.dtype(np.float32) if out is None else float_dtype(operands.arrays["out"].dtype)
+        kind = np.dtype(np.float32) if out is None else float_dtype(out.dtype)
     else:
         kind = float_dtype(dtype)
     problem = dequantize_problem(operands, weight.blocks, weight.transposed, kind)
@@ -183,11 +196,10 @@ def dequantize(
     if device is not None:
         return run_dequantize(device, problem, operands)
     rows = reference.dequantised_rows(weight)
-    given = operands.arrays.get("out")
-    if given is None and kind == np.float32:
+    if out is None and kind == np.float32:
         return rows if weight.transposed else rows.T
     exact = rows if weight.transposed else rows.T
-    return round_into(given, exact, kind, transposed=not weight.transposed)
+    return round_into(out, exact, kind, transposed=not weight.transposed)
 
 
 def _require_weight(name: str, given: Any) -> None:

@@ -1,10 +1,10 @@
-"""How far right kernels of linear may be from the reference, for every element.
+"""Error bounds of linear's kernels relative to the reference, for every element.
 
-The kernels that the bounds describe read inputs of their dtype, multiply exactly or with one
-rounding, accumulate in float32 in any order, apply the activation to the float32 sum, and round
-once at the store. u32 = 2**-24, u_in and u_out as in `cupyattn.ops.attention.bounds`, which
-says why a sum of n terms errs by n u32; 8 terms more pay for the bias, for sums of partial sums and
-for what is of second order, and a factor of two on tensor cores for their truncation.
+The bounds hold for kernels that read inputs of their dtype, multiply exactly or with one rounding,
+accumulate in float32 in any order, apply the activation to the float32 sum, and round once at the
+store. u32 = 2**-24; u_in and u_out are those of `cupyattn.ops.attention.bounds`, which derives that
+a sum of n terms errs by n u32. Eight more terms cover the bias, sums of partial sums, and terms of
+second order. A factor of two on tensor cores covers their truncation.
 
 Forward, with z = x w + b:
 
@@ -16,8 +16,8 @@ Forward, with z = x w + b:
 A gated activation multiplies f(gate) with up: its error is df |up| + (|f(gate)| + df) d_up +
 u32 |f(gate) up|.
 
-ef is what computing f in float32 loses, and es what computing f' does: see
-`cupyattn.ops.activations.reference`.
+ef is the error of computing f in float32, and es that of computing f': see
+`cupyattn.ops.activations.bounds`.
 
 Backward, with dz = dout f'(preactivation) and e the error of that:
 
@@ -26,14 +26,14 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
     |dw - ref| <= |x|^T e + t (M + 8) u32 |x|^T (|dz| + e) + u_out |ref| + tiny
     |db - ref| <= sum e + (M + 8) u32 sum (|dz| + e) + u_out |ref| + tiny
 
-- u_in is the rounding of dz to what a tensor core reads; 0 where products are of float32.
-- A preactivation that is computed anew errs by dz of the forward, and u_out |z| where it is kept in
-  the dtype. S is the steepest slope of f': 0.8 bounds all but relu's, whose derivative jumps at 0:
-  there all of |dout| is uncertain.
-- A quantised weight w is what its codes stand for, and kernels multiply with weights that err by ew
-  (`cupyattn.ops.linear.bounds.weight_error`: up to 3 2^-11 |w| on tensor cores,
-  where they are float16): dz gets |x| ew, and dx (|dz| + e) ew^T.
-- What is accumulated is added before the rounding: u32 of both, and u_out of the sum.
+- u_in is the rounding of dz to the dtype that tensor cores read; 0 for products in float32.
+- A preactivation that is recomputed errs by dz of the forward, and by u_out |z| if it is kept in
+  the dtype. S is the steepest slope of f'. It is at most 0.8 for all activations but relu, whose
+  derivative jumps at 0: there all of |dout| is uncertain.
+- For a quantised weight, w is the exact number of each code. Kernels multiply with weights that err
+  by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16). It adds |x| ew
+  to dz, and (|dz| + e) ew^T to dx.
+- An accumulated gradient is added before the rounding: u32 of both terms, and u_out of the sum.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
-    """Return how far a kernel's weights may be from the exact ones, in float64, of its shape.
+    """Return the error bound of a kernel's weights, in float64, of the weight's shape.
 
-    In float32 arithmetic they are formed with as many roundings as in the reference, or fewer. On
-    tensor cores they are float16: `_ROUNDINGS` of the weight itself; of "q4_k" scale and offset are
-    rounded too, before they cancel each other. What underflows loses 2^-25 in each rounding: of a
-    scale, times a code of at most 15 ("int8" keeps 128 times its scale). Kernels for few rows add
-    up codes and shifts apart: where these cancel, the roundings of both sums are left.
+    In float32 arithmetic, weights are computed with at most as many roundings as in the reference.
+    On tensor cores they are float16, with `_ROUNDINGS` of the weight itself. For "q4_k", scale and
+    offset are rounded too, before they cancel each other. An underflow loses 2^-25 in each rounding
+    of a scale, times a code of at most 15 ("int8" keeps 128 times its scale). Skinny kernels add up
+    codes and shifts separately: if these cancel, the roundings of both sums remain.
     """
     weight = with_expanded_scales(weight)
     values = np.abs(dequantised_rows(weight).astype(np.float64))
@@ -98,16 +98,16 @@ def linear_bound(
     activation: str | None = None,
     dtype: DTypeLike,
 ) -> tuple[Float64, Float64]:
-    """Error bounds of `linear`: of out, and of the preactivation.
+    """Return error bounds of `linear`, for out and for the preactivation.
 
     Parameters
     ----------
     x, w, b, residual : floats
-        Rounded to dtype already; or w is a `QuantizedWeight`.
+        Already rounded to dtype; or w is a `QuantizedWeight`.
     activation : str, optional
-        As of `linear`.
+        The activation of `linear`.
     dtype : dtype or str
-        float16, float32 or bfloat16, which the results are rounded to.
+        float16, float32 or bfloat16: the dtype of the results.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def linear_bound(
 
 
 def _value_error(kind: str | None, z: Float64, dz: Float64) -> Float64:
-    """Return the error of f(z), of a z that errs by dz."""
+    """Return the error of f(z) for a z that errs by dz."""
     if kind is None:
         return dz
     computing = np.maximum(activation_error(z, kind), activation_error(z + dz, kind))
@@ -142,7 +142,7 @@ def _value_error(kind: str | None, z: Float64, dz: Float64) -> Float64:
 
 
 def _exact_weight(w: Any, dtype: DTypeLike) -> tuple[Float64, Float64]:
-    """Return a weight, and how far from it is what kernels multiply with."""
+    """Return a weight, and the error of the weight that kernels multiply with."""
     if not isinstance(w, QuantizedWeight):
         return _float64(w), np.zeros(())
     exact = dequantised_rows(w).astype(np.float64)
@@ -162,7 +162,7 @@ def _name(dtype: DTypeLike) -> str:
 
 
 def _rounding_of_sum(terms: int, dtype: DTypeLike) -> float:
-    """Return the error of a sum relative to that of the absolute values."""
+    """Return the error of a sum relative to the sum of absolute values."""
     truncation = 2 if _name(dtype) == "float16" else 1
     return truncation * (terms + _MORE_TERMS) * U32
 
@@ -178,19 +178,19 @@ def linear_backward_bound(
     given: LinearGrads | None = None,
     dtype: DTypeLike,
 ) -> LinearGrads:
-    """Error bounds of `linear_backward`, for each gradient.
+    """Return error bounds of `linear_backward`, for each gradient.
 
     Parameters
     ----------
     dout, x, w, b, preactivation : floats
-        Rounded to dtype already; or w is a `QuantizedWeight`. Without a preactivation that of
-        kernels is computed anew.
+        Already rounded to dtype; or w is a `QuantizedWeight`. Without a preactivation, kernels
+        recompute it.
     activation : str, optional
-        As of `linear`.
+        The activation of `linear`.
     given : LinearGrads, optional
-        What is accumulated to; `reference` plus it is then what the bound is for.
+        The arrays that gradients are added to: the bound is then that of the sums.
     dtype : dtype or str
-        float16, float32 or bfloat16, which the results are rounded to.
+        float16, float32 or bfloat16: the dtype of the results.
     """
     dout, x, b, z = map(_float64, (dout, x, b, preactivation))
     quantised = isinstance(w, QuantizedWeight)
@@ -231,9 +231,10 @@ def linear_backward_bound(
                 continue
             if target is not None:
                 target = _float64(target)
-                error = error + U32 * (np.abs(gradient) + np.abs(target))
+                error = error + U32 * (abs(gradient) + abs(target))
                 gradient = gradient + target
-            bounds.append(error + TINY32 * (sum(w.shape) + len(dz)) + precision.store(gradient))
+            stored = precision.store(np.asarray(gradient))
+            bounds.append(error + TINY32 * (sum(w.shape) + len(dz)) + stored)
     return LinearGrads(*bounds)
 
 
@@ -261,7 +262,7 @@ def _preactivation_gradient_error(
 
 
 def _slope_uncertainty(kind: str, z: Float64, dz: Float64) -> Float64:
-    """Return how far f' may be off for a z that errs by dz."""
+    """Return the error of f' for a z that errs by dz."""
     if kind == "relu":
         return np.where((np.abs(z) <= dz) & (dz > 0), 1.0, 0.0)
     return STEEPEST_SLOPE * dz

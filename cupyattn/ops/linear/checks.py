@@ -1,31 +1,43 @@
-"""The checks of a call of linear: its description, once."""
+"""Checks of calls of linear, once for each description."""
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.ops.linear.problem import (
     ACTIVATIONS,
-    BACKWARD_RESULTS,
-    FORWARD_RESULTS,
     GATED,
-    SHOWN_AS,
-    WEIGHT_ARRAYS,
-    LinearProblem,
+    BackwardCall,
+    BackwardProblem,
+    ForwardCall,
+    ForwardProblem,
+    LinearArrays,
+    LinearBackwardArrays,
     Matrix,
+    QuantisedOperand,
     WeightFormat,
 )
 from cupyattn.ops.linear.weight_formats import FORMATS
-from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.axes import merge_axes
-from cupyattn.runtime.by_name import Description, Operands, Overlaps, layouts_of, starts_of
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    overlaps_itself,
+    starts_of,
+)
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
-    require_arrays,
+    Overlaps,
     require_contiguous_rows,
     require_dtype,
+    require_given,
     require_output,
     require_rank,
     require_same_dtype,
@@ -35,21 +47,23 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import Output
-from cupyattn.runtime.spans import overlaps_itself
+from cupyattn.runtime.structs import merge_axes
 
 MAX_EXTENT = 2**31 - 1024
-"""Of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
+"""Maximum of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
+
+_GRADS = LinearBackwardArrays.SHOWN_AS
 
 
-def forward_problem(
-    operands: Operands,
+def forward_call(
+    operands: Operands[LinearArrays[Array]],
     activation: Any,
     return_preactivation: bool,
-    weight: WeightFormat | None = None,
-) -> LinearProblem:
+    weight: WeightFormat | None,
+) -> ForwardCall:
     """Check a forward call, or find that its description was checked before.
 
-    `weight` says what the arrays that stand for w are, where it is quantised.
+    `weight` describes the codes and scales if the weight is quantised.
 
     Raises
     ------
@@ -57,14 +71,17 @@ def forward_problem(
         As the public functions document.
     """
     _require_activation(activation)
-    problem = described_forward(operands.description, activation, return_preactivation, weight)
-    problem.overlaps.check(operands)
-    return problem
+    call = described_forward(operands.description, activation, return_preactivation, weight)
+    call.overlaps.check(operands)
+    return call
 
 
-def backward_problem(
-    operands: Operands, activation: Any, accumulate: bool, weight: WeightFormat | None = None
-) -> LinearProblem:
+def backward_call(
+    operands: Operands[LinearBackwardArrays[Array]],
+    activation: Any,
+    accumulate: bool,
+    weight: WeightFormat | None,
+) -> BackwardCall:
     """Check a backward call, or find that its description was checked before.
 
     Raises
@@ -73,9 +90,9 @@ def backward_problem(
         As the public functions document.
     """
     _require_activation(activation)
-    problem = described_backward(operands.description, activation, accumulate, weight)
-    problem.overlaps.check(operands)
-    return problem
+    call = described_backward(operands.description, activation, accumulate, weight)
+    call.overlaps.check(operands)
+    return call
 
 
 def _require_activation(activation: Any) -> None:
@@ -94,27 +111,31 @@ def described_forward(
     description: Description,
     activation: str | None,
     return_preactivation: bool,
-    weight: WeightFormat | None = None,
-) -> LinearProblem:
-    """Check what is known of a forward call without its memory."""
-    layouts = layouts_of(description)
+    weight: WeightFormat | None,
+) -> ForwardCall:
+    """Check a forward call by the description of its `LinearArrays`."""
+    layouts = layouts_of(LinearArrays[Layout], description)
+    starts = starts_of(LinearArrays[int], description)
     kept = return_preactivation and activation is not None
-    inputs = ("x", "w", "b", "residual")
-    problem = _problem(description, activation, inputs, FORWARD_RESULTS, weight)
-    lead = layouts["x"].shape[:-1]
-    if "residual" in layouts:
-        shape = (*lead, problem.outer)
-        _require_rows_like_x("residual", layouts["residual"], shape, "(..., N)")
-        problem.matrices["residual"] = _as_rows("residual", layouts, problem)
-    outputs = {"out": Output((*lead, problem.outer), problem.dtype)}
+    inputs = _inputs(layouts, starts, activation, weight, {"residual": layouts.residual})
+    lead, dtype = layouts.x.shape[:-1], inputs.dtype
+    residual = None
+    if layouts.residual is not None:
+        shape = (*lead, inputs.outer)
+        _require_rows_like_x("residual", layouts.residual, shape, "(..., N)")
+        residual = _as_rows("residual", layouts.residual, starts.residual)
+    outputs = {"out": Output((*lead, inputs.outer), dtype)}
     if kept:
-        outputs["preactivation"] = Output((*lead, problem.weight_columns), problem.dtype)
+        outputs["preactivation"] = Output((*lead, inputs.w.columns), dtype)
+    results = {}
     for name, output in outputs.items():
-        if name in layouts:
-            require_output(name, layouts[name], *output)
-        problem.matrices[name] = _as_rows(name, layouts, problem, output)
-    problem.outputs.update(outputs)
-    return problem
+        layout = getattr(layouts, name)
+        if layout is not None:
+            require_output(name, layout, *output)
+        results[name] = _as_rows(name, layout or contiguous(*output), getattr(starts, name))
+    problem = ForwardProblem(*inputs, results["out"], residual, results.get("preactivation"))
+    overlaps = Overlaps.of(layouts, ("out", "preactivation", "workspace"))
+    return ForwardCall(problem, layouts, starts, outputs, overlaps)
 
 
 @lru_cache(maxsize=4096)
@@ -122,18 +143,20 @@ def described_backward(
     description: Description,
     activation: str | None,
     accumulate: bool,
-    weight: WeightFormat | None = None,
-) -> LinearProblem:
-    """Check what is known of a backward call without its memory."""
-    layouts = layouts_of(description)
-    require_arrays(layouts, ("dout",))
-    require_dtype("dout", layouts["dout"], CPU_FLOATS)
-    inputs = ("dout", "x", "w", "b", "preactivation")
-    problem = _problem(description, activation, inputs, BACKWARD_RESULTS, weight, accumulate)
-    lead = layouts["x"].shape[:-1]
-    _require_rows_like_x("dout", layouts["dout"], (*lead, problem.outer), "(..., N)")
-    problem.matrices["dout"] = _as_rows("dout", layouts, problem)
-    if "preactivation" in layouts and activation is None:
+    weight: WeightFormat | None,
+) -> BackwardCall:
+    """Check a backward call by the description of its `LinearBackwardArrays`."""
+    layouts = layouts_of(LinearBackwardArrays[Layout], description)
+    starts = starts_of(LinearBackwardArrays[int], description)
+    require_given("dout", layouts.dout)
+    require_dtype("dout", layouts.dout, CPU_FLOATS)
+    others = {"dout": layouts.dout, "preactivation": layouts.preactivation}
+    inputs = _inputs(layouts, starts, activation, weight, others)
+    lead, dtype = layouts.x.shape[:-1], inputs.dtype
+    _require_rows_like_x("dout", layouts.dout, (*lead, inputs.outer), "(..., N)")
+    dout = _as_rows("dout", layouts.dout, starts.dout)
+    given, preactivation = layouts.preactivation, None
+    if given is not None and activation is None:
         raise error(
             ValueError,
             "preactivation was given without an activation",
@@ -141,69 +164,91 @@ def described_backward(
             "pass the activation that linear was given, or no preactivation",
         )
     if activation is not None:
-        saved = Output((*lead, problem.weight_columns), problem.dtype)
-        if "preactivation" in layouts:
-            _require_rows_like_x("preactivation", layouts["preactivation"], saved.shape, "(..., W)")
-        problem.matrices["preactivation"] = _as_rows("preactivation", layouts, problem, saved)
-    for name in BACKWARD_RESULTS:
-        of = layouts.get(name[1:])
+        shape = (*lead, inputs.w.columns)
+        if given is not None:
+            _require_rows_like_x("preactivation", given, shape, "(..., W)")
+        preactivation = _as_rows(
+            "preactivation", given or contiguous(shape, dtype), starts.preactivation
+        )
+    outputs = {}
+    for name, shown_as in _GRADS.items():
+        of = getattr(layouts, name[1:])
         if of is not None:
-            problem.outputs[name] = Output(of.shape, of.dtype)
-        elif name in layouts:
+            outputs[name] = Output(of.shape, of.dtype)
+        elif getattr(layouts, name) is not None:
             quantised = name == "dw" and weight is not None
             raise error(
                 ValueError,
-                f"{SHOWN_AS[name]} was given",
+                f"{shown_as} was given",
                 "a quantised weight has no gradient"
                 if quantised
                 else f"this call has no {name[1:]}",
                 "leave None there",
             )
-    _require_results(problem)
-    return problem
-
-
-def _require_results(problem: LinearProblem) -> None:
-    """Check grads, and describe them as matrices."""
-    layouts, outputs, matrices = problem.layouts, problem.outputs, problem.matrices
     for name in ("dx", "db"):
-        if name in layouts:
-            require_output(SHOWN_AS[name], layouts[name], *outputs[name])
-    matrices["dx"] = _as_rows("dx", layouts, problem, outputs["dx"])
-    if "dw" not in outputs:
-        return
-    shape, dtype = outputs["dw"]
-    dw = layouts.get("dw")
-    if dw is None and "dw" in problem.transposed:
-        matrices["dw"] = _as_matrix(contiguous(shape[::-1], dtype), 0).transposed
-        return
-    if dw is None:
-        dw = contiguous(shape, dtype)
-    else:
-        fix = made_beforehand(SHOWN_AS["dw"])
-        if dw.shape != shape or dw.dtype != dtype or overlaps_itself(dw):
-            require_output(SHOWN_AS["dw"], dw, shape, dtype)
-        _require_a_contiguous_axis(SHOWN_AS["dw"], dw, fix)
-    matrices["dw"] = _as_matrix(dw, problem.starts.get("dw", 0))
+        layout = getattr(layouts, name)
+        if layout is not None:
+            require_output(_GRADS[name], layout, *outputs[name])
+    dx = _as_rows(_GRADS["dx"], layouts.dx or contiguous(*outputs["dx"]), starts.dx)
+    turns_dw = (
+        weight is None and not inputs.w.along_columns and min(inputs.w.rows, inputs.w.columns) > 1
+    )
+    dw = None
+    if layouts.dw is not None:
+        dw = _given_dw(layouts.dw, starts.dw or 0, outputs["dw"])
+    elif weight is None:
+        dw = _new_dw(outputs["dw"], turns_dw)
+    problem = BackwardProblem(*inputs, dout, dx, dw, preactivation, accumulate)
+    overlaps = Overlaps.of(layouts, ("dx", "dw", "db", "workspace"))
+    return BackwardCall(problem, layouts, starts, outputs, overlaps, turns_dw)
 
 
-def _problem(
-    description: Description,
+def _given_dw(dw: Layout, start: int, output: Output) -> Matrix:
+    """Check a dw that the caller gave, and describe it as a matrix."""
+    if dw.shape != output.shape or dw.dtype != output.dtype or overlaps_itself(dw):
+        require_output(_GRADS["dw"], dw, *output)
+    _require_a_contiguous_axis(_GRADS["dw"], dw, made_beforehand(_GRADS["dw"]))
+    return _as_matrix(dw, start)
+
+
+def _new_dw(output: Output, turned: bool) -> Matrix:
+    shape, dtype = output
+    if turned:
+        return _as_matrix(contiguous(shape[::-1], dtype), 0).transposed
+    return _as_matrix(contiguous(shape, dtype), 0)
+
+
+class _Inputs(NamedTuple):
+    """The fields of a `LinearProblem`: the checked x, w and b of a call."""
+
+    rows: int
+    inner: int
+    outer: int
+    dtype: np.dtype
+    activation: str | None
+    x: Matrix
+    w: Matrix
+    weight: QuantisedOperand | None
+    b: Matrix | None
+
+
+def _inputs(
+    layouts: LinearArrays[Layout] | LinearBackwardArrays[Layout],
+    starts: LinearArrays[int] | LinearBackwardArrays[int],
     activation: str | None,
-    inputs: tuple[str, ...],
-    results: tuple[str, ...],
     weight: WeightFormat | None,
-    accumulate: bool = False,
-) -> LinearProblem:
-    """Check x, w and b, and describe them."""
-    layouts = layouts_of(description)
-    require_arrays(layouts, ("x", "codes", "scales") if weight else ("x", "w"))
-    x = layouts["x"]
+    others: dict[str, Layout | None],
+) -> _Inputs:
+    """Check x, w, b and the workspace; `others` are arrays that share their dtype."""
+    require_given("x", layouts.x)
+    for name in ("codes", "scales") if weight else ("w",):
+        require_given(name, getattr(layouts, name))
+    x, w, b = layouts.x, layouts.w, layouts.b
     require_dtype("x", x, CPU_FLOATS)
     if not x.shape:
         raise error(ValueError, "x has no axes", "x is (..., K)", "pass x[None]")
-    shape = _quantised_shape(layouts["codes"], weight) if weight else _plain_shape(layouts["w"])
-    require_same_dtype(layouts, inputs)
+    shape = _plain_shape(w) if w is not None else _quantised_shape(layouts.codes, weight)
+    require_same_dtype(_in_order({"x": x, "w": w, "b": b, **others}))
     require_contiguous_rows("x", x)
     if shape[0] != x.shape[-1]:
         turned = " (w is the transpose of what some libraries keep)"
@@ -221,11 +266,11 @@ def _problem(
             "a gated activation takes a w of shape (K, 2 N), N columns of the gate, then N others",
             "pass both halves side by side, for example numpy.concatenate([w_gate, w_up], axis=1)",
         )
-    if "b" in layouts:
-        require_shape("b", layouts["b"], (columns,), "(N,), an item for each column of w")
-        require_contiguous_rows("b", layouts["b"])
-    if "workspace" in layouts:
-        require_workspace(layouts["workspace"])
+    if b is not None:
+        require_shape("b", b, (columns,), "(N,), an item for each column of w")
+        require_contiguous_rows("b", b)
+    if layouts.workspace is not None:
+        require_workspace(layouts.workspace)
     rows = math.prod(x.shape[:-1])
     for name, extent in (("M", rows), ("K", x.shape[-1]), ("N", columns)):
         if extent > MAX_EXTENT:
@@ -235,27 +280,44 @@ def _problem(
                 f"M, K and the columns of w are at most {MAX_EXTENT}",
                 "split the call",
             )
-    problem = LinearProblem(
-        rows=rows,
-        inner=x.shape[-1],
-        outer=columns // 2 if activation in GATED else columns,
-        dtype=x.dtype,
-        activation=activation,
-        layouts=layouts,
-        matrices={},
-        outputs={},
-        starts=starts_of(description),
-        overlaps=Overlaps.of(layouts, (*results, "workspace"), SHOWN_AS if "dx" in results else {}),
-        accumulate=accumulate,
-        weight=weight,
+    if w is not None:
+        matrix, operand = _as_matrix(w, starts.w or 0), None
+    else:
+        assert weight is not None
+        strides = (columns, 1) if weight.transposed else (1, shape[0])
+        matrix = Matrix(shape[0], columns, *strides, x.dtype.itemsize, 0)
+        operand = _operand(weight, layouts, starts)
+    return _Inputs(
+        rows,
+        x.shape[-1],
+        columns // 2 if activation in GATED else columns,
+        x.dtype,
+        activation,
+        _as_rows("x", x, starts.x),
+        matrix,
+        operand,
+        None if b is None else Matrix(1, columns, columns, 1, b.dtype.itemsize, starts.b or 0),
     )
-    problem.matrices["x"] = _as_rows("x", layouts, problem)
-    if weight is None:
-        problem.matrices["w"] = _as_matrix(layouts["w"], problem.starts["w"])
-    for name in WEIGHT_ARRAYS:
-        if name in layouts:
-            problem.matrices[name] = _as_lines(layouts[name], problem.starts[name])
-    return problem
+
+
+def _operand(
+    weight: WeightFormat,
+    layouts: LinearArrays[Layout] | LinearBackwardArrays[Layout],
+    starts: LinearArrays[int] | LinearBackwardArrays[int],
+) -> QuantisedOperand:
+    """Describe the arrays of a quantised weight."""
+    codes = _as_lines(layouts.codes, starts.codes)
+    scales = _as_lines(layouts.scales, starts.scales)
+    assert codes is not None
+    assert scales is not None
+    super_scales = _as_lines(layouts.super_scales, starts.super_scales)
+    return QuantisedOperand(*weight, codes, scales, super_scales)
+
+
+def _in_order(layouts: dict[str, Layout | None]) -> dict[str, Layout]:
+    """Return the arrays that are present, in the order of the public functions' parameters."""
+    names = ("dout", "x", "w", "b", "preactivation", "residual")
+    return {name: layout for name in names if (layout := layouts.get(name)) is not None}
 
 
 def _plain_shape(w: Layout) -> tuple[int, ...]:
@@ -265,17 +327,21 @@ def _plain_shape(w: Layout) -> tuple[int, ...]:
     return w.shape
 
 
-def _quantised_shape(codes: Layout, weight: WeightFormat) -> tuple[int, ...]:
-    """Return the shape of the weight that the arrays stand for; its class has checked them."""
+def _quantised_shape(codes: Layout | None, weight: WeightFormat | None) -> tuple[int, ...]:
+    """Return the shape of a quantised weight; its class has checked the arrays."""
+    assert codes is not None
+    assert weight is not None
     rows, width = codes.shape
     width = width * 8 // FORMATS[weight.format].bits
     return (rows, width) if weight.transposed else (width, rows)
 
 
-def _as_lines(layout: Layout, start: int) -> Matrix:
+def _as_lines(layout: Layout | None, start: int | None) -> Matrix | None:
     """Describe an array in C order as a matrix: its first axis by all others."""
+    if layout is None:
+        return None
     columns = math.prod(layout.shape[1:])
-    return Matrix(layout.shape[0], columns, columns, 1, layout.dtype.itemsize, start)
+    return Matrix(layout.shape[0], columns, columns, 1, layout.dtype.itemsize, start or 0)
 
 
 def _require_rows_like_x(name: str, layout: Layout, shape: tuple[int, ...], meaning: str) -> None:
@@ -302,29 +368,23 @@ def _require_a_contiguous_axis(name: str, layout: Layout, fix: str = "") -> None
     require_whole_item_strides(name, layout, fix)
 
 
-def _as_rows(
-    name: str, layouts: dict[str, Layout], problem: LinearProblem, made: Output | None = None
-) -> Matrix:
-    """Describe an array of contiguous rows, or one that is to be made, as a matrix of M rows."""
-    layout = layouts.get(name)
-    if layout is None:
-        assert made is not None
-        layout = contiguous(*made)
+def _as_rows(name: str, layout: Layout, start: int | None) -> Matrix:
+    """Describe an array of contiguous rows as a matrix; all axes before its last are M rows."""
     *lead, columns = layout.shape
     itemsize = layout.dtype.itemsize
     shape, (strides,) = merge_axes(
         tuple(lead), [tuple(stride // itemsize for stride in layout.strides[:-1])]
     )
-    if len(shape) > 1 and problem.rows * columns:
+    rows = math.prod(lead)
+    if len(shape) > 1 and rows * columns:
         raise error(
             ValueError,
-            f"{SHOWN_AS.get(name, name)} has shape {layout.shape} and strides {layout.strides}",
+            f"{name} has shape {layout.shape} and strides {layout.strides}",
             "the axes before the last lie evenly in memory, so that they are M rows",
-            f"copy it with ascontiguousarray({name}), or call for each part",
+            f"copy it with ascontiguousarray({name.removeprefix('grads.')}), or call for each part",
         )
     row_stride = strides[0] if len(shape) == 1 else columns
-    start = problem.starts.get(name, 0)
-    return Matrix(problem.rows, columns, row_stride, 1, itemsize, start)
+    return Matrix(rows, columns, row_stride, 1, itemsize, start or 0)
 
 
 def _as_matrix(layout: Layout, start: int) -> Matrix:

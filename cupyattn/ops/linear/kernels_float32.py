@@ -1,4 +1,4 @@
-"""Launch configurations of products in float32 arithmetic, for sm_75."""
+"""Products in float32 arithmetic, for every storage dtype: kernels, configurations and plans."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from cupyattn.ops.linear.structs import FLOAT_PRODUCT_STRUCT
+import numpy as np
+
+from cupyattn.ops.linear.problem import (
+    STRUCTS,
+    BackwardDraft,
+    BackwardProblem,
+    ForwardDraft,
+    ForwardProblem,
+    LinearPlan,
+    LinearProblem,
+    Matrix,
+)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+
+# FloatProductParams in cuda_src/linear/float32/product.cuh
+FLOAT_PRODUCT_PARAMS = np.dtype(
+    [
+        *(
+            (f"{array}_stride", np.int64)
+            for array in ("a", "b", "preactivation", "residual", "result")
+        ),
+        *((field, np.int64) for field in ("rows", "columns", "depth", "half", "accumulate")),
+    ],
+    align=True,
+)
+FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 
 FORWARD = KernelSpec(
     "linear_forward_f32",
@@ -22,7 +49,7 @@ FORWARD = KernelSpec(
         FLOAT_PRODUCT_STRUCT,
     ),
 )
-THIN = KernelSpec("linear_thin_f32", "linear/float32/thin.cu", FORWARD.parameters)
+SKINNY = KernelSpec("linear_thin_f32", "linear/float32/thin.cu", FORWARD.parameters)
 DX = KernelSpec(
     "linear_dx_f32",
     "linear/float32/dx.cu",
@@ -50,37 +77,29 @@ DB = KernelSpec(
         FLOAT_PRODUCT_STRUCT,
     ),
 )
-KERNELS = (FORWARD, THIN, DX, DW, DB)
+KERNELS = (FORWARD, SKINNY, DX, DW, DB)
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What Turing's tensor cores do not take; and float16, for cards that have none."""
-STRUCTS = {
-    None: "Identity",
-    "gelu": "Gelu",
-    "gelu_tanh": "GeluTanh",
-    "silu": "Silu",
-    "relu": "Relu",
-}
-"""What the sources call an activation."""
+"""The dtypes that Turing's tensor cores do not take, and float16 for devices without them."""
 OUT_VECTOR = 4
-"""Items that the epilogue loads and stores at once where rows are aligned to so many."""
-THIN_ROWS = (1, 2, 4, 8, 16)
-"""Rows of x that the kernels for few of them are made for."""
-THIN_COLUMNS = 32
-"""Columns of w to a CTA."""
-_THIN_WARPS = 8
+"""Items of one load or store of the epilogue, if rows are aligned to so many."""
+SKINNY_ROWS = (1, 2, 4, 8, 16)
+"""Rows of x that the skinny kernel is compiled for."""
+SKINNY_COLUMNS = 32
+"""Columns of w that a skinny CTA computes."""
+_SKINNY_WARPS = 8
 
 DB_THREADS = 64
 DB_CTAS = 512
-"""About as many as there are to be, so that rows are summed by many at once."""
+"""CTAs that a launch aims for: rows are summed by many at once."""
 
 _SM_SHARED_BYTES = 64 * 1024
 _WARP_ROWS, _WARP_COLUMNS = 32, 64  # kWarpRows and kWarpColumns in product.cuh
 
 
 @dataclass(frozen=True)
-class ProductConfig:
-    """A CTA's tile: 8 x 8 sums a thread, a warp for 32 rows by 64 columns."""
+class FloatTileConfig:
+    """The tile of a CTA: 8 x 8 sums a thread, 32 rows by 64 columns a warp."""
 
     tile_m: int
     tile_n: int
@@ -89,64 +108,50 @@ class ProductConfig:
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return self.tile_m // _WARP_ROWS * (self.tile_n // _WARP_COLUMNS) * WARP_SIZE
 
 
 _GATES = Gates(models=0.96)  # of the float32 units, in every product and both configurations
-_FEW = ProductConfig(64, 64, 4, "four times as many CTAs for results of few tiles")
+_FEW = FloatTileConfig(64, 64, 4, "four times as many CTAs for results of few tiles")
 
-# The first row of which there are as many tiles as its key, otherwise the last.
-Rows = Mapping[int, ProductConfig]
-PRODUCTS: Mapping[int, Rows] = {
+# A result takes the first configuration of which it has as many tiles as the key, else the last.
+_Configs = Mapping[int, FloatTileConfig]
+PRODUCTS: Mapping[int, _Configs] = {
     75: {
-        80: ProductConfig(128, 64, 3, "168 registers hold the sums, and factors on their way"),
+        80: FloatTileConfig(128, 64, 3, "168 registers hold the sums and the loads in flight"),
         0: _FEW,
     }
 }
-# Where the rows of the result are those of a factor that is computed as it is loaded: each of its
-# items is used by 128 of the other factor's lines.
-GRADIENT_ROWS: Mapping[int, Rows] = {
-    75: {80: ProductConfig(64, 128, 3, "as the others, the other way round"), 0: _FEW}
+# For results whose rows are those of a factor that is computed as it is loaded: each item of that
+# factor is used by 128 lines of the other.
+GRADIENT_PRODUCTS: Mapping[int, _Configs] = {
+    75: {80: FloatTileConfig(64, 128, 3, "the tile of the other products, transposed"), 0: _FEW}
 }
 
 
-def product_row(
-    arch: int, rows: int, columns: int, table: Mapping[int, Rows] = PRODUCTS
-) -> ProductConfig:
-    """Return the table row for a result of these sizes."""
-    for least, row in rows_for(table, arch).items():
-        if -(-rows // row.tile_m) * -(-columns // row.tile_n) >= least:
-            return row
-    raise AssertionError("the last row takes everything")
+def product_config(
+    arch: int, rows: int, columns: int, table: Mapping[int, _Configs] = PRODUCTS
+) -> FloatTileConfig:
+    """Return the configuration for a result of these sizes."""
+    for least, config in rows_for(table, arch).items():
+        if -(-rows // config.tile_m) * -(-columns // config.tile_n) >= least:
+            return config
+    raise AssertionError("the last configuration takes everything")
 
 
 @cache
-def forward(
-    dtype: str,
-    row: ProductConfig,
-    w_along: str,
-    activation: str | None,
-    gated: bool,
-    vec: int,
-    vec_out: int,
-) -> Specialisation:
-    """Specialise the forward; w_along is "kLines" where rows of w are contiguous, or "kDepth"."""
-    return specialise_tile(FORWARD, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
-
-
-@cache
-def thin(
+def skinny(
     dtype: str, rows: int, w_along: str, activation: str | None, gated: bool, vec: int
 ) -> Specialisation:
-    """Specialise the forward of few rows, one of `THIN_ROWS`; w_along as of `forward`."""
-    parts = _THIN_WARPS if w_along == "kLines" else 1
-    return THIN.specialise(
-        threads=_THIN_WARPS * WARP_SIZE,
-        static_shared_bytes=parts * rows * THIN_COLUMNS * FLOAT_BYTES,
+    """Specialise the skinny forward for one of `SKINNY_ROWS`; w_along is that of `forward`."""
+    parts = _SKINNY_WARPS if w_along == "kLines" else 1
+    return SKINNY.specialise(
+        threads=_SKINNY_WARPS * WARP_SIZE,
+        static_shared_bytes=parts * rows * SKINNY_COLUMNS * FLOAT_BYTES,
         DTYPE=dtype,
         ROWS=rows,
-        MIN_CTAS=2 if rows < THIN_ROWS[-1] else 1,
+        MIN_CTAS=2 if rows < SKINNY_ROWS[-1] else 1,
         W_ALONG=w_along,
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
@@ -155,39 +160,10 @@ def thin(
 
 
 @cache
-def dx(
-    dtype: str,
-    row: ProductConfig,
-    w_along: str,
-    activation: str | None,
-    gated: bool,
-    vec: int,
-    vec_out: int,
-) -> Specialisation:
-    """Specialise the kernel of dx; w_along is "kDepth" where rows of w are contiguous."""
-    return specialise_tile(DX, dtype, row, activation, gated, vec, vec_out, W_ALONG=w_along)
-
-
-@cache
-def dw(
-    dtype: str,
-    row: ProductConfig,
-    transposed: bool,
-    activation: str | None,
-    gated: bool,
-    vec: int,
-    vec_out: int,
-) -> Specialisation:
-    """Specialise the kernel of dw, or of its transpose."""
-    return specialise_tile(
-        DW, dtype, row, activation, gated, vec, vec_out, TRANSPOSED=cpp_bool(transposed)
-    )
-
-
 def specialise_tile(
     spec: KernelSpec,
     dtype: str,
-    row: ProductConfig,
+    config: FloatTileConfig,
     activation: str | None,
     gated: bool,
     vec: int,
@@ -195,17 +171,17 @@ def specialise_tile(
     own_bytes: int = 0,
     **more: Any,
 ) -> Specialisation:
-    """Specialise a kernel that includes product.cuh; `own_bytes` of shared memory are its own."""
+    """Specialise a kernel that includes product.cuh and has `own_bytes` more of shared memory."""
     depth = 2 * vector_items(dtype)
-    shared_bytes = 2 * depth * (row.tile_m + row.tile_n) * FLOAT_BYTES + own_bytes
+    shared_bytes = 2 * depth * (config.tile_m + config.tile_n) * FLOAT_BYTES + own_bytes
     return spec.specialise(
-        threads=row.threads,
+        threads=config.threads,
         static_shared_bytes=shared_bytes,
         gates=_GATES,
         DTYPE=dtype,
-        TILE_M=row.tile_m,
-        TILE_N=row.tile_n,
-        MIN_CTAS=min(row.ctas_per_sm, _SM_SHARED_BYTES // shared_bytes),
+        TILE_M=config.tile_m,
+        TILE_N=config.tile_n,
+        MIN_CTAS=min(config.ctas_per_sm, _SM_SHARED_BYTES // shared_bytes),
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
         VEC=vec,
@@ -216,7 +192,7 @@ def specialise_tile(
 
 @cache
 def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisation:
-    """Specialise the kernel of db's partial sums."""
+    """Specialise the kernel that computes partial sums of db."""
     return DB.specialise(
         threads=DB_THREADS,
         gates=Gates(registers=240),
@@ -228,28 +204,259 @@ def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisat
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield rows, dtypes, ways round, activations and loads in pairs."""
+    """Yield configurations, dtypes, directions, activations and loads in pairs."""
     kinds = ((None, False), ("gelu", False), ("gelu_tanh", False), ("relu", False), ("silu", True))
     ways, sizes, whole_or_not = (True, False), range(2), (True, False)
-    for dtype, size, lines, (activation, gated), whole, whole_out in pairs(
+    for dtype, size, lines, kind, whole, whole_out in pairs(
         DTYPES, sizes, ways, kinds, whole_or_not, whole_or_not
     ):
         vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
-        options = (activation, gated, vec, vec_out)
-        table = GRADIENT_ROWS if lines else PRODUCTS
         along = "kLines" if lines else "kDepth"
-        yield forward(dtype, _nth(PRODUCTS, arch, size), along, *options)
-        yield dx(dtype, _nth(GRADIENT_ROWS, arch, size), along, *options)
-        yield dw(dtype, _nth(table, arch, size), lines, *options)
-    of_rows = tuple(zip(THIN_ROWS, kinds, strict=True))
+        tables = {FORWARD: PRODUCTS, DX: GRADIENT_PRODUCTS}
+        for spec, table in tables.items():
+            config = nth_config(table, arch, size)
+            yield specialise_tile(spec, dtype, config, *kind, vec, vec_out, W_ALONG=along)
+        config = nth_config(GRADIENT_PRODUCTS if lines else PRODUCTS, arch, size)
+        yield specialise_tile(DW, dtype, config, *kind, vec, vec_out, TRANSPOSED=cpp_bool(lines))
+    of_rows = tuple(zip(SKINNY_ROWS, kinds, strict=True))
     for dtype, (rows, (activation, gated)), lines, whole in pairs(
         DTYPES, of_rows, ways, whole_or_not
     ):
         along, vec = "kLines" if lines else "kDepth", vector_items(dtype) if whole else 1
-        yield thin(dtype, rows, along, activation, gated, vec)
+        yield skinny(dtype, rows, along, activation, gated, vec)
     for dtype, (activation, gated), whole in pairs(DTYPES, kinds, whole_or_not):
         yield db(dtype, activation, gated, vector_items(dtype) if whole else 1)
 
 
-def _nth(table: Mapping[int, Rows], arch: int, index: int) -> ProductConfig:
+def nth_config(table: Mapping[int, _Configs], arch: int, index: int) -> FloatTileConfig:
+    """Return the configuration of a table at an index."""
     return tuple(rows_for(table, arch).values())[index]
+
+
+def specialise_for(
+    spec: KernelSpec,
+    problem: LinearProblem,
+    config: FloatTileConfig,
+    vec: int,
+    vec_out: int,
+    own_bytes: int = 0,
+    **more: Any,
+) -> Specialisation:
+    """Specialise a kernel that includes product.cuh for the dtype and activation of a problem."""
+    kind = (problem.scalar_activation, problem.gated)
+    dtype = problem.dtype.name
+    return specialise_tile(spec, dtype, config, *kind, vec, vec_out, own_bytes, **more)
+
+
+def forward_params(problem: ForwardProblem) -> Any:
+    """Fill the C struct FloatProductParams of a forward."""
+    return float_params(
+        a=problem.x,
+        b=problem.w,
+        result=problem.out,
+        preactivation=problem.preactivation,
+        residual=problem.residual,
+        depth=problem.inner,
+    )
+
+
+def dx_params(problem: BackwardProblem) -> Any:
+    """Fill the C struct FloatProductParams of dx."""
+    return float_params(
+        a=problem.dout,
+        b=problem.w,
+        result=problem.dx,
+        preactivation=problem.preactivation,
+        depth=problem.weight_columns,
+        half=problem.half,
+        accumulate=problem.accumulate,
+    )
+
+
+def result_vector(problem: ForwardProblem) -> int:
+    """Return how many items the forward's epilogue takes at once."""
+    return whole_out(problem, problem.b, problem.residual, problem.out, problem.preactivation)
+
+
+def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan out and preactivation: one launch."""
+    problem, slots = draft.problem, draft.slots
+    config = product_config(draft.card.arch, problem.rows, problem.weight_columns)
+    kernel = specialise_for(
+        FORWARD,
+        problem,
+        config,
+        whole_halves(problem, problem.x, problem.w),
+        result_vector(problem),
+        W_ALONG="kLines" if problem.w.along_columns else "kDepth",
+    )
+    ctas = forward_ctas(problem, config)
+    arrays = (slots.x, slots.w, slots.b, slots.residual, slots.out, slots.preactivation)
+    return (Step.of(kernel, ctas, arrays, forward_params(problem)),)
+
+
+def forward_ctas(problem: ForwardProblem, config: FloatTileConfig) -> int:
+    """Return the grid of a forward."""
+    columns = config.tile_n // 2 if problem.gated else config.tile_n
+    return -(-problem.rows // config.tile_m) * -(-problem.outer // columns)
+
+
+def _skinny_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan out and preactivation of few rows: one launch that reads the weight once."""
+    problem, slots = draft.problem, draft.slots
+    kernel = skinny(
+        problem.dtype.name,
+        next(rows for rows in SKINNY_ROWS if problem.rows <= rows),
+        "kLines" if problem.w.along_columns else "kDepth",
+        problem.scalar_activation,
+        problem.gated,
+        whole_halves(problem, problem.x, problem.w),
+    )
+    columns = SKINNY_COLUMNS // (2 if problem.gated else 1)
+    arrays = (slots.x, slots.w, slots.b, slots.residual, slots.out, slots.preactivation)
+    return (Step.of(kernel, -(-problem.outer // columns), arrays, forward_params(problem)),)
+
+
+def _is_skinny(problem: ForwardProblem) -> bool:
+    return problem.rows <= SKINNY_ROWS[-1]
+
+
+def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dx: one launch."""
+    problem, slots = draft.problem, draft.slots
+    config = product_config(draft.card.arch, problem.rows, problem.inner, GRADIENT_PRODUCTS)
+    kernel = specialise_for(
+        DX,
+        problem,
+        config,
+        whole_halves(problem, problem.dout, problem.w, problem.preactivation),
+        whole_out(problem, problem.dx),
+        W_ALONG="kDepth" if problem.w.along_columns else "kLines",
+    )
+    arrays = (slots.dout, slots.w, slots.preactivation, slots.dx)
+    return (Step.of(kernel, dx_ctas(problem, config), arrays, dx_params(problem)),)
+
+
+def dx_ctas(problem: BackwardProblem, config: FloatTileConfig) -> int:
+    """Return the grid of dx."""
+    return -(-problem.rows // config.tile_m) * -(-problem.inner // config.tile_n)
+
+
+def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dw, in one launch, and db, in two more."""
+    problem, slots, result = draft.problem, draft.slots, draft.problem.dw
+    assert result is not None
+    transposed = not result.along_columns
+    result = result.transposed if transposed else result
+    after = db_steps(draft)
+    if problem.inner == 0:
+        return after
+    table = GRADIENT_PRODUCTS if transposed else PRODUCTS
+    config = product_config(draft.card.arch, result.rows, result.columns, table)
+    kernel = specialise_for(
+        DW,
+        problem,
+        config,
+        whole_halves(problem, problem.x, problem.dout, problem.preactivation),
+        whole_out(problem, problem.dw),
+        TRANSPOSED=cpp_bool(transposed),
+    )
+    params = float_params(
+        a=problem.x,
+        b=problem.dout,
+        result=result,
+        preactivation=problem.preactivation,
+        depth=problem.rows,
+        half=problem.half,
+        accumulate=problem.accumulate,
+    )
+    ctas = -(-result.rows // config.tile_m) * -(-result.columns // config.tile_n)
+    arrays = (slots.x, slots.dout, slots.preactivation, slots.dw)
+    return (Step.of(kernel, ctas, arrays, params), *after)
+
+
+def db_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan db, if there is a bias: sums of parts of the rows, and the sum of these."""
+    problem, slots, dtype = draft.problem, draft.slots, draft.problem.dtype.name
+    if not problem.biased:
+        return ()
+    width = problem.weight_columns
+    column_tiles = -(-width // (DB_THREADS * vector_items(dtype)))
+    parts = max(min(-(-DB_CTAS // column_tiles), -(-problem.rows // 8)), 1)
+    part_rows = -(-problem.rows // parts)
+    parts = -(-problem.rows // part_rows)
+    kernel = db(
+        dtype,
+        problem.scalar_activation,
+        problem.gated,
+        whole_halves(problem, problem.dout, problem.preactivation),
+    )
+    params = float_params(
+        a=problem.dout,
+        b=problem.dout,
+        result=Matrix(problem.rows, width, width, 1, 4, 0),
+        preactivation=problem.preactivation,
+        depth=part_rows,
+        half=problem.half,
+    )
+    partials = draft.planner.scratch(parts * width)
+    return (
+        Step.of(kernel, parts * column_tiles, (slots.dout, slots.preactivation, partials), params),
+        Step.of(
+            column_sums(dtype),
+            -(-width // COLUMN_SUMS_COLUMNS),
+            (partials, None, slots.db, None),
+            *(parts, width, problem.accumulate),
+        ),
+    )
+
+
+def whole(problem: LinearProblem, *matrices: Matrix | None) -> int:
+    """Return 16 bytes' worth of items if all lines of these are whole vectors, otherwise 1."""
+    items = vector_items(problem.dtype.name)
+    return items if problem.vector(*matrices) == items else 1
+
+
+def whole_halves(problem: LinearProblem, *matrices: Matrix | None) -> int:
+    """Return `whole`, but 1 where a vector may have items of both halves of a gated weight."""
+    items = whole(problem, *matrices)
+    return items if not problem.gated or problem.outer % items == 0 else 1
+
+
+def whole_out(problem: LinearProblem, *matrices: Matrix | None) -> int:
+    """Return how many items an epilogue takes at once of all these."""
+    whole = problem.vector(*matrices) >= OUT_VECTOR
+    halves = not problem.gated or problem.outer % OUT_VECTOR == 0
+    return OUT_VECTOR if whole and halves else 1
+
+
+def float_params(
+    *,
+    a: Matrix,
+    b: Matrix,
+    result: Matrix,
+    depth: int,
+    preactivation: Matrix | None = None,
+    residual: Matrix | None = None,
+    half: int = 0,
+    accumulate: bool = False,
+) -> Any:
+    """Fill the C struct FloatProductParams."""
+    params = new_struct(FLOAT_PRODUCT_PARAMS)
+    params["a_stride"], params["b_stride"] = a.leading, b.leading
+    params["result_stride"] = result.leading
+    if preactivation is not None:
+        params["preactivation_stride"] = preactivation.leading
+    if residual is not None:
+        params["residual_stride"] = residual.leading
+    params["rows"], params["columns"] = result.rows, result.columns
+    params["depth"], params["half"], params["accumulate"] = depth, half, accumulate
+    return params[()]
+
+
+PLANS: tuple[LinearPlan[Any], ...] = (
+    LinearPlan("forward", tuple(STORAGE), _skinny_steps, _is_skinny),
+    LinearPlan("forward", tuple(STORAGE), _forward_steps),
+    LinearPlan("dx", tuple(STORAGE), _dx_steps),
+    LinearPlan("dw", tuple(STORAGE), _dw_steps),
+)

@@ -1,15 +1,78 @@
-"""Launch configurations of what quantises weights, and of what they stand for."""
+"""Weights into four or eight bits and out of them: checks, kernels and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
-from cupyattn.ops.linear.structs import DEQUANTIZE_STRUCT, QUANTIZE_STRUCT
+import numpy as np
+
+from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.quantized_weight import WEIGHT_FIELDS
+from cupyattn.ops.linear.weight_formats import (
+    FORMATS,
+    INT4_LARGEST,
+    TABLE,
+    Blocks,
+    pieces,
+    require_blocks,
+)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
-from cupyattn.runtime.storage import STORAGE, vector_items
-from cupyattn.runtime.tables import cpp_bool, pairs
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    contiguous,
+    layouts_of,
+    starts_of,
+)
+from cupyattn.runtime.checks import (
+    FLOATS,
+    Overlaps,
+    integer,
+    require_apart,
+    require_dtype,
+    require_given,
+    require_item_alignment,
+    require_kernel_dtype,
+    require_own_items,
+    require_rank,
+    require_whole_item_strides,
+    require_workspace,
+)
+from cupyattn.runtime.device import Device
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.records import Record, T, given_of
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.structs import new_struct
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs
+from cupyattn.runtime.value_checks import checks_values
+
+# QuantizeParams in cuda_src/linear/quantised/quantize.cu
+QUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "blocks", "block_size")),
+    ],
+    align=True,
+)
+QUANTIZE_STRUCT = Struct("params", QUANTIZE_PARAMS, "QuantizeParams")
+
+# DequantizeParams in cuda_src/linear/quantised/dequantize.cu
+DEQUANTIZE_PARAMS = np.dtype(
+    [
+        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
+        *((field, np.uint32) for field in ("outer", "units", "block_size")),
+    ],
+    align=True,
+)
+DEQUANTIZE_STRUCT = Struct("params", DEQUANTIZE_PARAMS, "DequantizeParams")
 
 QUANTIZE = KernelSpec(
     "quantize",
@@ -26,21 +89,71 @@ DEQUANTIZE = KernelSpec(
         DEQUANTIZE_STRUCT,
     ),
 )
-KERNELS = (QUANTIZE, DEQUANTIZE)
+_COUNT = Scalar("count", np.dtype(np.uint32))
+NEST = KernelSpec(
+    "nest_scales",
+    "linear/quantised/nest_scales.cu",
+    (*inputs("absmax"), *map(Pointer, ("scales", "super_scales", "scale_table")), _COUNT),
+)
+EXPAND = KernelSpec(
+    "expand_scales",
+    "linear/quantised/expand_scales.cu",
+    (*inputs("scales", "super_scales", "scale_table"), Pointer("absmax"), _COUNT),
+)
+KERNELS = (QUANTIZE, DEQUANTIZE, NEST, EXPAND)
 
-FORMATS = {"nf4": "Nf4", "int4": "Int4", "int8": "Int8", "q4_1": "Q4_1", "q4_k": "Q4_K"}
-"""Formats by their names in Python and in C++ (formats.cuh)."""
+
+@dataclass(slots=True)
+class QuantizeArrays(Record[T]):
+    """Arrays of a call of quantize: w, and those of the quantised weight."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({name: f"out.{name}" for name in WEIGHT_FIELDS})
+
+    w: T
+    codes: T | None = None
+    scales: T | None = None
+    super_scales: T | None = None
+    scale_table: T | None = None
+    workspace: T | None = None
+
+
+@dataclass(slots=True)
+class DequantizeArrays(Record[T]):
+    """Arrays of a call of dequantize: those of the quantised weight, and the result."""
+
+    codes: T
+    scales: T
+    super_scales: T | None = None
+    scale_table: T | None = None
+    out: T | None = None
+    workspace: T | None = None
+
+
+FORMAT_STRUCTS = {"nf4": "Nf4", "int4": "Int4", "int8": "Int8", "q4_1": "Q4_1", "q4_k": "Q4_K"}
+"""Formats by name, with the struct of formats.cuh that decodes each."""
 MADE = ("nf4", "int4", "int8")
-"""Those that QUANTIZE makes; the others come from files, or of these (nested_scales.py)."""
+"""The formats that QUANTIZE writes. NEST derives "nf4_nested"; the others come from files."""
+
+NESTED, EXPANDED = "nf4_nested", "nf4"
+"""The format whose scales are codes themselves, and the same format with scales in float32."""
+_MADE = (*MADE, NESTED)
 
 THREADS = 256
 LANE_WEIGHTS = 8
-"""What a lane of QUANTIZE has at a time: 4 bytes of codes, or 8."""
+"""Weights of a lane of QUANTIZE at a time: 4 or 8 bytes of codes."""
 UNITS = {True: 8, False: 32}
-"""Weights of a thread of DEQUANTIZE: along K a store of 16 bytes; across it what a sector of codes
-holds, for neighbouring threads read other rows."""
+"""Weights of a thread of DEQUANTIZE, by whether lanes lie along K.
+
+Along K they are one store of 16 bytes; across K, where neighbouring threads read different rows,
+the codes of one sector.
+"""
 CODEBOOK_BYTES = {"nf4": 64}
-"""Of shared memory, by format."""
+"""Bytes of shared memory for the codebook, by format."""
+GROUP = FORMATS[NESTED].group or 0
+"""Blocks that share a pair of super_scales."""
+_NEST_THREADS = TABLE  # each loads an entry of the table, or computes one
+_EXPAND_ITEMS = 4  # of a thread of EXPAND: 16 bytes of float32
+_MOST_THREADS = 2**32 - THREADS
 
 
 def lanes_of(block_size: int) -> int:
@@ -58,7 +171,7 @@ def lanes_of(block_size: int) -> int:
 def specialise_quantize(kind: str, dtype: str, lanes: int, vec: int) -> Specialisation:
     """Specialise QUANTIZE; lanes is 1 across K, vec 1 or 16 bytes' worth of weights."""
     return QUANTIZE.specialise(
-        threads=THREADS, FORMAT=FORMATS[kind], DTYPE=dtype, LANES=lanes, VEC=vec
+        threads=THREADS, FORMAT=FORMAT_STRUCTS[kind], DTYPE=dtype, LANES=lanes, VEC=vec
     )
 
 
@@ -68,7 +181,7 @@ def specialise_dequantize(kind: str, dtype: str, along: bool, vec: int) -> Speci
     return DEQUANTIZE.specialise(
         threads=THREADS,
         static_shared_bytes=CODEBOOK_BYTES.get(kind, 0),
-        FORMAT=FORMATS[kind],
+        FORMAT=FORMAT_STRUCTS[kind],
         DTYPE=dtype,
         UNIT=UNITS[along],
         ALONG=cpp_bool(along),
@@ -76,12 +189,311 @@ def specialise_dequantize(kind: str, dtype: str, along: bool, vec: int) -> Speci
     )
 
 
+@cache
+def nest() -> Specialisation:
+    """Specialise NEST."""
+    return NEST.specialise(threads=_NEST_THREADS, GROUP=GROUP)
+
+
+@cache
+def expand() -> Specialisation:
+    """Specialise EXPAND."""
+    return EXPAND.specialise(
+        threads=_NEST_THREADS, static_shared_bytes=TABLE * FLOAT_BYTES, GROUP=GROUP
+    )
+
+
+def nest_ctas(count: int) -> int:
+    """Return the grid of NEST: a warp for each group of blocks."""
+    return -(-count // (GROUP * (_NEST_THREADS // WARP_SIZE)))
+
+
+def expand_ctas(count: int) -> int:
+    """Return the grid of EXPAND."""
+    return -(-count // (_EXPAND_ITEMS * _NEST_THREADS))
+
+
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield formats, dtypes, lanes and loads in pairs."""
-    del arch  # one row serves all
+    del arch  # one configuration serves all
     for kind, dtype, lanes, whole in pairs(MADE, STORAGE, (1, 4, 8, 16, 32), (True, False)):
         vec = vector_items(dtype) if whole and lanes > 1 else 1
         yield specialise_quantize(kind, dtype, lanes, vec)
-    for kind, dtype, along, whole in pairs(FORMATS, STORAGE, (True, False), (True, False)):
+    for kind, dtype, along, whole in pairs(FORMAT_STRUCTS, STORAGE, (True, False), (True, False)):
         vec = vector_items(dtype) if whole and along else 1
         yield specialise_dequantize(kind, dtype, along, vec)
+    yield from (nest(), expand())
+
+
+class RowBlocks(NamedTuple):
+    """The division of the rows of codes of a weight into blocks."""
+
+    format: str
+    blocks: int
+    """Blocks of a row."""
+    block_log2: int
+    """Logarithm of a block's weights; 31 if a row is one block."""
+
+
+_WHOLE_ROW_LOG2 = 31
+
+
+def row_blocks(problem: LinearProblem) -> RowBlocks:
+    """Return the division of the rows of a problem's codes into blocks."""
+    weight = problem.quantised
+    row = problem.weight_columns if weight.transposed else problem.inner
+    blocks = row // weight.block_size
+    block_log2 = weight.block_size.bit_length() - 1 if blocks > 1 else _WHOLE_ROW_LOG2
+    return RowBlocks(weight.format, blocks, block_log2)
+
+
+def expand_step(count: int, slots: tuple[int | None, ...]) -> Step:
+    """Return the launch from `count` nested scales to absmax of blocks in float32.
+
+    `slots` are those of scales, super_scales, scale_table and absmax.
+    """
+    return Step.of(expand(), expand_ctas(count), slots, count)
+
+
+def require_made(kind: Any) -> str:
+    """Return a format that `quantize` writes, or raise."""
+    if isinstance(kind, str) and kind in _MADE:
+        return kind
+    raise error(
+        ValueError if isinstance(kind, str) else TypeError,
+        f"format = {shown(kind)}",
+        f"weights are quantised to {', '.join(map(repr, _MADE))}; others are read from files",
+        "pass one of these",
+    )
+
+
+def quantize_blocks(
+    operands: Operands[QuantizeArrays[Array]], kind: Any, block_size: Any
+) -> Blocks:
+    """Check a call of quantize, and its values where these are checked.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `quantize` documents.
+    """
+    size = None if block_size is None else integer("block_size", block_size)
+    blocks = _checked_blocks(operands.description, require_made(kind), size)
+    require_apart(operands, dict.fromkeys(WEIGHT_FIELDS))
+    if checks_values(operands):
+        _require_values(operands.arrays.w, blocks)
+    return blocks
+
+
+def _require_values(w: Any, blocks: Blocks) -> None:
+    """Raise for weights whose blocks would be NaN."""
+    if not bool(np.isfinite(w).all()):
+        raise error(
+            ValueError,
+            "w holds NaN or an infinity",
+            "weights are finite: a block that is not would be NaN as a whole",
+            "find where it comes from",
+        )
+    if blocks.format != "int4" or float(abs(w).max()) <= INT4_LARGEST:
+        return
+    parts = w.astype(np.float32).reshape(-1, blocks.block_size, w.shape[1])
+    with np.errstate(over="ignore"):
+        span = float((parts.max(axis=1).clip(min=0) - parts.min(axis=1).clip(max=0)).max())
+    if span > 2 * INT4_LARGEST:
+        raise error(
+            ValueError,
+            f"a block of w spans {span:g}, with format = 'int4'",
+            f"its scale is float16: a block spans {2 * INT4_LARGEST:g} at most, or would be NaN",
+            "take 'nf4' or 'int8', whose scales are float32",
+        )
+
+
+@lru_cache(maxsize=4096)
+def _checked_blocks(description: Description, kind: str, block_size: int | None) -> Blocks:
+    w = layouts_of(QuantizeArrays[Layout], description).w
+    require_given("w", w)
+    require_dtype("w", w, FLOATS)
+    require_rank("w", w, "K N")
+    require_whole_item_strides("w", w)
+    inner, outer = w.shape
+    size = (FORMATS[kind].block_size or inner) if block_size is None else block_size
+    require_blocks(kind, size, inner)
+    if outer == 0:
+        raise error(
+            ValueError, f"w has shape {w.shape}", "N is at least 1", "pass a w with columns"
+        )
+    return Blocks(kind, size)
+
+
+def run_quantize(
+    device: Device, blocks: Blocks, operands: Operands[QuantizeArrays[Array]]
+) -> QuantizeArrays[Array]:
+    """Quantise w into the given arrays of a weight, or into new ones."""
+    return run(device, _quantize_plan(operands.description, blocks), operands)
+
+
+@lru_cache(maxsize=4096)
+def _quantize_plan(description: Description, blocks: Blocks) -> Plan:
+    layouts = layouts_of(QuantizeArrays[Layout], description)
+    starts = starts_of(QuantizeArrays[int], description)
+    require_item_alignment(given_of(layouts), given_of(starts))
+    w, (kind, block_size) = layouts.w, blocks
+    inner, outer = w.shape
+    outputs = {
+        name: Output(*piece) for name, piece in pieces(kind, outer, inner, block_size).items()
+    }
+    whole = _whole_vectors(w, starts.w, axis=0)
+    # Lanes go along the axis whose items lie closer together.
+    strides = [abs(stride) for stride in w.strides]
+    lanes = lanes_of(block_size) if strides[0] <= strides[1] or outer == 1 else 1
+    vec = vector_items(w.dtype.name) if whole and lanes > 1 else 1
+    params = _params(QUANTIZE_PARAMS, w, inner_axis=0)
+    params["blocks"], params["block_size"] = inner // block_size, block_size
+    count = outer * (inner // block_size)
+    _require_launch("quantize", count * lanes, w)
+    planner, nested = Planner(QuantizeArrays, layouts, outputs), kind == NESTED
+    slots = planner.slots
+    scales = planner.scratch(count) if nested else slots.scales
+    step = Step.of(
+        specialise_quantize(EXPANDED if nested else kind, w.dtype.name, lanes, vec),
+        -(-count * lanes // THREADS),
+        (slots.w, slots.codes, scales),
+        params[()],
+    )
+    if not nested:
+        return planner.plan(step)
+    made = (scales, slots.scales, slots.super_scales, slots.scale_table)
+    return planner.plan(step, Step.of(nest(), nest_ctas(count), made, count))
+
+
+class DequantizeProblem(NamedTuple):
+    """A valid call of dequantize; equal calls share one object."""
+
+    blocks: Blocks
+    transposed: bool
+    layouts: DequantizeArrays[Layout]
+    starts: DequantizeArrays[int]
+    output: Output
+    overlaps: Overlaps
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def dequantize_problem(
+    operands: Operands[DequantizeArrays[Array]], blocks: Blocks, transposed: bool, dtype: np.dtype
+) -> DequantizeProblem:
+    """Check the out of a call, or find that it was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `dequantize` documents.
+    """
+    problem = _described_problem(operands.description, blocks, transposed, dtype)
+    problem.overlaps.check(operands)
+    return problem
+
+
+@lru_cache(maxsize=4096)
+def _described_problem(
+    description: Description, blocks: Blocks, transposed: bool, dtype: np.dtype
+) -> DequantizeProblem:
+    layouts = layouts_of(DequantizeArrays[Layout], description)
+    starts = starts_of(DequantizeArrays[int], description)
+    outer, bytes_of_row = layouts.codes.shape
+    inner = bytes_of_row * 8 // FORMATS[blocks.format].bits
+    output = Output((outer, inner) if transposed else (inner, outer), dtype)
+    out = layouts.out
+    if out is not None:
+        if (out.shape, out.dtype) != output:
+            raise error(
+                ValueError if out.dtype == dtype else TypeError,
+                f"out is {out}",
+                f"the result is {dtype.name} {output.shape}",
+                "pass an array of that shape and dtype, or none",
+            )
+        require_whole_item_strides("out", out)
+        require_own_items("out", out)
+    if layouts.workspace is not None:
+        require_workspace(layouts.workspace)
+    overlaps = Overlaps.of(layouts, ("out", "workspace"))
+    return DequantizeProblem(blocks, transposed, layouts, starts, output, overlaps)
+
+
+def run_dequantize(
+    device: Device, problem: DequantizeProblem, operands: Operands[DequantizeArrays[Array]]
+) -> Array:
+    """Write the weights into the given array, or into a new one with blocks in C order."""
+    out = run(device, _dequantize_plan(problem), operands).out
+    assert out is not None
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _dequantize_plan(problem: DequantizeProblem) -> Plan:
+    layouts, starts, (shape, dtype) = problem.layouts, problem.starts, problem.output
+    require_item_alignment(given_of(layouts), given_of(starts))
+    require_kernel_dtype("out", dtype)
+    inner_axis = 1 if problem.transposed else 0
+    outer, inner = shape[1 - inner_axis], shape[inner_axis]
+    out = layouts.out
+    if out is None:
+        new = contiguous((outer, inner), dtype)
+        out = new if problem.transposed else Layout(shape, new.strides[::-1], dtype)
+    strides = [abs(stride) for stride in out.strides]
+    along = strides[inner_axis] <= strides[1 - inner_axis] or outer == 1
+    whole = along and _whole_vectors(out, starts.out or 0, inner_axis)
+    params = _params(DEQUANTIZE_PARAMS, out, inner_axis)
+    params["units"], params["block_size"] = inner // UNITS[along], problem.blocks.block_size
+    threads = outer * (inner // UNITS[along])
+    _require_launch("dequantize", threads, out)
+    vec = vector_items(dtype.name) if whole else 1
+    kind, nested = problem.blocks.format, problem.blocks.format == NESTED
+    planner = Planner(DequantizeArrays, layouts, {"out": problem.output})
+    slots = planner.slots
+    scales, super_scales = slots.scales, slots.super_scales
+    before: tuple[Step, ...] = ()
+    if nested:
+        count = outer * (inner // problem.blocks.block_size)
+        scales, super_scales = planner.scratch(count), None
+        nested_slots = (slots.scales, slots.super_scales, slots.scale_table, scales)
+        before = (expand_step(count, nested_slots),)
+    step = Step.of(
+        specialise_dequantize(EXPANDED if nested else kind, dtype.name, along, vec),
+        -(-threads // THREADS),
+        (slots.codes, scales, super_scales, slots.out),
+        params[()],
+    )
+    transposed = [made.slot for made in planner.results if not problem.transposed]
+    return planner.plan(*before, step, transposed=transposed)
+
+
+def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> Any:
+    """Fill the fields that the structs of both kernels have in common."""
+    params = new_struct(dtype)
+    itemsize = weight.dtype.itemsize
+    params["inner_stride"] = weight.strides[inner_axis] // itemsize
+    params["outer_stride"] = weight.strides[1 - inner_axis] // itemsize
+    params["outer"] = weight.shape[1 - inner_axis]
+    return params
+
+
+def _whole_vectors(weight: Layout, start: int, axis: int) -> bool:
+    """Tell whether every 16 bytes along an axis are one vector."""
+    lines = weight.strides[1 - axis] if weight.shape[1 - axis] > 1 else 0
+    contiguous_axis = weight.strides[axis] == weight.dtype.itemsize
+    return contiguous_axis and start == 0 and lines % VECTOR_BYTES == 0
+
+
+def _require_launch(name: str, threads: int, weight: Layout) -> None:
+    if threads > _MOST_THREADS:
+        raise error(
+            ValueError,
+            f"a weight {weight.shape}",
+            f"a launch of {name} has up to {_MOST_THREADS} threads, of {threads}",
+            "take fewer columns of N in a call",
+        )

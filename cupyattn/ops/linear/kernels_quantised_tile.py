@@ -1,35 +1,59 @@
-"""Launch configurations of products with a quantised weight on tensor cores, for many rows."""
+"""Products of a quantised weight on tensor cores, for many rows: kernels and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any, ClassVar
 
-from cupyattn.ops.linear.kernels_quantised import FORMATS
-from cupyattn.ops.linear.kernels_tensor_core import ACTIVATIONS
-from cupyattn.ops.linear.kernels_tiles import (
+import numpy as np
+
+from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS, RowBlocks, row_blocks
+from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
+from cupyattn.ops.linear.problem import STRUCTS, BackwardDraft, ForwardDraft, LinearPlan
+from cupyattn.ops.linear.tiles import (
+    PRODUCT_PARAMS,
+    PRODUCT_STRUCT,
     Moves,
-    ProductConfig,
     Shape,
-    ampere_row,
+    TensorCoreProduct,
+    TileConfig,
+    ampere_config,
+    forward_tiling,
+    forward_vector,
     lines_macro,
+    product_steps,
     specialise_tile,
+    split_forward,
+    takes,
+    whole_forward,
 )
-from cupyattn.ops.linear.structs import QUANTISED_TILE_STRUCT
+from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
+from cupyattn.runtime.plan import Step
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
-WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
+# QuantisedTileParams in cuda_src/linear/quantised/tile_feed.cuh
+QUANTISED_TILE_PARAMS = np.dtype(
+    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
+    align=True,
+)
+QUANTISED_TILE_STRUCT = Struct(
+    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
+)
+
+_WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 
 FORWARD = KernelSpec(
     "linear_forward_quantised",
     "linear/quantised/tile_forward.cu",
     (
         *inputs("x"),
-        *WEIGHT,
+        *_WEIGHT,
         *inputs("b", "residual", optional=True),
         Pointer("preactivation", optional=True),
         Pointer("out"),
@@ -41,7 +65,7 @@ PRODUCT = KernelSpec(
     "linear/quantised/tile_product.cu",
     (
         *inputs("a"),
-        *WEIGHT,
+        *_WEIGHT,
         *inputs("addend", optional=True),
         *(Pointer(name, optional=True) for name in ("partials", "result")),
         QUANTISED_TILE_STRUCT,
@@ -49,78 +73,77 @@ PRODUCT = KernelSpec(
 )
 KERNELS = (FORWARD, PRODUCT)
 
-_Table = Mapping[tuple[Shape, bool], ProductConfig]
-_Slots = tuple[Moves, Moves, int, float]
-"""Of A and of B, the sets of A's fragments, and the tensor utilisation of the main loop on a T4."""
+_Table = Mapping[tuple[Shape, bool], TileConfig]
+_MoveSlots = tuple[Moves, Moves, int, float]
+"""Moves of A and of B, the sets of A's fragments, and the main loop's utilisation on a T4."""
 
 
-def _rows(
-    narrow: _Slots,
-    narrow_across: _Slots,
-    small: _Slots,
-    small_across: _Slots,
-    few: _Slots,
-    few_across: _Slots,
+def _configs(
+    narrow: _MoveSlots,
+    narrow_across: _MoveSlots,
+    small: _MoveSlots,
+    small_across: _MoveSlots,
+    few: _MoveSlots,
+    few_across: _MoveSlots,
 ) -> _Table:
-    """Return the rows of a format: by the tile, and whether rows of codes lie along the sum."""
+    """Return a format's configurations by tile and by whether rows of codes lie along the sum."""
     of_256, of_128, of_64 = (
         (256, 128, 32, 64, 64, 1),
         (128, 128, 32, 64, 64, 2),
         (_FEW, 128, 32, 32, 64, 2),
     )
     return {
-        ("narrow", True): ProductConfig(
-            *of_256, *narrow, "192 columns leave no registers for codes"
-        ),
-        ("narrow", False): ProductConfig(*of_256, *narrow_across, "the same"),
-        ("small", True): ProductConfig(*of_128, *small, "for small results; two CTAs take turns"),
-        ("small", False): ProductConfig(*of_128, *small_across, "the same"),
-        ("few", True): ProductConfig(*of_64, *few, "for few rows; shared memory binds"),
-        ("few", False): ProductConfig(*of_64, *few_across, "the same"),
+        ("narrow", True): TileConfig(*of_256, *narrow, "192 columns leave no registers for codes"),
+        ("narrow", False): TileConfig(*of_256, *narrow_across, "the same"),
+        ("small", True): TileConfig(*of_128, *small, "for small results; two CTAs alternate"),
+        ("small", False): TileConfig(*of_128, *small_across, "the same"),
+        ("few", True): TileConfig(*of_64, *few, "for few rows; bound by shared memory"),
+        ("few", False): TileConfig(*of_64, *few_across, "the same"),
     }
 
 
 _FEW = 64  # rows of the smallest tile
 
-# The utilisation is by the static model, as in tensor_core.py (NVRTC 12.9.86, 2026-11-23, +-0.05),
-# and so are the slots: the best of 25 to 80 that were tried of each, between 0.73 and 0.94. Shared
-# memory is busy for 0.84 of the loop in the first two rows, for 0.93 in the next two. That the loop
-# is that of float16, with codes decoded between a load and a store, costs nothing by the model:
-# rows of float16 of these tiles have 0.83 to 0.93. Where rows of codes lie along the sum the slots
-# are the forward's; parts of a sum (PRODUCT, `split`), which ptxas orders otherwise, have 0.75 to
-# 0.87 with them, and those of the last two rows 0.65 to 0.72. These two keep shared memory busy all
-# the time; but of 64 rows the tile before would waste half of its products. No GPU has timed them.
+# The utilisation and the slots are by the static model, as in kernels_tensor_core.py (NVRTC
+# 12.9.86, 2026-11-23, +-0.05). The slots are the best of 25 to 80 candidates each, which model 0.73
+# to 0.94. Shared memory is busy for 0.84 of the loop in the first two configurations, and for 0.93
+# in the next two. Codes are decoded between a load and a store of float16's loop. By the model this
+# costs nothing: configurations of float16 with these tiles have 0.83 to 0.93. If rows of codes lie
+# along the sum, the slots are the forward's. A split sum (PRODUCT, `split`), which ptxas schedules
+# differently, has 0.75 to 0.87 with them, and 0.65 to 0.72 in the last two configurations. These
+# two keep shared memory busy all the time; but with 64 rows, the tile of 128 would waste half of
+# its products. No GPU has timed them.
 #
-# GeForce cards take twice as long for a product, and their rows have 0.89 to 0.98 (`turing
-# --machine "RTX 2060 Super" --kernel linear_forward_quantised linear_product_quantised`). With the
-# slots of any other row of the tile none has 0.05 more there (2026-11-24): one had, of "q4_k" and
-# few rows, and has them now, which are no worse on a T4.
+# GeForce GPUs take twice as long for a product, and model 0.89 to 0.98 (`turing --machine "RTX 2060
+# Super" --kernel linear_forward_quantised linear_product_quantised`). No configuration gains 0.05
+# there with the slots of another one of its tile (2026-11-24).
 _TURING: Mapping[str, _Table] = {
-    "nf4": _rows(
+    "nf4": _configs(
         # The model's best, (3, 1, 4), (6, 6, 1) with 0.919, is 2 to 9 % slower on an H200 as
-        # compute_75 code but for one size (2026-11-23, in a sweep that is not kept).
+        # compute_75 code, except for one size (2026-11-23).
         (Moves(5, 1, 4), Moves(4, 4, 1), 1, 0.906),
         # dx on an H200 as compute_75 code (NVRTC 13.0, 2026-11-23, means of two medians of 8
-        # calls, in a sweep that is not kept): 281, 286 and 294 TFLOP/s at M x N x K of the forward
-        # 8192 x 8192 x 4096, 8192 x 16384 x 4096 and 8192 x 2560 x 10240. (7, 1, 3), (5, 8, 1)
-        # with one set of A's fragments and 0.925 makes 249, 252 and 280: an H200 waits for the
-        # piece of A that is asked for three slots before it is stored.
+        # calls): 281, 286 and 294 TFLOP/s at the forward's M x N x K of 8192 x 8192 x 4096,
+        # 8192 x 16384 x 4096 and 8192 x 2560 x 10240. (7, 1, 3), (5, 8, 1) with one set of A's
+        # fragments models 0.925 and reaches 249, 252 and 280: an H200 waits for the piece of A that
+        # is loaded three slots before it is stored.
         (Moves(5, 1, 4), Moves(11, 1, 1), 2, 0.913),
         (Moves(8, 1, 4), Moves(0, 2, 2), 1, 0.905),
         (Moves(10, 1, 4), Moves(1, 2, 2), 1, 0.893),
         (Moves(5, 1, 2), Moves(6, 0, 2), 2, 0.713),
         (Moves(5, 1, 2), Moves(6, 0, 2), 2, 0.723),
     ),
-    "int4": _rows(
+    "int4": _configs(
         (Moves(4, 1, 4), Moves(11, 2, 1), 1, 0.932),
-        # dx there: 288, 292 and 310. (8, 1, 3), (3, 10, 1), one set, 0.922: 239, 241 and 281.
+        # dx at these sizes: 288, 292 and 310 TFLOP/s. (8, 1, 3), (3, 10, 1) with one set models
+        # 0.922 and reaches 239, 241 and 281.
         (Moves(2, 3, 4), Moves(3, 8, 1), 2, 0.912),
         (Moves(8, 1, 4), Moves(0, 3, 2), 1, 0.870),
         (Moves(10, 1, 3), Moves(3, 2, 2), 1, 0.856),
         (Moves(5, 1, 2), Moves(6, 0, 2), 2, 0.736),
         (Moves(5, 1, 2), Moves(3, 1, 2), 2, 0.698),
     ),
-    "int8": _rows(
+    "int8": _configs(
         (Moves(2, 3, 3), Moves(7, 2, 1), 1, 0.943),
         (Moves(8, 1, 3), Moves(2, 4, 1), 1, 0.903),
         (Moves(8, 1, 4), Moves(2, 2, 2), 1, 0.903),
@@ -128,7 +151,7 @@ _TURING: Mapping[str, _Table] = {
         (Moves(3, 1, 2), Moves(3, 1, 2), 2, 0.703),
         (Moves(5, 1, 2), Moves(3, 1, 2), 2, 0.677),
     ),
-    "q4_1": _rows(
+    "q4_1": _configs(
         (Moves(1, 1, 3), Moves(5, 6, 1), 1, 0.925),
         (Moves(8, 1, 3), Moves(2, 4, 1), 1, 0.907),
         (Moves(8, 1, 4), Moves(0, 2, 2), 1, 0.901),
@@ -136,7 +159,7 @@ _TURING: Mapping[str, _Table] = {
         (Moves(2, 1, 2), Moves(3, 1, 2), 2, 0.714),
         (Moves(5, 1, 2), Moves(3, 1, 2), 2, 0.730),
     ),
-    "q4_k": _rows(
+    "q4_k": _configs(
         (Moves(3, 1, 4), Moves(6, 6, 1), 1, 0.907),
         (Moves(8, 1, 3), Moves(3, 10, 1), 1, 0.916),
         (Moves(8, 1, 4), Moves(0, 3, 2), 1, 0.861),
@@ -147,27 +170,27 @@ _TURING: Mapping[str, _Table] = {
 }
 
 
-def _ampere(row: ProductConfig) -> ProductConfig:
-    """Return a row with two steps in one instruction: of few rows 3 slots are left."""
-    if row.tile_rows > _FEW:
-        return ampere_row(row, Moves(1, 1, 1))
-    return replace(ampere_row(row, Moves(1, 0, 2)), a_moves=Moves(0, 1, 2))
+def _ampere(config: TileConfig) -> TileConfig:
+    """Return a configuration with two steps an instruction: the tile of few rows has 3 slots."""
+    if config.tile_rows > _FEW:
+        return ampere_config(config, Moves(1, 1, 1))
+    return replace(ampere_config(config, Moves(1, 0, 2)), a_moves=Moves(0, 1, 2))
 
 
 PRODUCTS = {
     75: _TURING,
     80: {name: {key: _ampere(row) for key, row in rows.items()} for name, rows in _TURING.items()},
 }
-"""By architecture, by format, then by tile and whether rows of codes lie along the sum."""
+"""Configurations by architecture and format, then by tile and direction of rows of codes."""
 
 
-def row_of(arch: int, name: str, shape: Shape, along: bool) -> ProductConfig:
-    """Return the table row of a format and a tile."""
+def config_of(arch: int, name: str, shape: Shape, along: bool) -> TileConfig:
+    """Return the configuration of a format and a tile."""
     return rows_for(PRODUCTS, arch)[name][shape, along]
 
 
 def shapes_for(vec: int) -> tuple[Shape, ...]:
-    """Return the tiles for an x that is read `vec` items at a time."""
+    """Return the tiles for an x that is loaded `vec` items at a time."""
     return ("narrow",) if vec == 1 else ("narrow", "small", "few")
 
 
@@ -182,14 +205,14 @@ def forward(
     activation: str | None = None,
     paired: bool = False,
 ) -> Specialisation:
-    """Specialise the forward of a format, whose rows of codes lie along the sum."""
+    """Specialise the forward of a format whose rows of codes lie along the sum."""
     return specialise_tile(
         FORWARD,
-        row_of(arch, name, shape, True),
+        config_of(arch, name, shape, True),
         vec,
         out_vec,
-        FORMAT=FORMATS[name],
-        ACTIVATION=ACTIVATIONS[activation],
+        FORMAT=FORMAT_STRUCTS[name],
+        ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
     )
 
@@ -198,33 +221,133 @@ def forward(
 def product(
     arch: int, name: str, shape: Shape, vec: int, out_vec: int, *, along: bool, split: bool = False
 ) -> Specialisation:
-    """Specialise a product without anything behind it; with `split` CTAs share its tiles."""
+    """Specialise a product without an epilogue; with `split`, CTAs share its tiles."""
     return specialise_tile(
         PRODUCT,
-        row_of(arch, name, shape, along),
+        config_of(arch, name, shape, along),
         vec,
         out_vec,
-        FORMAT=FORMATS[name],
+        FORMAT=FORMAT_STRUCTS[name],
         B_LINES=lines_macro(along),
         SPLIT=cpp_bool(split),
     )
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row, its parts of a sum, an activation with each format, and scalar accesses."""
+    """Yield every configuration, split sums, an activation for each format, scalar accesses."""
     vec = vector_items("float16")
-    for name in FORMATS:
+    for name in FORMAT_STRUCTS:
         for shape, along in rows_for(PRODUCTS, arch)[name]:
             if along:
                 yield forward(arch, name, shape, vec, vec)
             else:
                 yield product(arch, name, shape, vec, vec, along=along)
     kinds = (("gelu", False), ("silu", True), ("relu", False), ("gelu_tanh", False), ("gelu", True))
-    for name, (activation, paired) in zip(FORMATS, kinds, strict=True):
+    for name, (activation, paired) in zip(FORMAT_STRUCTS, kinds, strict=True):
         yield forward(arch, name, "narrow", vec, vec, activation=activation, paired=paired)
-    for name, along in pairs(FORMATS, (False, True)):
+    for name, along in pairs(FORMAT_STRUCTS, (False, True)):
         yield product(arch, name, "small", vec, vec, along=along, split=True)
         yield product(arch, name, "few", vec, vec, along=along, split=True)
     yield forward(arch, "nf4", "narrow", 1, 1)
     for along in (False, True):
         yield product(arch, "nf4", "narrow", 1, 1, along=along)
+
+
+@dataclass(frozen=True)
+class QuantisedProduct(TensorCoreProduct):
+    """A product whose B is quantised: its lines are rows of codes."""
+
+    blocks: RowBlocks = field(kw_only=True)
+
+    unit: ClassVar[int] = UNIT
+
+    def config(self, arch: int, shape: Shape) -> TileConfig:
+        """Return the configuration of a tile."""
+        return config_of(arch, self.blocks.format, shape, self.lines.b)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the tiles to choose from."""
+        return shapes_for(self.vec)
+
+    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
+        """Specialise the product without an epilogue, or with `split` one part of its sum."""
+        name, along = self.blocks.format, self.lines.b
+        return product(arch, name, shape, self.vec, out_vec, along=along, split=split)
+
+    def passed(self, params: Any) -> Any:
+        """Return the C struct QuantisedTileParams."""
+        own = new_struct(QUANTISED_TILE_PARAMS)
+        own["product"] = params
+        own["blocks"], own["block_log2"] = self.blocks.blocks, self.blocks.block_log2
+        return own[()]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The problem of a tuned choice: that of the product, and the format."""
+        return (*super().key, self.blocks.format)
+
+
+# Relative to the forward's time; the loop of a split sum is slower than its configuration says.
+_WORTH_SPLITTING = 0.8
+
+
+def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan the forward: usually one launch, if columns of w are rows of codes."""
+    problem, slots, card = draft.problem, draft.slots, draft.card
+    blocks, x, w = row_blocks(problem), problem.x, problem.w
+    operands = (slots.x, slots.codes, slots.scales, slots.super_scales)
+    plain = QuantisedProduct(PRODUCT, x, w, blocks=blocks)
+    if w.along_columns and problem.activation is None and not problem.biased:
+        return product_steps(
+            plain,
+            plain.chosen(card, may_split=True),
+            card,
+            draft.planner,
+            operands,
+            result=(slots.out, problem.out),
+            addend=slots.residual,
+            added=problem.residual,
+        )
+    halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
+    whole = QuantisedProduct(FORWARD, x, w, halves, out_vec, blocks=blocks)
+    if w.along_columns:
+        tiling = plain.chosen(card, may_split=True)
+    else:
+        tiling = forward_tiling(whole, plain, card, _WORTH_SPLITTING)
+    if w.along_columns or tiling.splits > 1:
+        return split_forward(draft, plain, tiling, operands)
+    specialisation = forward(
+        card.arch,
+        blocks.format,
+        tiling.shape,
+        whole.vec,
+        out_vec,
+        activation=problem.scalar_activation,
+        paired=problem.gated,
+    )
+    return whole_forward(draft, whole, tiling, specialisation, operands)
+
+
+def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dx = dz w^T."""
+    problem, slots = draft.problem, draft.slots
+    dx = QuantisedProduct(PRODUCT, dz(problem), problem.w.transposed, blocks=row_blocks(problem))
+    before, dz_slot = dz_for_dx(draft)
+    steps = product_steps(
+        dx,
+        dx.chosen(draft.card, may_split=True),
+        draft.card,
+        draft.planner,
+        (dz_slot, slots.codes, slots.scales, slots.super_scales),
+        result=(slots.dx, problem.dx),
+        addend=slots.dx if problem.accumulate else None,
+    )
+    return (*before, *steps)
+
+
+_DTYPES = ("float16",)
+PLANS: tuple[LinearPlan[Any], ...] = (
+    LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
+    LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
+    LinearPlan("db", _DTYPES, db_steps, tensor_cores=True),
+)

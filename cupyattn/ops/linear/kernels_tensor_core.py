@@ -1,29 +1,64 @@
-"""Launch configurations of products on tensor cores, for many rows of float16."""
+"""Products on tensor cores for many rows of float16: kernels, configurations and plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
-from cupyattn.ops.linear.kernels_tiles import (
-    ACROSS,
-    ALONG,
-    B_ACROSS,
-    FORWARDS,
-    PRODUCTS,
-    Lines,
-    ProductConfig,
-    Shape,
-    lines_macro,
-    specialise_tile,
+from cupyattn.ops.linear.problem import (
+    STRUCTS,
+    BackwardDraft,
+    BackwardProblem,
+    FormedGradient,
+    ForwardDraft,
+    LinearPlan,
+    Matrix,
 )
-from cupyattn.ops.linear.structs import PREACTIVATION_GRADIENT_STRUCT, PRODUCT_STRUCT
+from cupyattn.ops.linear.tiles import (
+    PRODUCT_STRUCT,
+    SPLIT_SUMS,
+    SPLIT_VEC,
+    VECTOR,
+    Lines,
+    Moves,
+    Shape,
+    TensorCoreProduct,
+    TileConfig,
+    ampere_config,
+    forward_tiling,
+    forward_vector,
+    lines_macro,
+    product_steps,
+    specialise_tile,
+    split_forward,
+    split_sums,
+    takes,
+    whole_forward,
+    whole_vector,
+)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
+from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
+from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
+from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
+
+# PreactivationGradientParams in cuda_src/linear/tensor_core/preactivation_gradient.cu
+PREACTIVATION_GRADIENT_PARAMS = np.dtype(
+    [
+        *((f"{name}_stride", np.int64) for name in ("dout", "preactivation")),
+        *((field, np.int32) for field in ("rows", "columns", "block_rows", "column_blocks")),
+    ],
+    align=True,
+)
+PREACTIVATION_GRADIENT_STRUCT = Struct(
+    "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
+)
 
 FORWARD = KernelSpec(
     "linear_forward",
@@ -46,21 +81,6 @@ PRODUCT = KernelSpec(
         PRODUCT_STRUCT,
     ),
 )
-SPLIT_SUMS = KernelSpec(
-    "linear_split_sums",
-    "linear/tensor_core/split_sums.cu",
-    (
-        *inputs("partials"),
-        *inputs("b", "addend", optional=True),
-        Pointer("preactivation", optional=True),
-        Pointer("result"),
-        *(Scalar(name, np.dtype(np.int64)) for name in ("rows", "columns", "parts")),
-        *(
-            Scalar(f"{name}_stride", np.dtype(np.int64))
-            for name in ("addend", "preactivation", "result")
-        ),
-    ),
-)
 PREACTIVATION_GRADIENT = KernelSpec(
     "linear_preactivation_gradient",
     "linear/tensor_core/preactivation_gradient.cu",
@@ -73,18 +93,97 @@ PREACTIVATION_GRADIENT = KernelSpec(
 )
 KERNELS = (FORWARD, PRODUCT, SPLIT_SUMS, PREACTIVATION_GRADIENT)
 
-ACTIVATIONS = {
-    None: "Identity",
-    "gelu": "Gelu",
-    "gelu_tanh": "GeluTanh",
-    "silu": "Silu",
-    "relu": "Relu",
+ALONG, B_ACROSS, ACROSS = Lines(True, True), Lines(True, False), Lines(False, False)
+
+_WIDE = (256, 192, 32, 64, 96, 1)
+_NARROW = (256, 128, 32, 64, 64, 1)
+_SMALL = (128, 128, 32, 64, 64, 2)
+_SHORT = (128, 192, 16, 64, 96, 2)
+
+_Table = Mapping[tuple[Shape, Lines], TileConfig]
+
+# `models` is by a static model of the machine code (NVRTC 12.9.86, 2026-11-22, +-0.05): no Turing
+# GPU has been measured. The slots are the best of some dozens that were tried: ptxas schedules
+# loads and stores differently for each. Among those that model alike, these are the fastest on an
+# H200 as compute_75 code (2026-11-22, `benchmark linear`), which waits longer for memory and needs
+# all of a k-tile in flight: wide, 335 TFLOP/s at 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x
+# 10240, and 275 with w across. Slots that model 0.87 and 0.83 reach 307 and 292 there.
+_TURING_FORWARD: _Table = {
+    ("wide", ALONG): TileConfig(
+        *_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, "shared memory is busy for 0.71 of it"
+    ),
+    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, "the same"),
+    ("narrow", ALONG): TileConfig(
+        *_NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917, "shared memory is busy for 0.88 of it"
+    ),
+    ("narrow", B_ACROSS): TileConfig(
+        *_NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915, "the same"
+    ),
+    ("small", ALONG): TileConfig(
+        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932, "shared memory is busy all the time"
+    ),
+    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891, "the same"),
+    ("short", ALONG): TileConfig(
+        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952, "shared memory is busy for 0.83 of it"
+    ),
+    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955, "the same"),
 }
-"""The structs of common/activations.cuh."""
+_TURING_PRODUCT: _Table = {
+    ("wide", ALONG): TileConfig(
+        *_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938, "shared memory is busy for 0.71 of it"
+    ),
+    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915, "the same"),
+    ("wide", ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943, "the same"),
+    ("narrow", ALONG): TileConfig(
+        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87, "shared memory is busy for 0.88 of it"
+    ),
+    ("narrow", B_ACROSS): TileConfig(
+        *_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88, "the same"
+    ),
+    ("narrow", ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, "the same"),
+    ("small", ALONG): TileConfig(
+        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828, "shared memory is busy all the time"
+    ),
+    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89, "the same"),
+    ("small", ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906, "the same"),
+    ("short", ALONG): TileConfig(
+        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867, "shared memory is busy for 0.83 of it"
+    ),
+    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936, "the same"),
+    ("short", ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939, "the same"),
+}
 
 
-def row_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> ProductConfig:
-    """Return the table row of the forward or of a product of the backward."""
+def _ampere(rows: _Table) -> _Table:
+    """Return configurations with two steps an instruction.
+
+    Their fragments leave no registers for 64 x 96 accumulators.
+    """
+    others: dict[Shape, Shape] = {"wide": "narrow", "short": "small"}
+    return {
+        (shape, lines): ampere_config(rows[others.get(shape, shape), lines], Moves(2, 1, 2))
+        for shape, lines in rows
+    }
+
+
+FORWARDS = {75: _TURING_FORWARD, 80: _ampere(_TURING_FORWARD)}
+PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
+"""Configurations by architecture, then by the tile and the directions of the operands' lines."""
+
+
+def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
+    """Return the tiles for arrays that are loaded `vec` and stored `out_vec` items at a time.
+
+    Single items take more registers: the largest tiles would spill.
+    """
+    if vec == 1:
+        return ("narrow",)
+    fitting: tuple[Shape, ...] = ("narrow", "small", "short")
+    return fitting if out_vec == 1 and not lines.b else ("wide", *fitting)
+
+
+def config_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> TileConfig:
+    """Return the configuration of the forward or of a product of the backward."""
     return rows_for(FORWARDS if kernel is FORWARD else PRODUCTS, arch)[shape, lines]
 
 
@@ -104,25 +203,25 @@ def forward(
     Parameters
     ----------
     arch : int
-        Number of the architecture.
+        The number of the architecture.
     shape : Shape
-        Of the tile.
+        The kind of tile.
     vec, out_vec : int
         Items of a load of x and w, and of an access to results and residual: 8, or 1.
     w_along : bool
-        Whether the columns of w are contiguous, otherwise its rows.
+        Whether the columns of w are contiguous, otherwise its rows are.
     activation : str, optional
-        Of the result, or of its gate.
+        The activation of the result, or of its gate.
     paired : bool
-        Whether w has a gate and what it is multiplied with.
+        Whether w has the columns of a gate and of up.
     """
     return specialise_tile(
         FORWARD,
-        row_of(FORWARD, arch, shape, Lines(True, w_along)),
+        config_of(FORWARD, arch, shape, Lines(True, w_along)),
         vec,
         out_vec,
         W_LINES=lines_macro(w_along),
-        ACTIVATION=ACTIVATIONS[activation],
+        ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
     )
 
@@ -131,10 +230,10 @@ def forward(
 def product(
     arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int, *, split: bool = False
 ) -> Specialisation:
-    """Specialise a product of the backward; with `split` CTAs share tiles of the result."""
+    """Specialise a product of the backward; with `split`, CTAs share tiles of the result."""
     return specialise_tile(
         PRODUCT,
-        row_of(PRODUCT, arch, shape, lines),
+        config_of(PRODUCT, arch, shape, lines),
         vec,
         out_vec,
         A_LINES=lines_macro(lines.a),
@@ -143,42 +242,32 @@ def product(
     )
 
 
-_THREADS = 256  # of the kernels below
-
-
-SPLIT_VEC = 4
-"""Columns of a thread that adds parts: 16 bytes of each."""
-
-
-@cache
-def split_sums(vec: int, activation: str | None = None, *, paired: bool = False) -> Specialisation:
-    """Specialise the kernel that adds the parts of a product; `vec` columns a thread, 4 or 1."""
-    return SPLIT_SUMS.specialise(
-        threads=_THREADS, ACTIVATION=ACTIVATIONS[activation], PAIRED=cpp_bool(paired), VEC=vec
-    )
+_GRADIENT_THREADS = 256
+_GRADIENT_ROWS = 64
+"""Rows of a CTA that computes dz."""
 
 
 @cache
 def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) -> Specialisation:
-    """Specialise the kernel that forms dz and its sums; `vec` columns a thread."""
+    """Specialise the kernel that computes dz and its sums; `vec` columns a thread."""
     halves = 2 if paired else 1
     stride = WARP_SIZE if vec == 1 else WARP_SIZE + WARP_SIZE // vec  # kSumStride
     return PREACTIVATION_GRADIENT.specialise(
-        threads=_THREADS,
-        static_shared_bytes=_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
+        threads=_GRADIENT_THREADS,
+        static_shared_bytes=_GRADIENT_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
         gates=Gates(registers=80),
-        ACTIVATION=ACTIVATIONS[activation],
+        ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
     )
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield every row, with vector and scalar accesses; activations in pairs with the layouts."""
+    """Yield every configuration, with vector and scalar accesses, and activations in pairs."""
     vec = vector_items("float16")
     for shape, lines in rows_for(FORWARDS, arch):
         yield forward(arch, shape, vec, vec, w_along=lines.b)
-    for activation, paired, w_along in pairs(ACTIVATIONS, (False, True), (False, True)):
+    for activation, paired, w_along in pairs(STRUCTS, (False, True), (False, True)):
         if activation:
             yield forward(
                 arch, "wide", vec, vec, w_along=w_along, activation=activation, paired=paired
@@ -191,9 +280,185 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield product(arch, "narrow", lines, 1, 1)
     yield product(arch, "wide", ACROSS, vec, vec, split=True)
     yield product(arch, "small", ALONG, vec, vec, split=True)
-    for activation, paired in pairs(ACTIVATIONS, (False, True)):
+    for activation, paired in pairs(STRUCTS, (False, True)):
         if activation or not paired:
             for items in (1, SPLIT_VEC):
                 yield split_sums(items, activation, paired=paired)
             for items in (1, vec):
                 yield preactivation_gradient(items, activation, paired=paired)
+
+
+@dataclass(frozen=True)
+class Float16Product(TensorCoreProduct):
+    """A product of two arrays of float16."""
+
+    def config(self, arch: int, shape: Shape) -> TileConfig:
+        """Return the configuration of a tile."""
+        return config_of(self.kernel, arch, shape, self.lines)
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the tiles to choose from."""
+        return shapes_for(self.vec, self.out_vec, self.lines)
+
+    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
+        """Specialise the product without an epilogue, or with `split` one part of its sum."""
+        return product(arch, shape, self.lines, self.vec, out_vec, split=split)
+
+    def passed(self, params: Any) -> Any:
+        """Return the C struct that the kernel takes."""
+        return params[()]
+
+
+_WORTH_SPLITTING = 0.9  # relative to the forward's time by the model
+
+
+def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan the forward."""
+    problem, operands = draft.problem, (draft.slots.x, draft.slots.w)
+    halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
+    whole = Float16Product(FORWARD, problem.x, problem.w, halves, out_vec)
+    split = Float16Product(PRODUCT, problem.x, problem.w)
+    tiling = forward_tiling(whole, split, draft.card, _WORTH_SPLITTING)
+    if tiling.splits > 1:
+        return split_forward(draft, split, tiling, operands)
+    specialisation = forward(
+        draft.card.arch,
+        tiling.shape,
+        whole.vec,
+        out_vec,
+        w_along=whole.lines.b,
+        activation=problem.scalar_activation,
+        paired=problem.gated,
+    )
+    return whole_forward(draft, whole, tiling, specialisation, operands)
+
+
+def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dx = dz w^T."""
+    problem, slots = draft.problem, draft.slots
+    dx = Float16Product(
+        PRODUCT, dz(problem), problem.w.transposed, out_vec=whole_vector(problem.dx.vector)
+    )
+    before, dz_slot = dz_for_dx(draft)
+    steps = product_steps(
+        dx,
+        dx.chosen(draft.card),
+        draft.card,
+        draft.planner,
+        (dz_slot, slots.w),
+        result=(slots.dx, problem.dx),
+        addend=slots.dx if problem.accumulate else None,
+    )
+    return (*before, *steps)
+
+
+def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dw = x^T dz, and db."""
+    problem, slots = draft.problem, draft.slots
+    before = gradient(draft)
+    result = problem.dw
+    assert result is not None
+    operands = (slots.x, slots.dout if before.dz is None else before.dz)
+    dw = Float16Product(PRODUCT, problem.x.transposed, dz(problem))
+    if not result.along_columns:  # compute its transpose, which has contiguous rows
+        result, operands = result.transposed, operands[::-1]
+        dw = Float16Product(PRODUCT, dw.b.transposed, dw.a.transposed)
+    steps = product_steps(
+        dw,
+        dw.chosen(draft.card, may_split=True),
+        draft.card,
+        draft.planner,
+        operands,
+        result=(slots.dw, result),
+        addend=slots.dw if problem.accumulate else None,
+    )
+    return (*before.steps, *steps, *_sums_of_dz(draft))
+
+
+def db_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan db without dw."""
+    if not draft.problem.biased:
+        return ()
+    return (*gradient(draft).steps, *_sums_of_dz(draft))
+
+
+def _sums_of_dz(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Return the launch that adds the partial sums of db, if there is a bias."""
+    problem = draft.problem
+    if not problem.biased:
+        return ()
+    width = problem.weight_columns
+    return (
+        Step.of(
+            column_sums(problem.dtype.name),
+            -(-width // COLUMN_SUMS_COLUMNS),
+            (gradient(draft).partials, None, draft.slots.db, None),
+            *(_gradient_blocks(problem), width, problem.accumulate),
+        ),
+    )
+
+
+def dz(problem: BackwardProblem) -> Matrix:
+    """Return the layout of dz: dout, or with an activation its product in scratch memory."""
+    if problem.activation is None:
+        return problem.dout
+    width = problem.weight_columns
+    return Matrix(problem.rows, width, width, 1, problem.dtype.itemsize, 0)
+
+
+def dz_for_dx(draft: BackwardDraft) -> tuple[tuple[Step, ...], int | None]:
+    """Return the launches before dx, and the slot of dz."""
+    if draft.problem.activation is None:
+        return (), draft.slots.dout
+    formed = gradient(draft)
+    return formed.steps, formed.dz
+
+
+def _gradient_blocks(problem: BackwardProblem) -> int:
+    return -(-problem.rows // _GRADIENT_ROWS)
+
+
+def gradient(draft: BackwardDraft) -> FormedGradient:
+    """Return the launch that computes dz and its sums over rows; a call's products share it."""
+    if draft.formed is None:
+        draft.formed = _form_gradient(draft)
+    return draft.formed
+
+
+def _form_gradient(draft: BackwardDraft) -> FormedGradient:
+    problem, slots = draft.problem, draft.slots
+    if problem.activation is None and not problem.biased:
+        return FormedGradient((), None, None)
+    read = [problem.dout]
+    params = new_struct(PREACTIVATION_GRADIENT_PARAMS)
+    params["dout_stride"] = problem.dout.leading
+    if problem.preactivation is not None:
+        read.append(problem.preactivation)
+        params["preactivation_stride"] = problem.preactivation.leading
+    halves = problem.outer if problem.gated else VECTOR
+    vec = whole_vector(*(matrix.vector for matrix in read), halves)
+    params["rows"], params["columns"] = problem.rows, problem.outer
+    params["block_rows"] = _GRADIENT_ROWS
+    params["column_blocks"] = -(-problem.outer // (WARP_SIZE * vec))
+    blocks = _gradient_blocks(problem)
+    width, formed, partials = problem.weight_columns, None, None
+    if problem.activation:
+        size = problem.rows * width * problem.dtype.itemsize
+        formed = draft.planner.scratch(-(-size // SCRATCH_DTYPE.itemsize))
+    if problem.biased:
+        partials = draft.planner.scratch(blocks * width)
+    step = Step.of(
+        preactivation_gradient(vec, problem.scalar_activation, paired=problem.gated),
+        int(params["column_blocks"]) * blocks,
+        (slots.dout, slots.preactivation, formed, partials),
+        params[()],
+    )
+    return FormedGradient((step,), formed, partials)
+
+
+_DTYPES = ("float16",)
+PLANS: tuple[LinearPlan[Any], ...] = (
+    LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
+    LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
+    LinearPlan("dw", _DTYPES, _dw_steps, takes, tensor_cores=True),
+)

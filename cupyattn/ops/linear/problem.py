@@ -1,53 +1,105 @@
-"""What a call of linear or of its backward asks for: sizes, and how each array lies as a matrix."""
+"""Checked calls of linear: records of arrays, sizes, matrices, and how plans are drawn up."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.by_name import Overlaps
-from cupyattn.runtime.plan import Output
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.runtime.arrays import Array, Layout
+from cupyattn.runtime.card import Card
+from cupyattn.runtime.checks import Overlaps
+from cupyattn.runtime.plan import Output, Planner, Step
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.storage import VECTOR_BYTES
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 GATED = {"swiglu": "silu", "geglu": "gelu"}
-"""The gated activations, and what each does to its gate."""
-FORWARD_RESULTS = ("out", "preactivation")
-BACKWARD_RESULTS = ("dx", "dw", "db")
-SHOWN_AS = {name: f"grads.{name}" for name in BACKWARD_RESULTS}
-"""The names of backward's results in errors: as the caller gives them."""
-ARRAY_FIXES = {
-    "b": "pass an array of shape (N,), an item for each column of w",
-    "residual": "pass an array of the result's shape",
+"""The gated activations, and the activation that each applies to its gate."""
+STRUCTS = {
+    None: "Identity",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+    "silu": "Silu",
+    "relu": "Relu",
 }
-"""What to pass instead of a number, of which an array has no axes."""
-WEIGHT_ARRAYS = ("codes", "scales", "super_scales", "scale_table")
-"""What stands in the place of w where the weight is quantised."""
+"""Activations of one number, with the struct of common/activations.cuh that computes each."""
+
+
+@dataclass(slots=True)
+class LinearArrays(Record[T]):
+    """Arrays of a forward call. A quantised weight has codes and scales in place of w."""
+
+    x: T
+    w: T | None = None
+    codes: T | None = None
+    scales: T | None = None
+    super_scales: T | None = None
+    scale_table: T | None = None
+    b: T | None = None
+    residual: T | None = None
+    out: T | None = None
+    preactivation: T | None = None
+    workspace: T | None = None
+
+
+@dataclass(slots=True)
+class LinearBackwardArrays(Record[T]):
+    """Arrays of a backward call. A quantised weight has codes and scales in place of w."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({name: f"grads.{name}" for name in ("dx", "dw", "db")})
+
+    dout: T
+    x: T
+    w: T | None = None
+    codes: T | None = None
+    scales: T | None = None
+    super_scales: T | None = None
+    scale_table: T | None = None
+    b: T | None = None
+    preactivation: T | None = None
+    workspace: T | None = None
+    dx: T | None = None
+    dw: T | None = None
+    db: T | None = None
 
 
 class WeightFormat(NamedTuple):
-    """What the arrays of a `QuantizedWeight` stand for: its fields that are no arrays."""
+    """The fields of a `QuantizedWeight` that are no arrays."""
 
     format: str
     block_size: int
-    """Weights along the rows of codes that share a scale."""
+    """Neighbouring weights in a row of codes that share a scale."""
     transposed: bool
-    """Whether rows of codes are rows of w; otherwise its columns."""
+    """Whether rows of codes are rows of w; otherwise they are its columns."""
+
+
+WeightFields = tuple[Array | None, Array | None, Array | None, Array | None, Array | None]
+"""A weight as fields of a record: w, codes, scales, super_scales, scale_table."""
+
+
+def weight_fields(w: Array | QuantizedWeight) -> tuple[WeightFields, WeightFormat | None]:
+    """Return a weight's fields, None for what is absent, and the format if it is quantised."""
+    if not isinstance(w, QuantizedWeight):
+        return (w, None, None, None, None), None
+    form = WeightFormat(w.format, w.block_size, w.transposed)
+    return (None, w.codes, w.scales, w.super_scales, w.scale_table), form
 
 
 class Matrix(NamedTuple):
-    """How an array lies in memory, as rows by columns of items."""
+    """The layout of an array as rows by columns of items."""
 
     rows: int
     columns: int
     row_stride: int
     """From one row to the next, in items."""
     column_stride: int
-    """From one column to the next, in items. This one is 1, or `row_stride` is."""
+    """From one column to the next, in items. This stride is 1, or `row_stride` is."""
     itemsize: int
     start: int
     """By how many bytes the first item misses a vector's alignment."""
@@ -64,15 +116,15 @@ class Matrix(NamedTuple):
 
     @property
     def transposed(self) -> Matrix:
-        """The same memory, its rows taken for columns."""
+        """The matrix of this memory with rows and columns exchanged."""
         rows, columns, row_stride, column_stride, *rest = self
         return Matrix(columns, rows, column_stride, row_stride, *rest)
 
     @property
     def vector(self) -> int:
-        """How many items a load may bring: lines start at, and consist of, whole such vectors.
+        """Items of one load: each line starts at a whole vector and consists of whole vectors.
 
-        A power of two, 16 bytes' worth at the most.
+        A power of two, at most 16 bytes.
         """
         lines, length = self.rows, self.columns
         if not self.along_columns:
@@ -83,50 +135,43 @@ class Matrix(NamedTuple):
         ) // (self.itemsize)
 
     def columns_from(self, first: int, count: int) -> Matrix:
-        """Return `count` neighbouring columns: one half of a gated weight, say."""
+        """Return `count` neighbouring columns, for example one half of a gated weight."""
         beyond = first * self.column_stride * self.itemsize
         return self._replace(columns=count, start=(self.start + beyond) % VECTOR_BYTES)
 
 
+class QuantisedOperand(NamedTuple):
+    """A quantised weight: its arrays in C order as matrices, the first axis by all others."""
+
+    format: str
+    block_size: int
+    transposed: bool
+    codes: Matrix
+    scales: Matrix
+    super_scales: Matrix | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class LinearProblem:
-    """A valid call of linear or of its backward; letters as in the public API.
-
-    Two calls of one description share one object, so it stands for the description in caches.
-    """
+    """The sizes of a product and the layouts of its inputs; letters as in the public API."""
 
     rows: int
     """M: all axes of x before its last, merged."""
     inner: int
     """K."""
     outer: int
-    """N: columns of the result. A gated activation makes them of twice as many."""
+    """N: columns of the result. With a gated activation, w has twice as many."""
     dtype: np.dtype
     activation: str | None
     """One of `ACTIVATIONS` or `GATED`, or None."""
-    layouts: dict[str, Layout]
-    """The arrays as the caller gave them."""
-    matrices: dict[str, Matrix]
-    """The arrays that kernels see as matrices, results that are to be made among them.
-
-    Forward: x (M, K), w (K, W), out (M, N), and where they are there residual (M, N) and
-    preactivation (M, W), W being `weight_columns`. Backward: dout (M, N), x, w, dx (M, K),
-    dw (K, W), and with an activation preactivation, which is always there for kernels: the
-    caller's, or scratch that was filled before. All but w and dw have contiguous rows; those two
-    have contiguous rows or contiguous columns. b and db, which are no matrices, are contiguous.
-
-    A quantised weight stands as codes, scales, super_scales and scale_table (of the formats that
-    have these) in place of w, each in C order, its first axis by all others; there is no dw then.
-    """
-    outputs: dict[str, Output]
-    """What the call writes, by name."""
-    starts: dict[str, int]
-    """By how many bytes each given array misses a vector's alignment."""
-    overlaps: Overlaps
-    accumulate: bool = False
-    """Whether gradients are added to what is there."""
-    weight: WeightFormat | None = None
-    """What the weight is kept in, where it is quantised."""
+    x: Matrix
+    """(M, K), with contiguous rows."""
+    w: Matrix
+    """(K, W), W being `weight_columns`, with contiguous rows or contiguous columns. A quantised
+    weight is described as if its codes were items of x's dtype."""
+    weight: QuantisedOperand | None
+    b: Matrix | None
+    """(1, W), contiguous."""
 
     @property
     def gated(self) -> bool:
@@ -135,64 +180,199 @@ class LinearProblem:
 
     @property
     def scalar_activation(self) -> str | None:
-        """What is applied to a number: of a gated activation what its gate goes through."""
+        """The function of one number that the activation applies, to its gate if it is gated."""
         return GATED.get(self.activation or "", self.activation)
 
     @property
     def weight_columns(self) -> int:
-        """W: N, or 2 N where the activation is gated: N columns of the gate, then N it acts on."""
+        """W: N, or with a gated activation 2 N: those of the gate, then those it multiplies."""
         return self.outer * (2 if self.gated else 1)
 
     @property
-    def transposed(self) -> tuple[str, ...]:
-        """The results that are made as transposes of arrays in C order: dw of such a w.
-
-        So an optimizer that keeps w.T finds the last axis of dw.T contiguous, as it is of w.T. A w
-        of one row or one column may be taken for either; C order it is.
-        """
-        if "dw" not in self.outputs:
-            return ()
-        w = self.matrices["w"]
-        turned = not w.along_columns and min(w.rows, w.columns) > 1
-        return ("dw",) if turned else ()
+    def biased(self) -> bool:
+        """Whether there is a b, and in the backward a db."""
+        return self.b is not None
 
     @property
-    def biased(self) -> bool:
-        """Whether there is a b (in the backward: whether db is wanted)."""
-        return "b" in self.layouts
+    def quantised(self) -> QuantisedOperand:
+        """The quantised weight of a problem that has one."""
+        assert self.weight is not None
+        return self.weight
 
-    def has(self, name: str) -> bool:
-        """Tell whether kernels are to read or write residual, preactivation or another matrix."""
-        return name in self.matrices
+    def vector(self, *matrices: Matrix | None) -> int:
+        """Return how many items one load or store may bring of all these matrices; None is skipped.
 
-    def vector(self, *names: str) -> int:
-        """Return how many items a load or store may bring of each of these, b and db included.
-
-        `Matrix.vector` of all of them: 8 of float16 where everything is aligned to 16 bytes and
-        every line is whole vectors; 1 at the least.
+        The greatest common divisor of each `Matrix.vector`: for float16, 8 if everything is aligned
+        to 16 bytes and every line consists of whole vectors; at least 1.
         """
         items = VECTOR_BYTES // self.dtype.itemsize
-        for name in names:
-            if name in self.matrices:
-                items = math.gcd(items, self.matrices[name].vector)
-            elif name in ("b", "db"):
-                start = self.starts.get(name, 0) // self.dtype.itemsize
-                items = math.gcd(items, start, self.weight_columns)
-        return items
+        return math.gcd(items, *(matrix.vector for matrix in matrices if matrix is not None))
 
-    def plain_preactivation(self) -> LinearProblem:
-        """Return the forward problem preactivation = x w + b, its result named out.
+    def _weight_matrices(self) -> Iterator[Matrix]:
+        if self.weight is None:
+            yield self.w
+        else:
+            yield from (each for each in self.weight[3:] if each is not None)
 
-        What the backward computes first where it was given no preactivation.
-        """
-        inputs = ("x", "w", *WEIGHT_ARRAYS, "b")
-        read = {name: self.matrices[name] for name in inputs if name in self.matrices}
-        return replace(
-            self,
-            outer=self.weight_columns,
-            activation=None,
-            layouts={name: self.layouts[name] for name in inputs if name in self.layouts},
-            matrices={**read, "out": self.matrices["preactivation"]},
-            outputs={},
-            accumulate=False,
-        )
+
+@dataclass(frozen=True, eq=False)
+class ForwardProblem(LinearProblem):
+    """The problem out = activation(x w + b) + residual."""
+
+    out: Matrix
+    """(M, N), with contiguous rows."""
+    residual: Matrix | None = None
+    """(M, N), with contiguous rows."""
+    preactivation: Matrix | None = None
+    """(M, W), with contiguous rows: x w + b is written there too."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The matrices that kernels read and write."""
+        results = (self.out, self.residual, self.preactivation)
+        return [self.x, *self._weight_matrices(), *(each for each in results if each is not None)]
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardProblem(LinearProblem):
+    """The problem of dx, dw and db, with dz = dout * activation'(preactivation)."""
+
+    dout: Matrix
+    """(M, N), with contiguous rows."""
+    dx: Matrix
+    """(M, K), with contiguous rows."""
+    dw: Matrix | None
+    """(K, W), with contiguous rows or columns; None for a quantised weight."""
+    preactivation: Matrix | None
+    """(M, W), with contiguous rows: the caller's, or scratch; None without an activation."""
+    accumulate: bool
+    """Whether gradients are added to the contents of the results."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The matrices that kernels read and write."""
+        others = (self.preactivation, self.dw)
+        given = [self.dout, self.x, *self._weight_matrices(), self.dx]
+        return [*given, *(each for each in others if each is not None)]
+
+    @property
+    def half(self) -> int:
+        """N with a gated activation, otherwise 0: where the second half of dz's columns begins."""
+        return self.outer if self.gated else 0
+
+    @property
+    def recomputed(self) -> ForwardProblem:
+        """The forward out = x w + b, whose result is the preactivation."""
+        assert self.preactivation is not None
+        sizes = (self.rows, self.inner, self.weight_columns, self.dtype, None)
+        return ForwardProblem(*sizes, self.x, self.w, self.weight, self.b, self.preactivation)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCall:
+    """A valid call of linear. Calls of one description share one object: a key for caches."""
+
+    problem: ForwardProblem
+    layouts: LinearArrays[Layout]
+    """The layouts of the arrays that the caller gave."""
+    starts: LinearArrays[int]
+    """By how many bytes each given array misses a vector's alignment."""
+    outputs: Mapping[str, Output]
+    """The results by field."""
+    overlaps: Overlaps
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardCall:
+    """A valid call of the backward. Calls of one description share one object: a key for caches."""
+
+    problem: BackwardProblem
+    layouts: LinearBackwardArrays[Layout]
+    """The layouts of the arrays that the caller gave."""
+    starts: LinearBackwardArrays[int]
+    """By how many bytes each given array misses a vector's alignment."""
+    outputs: Mapping[str, Output]
+    """The results by field."""
+    overlaps: Overlaps
+    turns_dw: bool
+    """Whether a new dw is the transpose of an array in C order, because w is.
+
+    An optimizer that keeps w.T then finds the last axis of dw.T contiguous. A w of one row or one
+    column counts as C order.
+    """
+
+
+@dataclass(slots=True)
+class ForwardDraft:
+    """A forward that is being planned, and the slots of its arrays."""
+
+    problem: ForwardProblem
+    slots: LinearArrays[int]
+    card: Card
+    planner: Planner[Any]
+    """Hands out slots of scratch memory."""
+
+
+class FormedGradient(NamedTuple):
+    """The launch that forms dz and its partial sums over rows, and the slots of its results."""
+
+    steps: tuple[Step, ...]
+    dz: int | None
+    """None without an activation: dz is dout."""
+    partials: int | None
+    """None without a bias."""
+
+
+@dataclass(slots=True)
+class BackwardDraft:
+    """A backward that is being planned, and the slots of its arrays."""
+
+    problem: BackwardProblem
+    slots: LinearBackwardArrays[int]
+    card: Card
+    planner: Planner[Any]
+    """Hands out slots of scratch memory."""
+    formed: FormedGradient | None = None
+    """Set by the first product that needs dz, and used by the others."""
+
+
+D = TypeVar("D", ForwardDraft, BackwardDraft)
+
+
+def _always(problem: Any) -> bool:
+    del problem
+    return True
+
+
+@dataclass(frozen=True)
+class LinearPlan(Generic[D]):
+    """One implementation of one product: which problems it takes, and the function that plans it.
+
+    A plan function receives a draft whose problem has M, N and K of at least 1, item-aligned
+    arrays, a dtype in `dtypes`, and for which `takes` is true. Nothing else is promised: lines may
+    be odd in length and strides, so `problem.vector(...)` and `Matrix.vector` choose between vector
+    and scalar loads. It returns the launches in their order.
+
+    "forward"
+        out = activation(x w + b) + residual, rounded once to the dtype. It reads b and residual,
+        and writes preactivation = x w + b, in the dtype, if the problem has them; kernels get null
+        otherwise. The activation acts on the float32 sum, not on the rounded preactivation. With a
+        gated activation, w and preactivation have 2 N columns, and out =
+        scalar_activation(gate) * up + residual.
+    "dx"
+        dx = dz w^T, with dz = dout * activation'(preactivation) (N or 2 N columns), and dz = dout
+        without an activation.
+    "dw"
+        dw = x^T dz, and if the problem is biased db = the sum of dz over rows, in one kernel or
+        two. Both are reproducible: no float atomics. With `problem.accumulate`, results are added
+        to the contents of the arrays, before the one rounding.
+    "db"
+        db alone, for a quantised weight, which has no dw; no launches without a bias.
+    """
+
+    product: str
+    dtypes: tuple[str, ...]
+    plan: Callable[[D], tuple[Step, ...]]
+    takes: Callable[[Any], bool] = _always
+    tensor_cores: bool = False
+    """Whether its kernels need tensor cores."""

@@ -1,4 +1,4 @@
-"""Weights of products in four or eight bits: the arrays that one is kept in."""
+"""Weights of products in four or eight bits, and their arrays."""
 
 from __future__ import annotations
 
@@ -16,25 +16,45 @@ from cupyattn.ops.linear.weight_formats import (
     rows_apart,
     rows_of_piece,
 )
-from cupyattn.runtime.arrays import ALIGNMENT, Array, Layout, is_contiguous
-from cupyattn.runtime.by_name import adopt, layouts_of, starts_of
+from cupyattn.runtime.arrays import (
+    ALIGNMENT,
+    Array,
+    Layout,
+    adopt,
+    is_contiguous,
+    layouts_of,
+    starts_of,
+)
 from cupyattn.runtime.errors import RefusalError, error, shown
+from cupyattn.runtime.records import Record, T, fields_of, given_of
 
 _WORD = 4
-"""Bytes: all arrays but codes start at a multiple of that, codes of `ALIGNMENT`."""
+"""Bytes: codes start at a multiple of `ALIGNMENT`, all other arrays at a multiple of this."""
+
+
+@dataclass(slots=True)
+class _WeightArrays(Record[T]):
+    codes: T
+    scales: T
+    super_scales: T | None = None
+    scale_table: T | None = None
+
+
+WEIGHT_FIELDS = fields_of(_WeightArrays)
+"""The names of a quantised weight's arrays."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class QuantizedWeight:
     r"""The weight of a product in four or eight bits, for `linear` in the place of w.
 
-    `quantize` makes one, `dequantize` the numbers that it stands for; `models.load` reads them from
-    files. It is immutable, but its arrays may be written.
+    `quantize` makes one, `dequantize` computes its numbers, and `models.load` reads such weights
+    from files. It is immutable, but its arrays may be written.
 
     Parameters
     ----------
     format : {"nf4", "nf4_nested", "int4", "int8", "q4_1", "q4_k"}
-        What codes q and scales stand for; see Notes.
+        The meaning of codes q and scales; see Notes.
     codes : array
         uint8 (N, K / 2), for "int8" int8 (N, K): a row for each column of a (K, N) weight.
     scales : array
@@ -42,14 +62,14 @@ class QuantizedWeight:
         "int4" and "q4_1"; uint8 for "nf4_nested" (N, K / block_size), for "q4_k" with a last axis
         of 2.
     super_scales : array, optional
-        Of "q4_k" float16 (N, K / 256, 2). Of "nf4_nested" float32, a pair for each 64 neighbouring
-        blocks of all rows: (N K / block_size / 64, 2), rounded up. Both require it.
+        For "q4_k" float16 (N, K / 256, 2). For "nf4_nested" float32, a pair for each 64
+        neighbouring blocks of all rows: (N K / block_size / 64, 2), rounded up. Both require it.
     scale_table : float32 array (256,), optional
-        Of "nf4_nested", which requires it.
+        Required by "nf4_nested"; no other format has it.
     block_size : int
         Neighbouring weights along K that share a scale: K is a multiple of it, and of 32.
     transposed : bool
-        False: it stands for a w (K, N), whose blocks lie along its first axis. True: for its
+        False: the weight is a w (K, N), whose blocks lie along its first axis. True: it is the
         transpose (N, K).
 
     Attributes
@@ -59,34 +79,36 @@ class QuantizedWeight:
     ndim : int
         2.
     nbytes : int
-        Of all its arrays.
+        Bytes of all its arrays.
     T : QuantizedWeight
-        The transpose: the same arrays, the other way round.
+        The transpose, with the same arrays.
 
     Raises
     ------
     TypeError, ValueError
-        For a format that there is none of, arrays that do not fit it or each other, rows that do
-        not lie one behind the other, codes that do not start at a multiple of 16 bytes, and others
-        that do not at a multiple of 4.
+        For an unknown format, arrays that do not fit the format or each other, arrays that are not
+        in C order, codes that do not start at a multiple of 16 bytes, and other arrays that do not
+        start at a multiple of 4.
 
     Notes
     -----
-    A weight is, in float32 arithmetic and for a code q:
+    The number of a code q, in float32 arithmetic:
 
     - "nf4" (Dettmers et al., arXiv:2305.14314, appendix E; bitsandbytes' layout): codebook[q]
-      absmax; the scale is the absmax, and an even k stands in the high nibble of byte k / 2.
-    - "nf4_nested" (section 3 there, double quantisation): the same, of the absmax scale_table[s] a
-      + o, which rounds twice, for the scale s and (a, o) of its blocks' pair. 4.14 bits a weight
-      instead of 4.5. bitsandbytes' a are of 256 blocks, and stand here four times.
-    - "int4": (q - zero) scale, of (scale, zero); an even k stands in the low nibble, as below.
+      absmax. The scale is the absmax. An even k is in the high nibble of byte k / 2.
+    - "nf4_nested" (section 3 of that paper, double quantisation): codebook[q] absmax with absmax =
+      scale_table[s] a + o, which rounds twice, for the scale s and the pair (a, o) of the block's
+      group: 4.14 bits a weight instead of 4.5. bitsandbytes' groups have 256 blocks: each of its a
+      is here four times.
+    - "int4": (q - zero) scale, with scales (scale, zero). An even k is in the low nibble, as in the
+      formats below.
     - "int8": q scale, for signed q.
-    - "q4_1" (ggml's Q4_1): q scale + offset, of (scale, offset).
-    - "q4_k" (ggml's Q4_K): q (d sc) - (dmin m), of (sc, m), which have 6 bits, and (d, dmin) of the
-      256 weights around.
+    - "q4_1" (ggml's Q4_1): q scale + offset, with scales (scale, offset).
+    - "q4_k" (ggml's Q4_K): q (d sc) - (dmin m), with scales (sc, m) of 6 bits each, and
+      super_scales (d, dmin) for each 256 weights.
 
-    Where N is the first axis, slices of it are views: ``weight[10:20]``. Of "nf4_nested" they begin
-    where a pair of super_scales does.
+    If N is the first axis, slices of it are views: ``weight[10:20]``. Slices of "nf4_nested" begin
+    at the first row of a pair of super_scales.
 
     Examples
     --------
@@ -108,9 +130,9 @@ class QuantizedWeight:
     transposed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _ARRAYS}
-        operands = adopt(given)
-        for name, array in operands.arrays.items():
+        arrays = _WeightArrays(self.codes, self.scales, self.super_scales, self.scale_table)
+        operands = adopt(arrays)
+        for name, array in given_of(arrays).items():
             object.__setattr__(self, name, array)
         if isinstance(self.block_size, Integral):
             object.__setattr__(self, "block_size", int(self.block_size))
@@ -121,9 +143,9 @@ class QuantizedWeight:
                 "it is True or False",
                 "pass one of these",
             )
-        layouts = layouts_of(operands.description)
-        _require_fit(self, layouts)
-        for name, start in starts_of(operands.description).items():
+        _require_fit(self, given_of(layouts_of(_WeightArrays[Layout], operands.description)))
+        starts = given_of(starts_of(_WeightArrays[int], operands.description))
+        for name, start in starts.items():
             unit = ALIGNMENT if name == "codes" else _WORD
             if start % unit:
                 raise error(
@@ -135,17 +157,17 @@ class QuantizedWeight:
 
     @property
     def outer(self) -> int:
-        """N: the rows of codes."""
+        """N, the number of rows of codes."""
         return int(self.codes.shape[0])
 
     @property
     def inner(self) -> int:
-        """K: what a product adds up over, and blocks lie along."""
+        """K, the axis that a product sums over and that blocks lie along."""
         return int(self.codes.shape[1]) * 8 // FORMATS[self.format].bits
 
     @property
     def blocks(self) -> Blocks:
-        """Its format and the size of its blocks."""
+        """The format and the size of the blocks."""
         return Blocks(self.format, self.block_size)
 
     @property
@@ -160,8 +182,8 @@ class QuantizedWeight:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """Its arrays by their names, without those that it has not."""
-        named = ((name, getattr(self, name)) for name in _ARRAYS)
+        """The arrays by name, without absent ones."""
+        named = ((name, getattr(self, name)) for name in WEIGHT_FIELDS)
         return {name: array for name, array in named if array is not None}
 
     @property
@@ -172,19 +194,19 @@ class QuantizedWeight:
     @property
     def T(self) -> QuantizedWeight:  # noqa: N802 (as arrays have it)
         """The transpose: the same arrays."""
-        return self._of([getattr(self, name) for name in _ARRAYS], not self.transposed)
+        return self._of([getattr(self, name) for name in WEIGHT_FIELDS], not self.transposed)
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    __iter__ = None  # or a loop would ask for [0], [1] and so on, and end at the first refusal
+    __iter__ = None  # otherwise a loop would try [0], [1], ... and end at the first error
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        """Refuse: NumPy would take it for a sequence without items."""
+        """Refuse: NumPy would treat the weight as a sequence without items."""
         raise self._no_array()
 
     def __dlpack_device__(self) -> Any:
-        """Refuse, where something else asks whether it is an array."""
+        """Refuse to be taken as an array by another library."""
         raise self._no_array()
 
     def _no_array(self) -> RefusalError:
@@ -214,14 +236,11 @@ class QuantizedWeight:
                 f"its rows share super_scales: slices of it begin at multiples of {apart}",
                 "begin at one, or slice what dequantize returns",
             )
-        return self._of(
-            [
-                None if (array := getattr(self, name)) is None
-                else rows_of_piece(self.blocks, name, array, self.inner, start, stop)
-                for name in _ARRAYS
-            ],
-            True,
-        )  # fmt: skip
+        views = {
+            name: rows_of_piece(self.blocks, name, array, self.inner, start, stop)
+            for name, array in self.arrays.items()
+        }
+        return self._of([views.get(name) for name in WEIGHT_FIELDS], True)
 
     def __repr__(self) -> str:
         return (
@@ -233,7 +252,7 @@ class QuantizedWeight:
         return rows.indices(self.outer) if isinstance(rows, slice) else (0, 0, 0)
 
     def _of(self, arrays: Sequence[Array | None], transposed: bool) -> QuantizedWeight:
-        """Return another of the same format without a check: a product asks for `T` every time."""
+        """Return a weight with other arrays, unchecked: products use `T` in every call."""
         made = object.__new__(QuantizedWeight)
         values = self.format, *arrays, self.block_size, transposed
         for name, value in zip(_FIELDS, values, strict=True):
@@ -241,12 +260,11 @@ class QuantizedWeight:
         return made
 
 
-_ARRAYS = ("codes", "scales", "super_scales", "scale_table")
-_FIELDS = ("format", *_ARRAYS, "block_size", "transposed")
+_FIELDS = ("format", *WEIGHT_FIELDS, "block_size", "transposed")
 
 
 def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:
-    """Return a weight (N, K) of N = `outer` and K = `inner` that has yet to be filled."""
+    """Return an uninitialised weight (N, K) with N = `outer` and K = `inner`."""
     arrays = {
         name: xp.empty(*piece)
         for name, piece in pieces(blocks.format, outer, inner, blocks.block_size).items()
@@ -255,7 +273,7 @@ def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:
 
 
 def _require_fit(weight: QuantizedWeight, layouts: Mapping[str, Layout]) -> None:
-    """Raise unless the arrays are those of the format."""
+    """Raise unless the arrays have the format's shapes and dtypes, in C order."""
     form = require_format(weight.format)
     for name in ("codes", "scales"):
         if name not in layouts:

@@ -1,8 +1,8 @@
-"""Linear and its backward in NumPy.
+"""Linear, its backward, and quantisation in NumPy.
 
-In float64, but where all arrays are float32: then the products are those of a float32 BLAS, which
-takes a CPU half as long, and what is between them is computed from their float32 results. A
-quantised weight counts as one of float32.
+Products are in float64, with one exception: if all arrays are float32, a float32 BLAS computes
+them, which takes a CPU half as long, and everything between the products is computed from their
+float32 results. A quantised weight counts as an array of float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
 from cupyattn.runtime.arrays import Array
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
-"""A number above so many of them has that code: bitsandbytes compares with the same numbers."""
+"""The code of a number is the count of thresholds below it, as in bitsandbytes."""
 
 _TINY = np.float32(2.0**-126)
 
@@ -30,8 +30,8 @@ _TINY = np.float32(2.0**-126)
 def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return codes and scales of rows w (N, K): "nf4", "int8" or "int4".
 
-    A block that is not finite has scale NaN, and stands for NaN, as does one of "int4" whose scale
-    is beyond float16; subnormal numbers are 0.
+    A block that is not finite becomes NaN: its scale is NaN. So does an "int4" block whose scale
+    exceeds float16. Subnormal numbers are 0.
     """
     rows, inner = w.shape
     x = _flushed(w.astype(np.float32, order="C")).reshape(rows, inner // block_size, block_size)
@@ -41,9 +41,9 @@ def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.
 
 
 def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes of absmax, (span, offset) of each group of them, and what codes stand for.
+    """Return codes of absmax, (span, offset) of each group of codes, and the numbers of codes.
 
-    "nf4_nested" has 256 even steps within each group; one that is not finite has NaN.
+    "nf4_nested" has 256 even steps within each group; a group that is not finite becomes NaN.
     """
     size, half = FORMATS["nf4_nested"].group or 0, np.float32(127.5)
     flat = _flushed(absmax.reshape(-1))
@@ -69,7 +69,7 @@ def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 def expand_scales(
     scales: np.ndarray, super_scales: np.ndarray, scale_table: np.ndarray
 ) -> np.ndarray:
-    """Return the absmax that codes of all rows stand for, in float32 as bitsandbytes rounds."""
+    """Return the absmax of all rows' blocks in float32, rounded as in bitsandbytes."""
     above = super_scales.repeat(FORMATS["nf4_nested"].group or 0, axis=0)[: scales.size]
     with np.errstate(all="ignore"):
         products = _flushed(_flushed(scale_table)[scales.reshape(-1)] * _flushed(above[:, 0]))
@@ -83,7 +83,7 @@ def dequantize(
     super_scales: np.ndarray | None,
     block_size: int,
 ) -> np.ndarray:
-    """Return the rows (N, K) that a quantised weight stands for, in float32."""
+    """Return the rows (N, K) of a quantised weight as numbers in float32."""
     rows = len(codes)
     with np.errstate(all="ignore"):
         if kind == "int8":
@@ -149,7 +149,7 @@ def _quotient(x: np.ndarray, divisors: np.ndarray) -> np.ndarray:
 
 
 def _flushed_like(w: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return products of scales, of which those that are subnormal are 0."""
+    """Return products of scales with subnormal ones replaced by 0."""
     tiny = (np.abs(scales) < _TINY * 16) & (scales != 0)
     return _flushed(w) if tiny.any() else w
 
@@ -166,7 +166,7 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 
 @cache
 def _pairs(nf4: bool) -> np.ndarray:
-    """Return the two numbers of each byte, (256,): their float32 as one item, in the order of k."""
+    """Return the two numbers of each byte, (256,): two float32 as one item, in the order of K."""
     byte = np.arange(256)
     high, low = byte >> 4, byte & 15
     if nf4:
@@ -176,17 +176,17 @@ def _pairs(nf4: bool) -> np.ndarray:
     return both.view(np.uint64)[:, 0]
 
 
-_BLOCK_ITEMS = 2**22  # of a weight that are dequantised at a time
+_BLOCK_ITEMS = 2**22  # of a weight, dequantised at a time
 
 
 def with_expanded_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return a weight of "nf4" for one of "nf4_nested", and any other as it is."""
+    """Return the "nf4" weight that equals an "nf4_nested" one, and any other weight as it is."""
     if weight.scale_table is None or weight.super_scales is None:
         return weight
     return QuantizedWeight(
         "nf4",
         weight.codes,
-        expand_scales(weight.scales, weight.super_scales, weight.scale_table),
+        expand_scales(*map(np.asarray, (weight.scales, weight.super_scales, weight.scale_table))),
         block_size=weight.block_size,
         transposed=weight.transposed,
     )
@@ -200,31 +200,31 @@ def dequantised_rows(weight: QuantizedWeight, rows: slice = slice(None)) -> np.n
     return dequantize(weight.format, *arrays, weight.block_size)
 
 
-# Roundings to float16 between the arrays and a weight on tensor cores, each of which loses 2^-11:
-# of NF4's codebook (0.67 of that at the most), of a scale in float32, and of the product of the
-# two; of int4 that of the zero point's fraction times the scale, and of the weight; of one fused
-# multiply-add.
+# Roundings to float16 between the arrays and a weight on tensor cores. Each loses up to 2^-11.
+# "nf4": the codebook (at most 0.67 of that), the scale, which is float32, and their product.
+# "int8": scale and product. "int4": the zero point's fraction times the scale, and the weight.
+# "q4_1" and "q4_k": one fused multiply-add.
 _ROUNDINGS = {"nf4": 2.67, "int8": 2, "int4": 2, "q4_1": 1, "q4_k": 1}
 _HALF = 2.0**-11
 _SMALLEST_HALF = 2.0**-25
 
 
 def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
-    """Return the size of what a weight is the sum of, in float64 (rows, K)."""
+    """Return the sum of the absolute terms of each weight, in float64 (rows, K)."""
     exact = weight
     if weight.format == "int4":
-        scales = np.stack([np.abs(weight.scales[..., 0]), -np.abs(weight.scales[..., 1])], axis=-1)
+        scales = np.stack([abs(weight.scales[..., 0]), -abs(weight.scales[..., 1])], axis=-1)
         exact = replace(weight, scales=scales)
     elif weight.format == "q4_1":
-        exact = replace(weight, scales=np.abs(weight.scales))
+        exact = replace(weight, scales=abs(weight.scales))
     elif weight.super_scales is not None:
         signs = np.array([1, -1], np.float16)
-        exact = replace(weight, super_scales=np.abs(weight.super_scales) * signs)
+        exact = replace(weight, super_scales=abs(weight.super_scales) * signs)
     return np.abs(dequantised_rows(exact).astype(np.float64))
 
 
 def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
-    """Return a @ weight, added up in `dtype`."""
+    """Return a @ weight with sums in `dtype`."""
     a, weight = a.astype(dtype, copy=False), with_expanded_scales(weight)
     out = np.zeros((*a.shape[:-1], weight.shape[1]), dtype)
     for rows in _row_blocks(weight):
@@ -247,25 +247,25 @@ def _row_blocks(weight: QuantizedWeight) -> Iterator[slice]:
 class LinearGrads(NamedTuple):
     """Gradients of linear's inputs, each of its input's shape.
 
-    As ``grads=`` None, the default, stands for an array that is to be made.
+    As ``grads=``, a field that is None, the default, asks for a new array.
 
     Attributes
     ----------
     dx : array (..., K)
-        Of the input.
+        Gradient with respect to x.
     dw : array (K, N)
-        Of the weight, summed over all rows of x; (K, 2 N) for a gated activation.
+        Gradient with respect to w, summed over all rows of x; (K, 2 N) for a gated activation.
     db : array (N,), or None
-        Of the bias, likewise; None without one.
+        Gradient with respect to b, summed over all rows of x; None without b.
     """
 
-    dx: Array = None
-    dw: Array = None
+    dx: Array | None = None
+    dw: Array | None = None
     db: Array | None = None
 
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}
-"""What a gated activation does to its gate."""
+"""Gated activations, each with the activation that it applies to its gate."""
 
 
 def linear(
@@ -281,9 +281,9 @@ def linear(
     Parameters
     ----------
     x, w, b, residual : numpy.ndarray
-        As of `cupyattn.linear`.
+        The arguments of `cupyattn.linear`.
     activation : str, optional
-        Likewise.
+        The activation, as for `cupyattn.linear`.
 
     Examples
     --------
@@ -314,14 +314,14 @@ def linear_backward(
     activation: str | None = None,
     preactivation: np.ndarray | None = None,
 ) -> LinearGrads:
-    """Return the gradients dx, dw (None of a quantised w) and, where there is a b, db.
+    """Return the gradients dx, dw (None for a quantised w) and db (None without b).
 
     Parameters
     ----------
     dout, x, w, b, preactivation : numpy.ndarray
-        As of `cupyattn.linear_backward`.
+        The arguments of `cupyattn.linear_backward`.
     activation : str, optional
-        Likewise.
+        The activation, as for `cupyattn.linear_backward`.
     """
     if activation is not None and preactivation is None:
         _, preactivation = linear(x, w, b)
@@ -336,7 +336,7 @@ def linear_backward(
 def preactivation_gradient(
     dout: np.ndarray, preactivation: np.ndarray | None, activation: str | None
 ) -> np.ndarray:
-    """Return the gradient with respect to x w + b; for a gated activation that of both halves."""
+    """Return the gradient with respect to x w + b, both halves of it for a gated activation."""
     dtype = _dtype(dout)
     dout = dout.astype(dtype)
     if activation is None or preactivation is None:
@@ -352,7 +352,7 @@ def preactivation_gradient(
 
 
 def activated(z: np.ndarray, kind: str | None) -> np.ndarray:
-    """Return the activation of z, which no activation leaves as it is."""
+    """Return the activation of z, or z without an activation."""
     return z if kind is None else activation_of(z, kind).astype(z.dtype, copy=False)
 
 

@@ -1,71 +1,254 @@
-"""A product on tensor cores: which tile, how many CTAs, which of them computes what."""
+"""Tiles of products on tensor cores: how a CTA computes one, and how a product is divided."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
-from cupyattn.ops.linear import kernels_tensor_core as tensor_core
-from cupyattn.ops.linear.kernels_tiles import Lines, ProductConfig, Shape, shapes_for
-from cupyattn.ops.linear.problem import Matrix
-from cupyattn.ops.linear.structs import PRODUCT_PARAMS, QUANTISED_TILE_PARAMS
-from cupyattn.ops.linear.weight_formats import UNIT
+import numpy as np
+
+from cupyattn.ops.linear.problem import (
+    STRUCTS,
+    BackwardProblem,
+    ForwardDraft,
+    ForwardProblem,
+    Matrix,
+)
+from cupyattn.runtime.arch import WARP_SIZE
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.plan import Planner, Step
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Pointer,
+    Scalar,
+    Specialisation,
+    Struct,
+    inputs,
+)
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
+from cupyattn.runtime.tables import cpp_bool
 
 VECTOR = vector_items("float16")
-_GROUP_LOG2 = 3  # tiles of rows that neighbouring CTAs go down
+
+# ProductParams in cuda_src/linear/tensor_core/params.cuh
+PRODUCT_PARAMS = np.dtype(
+    [
+        *((f"{name}_stride", np.int64) for name in ("a", "b", "preactivation", "out", "addend")),
+        *((field, np.int32) for field in ("rows", "columns", "inner", "split_inner")),
+        *((field, np.int32) for field in ("group_log2", "splits_log2", "column_tiles")),
+        ("column_tiles_reciprocal", np.uint32),
+    ],
+    align=True,
+)
+PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+
+SPLIT_SUMS = KernelSpec(
+    "linear_split_sums",
+    "linear/tensor_core/split_sums.cu",
+    (
+        *inputs("partials"),
+        *inputs("b", "addend", optional=True),
+        Pointer("preactivation", optional=True),
+        Pointer("result"),
+        *(Scalar(name, np.dtype(np.int64)) for name in ("rows", "columns", "parts")),
+        *(
+            Scalar(f"{name}_stride", np.dtype(np.int64))
+            for name in ("addend", "preactivation", "result")
+        ),
+    ),
+)
+
+
+class Moves(NamedTuple):
+    """The slots in which a thread stores its part of the next k-tile and loads more.
+
+    A slot of the loop over a k-tile is 8 tensor-core instructions.
+    """
+
+    slot: int
+    """The slot of the first store."""
+    step: int
+    """Slots from store to store."""
+    ring: int
+    """Loads in flight at a time."""
+
+
+class Lines(NamedTuple):
+    """Whether the lines of the operands run along the sum, or across it."""
+
+    a: bool
+    b: bool
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """The tile of the result that a CTA computes, `tile_inner` items of the sum at a time."""
+
+    tile_rows: int
+    tile_columns: int
+    tile_inner: int
+    warp_rows: int
+    warp_columns: int
+    ctas_per_sm: int
+    a_moves: Moves
+    b_moves: Moves
+    a_sets: int
+    """Sets of registers for fragments of A: 2 if there are enough registers."""
+    models: float
+    """The tensor utilisation of the main loop on a T4."""
+    reason: str
+    mma_k: int = 8
+    """Items of the sum of one tensor-core instruction."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        warps = self.tile_rows // self.warp_rows * (self.tile_columns // self.warp_columns)
+        return warps * WARP_SIZE
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of two stages of both operands."""
+        return 2 * 2 * self.tile_inner * (self.tile_rows + self.tile_columns)
+
+
+Shape = Literal["wide", "narrow", "small", "short", "few"]
+"""Kinds of tiles.
+
+"wide" is the fastest; "narrow" is for results that would leave many of its columns empty; "small"
+is for small results; "short" is for short sums, whose stores overlap the products of another CTA;
+"few" is for few rows of a product with a quantised weight.
+"""
+
+
+def ampere_config(config: TileConfig, b_moves: Moves) -> TileConfig:
+    """Return a configuration with two steps an instruction: 6 slots of twice the length."""
+    return replace(config, mma_k=16, a_sets=2, a_moves=Moves(0, 1, 4), b_moves=b_moves)
+
+
+def lines_macro(along: bool) -> str:
+    """Return the name of a direction of lines in the sources."""
+    return "kAlong" if along else "kAcross"
+
+
+def specialise_tile(
+    kernel: KernelSpec, config: TileConfig, vec: int, out_vec: int, **macros: Any
+) -> Specialisation:
+    """Specialise a kernel that includes config.cuh: the configuration's macros, and its own."""
+    return kernel.specialise(
+        threads=config.threads,
+        shared_bytes=config.shared_bytes,
+        # ptxas schedules split sums and activations differently.
+        gates=Gates(config.models, scalar=0.48, options=config.models - 0.12),
+        TILE_ROWS=config.tile_rows,
+        TILE_COLUMNS=config.tile_columns,
+        TILE_INNER=config.tile_inner,
+        WARP_ROWS=config.warp_rows,
+        WARP_COLUMNS=config.warp_columns,
+        MIN_CTAS=config.ctas_per_sm,
+        VEC=vec,
+        OUT_VEC=out_vec,
+        MMA_K=config.mma_k,
+        A_SETS=config.a_sets,
+        A_SLOT=config.a_moves.slot,
+        A_STEP=config.a_moves.step,
+        A_RING=config.a_moves.ring,
+        B_SLOT=config.b_moves.slot,
+        B_STEP=config.b_moves.step,
+        B_RING=config.b_moves.ring,
+        **macros,
+    )
+
+
+_SUMS_THREADS = 256
+SPLIT_VEC = 4
+"""Columns of a thread that adds splits: 16 bytes of each split."""
+
+
+@cache
+def split_sums(vec: int, activation: str | None = None, *, paired: bool = False) -> Specialisation:
+    """Specialise the kernel that adds the splits of a product; `vec` columns a thread, 4 or 1."""
+    return SPLIT_SUMS.specialise(
+        threads=_SUMS_THREADS,
+        ACTIVATION=STRUCTS[activation],
+        PAIRED=cpp_bool(paired),
+        VEC=vec,
+    )
+
+
+_GROUP_LOG2 = 3  # of the tiles of rows that neighbouring CTAs compute
 _RECIPROCAL_REACH = 2**30  # groups of CTAs times tiles of columns squared (params.cuh)
 
-# What a CTA does before and behind its loop takes about as long as so many items of the sum, by a
-# count of its instructions; where two CTAs share an SM, half of it passes under the other's loop.
+# A CTA's work before and after its loop takes as long as about so many items of the sum, by a count
+# of its instructions. If two CTAs share a multiprocessor, half of it overlaps the other's loop.
 _OUTSIDE_LOOP = 100
-# Operands come from L2, which a T4 keeps busy for 51 (1/rows + 1/columns) of its products' time: a
-# part of that shows: an estimate, which no GPU has confirmed.
+# Operands come from L2, which is busy for 51 (1/rows + 1/columns) of the products' time on a T4. A
+# part of that is not hidden. This is an estimate, which no GPU has confirmed.
 _FROM_L2 = 20
-_STORING_PARTS = 1000  # the same of float32 parts, written and read once more at a T4's 240 GB/s
-_WORTH_TIMING = 1.5  # times the least that the model sees: which tilings are tuned
+# Work outside the loop of a split sum: float32 sums are written and read at a T4's 240 GB/s.
+_STORING_PARTS = 1000
+_WORTH_TIMING = 1.5  # relative to the fastest by the model: tilings up to that are tuned
 _LEAST_PART = 512  # items of the sum for a CTA
+_OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
+_MOST_TILE_LINES = 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class Tiling(NamedTuple):
-    """How a product is shared out."""
+    """The division of a product among CTAs."""
 
     shape: Shape
     splits: int
-    """CTAs that share a tile of the result, each a part of the sum."""
+    """CTAs that share a tile of the result; each adds up a part of the sum."""
 
     @property
     def name(self) -> str:
-        """What it is chosen by."""
+        """The name by which it is tuned."""
         return f"{self.shape}/{self.splits}"
 
 
-class Blocks(NamedTuple):
-    """How B is quantised."""
-
-    format: str
-    blocks: int
-    """In a row of codes."""
-    block_log2: int
-    """Weights of a block; 31 where a row is one."""
-
-
-class Product(NamedTuple):
-    """result = A B, whatever these are."""
+@dataclass(frozen=True)
+class TensorCoreProduct(ABC):
+    """The product result = A B on tensor cores; subclasses are for a kind of B."""
 
     kernel: KernelSpec
     a: Matrix
     b: Matrix
     halves: int = 1
-    """Of the columns, which lie in turn."""
+    """2 if the columns are a gate's and up's, interleaved, otherwise 1."""
     out_vec: int = VECTOR
     """Items of an access to the result."""
-    quantised: Blocks | None = None
-    """Of a B whose lines are rows of codes."""
+
+    unit: ClassVar[int] = VECTOR
+    """Parts of the sum are multiples of so many items."""
+
+    @abstractmethod
+    def config(self, arch: int, shape: Shape) -> TileConfig:
+        """Return the configuration of a tile."""
+
+    @abstractmethod
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return the tiles to choose from."""
+
+    @abstractmethod
+    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
+        """Specialise the product without an epilogue, or with `split` one part of its sum."""
+
+    @abstractmethod
+    def passed(self, params: Any) -> Any:
+        """Return the C struct that the kernel takes, which contains ProductParams."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The problem of a tuned choice: sizes, halves, directions of lines, items of accesses."""
+        a_lines, b_lines = ("along" if along else "across" for along in self.lines)
+        sizes = self.a.rows, self.b.columns, self.a.columns
+        return (*sizes, self.halves, a_lines, b_lines, self.vec, self.out_vec)
 
     @property
     def lines(self) -> Lines:
@@ -74,33 +257,17 @@ class Product(NamedTuple):
 
     @property
     def vec(self) -> int:
-        """Items of a load. Where lines hold halves, each has to start at a whole vector."""
+        """Items of a load. If lines hold two halves, each half has to start at a whole vector."""
         half = VECTOR if self.lines.b else self.b.columns // self.halves
         return whole_vector(self.a.vector, self.b.vector, *([half] if self.halves > 1 else []))
 
-    def row(self, arch: int, shape: Shape) -> ProductConfig:
-        """Return the table row of a tile."""
-        if self.quantised is not None:
-            return quantised_tile.row_of(arch, self.quantised.format, shape, self.lines.b)
-        return tensor_core.row_of(self.kernel, arch, shape, self.lines)
-
-    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
-        """Specialise the product without anything behind it, or with `split` a part of it."""
-        if self.quantised is None:
-            lines, vec = self.lines, self.vec
-            return tensor_core.product(arch, shape, lines, vec, out_vec, split=split)
-        name, along = self.quantised.format, self.lines.b
-        return quantised_tile.product(
-            arch, name, shape, self.vec, out_vec, along=along, split=split
-        )
-
     def tiles(self, arch: int, shape: Shape) -> tuple[int, int]:
         """Return how many tiles of rows and of columns there are."""
-        row = self.row(arch, shape)
-        return -(-self.a.rows // row.tile_rows), -(-self.b.columns // row.tile_columns)
+        config = self.config(arch, shape)
+        return -(-self.a.rows // config.tile_rows), -(-self.b.columns // config.tile_columns)
 
     def chosen(self, card: Card, *, may_split: bool = False) -> Tiling:
-        """Return what was chosen for the card, otherwise what the model sees as fastest."""
+        """Return the tiling tuned for the device, otherwise the fastest by the model."""
         usual = self.tiling(card, may_split=may_split)
         near = self.near(card, self.duration(card, usual), may_split=may_split)
         among = {usual.name: usual, **near}
@@ -108,51 +275,39 @@ class Product(NamedTuple):
         return card.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
 
     def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
-        """Choose what takes the least time on a card, as the model of Turing sees it."""
+        """Choose the tiling that takes the least time on a device by the model of Turing."""
         return min(self._tilings(may_split), key=lambda tiling: self.duration(card, tiling))
 
     def near(self, card: Card, least: float, *, may_split: bool = False) -> dict[str, Tiling]:
-        """Return by name what the model sees not far above a duration: what is worth timing."""
+        """Return by name the tilings that the model puts near a duration: those worth timing."""
         tilings = self._tilings(may_split)
         return {t.name: t for t in tilings if self.duration(card, t) <= _WORTH_TIMING * least}
 
     def _tilings(self, may_split: bool) -> list[Tiling]:
         inner = self.a.columns
         most = max(inner // _LEAST_PART, 1) if may_split else 1
-        if self.quantised is not None:
-            shapes = quantised_tile.shapes_for(self.vec)
-        else:
-            shapes = shapes_for(self.vec, self.out_vec, self.lines)
         return [
             Tiling(shape, splits)
-            for shape in shapes
+            for shape in self.shapes()
             for splits in _SPLITS
             if splits <= most and self.part(splits) * (splits - 1) < max(inner, 1)
         ]
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What a choice is for: sizes, halves, how lines lie, items of accesses, the format."""
-        a_lines, b_lines = ("along" if along else "across" for along in self.lines)
-        sizes = self.a.rows, self.b.columns, self.a.columns
-        how = self.halves, a_lines, b_lines, self.vec, self.out_vec
-        return (*sizes, *how, *(() if self.quantised is None else (self.quantised.format,)))
-
     def duration(self, card: Card, tiling: Tiling) -> float:
-        """Return the time on a card, in items of the sum of an item of the result."""
-        row = self.row(card.arch, tiling.shape)
+        """Return the time on a device, in items of the sum of an item of the result."""
+        config = self.config(card.arch, tiling.shape)
         down, across = self.tiles(card.arch, tiling.shape)
         ctas = down * across * tiling.splits
         outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
-        item = 1 / row.models + _FROM_L2 * (1 / row.tile_rows + 1 / row.tile_columns)
-        items = self.part(tiling.splits) * item + outside / row.ctas_per_sm
-        wave = row.ctas_per_sm * row.tile_rows * row.tile_columns * items
-        return -(-ctas // (card.multiprocessors * row.ctas_per_sm)) * wave
+        item = 1 / config.models + _FROM_L2 * (1 / config.tile_rows + 1 / config.tile_columns)
+        items = self.part(tiling.splits) * item + outside / config.ctas_per_sm
+        wave = config.ctas_per_sm * config.tile_rows * config.tile_columns * items
+        return -(-ctas // (card.multiprocessors * config.ctas_per_sm)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, Any]:
-        """Return how many CTAs it takes, and the C struct ProductParams without the results.
+        """Return the number of CTAs, and the C struct ProductParams without the results.
 
-        Those of a tile are a power of two, of which some may have no part of the sum.
+        The CTAs of a tile are a power of two; some of them may have no part of the sum.
         """
         row_tiles, column_tiles = self.tiles(arch, tiling.shape)
         group_log2 = min((row_tiles - 1).bit_length(), _GROUP_LOG2)
@@ -169,30 +324,22 @@ class Product(NamedTuple):
         params["column_tiles_reciprocal"] = -(-(2**31) // column_tiles)
         return (groups << group_log2 + splits_log2) * column_tiles, params
 
-    def passed(self, params: Any) -> Any:
-        """Return the C struct that the kernel takes, of ProductParams."""
-        if self.quantised is None:
-            return params[()]
-        own = new_struct(QUANTISED_TILE_PARAMS)
-        own["product"] = params
-        own["blocks"], own["block_log2"] = self.quantised.blocks, self.quantised.block_log2
-        return own[()]
-
     def part(self, splits: int) -> int:
-        """Return how many items of the sum a CTA adds up: whole vectors, or runs of blocks."""
+        """Return how many items of the sum a CTA adds up: a multiple of `unit` if split."""
         part = -(-self.a.columns // splits)
-        unit = VECTOR if self.quantised is None else UNIT
-        return -(-part // unit) * unit if splits > 1 else part
+        return -(-part // self.unit) * self.unit if splits > 1 else part
 
 
-def forward_tiling(product: Product, in_parts: Product, card: Card, worth: float) -> Tiling:
-    """Choose for a forward: whole, or in parts where these take less than `worth` of its time."""
-    usual, parts = product.tiling(card), in_parts.tiling(card, may_split=True)
+def forward_tiling(
+    product: TensorCoreProduct, split_product: TensorCoreProduct, card: Card, worth: float
+) -> Tiling:
+    """Choose a forward's tiling: split only if that takes less than `worth` of the time."""
+    usual, parts = product.tiling(card), split_product.tiling(card, may_split=True)
     least = product.duration(card, usual)
-    if parts.splits > 1 and in_parts.duration(card, parts) < worth * least:
-        usual, least = parts, in_parts.duration(card, parts)
+    if parts.splits > 1 and split_product.duration(card, parts) < worth * least:
+        usual, least = parts, split_product.duration(card, parts)
     among = {usual.name: usual, **product.near(card, least)}
-    split = in_parts.near(card, least, may_split=True)
+    split = split_product.near(card, least, may_split=True)
     among |= {name: tiling for name, tiling in split.items() if tiling.splits > 1}
     return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
@@ -200,3 +347,121 @@ def forward_tiling(product: Product, in_parts: Product, card: Card, worth: float
 def whole_vector(*items: int) -> int:
     """Return a vector's items if all of these are multiples of it, otherwise 1."""
     return VECTOR if all(each % VECTOR == 0 for each in items) else 1
+
+
+Slot = int | None
+
+
+def product_steps(
+    product: TensorCoreProduct,
+    tiling: Tiling,
+    card: Card,
+    planner: Planner[Any],
+    operands: tuple[Slot, ...],
+    *,
+    result: tuple[Slot, Matrix],
+    addend: Slot = None,
+    added: Matrix | None = None,
+) -> tuple[Step, ...]:
+    """Plan result = A B + addend.
+
+    Parameters
+    ----------
+    operands : tuple of slots
+        The arrays of A and B, as the kernel takes them.
+    result : slot and Matrix
+        The array that is written, and its layout.
+    addend : slot, optional
+        The array that is added.
+    added : Matrix, optional
+        The layout of the addend if it is another array than the result.
+    """
+    out, matrix = result
+    added = added or matrix
+    split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)
+    ctas, params = product.geometry(card.arch, tiling)
+    params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
+    specialisation = product.specialise(card.arch, tiling.shape, out_vec, split=split)
+    passed = product.passed(params)
+    if not split:
+        return (Step.of(specialisation, ctas, (*operands, addend, None, out), passed),)
+    rows, columns, parts = product.a.rows, product.b.columns, tiling.splits
+    partials = planner.scratch(rows * columns * parts)
+    vec = SPLIT_VEC if out_vec > 1 else 1
+    sums = split_sums(vec)
+    threads = -(-rows * columns // vec)
+    return (
+        Step.of(specialisation, ctas, (*operands, None, partials, None), passed),
+        Step.of(
+            sums,
+            -(-threads // sums.threads),
+            (partials, None, addend, None, out),
+            *(rows, columns, parts, added.leading, 0, matrix.leading),
+        ),
+    )
+
+
+def split_forward(
+    draft: ForwardDraft, product: TensorCoreProduct, tiling: Tiling, operands: tuple[Slot, ...]
+) -> tuple[Step, ...]:
+    """Plan a forward whose sum is split, perhaps in one part; the epilogue follows the sum."""
+    problem, slots = draft.problem, draft.slots
+    columns = problem.outer
+    ctas, params = product.geometry(draft.card.arch, tiling)
+    vec = whole_vector(problem.weight_columns)
+    specialisation = product.specialise(draft.card.arch, tiling.shape, vec, split=True)
+    partials = draft.planner.scratch(product.a.rows * product.b.columns * tiling.splits)
+    results = (problem.residual, problem.preactivation, problem.out)
+    items = math.gcd(columns, problem.vector(*results, problem.b))
+    vec = SPLIT_VEC if items % SPLIT_VEC == 0 else 1
+    sums = split_sums(vec, problem.scalar_activation, paired=problem.gated)
+    threads = -(-problem.rows * columns // vec)
+    return (
+        Step.of(specialisation, ctas, (*operands, None, partials, None), product.passed(params)),
+        Step.of(
+            sums,
+            -(-threads // sums.threads),
+            (partials, slots.b, slots.residual, slots.preactivation, slots.out),
+            *(problem.rows, columns, tiling.splits),
+            *(0 if matrix is None else matrix.leading for matrix in results),
+        ),
+    )
+
+
+def whole_forward(
+    draft: ForwardDraft,
+    product: TensorCoreProduct,
+    tiling: Tiling,
+    specialisation: Specialisation,
+    operands: tuple[Slot, ...],
+) -> tuple[Step, ...]:
+    """Plan a forward whose kernel has the epilogue: one launch."""
+    problem, slots = draft.problem, draft.slots
+    ctas, params = product.geometry(draft.card.arch, tiling)
+    params["out_stride"] = problem.out.leading
+    if problem.residual is not None:
+        params["addend_stride"] = problem.residual.leading
+    if problem.preactivation is not None:
+        params["preactivation_stride"] = problem.preactivation.leading
+    arrays = (*operands, slots.b, slots.residual, slots.preactivation, slots.out)
+    return (Step.of(specialisation, ctas, arrays, product.passed(params)),)
+
+
+def forward_vector(problem: ForwardProblem) -> int:
+    """Return how many items the forward's epilogue loads and stores at once."""
+    # The second half of a preactivation starts at a whole vector too.
+    half = problem.outer if problem.gated else VECTOR
+    results = (problem.out, problem.residual, problem.preactivation)
+    return whole_vector(problem.vector(*results), half)
+
+
+def takes(problem: ForwardProblem | BackwardProblem) -> bool:
+    """Tell whether the kernels' 32-bit offsets reach all that one tile of each array spans."""
+    return all(tile_bytes(each, problem.gated) < _OFFSET_BYTES for each in problem.matrices)
+
+
+def tile_bytes(matrix: Matrix, gated: bool) -> int:
+    """Return the bytes between a tile's lines; with two halves, a tile may span all lines."""
+    lines = matrix.rows if matrix.along_columns else matrix.columns
+    reached = lines if gated else min(lines, _MOST_TILE_LINES)
+    return reached * abs(matrix.leading) * matrix.itemsize

@@ -1,4 +1,4 @@
-"""Formats of weights in four or eight bits: the sizes of their blocks, and the arrays they take."""
+"""Formats of weights in four or eight bits: the sizes of their blocks, and their arrays."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cupyattn.runtime.errors import error, shown
 
 
 class Format(NamedTuple):
-    """How a block of neighbouring weights along K is kept.
+    """The storage of a block of neighbouring weights along K.
 
     Attributes
     ----------
     bits : int
-        Of a code: two of four bits share a byte, those of eight are signed.
+        Bits of a code: two codes of four bits share a byte; codes of eight bits are signed.
     scale : str
         The dtype of scales.
     numbers : int
-        Of scales to a block: one, or a scale and what is subtracted or added.
+        Numbers in a block's scales: a scale, or a scale and a number that is subtracted or added.
     block_size : int, or None
-        Weights of a block by default; None stands for a whole row.
+        Weights of a block by default; None means a whole row.
     largest : int, or None
-        A block has a power of two of weights from `smallest` to that; None is without a limit, and
-        allows a whole row.
+        Maximum of a block's weights, which are a power of two from `smallest` on. None means no
+        limit, and allows a whole row.
     smallest : int
-        At least `UNIT`.
+        Minimum of a block's weights: at least `UNIT`.
     super_block : int, or None
         Weights of a row that share a pair of super_scales.
     group : int, or None
@@ -54,14 +54,13 @@ class Format(NamedTuple):
 
 
 INT4_LARGEST = 7.5 * 65504
-"""Weights of "int4" up to that, of both signs, have a scale that float16 holds, whatever else is in
-their block."""
+"""Maximum of "int4" weights of both signs whose scale is finite in float16, for every block."""
 INT4_SMALLEST = 15 * 2.0**-25
-"""A block of "int4" that spans no more, 0 among its weights, has a scale that is 0 in float16."""
+"""Maximum span of an "int4" block, which includes 0, whose scale is 0 in float16."""
 TABLE = 256
-"""Numbers that a scale of eight bits may stand for."""
+"""Numbers that a scale of eight bits selects from."""
 UNIT = 32
-"""K is a multiple of that: a row of four-bit codes has whole 16 bytes."""
+"""K is a multiple of `UNIT`: a row of four-bit codes has a multiple of 16 bytes."""
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
@@ -87,14 +86,14 @@ bitsandbytes rounds them."""
 
 
 class Blocks(NamedTuple):
-    """How a weight is quantised, whatever its size."""
+    """The format of a quantised weight, and the size of its blocks."""
 
     format: str
     block_size: int
 
 
 class Piece(NamedTuple):
-    """An array of a quantised weight: what it has to be."""
+    """The shape and dtype of an array of a quantised weight."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -126,7 +125,7 @@ def pieces(kind: str, outer: int, inner: int, block_size: int) -> dict[str, Piec
 
 
 def rows_apart(blocks: Blocks, inner: int) -> int:
-    """Return what the first row of a part of a weight is a multiple of, for parts to be views.
+    """Return the number of rows whose multiples are allowed as the first row of a view.
 
     Examples
     --------
@@ -138,7 +137,7 @@ def rows_apart(blocks: Blocks, inner: int) -> int:
 
 
 def rows_of_piece(blocks: Blocks, name: str, piece: Any, inner: int, start: int, stop: int) -> Any:
-    """Return what rows of a weight have of one of its arrays: a view, from an allowed start on."""
+    """Return a view of one array of a weight for rows from an allowed start on."""
     group, per_row = FORMATS[blocks.format].group, inner // blocks.block_size
     if name == "scale_table":
         return piece
@@ -148,7 +147,7 @@ def rows_of_piece(blocks: Blocks, name: str, piece: Any, inner: int, start: int,
 
 
 def blocks_for(kind: str, inner: int) -> Blocks:
-    """Return blocks as they are by default, or smaller ones where rows have no whole number.
+    """Return the default blocks, or smaller ones if they do not divide the rows.
 
     Examples
     --------

@@ -19,6 +19,10 @@ from cupyattn.runtime.arrays import Array, Layout, adopt, layouts_of
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     checked_once,
+    factor,
+    integer,
+    real,
+    require_apart,
     require_bool,
     require_dtype,
     require_given,
@@ -26,9 +30,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import factor, integer, real
 from cupyattn.runtime.outputs import require_grads
-from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import Output, allot
 from cupyattn.runtime.records import R, given_of
 from cupyattn.runtime.rounding import round_into
@@ -86,7 +88,7 @@ def cross_entropy(
     z_loss: float = ...,
     reduction: str = ...,
     return_lse: bool,
-    out: Any = ...,
+    out: Array | tuple[Array, Array] | None = ...,
     workspace: Array | None = ...,
 ) -> Array | tuple[Array, Array]: ...
 
@@ -108,9 +110,9 @@ def cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     return_lse: bool = False,
-    out: Any = None,
+    out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     r"""Cross-entropy of logits with labels: ``log(sum(exp(logits))) - logits[label]`` of each row.
 
     Parameters
@@ -203,7 +205,10 @@ def cross_entropy(
     assert result is not None
     if reduces:
         result = reduced(result, labels, loss, options, reduction)
-    return (result, found.lse) if return_lse else result
+    if not return_lse:
+        return result
+    assert found.lse is not None
+    return result, found.lse
 
 
 def cross_entropy_backward(
@@ -348,7 +353,7 @@ class LossOptions(NamedTuple):
 
 @checked_once
 def checked_options(
-    ignore_index: Any, label_smoothing: Any, z_loss: Any, reduction: Any
+    ignore_index: object, label_smoothing: object, z_loss: object, reduction: object
 ) -> LossOptions:
     """Check the options, and return those of the kernels.
 

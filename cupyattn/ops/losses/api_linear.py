@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import numpy as np
 
-from cupyattn.ops.linear import backward, forward
-from cupyattn.ops.linear.api import linear
-from cupyattn.ops.linear.api_backward import linear_backward
-from cupyattn.ops.linear.checks import described_backward, described_forward
+from cupyattn.ops.linear.api import linear, linear_backward
+from cupyattn.ops.linear.plan import backward_workspace_bytes, require_product, workspace_bytes
+from cupyattn.ops.linear.problem import weight_fields
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
-from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.ops.losses.api import (
     LossOptions,
     check_labels,
@@ -30,7 +28,6 @@ from cupyattn.ops.losses.api import (
     without_scalars,
 )
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
-from cupyattn.runtime import by_name
 from cupyattn.runtime.arrays import (
     Array,
     Layout,
@@ -40,11 +37,12 @@ from cupyattn.runtime.arrays import (
     is_contiguous,
     layouts_of,
 )
-from cupyattn.runtime.axes import merge_axes
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     INTEGERS,
     fixes_of_results,
+    integer,
+    require_apart,
     require_bool,
     require_dtype,
     require_given,
@@ -55,12 +53,11 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.numbers import integer
 from cupyattn.runtime.outputs import take_grads
-from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import Output, allot
-from cupyattn.runtime.records import Record, T, fields_of
+from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.rows import statistics_dtype
+from cupyattn.runtime.structs import merge_axes
 from cupyattn.runtime.value_checks import checks_values
 
 _FIXES = {"labels": "pass an int32 array with an item for each row, of shape x.shape[:-1]"}
@@ -141,7 +138,7 @@ def linear_cross_entropy(
     reduction: str = ...,
     return_lse: bool,
     logits_bytes: int = ...,
-    out: Any = ...,
+    out: Array | tuple[Array, Array] | None = ...,
     workspace: Array | None = ...,
 ) -> Array | tuple[Array, Array]: ...
 
@@ -165,9 +162,9 @@ def linear_cross_entropy(
     reduction: str = "mean",
     return_lse: bool = False,
     logits_bytes: int = 2**28,
-    out: Any = None,
+    out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     r"""Cross-entropy of the logits ``x @ w`` with labels, a chunk of rows at a time.
 
     Parameters
@@ -240,19 +237,23 @@ def linear_cross_entropy(
 
     flat_losses, flat_lse = losses.reshape(-1), None if lse is None else lse.reshape(-1)
     for chunk in chunks:
-        target = flat_losses[chunk.rows], None if flat_lse is None else flat_lse[chunk.rows]
+        rows = chunk.rows
+        target = flat_losses[rows] if flat_lse is None else (flat_losses[rows], flat_lse[rows])
         cross_entropy(
             chunk.compute(),
             chunk.labels,
             reduction="none",
             return_lse=lse is not None,
-            out=target[0] if lse is None else target,
+            out=target,
             **options._asdict(),
         )
     result = losses
     if reduces:
         result = reduced(losses, arrays.labels, arrays.out, options, reduction)
-    return (result, lse) if return_lse else result
+    if not return_lse:
+        return result
+    assert lse is not None
+    return result, lse
 
 
 def linear_cross_entropy_backward(
@@ -401,23 +402,22 @@ class ChunkedCall(NamedTuple):
     @classmethod
     def of(cls, w: Any, arrays: LinearLossArrays[Any], options: LossOptions) -> ChunkedCall:
         """Take the arrays of a call and check x, w and labels."""
-        own, weight = weight_arrays(w)
-        for name, array in own.items():
-            setattr(arrays, name, array)
+        fields, weight = weight_fields(w)
+        arrays.w, arrays.codes, arrays.scales, arrays.super_scales, arrays.scale_table = fields
         without_scalars(arrays)
         operands = adopt(arrays, _FORWARD_FIXES if arrays.dloss is None else _FIXES)
         layouts = layouts_of(LinearLossArrays[Layout], operands.description)
-        named = zip(fields_of(LinearLossArrays), operands.description, strict=True)
-        product = tuple((name, *each) for name, each in named if each and name in ("x", *own))
-        described_forward(product, None, False, weight)
+        w = arrays.w if weight is None else w
+        require_product(arrays.x, w)
         if layouts.labels is None:
             raise error(
                 TypeError, "labels is None", "they are the right columns", "pass an array of int32"
             )
-        call = cls(operands, layouts, device_of(operands), arrays.w if weight is None else w)
+        call = cls(operands, layouts, device_of(operands), w)
         require_dtype("labels", layouts.labels, INTEGERS)
         require_shape("labels", layouts.labels, call.rows, "an item for each row of x")
         require_whole_item_strides("labels", layouts.labels)
+        assert arrays.labels is not None
         if checks_values(operands):
             check_labels(arrays.labels, call.w.shape[1], options.ignore_index)
         return call
@@ -530,21 +530,15 @@ class ChunkedCall(NamedTuple):
 
     def _products_bytes(self, device: Device, x: Array, dx: Array | None, accumulate: bool) -> int:
         """Return the scratch memory of the products of a chunk."""
-        own, weight = weight_arrays(self.w)
-        logits = contiguous((len(x), self.w.shape[1]), x.dtype)
-
-        def described(of_logits: str, **arrays: Array | None) -> by_name.Description:
-            # The logits start at a vector, as all pieces of scratch memory do.
-            taken = by_name.adopt({"x": x, **own, **arrays})
-            return (*taken.description, (of_logits, *logits, 0))
-
-        problem = described_forward(described("out"), None, False, weight)
-        needed = forward.scratch_bytes(device, problem)
+        logits = contiguous((len(x), self.w.shape[1]), x.dtype)  # at a vector, as all scratch is
+        needed = workspace_bytes(device, x, self.w, logits)
         if dx is None:
             return needed
-        description = described("dout", dx=dx, dw=self.arrays.dw)
-        problem = described_backward(description, None, accumulate, weight)
-        return max(needed, backward.scratch_bytes(device, problem))
+        gradients = (dx, self.arrays.dw)
+        return max(
+            needed,
+            backward_workspace_bytes(device, logits, x, self.w, *gradients, accumulate=accumulate),
+        )
 
 
 def as_rows(array: Array) -> Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike
 
 from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
 from cupyattn.ops.losses.reference import (
@@ -34,7 +34,7 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
 def linear_cross_entropy_bound(
-    x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], *, dtype: DTypeLike, **options: Any
+    x: np.ndarray, w: np.ndarray, labels: np.ndarray, *, dtype: DTypeLike, **options: Any
 ) -> tuple[Float64, Float64]:
     """Return error bounds of both results of `linear_cross_entropy` without a reduction."""
     logits = _float64(x) @ _float64(w)
@@ -48,11 +48,11 @@ def linear_cross_entropy_bound(
 
 
 def linear_cross_entropy_backward_bound(
-    dloss: NDArray[Any],
-    x: NDArray[Any],
-    w: NDArray[Any],
-    labels: NDArray[Any],
-    lse: NDArray[Any],
+    dloss: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    labels: np.ndarray,
+    lse: np.ndarray,
     *,
     dtype: DTypeLike,
     chunks: int,

@@ -13,13 +13,12 @@ import numpy as np
 from cupyattn.ops.softmax.kernels import STREAMED
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of
-from cupyattn.runtime.axes import row_params
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import INTEGERS, Result, RowKernel
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation
-from cupyattn.runtime.structs import rows_struct
+from cupyattn.runtime.structs import row_params, rows_struct
 from cupyattn.runtime.tables import cpp_bool
 
 _LOSS: dict[str, Any] = {

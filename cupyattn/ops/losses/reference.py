@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from cupyattn.ops.linear.reference import linear_backward
 from cupyattn.ops.softmax.reference import by_rows
@@ -58,7 +58,7 @@ def cross_entropy(
     """
     labels = np.asarray(labels)
 
-    def of_rows(x: NDArray[Any], labels: NDArray[Any]) -> Float64:
+    def of_rows(x: np.ndarray, labels: np.ndarray) -> Float64:
         x = x.astype(np.float64)
         vocabulary = x.shape[-1]
         m = np.max(x, axis=-1, initial=-np.inf)
@@ -82,7 +82,7 @@ def cross_entropy(
 
 
 def reduced(
-    losses: NDArray[Any], labels: NDArray[Any], *, ignore_index: int, reduction: str
+    losses: np.ndarray, labels: np.ndarray, *, ignore_index: int, reduction: str
 ) -> Float64:
     """Return the mean of the losses that count, their sum, or the losses."""
     if reduction == "none":
@@ -94,7 +94,7 @@ def reduced(
         return np.asarray(total / np.float64(np.count_nonzero(labels != ignore_index)))
 
 
-def spread(dloss: ArrayLike, labels: NDArray[Any], *, ignore_index: int, reduction: str) -> Float64:
+def spread(dloss: ArrayLike, labels: np.ndarray, *, ignore_index: int, reduction: str) -> Float64:
     """Return the gradient with respect to each row's loss, from dloss of the reduced loss."""
     dloss = np.asarray(dloss, np.float64)
     if reduction == "mean":
@@ -136,7 +136,7 @@ def cross_entropy_backward(
     each = spread(dloss, labels, ignore_index=ignore_index, reduction=reduction)
 
     def of_rows(
-        x: NDArray[Any], labels: NDArray[Any], dloss: Float64, lse: Float64, of_lse: Float64
+        x: np.ndarray, labels: np.ndarray, dloss: Float64, lse: Float64, of_lse: Float64
     ) -> Float64:
         vocabulary = x.shape[-1]
         # At most 1: an lse that was rounded to float32 may be below the largest logit.
@@ -156,7 +156,7 @@ def cross_entropy_backward(
     return by_rows(of_rows, *_flat(logits, labels), *per_row).reshape(np.shape(logits))
 
 
-def _flat(logits: ArrayLike, labels: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+def _flat(logits: ArrayLike, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     logits = np.asarray(logits)
     return logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
 
@@ -179,18 +179,18 @@ class LinearCrossEntropyGrads(NamedTuple):
 
 
 def linear_cross_entropy(
-    x: NDArray[Any], w: NDArray[Any], labels: NDArray[Any], **options: Any
+    x: np.ndarray, w: np.ndarray, labels: np.ndarray, **options: Any
 ) -> tuple[Float64, Float64]:
     """Return the loss and lse of the logits x w; options as for `cross_entropy`."""
     return cross_entropy(_float64(x) @ _float64(w), labels, **options)
 
 
 def linear_cross_entropy_backward(
-    dloss: NDArray[Any],
-    x: NDArray[Any],
-    w: NDArray[Any],
-    labels: NDArray[Any],
-    lse: NDArray[Any],
+    dloss: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    labels: np.ndarray,
+    lse: np.ndarray,
     **options: Any,
 ) -> LinearCrossEntropyGrads:
     """Return dx and dw; arguments and options as for `cross_entropy_backward`."""
@@ -199,5 +199,5 @@ def linear_cross_entropy_backward(
     return LinearCrossEntropyGrads(*linear_backward(dlogits, x, w)[:2])
 
 
-def _float64(array: NDArray[Any]) -> Float64:
+def _float64(array: np.ndarray) -> Float64:
     return np.asarray(array, dtype=np.float64)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
 from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.checks import checked_once, require_bool, require_given
+from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
 from cupyattn.runtime.differentiable import differentiable
-from cupyattn.runtime.numbers import factor
 from cupyattn.runtime.outputs import take_grads, take_out
 from cupyattn.runtime.rows import RowOptions, call_rows
 
@@ -116,8 +115,8 @@ def layer_norm(
     residual: Array | None = None,
     eps: float = 1e-5,
     return_stats: bool = False,
-    out: Any = None,
-) -> Any:
+    out: Array | tuple[Array, ...] | None = None,
+) -> Array | tuple[Array, ...]:
     r"""Layer norm over the last axis: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
     Parameters
@@ -242,8 +241,8 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     return_stats: bool = False,
-    out: Any = None,
-) -> Any:
+    out: Array | tuple[Array, ...] | None = None,
+) -> Array | tuple[Array, ...]:
     r"""RMS norm over the last axis: ``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)``.
 
     Parameters
@@ -296,36 +295,37 @@ def _forward(
     eps: float,
     weight_offset: float,
     return_stats: bool,
-    out: Any,
+    out: Array | tuple[Array, ...] | None,
     *,
     centred: bool,
-) -> Any:
+) -> Array | tuple[Array, ...]:
     added = arrays.residual is not None
     options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
     if out is not None:
         take_out(arrays, out, names)
     results = call_rows(norms.FORWARD, arrays, exact, options)
     if len(names) == 1:
+        assert results.out is not None
         return results.out
     return tuple([getattr(results, name) for name in names])
 
 
 @checked_once
 def _forward_options(
-    return_stats: Any, eps: Any, weight_offset: Any, centred: bool, added: bool
-) -> tuple[RowOptions, tuple[str, ...], Callable[..., Any]]:
+    return_stats: object, eps: object, weight_offset: object, centred: bool, added: bool
+) -> tuple[RowOptions, tuple[str, ...], Callable[..., reference.Results]]:
     """Check options; return those of the kernel, the names of the results, and the reference."""
     require_bool("return_stats", return_stats)
-    eps = factor("eps", eps, least=0.0)
-    weight_offset = factor("weight_offset", weight_offset)
+    added_to_square = factor("eps", eps, least=0.0)
+    offset = factor("weight_offset", weight_offset)
     wanted: tuple[str, ...] = ()
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
     options = RowOptions.of(
-        choices={"centred": centred}, wanted=wanted, eps=eps, weight_offset=weight_offset
+        choices={"centred": centred}, wanted=wanted, eps=added_to_square, weight_offset=offset
     )
     names = ("out", *(("total",) if added else ()), *wanted)
-    exact = partial(reference.norm, centred=centred, eps=eps, weight_offset=weight_offset)
+    exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)
     return options, names, exact
 
 
@@ -475,9 +475,9 @@ def rms_norm_backward(
 
 
 def _backward(
-    kind: type[Any],
+    kind: type[LayerNormGrads | RMSNormGrads],
     arrays: NormBackwardArrays[Array],
-    grads: Any,
+    grads: LayerNormGrads | RMSNormGrads | None,
     weight_offset: float,
     accumulate: bool,
 ) -> NormBackwardArrays[Array]:
@@ -487,7 +487,9 @@ def _backward(
 
 
 @checked_once
-def _backward_options(weight_offset: Any, accumulate: Any) -> tuple[RowOptions, Callable[..., Any]]:
+def _backward_options(
+    weight_offset: object, accumulate: object
+) -> tuple[RowOptions, Callable[..., reference.Gradients]]:
     """Check options; return those of the kernel, and the reference."""
     offset = factor("weight_offset", weight_offset)
     require_bool("accumulate", accumulate)

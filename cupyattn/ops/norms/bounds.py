@@ -28,10 +28,8 @@ and twice by (h + 6) u |c| G: once in the sum of g n before, once in G.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from cupyattn.ops.norms.reference import Float64, column_sum, norm, norm_backward, row_mean, terms
 from cupyattn.runtime.precision import TINY32, U32, precision_of
@@ -43,9 +41,9 @@ def additions(items: int) -> float:
 
 
 def norm_bound(
-    x: NDArray[Any],
-    weight: NDArray[Any] | None = None,
-    bias: NDArray[Any] | None = None,
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
     *,
     dtype: DTypeLike,
     centred: bool,
@@ -99,13 +97,13 @@ def norm_bound(
 
 
 def norm_backward_bound(
-    dout: NDArray[Any],
-    x: NDArray[Any],
-    dtotal: NDArray[Any] | None = None,
-    weight: NDArray[Any] | None = None,
-    bias: NDArray[Any] | None = None,
-    mean: NDArray[Any] | None = None,
-    rstd: NDArray[Any] | float = 1.0,
+    dout: np.ndarray,
+    x: np.ndarray,
+    dtotal: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    mean: np.ndarray | None = None,
+    rstd: np.ndarray | float = 1.0,
     *,
     dtype: DTypeLike,
     weight_offset: float = 0.0,

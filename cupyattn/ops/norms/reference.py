@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyattn.runtime.precision import Float64
 
@@ -14,10 +13,10 @@ Gradients = tuple[Float64, Float64 | None, Float64 | None]
 
 
 def norm(
-    x: NDArray[Any],
-    residual: NDArray[Any] | None = None,
-    weight: NDArray[Any] | None = None,
-    bias: NDArray[Any] | None = None,
+    x: np.ndarray,
+    residual: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
     *,
     centred: bool,
     eps: float,
@@ -70,7 +69,7 @@ def norm(
     return out, total, mean, rstd
 
 
-def rounded_sum(x: NDArray[Any], residual: NDArray[Any]) -> Float64:
+def rounded_sum(x: np.ndarray, residual: np.ndarray) -> Float64:
     """Return x + residual, rounded to their dtype."""
     total = x.astype(np.float64) + residual
     if total.itemsize > x.itemsize:  # kernels add in float32, and round that
@@ -79,13 +78,13 @@ def rounded_sum(x: NDArray[Any], residual: NDArray[Any]) -> Float64:
 
 
 def norm_backward(
-    dout: NDArray[Any],
-    x: NDArray[Any],
-    dtotal: NDArray[Any] | None = None,
-    weight: NDArray[Any] | None = None,
-    bias: NDArray[Any] | None = None,
-    mean: NDArray[Any] | None = None,
-    rstd: NDArray[Any] | float = 1.0,
+    dout: np.ndarray,
+    x: np.ndarray,
+    dtotal: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    mean: np.ndarray | None = None,
+    rstd: np.ndarray | float = 1.0,
     *,
     weight_offset: float = 0.0,
 ) -> Gradients:
@@ -126,10 +125,10 @@ def norm_backward(
 
 
 def terms(
-    dout: NDArray[Any],
-    x: NDArray[Any],
-    weight: NDArray[Any] | None,
-    mean: NDArray[Any] | None,
+    dout: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    mean: np.ndarray | None,
     rstd: Any,
     weight_offset: float,
 ) -> tuple[Float64, Float64, Float64, Float64]:

@@ -107,11 +107,12 @@ def adamw_step(
     """
     numbers, scale = _checked(step, lr, betas, eps, weight_decay, grad_scale)
 
-    def exact(param: Any, m: Any, v: Any, grad: Any) -> tuple[np.ndarray, ...]:
-        return reference.adamw_step(param, grad, m, v, **_options(numbers, scale))
-
-    arrays = AdamwArrays(param, grad, m, v, scale)
-    call_elements(ADAMW, arrays, exact, scalars=numbers.scalars)
+    call_elements(
+        ADAMW,
+        AdamwArrays(param, grad, m, v, scale),
+        lambda p, m, v, g: reference.adamw_step(p, g, m, v, **_options(numbers, scale)),
+        scalars=numbers.scalars,
+    )
 
 
 def adamw_step_8bit(

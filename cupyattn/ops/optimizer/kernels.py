@@ -21,9 +21,12 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.axes import merge_axes
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
+    Overlaps,
+    factor,
+    integer,
+    real,
     require_arrays,
     require_dtype,
     require_item_alignment,
@@ -37,13 +40,11 @@ from cupyattn.runtime.checks import (
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.elements import ElementKernel
 from cupyattn.runtime.errors import error, made_beforehand, shown
-from cupyattn.runtime.numbers import factor, integer, real
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import new_struct
+from cupyattn.runtime.structs import merge_axes, new_struct
 
 NUMBERS = (
     *("scale", "beta1", "rest1", "beta2", "rest2"),
@@ -127,8 +128,7 @@ class AdamwNumbers(NamedTuple):
         _require(
             math.isfinite(scale),
             f"grad_scale = {scale}",
-            "it is finite: one that is not, of a norm for example, says that the gradients are not "
-            "finite",
+            "it is finite: if it comes from a norm that is not, the gradients are not finite",
             "skip this step, and lower the loss scale if there is one",
         )
         scale = factor("grad_scale", scale)
@@ -517,7 +517,7 @@ class _PartialSums(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str, vec: int, arrays: list[tuple[int, NeighbouringRows]]) -> _PartialSums:
-        """Share out CTAs over the arrays, which are slots of the plan."""
+        """Divide CTAs among the arrays, which are slots of the plan."""
         unit = NORM_THREADS * _loads(vec) * vec
         params = new_struct(NORM_PARAMS)
         ends: list[int] = []

@@ -67,7 +67,7 @@ _TINY = np.float32(2.0**-126)
 _TENTHS = (np.float32(0.1), np.float32(0.01), np.float32(0.0001))
 
 
-def decode(codes: NDArray[Any], decades: int) -> Float32:
+def decode(codes: np.ndarray, decades: int) -> Float32:
     """Return the values of the codes of a dynamic tree, from 0 to 1; int8 codes have a sign.
 
     Dettmers et al., "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 1.3:
@@ -126,7 +126,7 @@ def adamw_step_8bit(
     eps: float,
     weight_decay: float,
     grad_scale: float = 1.0,
-) -> tuple[NDArray[Any], ...]:
+) -> tuple[np.ndarray, ...]:
     """Return param, m, v and both scales after a step.
 
     Examples
@@ -164,11 +164,11 @@ def adamw_step_8bit(
     return *items, *new_scales
 
 
-def _blocks(x: NDArray[Any]) -> NDArray[Any]:
+def _blocks(x: np.ndarray) -> np.ndarray:
     """Return the items as (blocks, 256), padded with zeros."""
     flat = x.reshape(-1)
     return np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
 
 
-def _flushed(x: NDArray[Any]) -> NDArray[Any]:
+def _flushed(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < _TINY, np.copysign(np.float32(0), x), x)

@@ -26,11 +26,10 @@ from cupyattn.ops.rope.reference import (
 )
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, require_bool
+from cupyattn.runtime.checks import fixes_of_results, integer, real, require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.float_dtypes import float_dtype
-from cupyattn.runtime.numbers import integer, real
 from cupyattn.runtime.outputs import require_grads
 from cupyattn.runtime.rounding import round_into
 
@@ -432,7 +431,7 @@ def _largest_angle(length: int, rotary_dim: int, base: float, scaling: RopeScali
         return math.inf
 
 
-def _check_scaling(scaling: Any) -> None:
+def _check_scaling(scaling: object) -> None:
     if scaling is None:
         return
     names = ", ".join(each.__name__ for each in _SCALINGS)

@@ -26,6 +26,7 @@ from cupyattn.runtime.arrays import (
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
+    Overlaps,
     most_tokens,
     require_contiguous_rows,
     require_dtype,
@@ -40,7 +41,6 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of, values_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs

@@ -8,7 +8,7 @@ models permute the features: they pair m and m + R/2.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,7 +17,7 @@ from cupyattn.runtime.precision import Float64
 
 
 def rotate(
-    x: NDArray[Any], cos: NDArray[Any], sin: NDArray[Any], *, interleaved: bool = False
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: bool = False
 ) -> NDArray[np.float64]:
     """Rotate the first R features of x (..., D) by the angles of cos and sin (..., R/2).
 
@@ -40,7 +40,7 @@ def pairs_of(half: int, *, interleaved: bool) -> tuple[slice, slice]:
     return slice(0, half), slice(half, 2 * half)
 
 
-def table_rows(table: NDArray[Any], positions: NDArray[np.integer]) -> NDArray[np.float64]:
+def table_rows(table: np.ndarray, positions: NDArray[np.integer]) -> NDArray[np.float64]:
     """Return rows of a table of cosines or sines, as float64.
 
     Raises

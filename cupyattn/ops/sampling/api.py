@@ -136,7 +136,7 @@ def sample(
     array([2, 2], dtype=int32)
     """
     arrays = SampleArrays(logits, previous=previous, out=out, workspace=workspace)
-    numbers: dict[str, Any] = {}
+    numbers: dict[str, object] = {}
     for name, value in (
         ("seed", seed),
         ("step", step),

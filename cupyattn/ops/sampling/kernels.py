@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import (
-    Array,
-    Description,
-    Layout,
-    Operands,
-    layouts_of,
-    starts_of,
-)
+from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     FLOATS,
+    Overlaps,
+    integer,
+    real,
     require_contiguous_rows,
     require_dtype,
     require_given,
@@ -33,8 +29,6 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.numbers import integer, real
-from cupyattn.runtime.overlaps import Overlaps
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.spec import (
@@ -52,16 +46,64 @@ from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import cpp_bool, option_macros, pairs
 from cupyattn.runtime.value_checks import checks_values, on_host
 
+
+class SampleOption(NamedTuple):
+    """An option of a row: a number for all rows, or an array with one for each."""
+
+    kind: type[np.generic]
+    """The C type of the number."""
+    dtypes: tuple[str, ...]
+    """Allowed dtypes of the array."""
+    holds: Callable[[Any], Any]
+    """Tells whether numbers are allowed."""
+    allowed: str
+    fix: str
+
+
 OPTIONS = {
-    "seed": np.uint64,
-    "step": np.int64,
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
+    "seed": SampleOption(
+        *(np.uint64, ("uint64", "int64")),
+        lambda seed: (seed >= 0) & (seed < 2**64),
+        "it is an integer from 0 to 2**64 - 1",
+        "reduce it modulo 2**64",
+    ),
+    "step": SampleOption(
+        *(np.int64, ("int32", "int64")),
+        lambda step: (step >= 0) & (step < 2**63),
+        "it is an integer from 0 to 2**63 - 1",
+        "count steps from 0",
+    ),
+    "temperature": SampleOption(
+        *(np.float32, ("float32",)),
+        lambda temperature: (temperature >= 0) & (temperature < math.inf),
+        "it is finite, 0 (greedy) or more",
+        "pass 0 for the largest logit, 1 for the logits as they are",
+    ),
+    "top_k": SampleOption(
+        *(np.int64, ("int32", "int64")),
+        lambda top_k: (top_k >= 0) & (top_k < 2**63),
+        "it is an integer, 1 or more, or 0 for none",
+        "pass how many tokens to keep",
+    ),
+    "top_p": SampleOption(
+        *(np.float32, ("float32",)),
+        lambda top_p: (top_p > 0) & (top_p <= 1),
+        "it is above 0 and at most 1",
+        "pass the fraction of the probability to keep, 1 for all of it",
+    ),
+    "min_p": SampleOption(
+        *(np.float32, ("float32",)),
+        lambda min_p: (min_p >= 0) & (min_p <= 1),
+        "it is 0 to 1",
+        "pass the least fraction of the largest probability, 0 for none",
+    ),
+    "repetition_penalty": SampleOption(
+        *(np.float32, ("float32",)),
+        lambda penalty: (penalty > 0) & (penalty < math.inf),
+        "it is finite and more than 0",
+        "pass 1 for none, more to weaken previous tokens",
+    ),
 }
-"""The options of a row, with the dtype of the number that is passed if all rows share one."""
 
 
 @dataclass(slots=True)
@@ -109,7 +151,7 @@ CANDIDATE_WORDS = 4
 def _spec(entry: str, options: tuple[str, ...], scratch: tuple[Pointer, ...]) -> KernelSpec:
     """Return a kernel that takes some options: each as an array or as a number."""
     numbers: list[Parameter] = [
-        Scalar(f"{name}_value", np.dtype(OPTIONS[name])) for name in OPTIONS if name in options
+        Scalar(f"{name}_value", np.dtype(OPTIONS[name].kind)) for name in OPTIONS if name in options
     ]
     return KernelSpec(
         entry,
@@ -176,65 +218,6 @@ def specialise_draw(config: SampleConfig, filtered: bool) -> Specialisation:
     )
 
 
-DTYPES = {
-    "seed": ("uint64", "int64"),
-    "step": ("int32", "int64"),
-    "temperature": ("float32",),
-    "top_k": ("int32", "int64"),
-    "top_p": ("float32",),
-    "min_p": ("float32",),
-    "repetition_penalty": ("float32",),
-}
-"""Allowed dtypes of options that are arrays."""
-
-
-class _AllowedNumbers(NamedTuple):
-    """The numbers that an option allows, in errors too."""
-
-    holds: Callable[[Any], Any]
-    allowed: str
-    fix: str
-
-
-_RULES = {
-    "seed": _AllowedNumbers(
-        lambda seed: (seed >= 0) & (seed < 2**64),
-        "it is an integer from 0 to 2**64 - 1",
-        "reduce it modulo 2**64",
-    ),
-    "step": _AllowedNumbers(
-        lambda step: (step >= 0) & (step < 2**63),
-        "it is an integer from 0 to 2**63 - 1",
-        "count steps from 0",
-    ),
-    "temperature": _AllowedNumbers(
-        lambda temperature: (temperature >= 0) & (temperature < math.inf),
-        "it is finite, 0 (greedy) or more",
-        "pass 0 for the largest logit, 1 for the logits as they are",
-    ),
-    "top_k": _AllowedNumbers(
-        lambda top_k: (top_k >= 0) & (top_k < 2**63),
-        "it is an integer, 1 or more, or 0 for none",
-        "pass how many tokens to keep",
-    ),
-    "top_p": _AllowedNumbers(
-        lambda top_p: (top_p > 0) & (top_p <= 1),
-        "it is above 0 and at most 1",
-        "pass the share of the probability to keep, 1 for all of it",
-    ),
-    "min_p": _AllowedNumbers(
-        lambda min_p: (min_p >= 0) & (min_p <= 1),
-        "it is 0 to 1",
-        "pass the least share of the largest probability, 0 for none",
-    ),
-    "repetition_penalty": _AllowedNumbers(
-        lambda penalty: (penalty > 0) & (penalty < math.inf),
-        "it is finite and more than 0",
-        "pass 1 for none, more to weaken previous tokens",
-    ),
-}
-
-
 class SampleNumbers(NamedTuple):
     """Checked options that are numbers; one that is an array has a default, which is not read."""
 
@@ -270,7 +253,7 @@ class SampleNumbers(NamedTuple):
 
 
 @lru_cache(maxsize=1024, typed=True)
-def _numbers(names: tuple[str, ...], *values: Any) -> SampleNumbers:
+def _numbers(names: tuple[str, ...], *values: object) -> SampleNumbers:
     given = zip(names, values, strict=True)
     return SampleNumbers(
         **{
@@ -281,15 +264,15 @@ def _numbers(names: tuple[str, ...], *values: Any) -> SampleNumbers:
     )
 
 
-def _checked(name: str, value: Any) -> Any:
-    number, rule = _number(name, value), _RULES[name]
+def _checked(name: str, value: object) -> Any:
+    number, rule = _number(name, value), OPTIONS[name]
     if not rule.holds(number):
         raise error(ValueError, f"{name} = {shown(value)}", rule.allowed, rule.fix)
     return number
 
 
-def _number(name: str, value: Any) -> Any:
-    dtype = DTYPES[name][0]
+def _number(name: str, value: object) -> Any:
+    dtype = OPTIONS[name].dtypes[0]
     if isinstance(value, list | tuple):
         raise error(
             TypeError,
@@ -314,7 +297,7 @@ def require_values(arrays: SampleArrays[Array], vocabulary: int) -> None:
 
     The host waits for arrays on a GPU.
     """
-    for name, rule in _RULES.items():
+    for name, rule in OPTIONS.items():
         option = getattr(arrays, name)
         if option is None:
             continue
@@ -367,7 +350,7 @@ class SampleProblem:
         return not self.starts.logits and stride % VECTOR_BYTES == 0
 
 
-class Asks(NamedTuple):
+class SampleWork(NamedTuple):
     """The kernels' work that some row may need, as far as known without reading arrays."""
 
     sampled: bool
@@ -420,10 +403,10 @@ def _cached_problem(description: Description) -> SampleProblem:
             f"a row has 1 to {MOST_TOKENS:,} tokens",
             "pass logits (rows, V)",
         )
-    for name, allowed in DTYPES.items():
+    for name, option in OPTIONS.items():
         layout = getattr(arrays, name)
         if layout is not None:
-            require_dtype(name, layout, allowed)
+            require_dtype(name, layout, option.dtypes)
             require_shape(name, layout, (rows,), "a number, or an array (rows,)")
             require_whole_item_strides(name, layout)
     if previous is not None:
@@ -465,7 +448,7 @@ def _plan_with(problem: SampleProblem, numbers: SampleNumbers) -> Plan:
     cuts = given.top_k is not None or given.top_p is not None
     cut = sampled and (cuts or numbers.top_k > 0 or numbers.top_p < 1)
     filtered = cut or (sampled and (given.min_p is not None or numbers.min_p > 0))
-    plan = _plan(problem, Asks(sampled, cut, filtered))
+    plan = _plan(problem, SampleWork(sampled, cut, filtered))
     steps = [
         step._replace(values=(*_typed(step.specialisation, numbers), step.values[-1]))
         for step in plan.steps
@@ -483,7 +466,7 @@ def _typed(specialisation: Specialisation, numbers: SampleNumbers) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: SampleProblem, asks: Asks) -> Plan:
+def _plan(problem: SampleProblem, work: SampleWork) -> Plan:
     arrays, rows = problem.arrays, problem.rows
     require_item_alignment(given_of(arrays), given_of(problem.starts))
     planner = Planner(SampleArrays, arrays, {"out": problem.output})
@@ -493,16 +476,16 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
     parts = -(-logits.shape[1] // PART)
     penalised = previous is not None and previous.shape[1] > 0
     config = SampleConfig(logits.dtype.name, problem.aligned, penalised)
-    specialisations = [specialise_draw(config, asks.filtered)]
+    specialisations = [specialise_draw(config, work.filtered)]
     scratch: dict[str, int] = {}
-    if asks.filtered or parts > 1:
+    if work.filtered or parts > 1:
         scratch |= {"counters": 2 * rows, "best": 2 * rows * parts}
-    if asks.cut:
+    if work.cut:
         specialisations.insert(0, specialise(COUNTS, config))
-    if asks.sampled:
+    if work.sampled:
         specialisations.insert(0, specialise(MAXIMA, config))
         scratch |= {"maxima": rows * parts}
-    if asks.filtered:
+    if work.filtered:
         scratch |= {
             "bins": rows * SUMS * BINS,
             "candidates": rows * CANDIDATES * CANDIDATE_WORDS,
@@ -521,7 +504,7 @@ def _plan(problem: SampleProblem, asks: Asks) -> Plan:
         for specialisation in specialisations
     ]
     # With a temperature above 0 the first launch zeroes the counters.
-    zero_first = (slots["counters"],) if parts > 1 and not asks.sampled else ()
+    zero_first = (slots["counters"],) if parts > 1 and not work.sampled else ()
     return planner.plan(*steps, zero_first=zero_first)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
@@ -24,20 +24,16 @@ from cupyattn.ops.softmax.kernels import (
     ScoreArrays,
     SoftmaxBackwardArrays,
 )
-from cupyattn.runtime.arrays import Array, adopt, layouts_of
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import (
     checked_once,
+    factor,
     require_bool,
-    require_contiguous_axis,
-    require_given,
 )
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.numbers import factor
 from cupyattn.runtime.outputs import require_grads, take_grads
-from cupyattn.runtime.records import R, given_of, made, values_of
-from cupyattn.runtime.row_kernel import Result, RowKernel
-from cupyattn.runtime.rows import RowOptions, broadcast_layout, call_rows
+from cupyattn.runtime.rows import RowOptions, call_along
 
 Reference = Callable[..., np.ndarray]
 
@@ -120,7 +116,7 @@ def softmax(
            [0.5, 0.5]], dtype=float32)
     """
     exact, options = _forward_options(reference.softmax, scale, causal, False)
-    result = _along(axis, FORWARD, ScoreArrays(x, mask, bias, out), exact, options).out
+    result = call_along(axis, FORWARD, ScoreArrays(x, mask, bias, out), exact, options).out
     assert result is not None
     return result
 
@@ -166,7 +162,7 @@ def softmax_backward(
     grads: Array | SoftmaxGrads | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
-) -> Any:
+) -> Array | SoftmaxGrads:
     r"""Gradient of `softmax`: ``dx = scale * out * (dout - sum(out * dout))`` over an axis.
 
     Parameters
@@ -282,7 +278,7 @@ def log_softmax(
            [    0.,   -inf]], dtype=float32)
     """
     exact, options = _forward_options(reference.log_softmax, scale, causal, True)
-    result = _along(axis, FORWARD, ScoreArrays(x, mask, bias, out), exact, options).out
+    result = call_along(axis, FORWARD, ScoreArrays(x, mask, bias, out), exact, options).out
     assert result is not None
     return result
 
@@ -328,7 +324,7 @@ def log_softmax_backward(
     grads: Array | SoftmaxGrads | None = None,
     accumulate: bool = False,
     workspace: Array | None = None,
-) -> Any:
+) -> Array | SoftmaxGrads:
     r"""Gradient of `log_softmax`: ``dx = scale * (dout - exp(out) * sum(dout))`` over an axis.
 
     Parameters
@@ -427,7 +423,7 @@ def logsumexp(
     array([1.0000693e+04, 1.0000000e+00], dtype=float32)
     """
     exact, options = _forward_options(reference.logsumexp, scale, causal, False)
-    result = _along(axis, LOGSUMEXP, ScoreArrays(x, mask, bias, out), exact, options).out
+    result = call_along(axis, LOGSUMEXP, ScoreArrays(x, mask, bias, out), exact, options).out
     assert result is not None
     return result
 
@@ -489,7 +485,7 @@ def logsumexp_backward(
     exact, options = _logsumexp_backward_options(scale, accumulate, causal)
     require_grads(grads, accumulate)
     arrays = LogSumExpBackwardArrays(x, dout, out, mask, bias, grads)
-    dx = _along(axis, LOGSUMEXP_BACKWARD, arrays, exact, options).dx
+    dx = call_along(axis, LOGSUMEXP_BACKWARD, arrays, exact, options).dx
     assert dx is not None
     return dx
 
@@ -503,7 +499,7 @@ def _gradients(
     axis: int,
     scale: float,
     bias: Array | None,
-    grads: Any,
+    grads: Array | SoftmaxGrads | None,
     accumulate: bool,
     workspace: Array | None,
 ) -> Array | SoftmaxGrads:
@@ -520,15 +516,16 @@ def _gradients(
         arrays = BiasGradientArrays(dout, out, bias, workspace)
         take_grads(arrays, SoftmaxGrads, grads, accumulate)
         return softmax_gradients(arrays, axis, gradient, exact, options)
+    assert not isinstance(grads, tuple)
     require_grads(grads, accumulate)
-    dx = _along(axis, BACKWARD, SoftmaxBackwardArrays(dout, out, grads), exact, options).dx
+    dx = call_along(axis, BACKWARD, SoftmaxBackwardArrays(dout, out, grads), exact, options).dx
     assert dx is not None
     return dx
 
 
 @checked_once
 def _forward_options(
-    function: Reference, scale: Any, causal: Any, logarithm: bool
+    function: Reference, scale: object, causal: object, logarithm: bool
 ) -> tuple[Reference, RowOptions]:
     """Check the options of scores; return the reference with them, and those of the kernel."""
     scale = factor("scale", scale)
@@ -543,7 +540,7 @@ def _forward_options(
 
 @checked_once
 def _logsumexp_backward_options(
-    scale: Any, accumulate: Any, causal: Any
+    scale: object, accumulate: object, causal: object
 ) -> tuple[Reference, RowOptions]:
     scale = factor("scale", scale)
     require_bool("accumulate", accumulate)
@@ -562,40 +559,3 @@ def _logsumexp_backward_options(
 
     choices = {"causal": bool(causal)}
     return exact, RowOptions.of(choices=choices, accumulate=bool(accumulate), scale=scale)
-
-
-def _along(axis: Any, kernel: RowKernel, arrays: R, exact: Reference, options: RowOptions) -> R:
-    """Run a row kernel along an axis of its rows; return the record with the results.
-
-    The kernel and the reference see views whose last axis is `axis`.
-    """
-    if type(axis) is int and axis == -1:  # -1.0 equals it, and is no axis
-        return call_rows(kernel, arrays, exact, options)
-    operands = adopt(arrays, kernel.fixes)
-    layouts = given_of(layouts_of(kernel.record, operands.description))
-    require_given(kernel.rows[0], layouts.get(kernel.rows[0]))
-    for field in filter(layouts.__contains__, kernel.whole_rows):
-        shown, written = kernel.shown_as.get(field, field), field in kernel.results
-        require_contiguous_axis(shown, layouts[field], axis, written=written)
-    rows, views = layouts[kernel.rows[0]], made(type(arrays), values_of(arrays))
-    for field in layouts:
-        array = getattr(arrays, field)
-        if field in kernel.broadcast:
-            broadcast_layout(kernel, field, layouts[field], rows)
-            array = np.broadcast_to(array, rows.shape)
-        elif field not in kernel.whole_rows:
-            continue
-        setattr(views, field, _moved(array, axis, -1))
-    call_rows(kernel, views, exact, options)
-    for field, kind in kernel.results.items():
-        result = getattr(views, field)
-        if field not in layouts and result is not None:
-            setattr(arrays, field, _moved(result, -1, axis) if kind is Result.ROW else result)
-    return arrays
-
-
-def _moved(array: Array, source: int, destination: int) -> Array:
-    """Return a view in which axis `source` has become axis `destination`."""
-    axes = list(range(array.ndim))
-    axes.insert(destination % array.ndim, axes.pop(source))
-    return array.transpose(axes)

@@ -24,13 +24,14 @@ from cupyattn.runtime.arrays import Array, Layout, adopt, contiguous, is_contigu
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import (
     checked_once,
+    factor,
+    integer,
+    require_apart,
     require_bool,
     require_given,
     require_kernel_dtype,
 )
 from cupyattn.runtime.errors import error, made_beforehand
-from cupyattn.runtime.numbers import factor, integer
-from cupyattn.runtime.overlaps import require_apart
 from cupyattn.runtime.plan import Output, allot
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.rounding import round_into
@@ -74,7 +75,7 @@ class BiasGradientArrays(Record[T]):
 
 @checked_once
 def backward_options(
-    gradient: Reference, scale: Any, accumulate: Any, logarithm: bool
+    gradient: Reference, scale: object, accumulate: object, logarithm: bool
 ) -> tuple[Reference, RowOptions]:
     """Check the options of a backward; return the reference of dx with them, and the kernel's."""
     scale = factor("scale", scale)

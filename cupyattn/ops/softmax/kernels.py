@@ -22,7 +22,6 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.axes import row_params
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T
@@ -36,7 +35,7 @@ from cupyattn.runtime.row_kernel import (
 )
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import rows_params
+from cupyattn.runtime.structs import row_params, rows_params
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, with_gates
 
 _HELD = {

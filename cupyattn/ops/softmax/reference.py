@@ -244,14 +244,14 @@ def _of_scores(
     *others: Float64,
 ) -> Float64:
     x = np.asarray(x)
-    arrays: dict[str, NDArray[Any]] = {"x": x}
+    arrays: dict[str, np.ndarray] = {"x": x}
     kept = kept_columns(x.shape, mask, causal)
     if kept is not None:
         arrays["kept"] = kept
     if bias is not None:
         arrays["bias"] = np.broadcast_to(np.asarray(bias), x.shape)
 
-    def of_block(*block: NDArray[Any]) -> Float64:
+    def of_block(*block: np.ndarray) -> Float64:
         named = dict(zip(arrays, block, strict=False))
         s = scores(_float64(named["x"]), scale, named.get("kept"), named.get("bias"))
         return function(s, *block[len(arrays) :])
@@ -259,7 +259,7 @@ def _of_scores(
     return by_rows(of_block, *arrays.values(), *others)
 
 
-def by_rows(function: Callable[..., Float64], *arrays: NDArray[Any]) -> Float64:
+def by_rows(function: Callable[..., Float64], *arrays: np.ndarray) -> Float64:
     """Apply a function of whole rows to blocks of the first axis, to keep intermediates small."""
     shape = arrays[0].shape
     # Infinities are valid: a row with +inf gives NaN, and exp(-inf) is 0.

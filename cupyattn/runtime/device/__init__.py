@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.arrays import NamedOperands, Operands
+from cupyattn.runtime.arrays import Operands
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tuning import Choices
@@ -72,9 +72,6 @@ class Device(Protocol):
         A GPU's kernels get addresses, which have been asked for already; the emulator has to know
         where arrays end, so its kernels get the arrays themselves.
         """
-
-    def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
-        """Return the arguments of arrays by name, in a new dict."""
 
     def argument(self, array: Any) -> Any:
         """Return the same of an array."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING, Arch, arch_of
-from cupyattn.runtime.arrays import NamedOperands, Operands
+from cupyattn.runtime.arrays import Operands
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
 from cupyattn.runtime.cupy_library import load_cupy
@@ -147,10 +147,6 @@ class CudaDevice:
     def arguments(self, operands: Operands[Any]) -> list[Any]:
         """Return the addresses of a call's arrays, in a new list."""
         return [*operands.places]
-
-    def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
-        """Return the addresses of a call's arrays by name."""
-        return {**operands.places}
 
     def argument(self, array: Any) -> int:
         """Return the address of an array."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.runtime.arrays import NamedOperands, Operands, array_within
+from cupyattn.runtime.arrays import Operands, array_within
 from cupyattn.runtime.card import T4_L2_BYTES, Card
 from cupyattn.runtime.device import Device, card_of
 from cupyattn.runtime.records import values_of
@@ -36,10 +36,6 @@ class SimulatedDevice:
     def arguments(self, operands: Operands[Any]) -> list[Any]:
         """Return the arrays of a call, in a new list."""
         return [*values_of(operands.arrays)]
-
-    def arguments_by_name(self, operands: NamedOperands) -> dict[str, Any]:
-        """Return the arrays of a call by name."""
-        return {**operands.arrays}
 
     def argument(self, array: Any) -> Any:
         """Return the array."""

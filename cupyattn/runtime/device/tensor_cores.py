@@ -15,7 +15,7 @@ import numpy as np
 from cupyattn.runtime.arch import SUB_PARTITIONS, TURING
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
-from cupyattn.runtime.launch import launch
+from cupyattn.runtime.plan import launch
 from cupyattn.runtime.target import TENSOR_CORES_VARIABLE, tensor_cores_override
 
 # As drivers name them: cards of the dies TU102, TU104 and TU106, then of TU116 and TU117.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny_models import TINY
+from support.tiny_models import TINY, expected_of
 from support.training import batch_of, converted, gradients_of, model_of
 
 from cupyattn import models
@@ -22,16 +22,12 @@ from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.trainable import config_fingerprint
 
 FOLDER = Path(__file__).parent / "adapters"
+EXPECTED = Path(__file__).parent / "expected.npz"
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 PREFIX = "base_model.model."
 
 pytest.importorskip("safetensors")
-
-
-def expected_of(name):
-    with np.load(FOLDER / name / "expected.npz", allow_pickle=False) as file:
-        return dict(file)
 
 
 def packed(ids):
@@ -46,7 +42,7 @@ def packed(ids):
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_torch(name):
     """Of every adapter; in transformers norms are float32 in a model of float64, too."""
-    expected = expected_of(name)
+    expected = expected_of(EXPECTED, name)
     ids, losses = expected.pop("ids"), expected.pop("losses")
     model = converted(models.load(CHECKPOINTS / name, dtype="float32", xp=np))
     adapters = LoraAdapters.load(model, FOLDER / name, dropout=0.0)
@@ -312,7 +308,7 @@ def test_peft_reads_what_is_written(name, tmp_path):
     model = models.load(CHECKPOINTS / name, dtype="float32", xp=np)
     adapters = LoraAdapters.load(model, FOLDER / name)
     adapters.save(tmp_path)
-    ids = expected_of(name)["ids"]
+    ids = expected_of(EXPECTED, name)["ids"]
     base = transformers.AutoModelForCausalLM.from_pretrained(
         CHECKPOINTS / name, dtype=torch.float32
     )

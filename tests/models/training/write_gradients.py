@@ -3,9 +3,9 @@
     python tests/models/training/write_gradients.py
 
 needs torch, transformers and peft (these were written by torch 2.15.0, transformers 5.23.0 and peft
-0.21.2 on a CPU, 2026-11-23). The models are the checkpoints beside this folder. A folder has PEFT's
-own two files and expected.npz: token ids, the loss of each sequence, and by PEFT's names the
-gradients of every adapter, computed in float64 (norms and rotary tables in float32, as always).
+0.21.2 on a CPU, 2026-11-23). The models are those of tests/models/checkpoints. A folder has PEFT's
+own two files. For each model expected.npz has token ids, the loss of each sequence, and by PEFT's
+names the gradients of every adapter, computed in float64 (norms and rotary tables in float32).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write(name: str, options: dict[str, Any]) -> None:
+def write(name: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Write a folder of adapters, and return what is expected of them."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,9 +68,11 @@ def write(name: str, options: dict[str, Any]) -> None:
         key.replace(".default.", "."): array.grad.float().numpy() for key, array in adapters.items()
     }
     found = {"ids": ids, "losses": torch.stack(losses).detach().numpy(), **gradients}
-    np.savez_compressed(FOLDER / name / "expected.npz", **found)
+    return {f"{name}/{key}": array for key, array in found.items()}
 
 
 if __name__ == "__main__":
+    found: dict[str, np.ndarray] = {}
     for name, options in ADAPTERS.items():
-        write(name, options)
+        found |= write(name, options)
+    np.savez_compressed(FOLDER.parent / "expected.npz", **found)

@@ -10,17 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, SENTINEL, choose
+from support.linear_problems import forward_steps
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_thin as thin
-from cupyattn.ops.linear.checks import forward_problem
-from cupyattn.ops.linear.choice import launches_for
-from cupyattn.ops.linear.kernels_thin import thin_rows
+from cupyattn.ops.linear import kernels_skinny as skinny
+from cupyattn.ops.linear.kernels_skinny import configurations
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.by_name import adopt
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -93,9 +91,8 @@ def case(
 
 def steps_of(problem: Case) -> tuple[str, ...]:
     """Return the kernels of a call."""
-    operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
-    described = forward_problem(operands, problem.activation, False)
-    steps = launches_for("forward", described, KERNELS.device.card).steps
+    given = (problem.x, problem.w, problem.b, problem.activation)
+    steps = forward_steps(*given, KERNELS.device.card)
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
@@ -121,7 +118,7 @@ ADMISSIBLE = [
     (rows, along_k, name)
     for along_k in (True, False)
     for rows in ACTIVATIONS
-    for name in thin_rows(75, along_k=along_k, rows=rows)[1]
+    for name in configurations(75, along_k=along_k, rows=rows)[1]
 ]
 CHOSEN = [(1, True, "None"), (16, False, "None")]
 
@@ -135,12 +132,10 @@ def test_every_admissible_configuration(monkeypatch, rows, along_k, name):
     problem = case(rows, 328, 200, along_k=along_k, activation=None)
     layout = "nk" if along_k else "kn"
     choose(monkeypatch, f"linear_thin {rows} 200 328 plain {layout} 8", name)
-    operands = adopt({"x": problem.x, "w": problem.w, "b": problem.b})
-    described = forward_problem(operands, None, False)
-    (step, *_) = launches_for("forward", described, KERNELS.device.card).steps
+    (step, *_) = forward_steps(problem.x, problem.w, problem.b, None, KERNELS.device.card)
     macros, config = (
         dict(step.specialisation.macros),
-        thin_rows(75, along_k=along_k, rows=rows)[1][name],
+        configurations(75, along_k=along_k, rows=rows)[1][name],
     )
     assert (macros["GROUPS"], macros["K_WARPS"]) == (config.groups, config.k_warps)
     problem.require_right()
@@ -164,9 +159,17 @@ def test_sizes_and_strides(rows, inner, outer, along_k, apart, biased, added, se
     """Vector and scalar loads; what lies around the views is NaN."""
     start, padding = apart
     case(
-        rows, inner, outer, along_k=along_k, activation=None, biased=biased, added=added,
-        start=start, padding=padding, seed=seed,
-    ).require_right()  # fmt: skip
+        rows,
+        inner,
+        outer,
+        along_k=along_k,
+        activation=None,
+        biased=biased,
+        added=added,
+        start=start,
+        padding=padding,
+        seed=seed,
+    ).require_right()
 
 
 @pytest.mark.parametrize(
@@ -275,16 +278,16 @@ def test_accesses_of_wide_weights_use_whole_sectors(rows, along_k, activation):
 
 CONFIGURATIONS = [
     (along_k, limit, columns, config)
-    for along_k, by_rows in thin.TABLE[75].items()
+    for along_k, by_rows in skinny.CONFIGURATIONS[75].items()
     for limit, by_columns in by_rows.items()
     for columns, config in by_columns.items()
 ]
 
 
 def test_tables_are_sorted_and_cover_every_size():
-    for by_rows in thin.TABLE[75].values():
+    for by_rows in skinny.CONFIGURATIONS[75].values():
         assert list(by_rows) == sorted(by_rows)
-        assert max(by_rows) == thin.MAX_ROWS
+        assert max(by_rows) == skinny.MAX_ROWS
         for by_columns in by_rows.values():
             *limits, last = by_columns
             assert limits == sorted(limits)
@@ -297,12 +300,12 @@ def test_configuration_fits_turing(along_k, limit, columns, config):
     assert config.reason.strip()
     assert config.threads * config.ctas_per_sm <= TURING.threads_per_sm
     for gated in (False, True):
-        launch = thin.thin_launch(
+        launch = skinny.skinny_launch(
             75, 40, 8, along_k=along_k, rows=limit, inner=4096, outer=columns or 2**20, gated=gated
         )
         assert launch.config is config
-        shared = thin.thin(launch, "silu", gated).static_shared_bytes
-        assert shared <= thin.SHARED_BYTES
+        shared = skinny.skinny(launch, "silu", gated).static_shared_bytes
+        assert shared <= skinny.SHARED_BYTES
         assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_sm
 
 
@@ -311,7 +314,7 @@ def test_configuration_fits_turing(along_k, limit, columns, config):
 )
 def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
     """A burst has 4 or 5 steps of 32 for eight warps, the longer one if both waste as much."""
-    launch = thin.thin_launch(
+    launch = skinny.skinny_launch(
         75, 40, 8, along_k=True, rows=8, inner=inner, outer=10_000, gated=False
     )
     assert launch.steps == steps
@@ -329,7 +332,7 @@ def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
     ],
 )
 def test_k_is_split_for_few_ctas_and_long_k(outer, inner, splits):
-    launch = thin.thin_launch(
+    launch = skinny.skinny_launch(
         75, 40, 8, along_k=True, rows=8, inner=inner, outer=outer, gated=False
     )
     assert launch.splits == splits
@@ -339,7 +342,7 @@ def test_a_gated_product_has_a_cta_for_half_as_many_results():
     for along_k in (True, False):
         for rows in (1, 8, 64):
             plain, gated = (
-                thin.thin_launch(
+                skinny.skinny_launch(
                     75, 40, 8, along_k=along_k, rows=rows, inner=64, outer=1000, gated=gated
                 )
                 for gated in (False, True)

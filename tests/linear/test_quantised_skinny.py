@@ -11,24 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, without_tensor_cores
-from support.linear_problems import LinearCase, forward_ratio, put
+from support.linear_problems import LinearCase, forward_ratio, forward_steps, put
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_quantised_thin as quantised_thin
-from cupyattn.ops.linear import kernels_quantised_thin_float32 as quantised_thin_float32
-from cupyattn.ops.linear import kernels_quantised_thin_rows as quantised_thin_rows
-from cupyattn.ops.linear.checks import forward_problem
-from cupyattn.ops.linear.choice import launches_for
+from cupyattn.ops.linear import kernels_quantised_float32 as float32
+from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
-from cupyattn.ops.linear.weights import weight_arrays
 from cupyattn.reference import error_ratio
 from cupyattn.registry import catalogue
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.by_name import adopt
 from cupyattn.runtime.card import Card
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
@@ -55,10 +50,7 @@ def case(
 
 def steps_of(problem: LinearCase, card: Card) -> tuple[str, ...]:
     """Return the kernels of a call."""
-    x, w, b = problem.inputs()
-    arrays, form = weight_arrays(w)
-    described = forward_problem(adopt({"x": x, **arrays, "b": b}), problem.activation, False, form)
-    steps = launches_for("forward", described, card).steps
+    steps = forward_steps(*problem.inputs(), problem.activation, card)
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
@@ -165,9 +157,10 @@ def test_more_rows_go_to_other_kernels():
     def first(rows: int, dtype: str) -> str:
         return steps_of(case(rows, 40, 64, "nf4", dtype=dtype), Card(75, 40))[0]
 
-    for dtype, table in (("float16", quantised_thin), ("float32", quantised_thin_float32)):
-        assert "thin" in first(table.MAX_ROWS, dtype)
-        assert "thin" not in first(table.MAX_ROWS + 1, dtype)
+    limits = {"float16": quantised_skinny.MAX_ROWS, "float32": float32.MAX_SKINNY_ROWS}
+    for dtype, most in limits.items():
+        assert "thin" in first(most, dtype)
+        assert "thin" not in first(most + 1, dtype)
 
 
 def product(x: np.ndarray, w: QuantizedWeight) -> np.ndarray:
@@ -279,9 +272,9 @@ def test_codes_are_read_once_in_vectors_without_bank_conflicts(rows, weights, dt
 
 
 def test_tables_are_sorted_and_cover_every_size():
-    for by_rows in quantised_thin_rows.TABLE[75].values():
+    for by_rows in quantised_skinny.CONFIGURATIONS[75].values():
         assert list(by_rows) == sorted(by_rows)
-        assert quantised_thin.MAX_ROWS % max(by_rows) == 0
+        assert quantised_skinny.MAX_ROWS % max(by_rows) == 0
         for by_columns in by_rows.values():
             *limits, last = by_columns
             assert limits == sorted(limits)
@@ -300,10 +293,18 @@ LAUNCHED_FORMATS = (
 
 
 def launch(weights: str, block_size: int, rows: int, inner: int, outer: int, gated: bool = False):
-    return quantised_thin.thin_launch(
-        75, 40, weights, block_size or inner, 8,
-        vec_scales=True, rows=rows, inner=inner, outer=outer, gated=gated,
-    )  # fmt: skip
+    return quantised_skinny.skinny_launch(
+        75,
+        40,
+        weights,
+        block_size or inner,
+        8,
+        vec_scales=True,
+        rows=rows,
+        inner=inner,
+        outer=outer,
+        gated=gated,
+    )
 
 
 @pytest.mark.parametrize(("weights", "block_size"), LAUNCHED_FORMATS)
@@ -313,7 +314,7 @@ def test_a_launch_fits_turing(weights, block_size):
         for outer, inner in SHAPES:
             for gated in (False, True):
                 found = launch(weights, block_size, rows, inner, outer, gated)
-                specialisation = quantised_thin.thin(found, "silu", gated)
+                specialisation = quantised_skinny.skinny(found, "silu", gated)
                 shared, often = specialisation.static_shared_bytes, found.config.ctas_per_sm
                 assert found.config.reason.strip()
                 assert specialisation.threads * often <= TURING.threads_per_sm
