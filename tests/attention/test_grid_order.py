@@ -25,7 +25,7 @@ from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.choice import turns
+from cupyattn.ops.attention.choice import interleaving
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
 from cupyattn.ops.attention.problem import AttentionArrays
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
@@ -46,7 +46,7 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(card, head_dim, kind):
     """By simulation, of 2,048 tokens and 32 heads."""
     grid = Grid.of(CARDS[card], head_dim, 2048, 32, kind)
     problem = causal_problem(2048, 32, head_dim)
-    together = turns(problem, CARDS[card], backward=kind == "backward").kv_heads
+    together = interleaving(problem, CARDS[card], backward=kind == "backward").kv_heads
     plain = grid.seconds(1, causal=False)
     assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
     # Never worse than one head behind the other; which on many multiprocessors wastes nearly half.
@@ -81,7 +81,7 @@ def test_how_many_heads_take_turns(changed, card, together):
     named = {name: changed.get(name, size) for name, size in sizes.items()}
     others = {name: size for name, size in changed.items() if name not in sizes}
     problem = causal_problem(*named.values(), **others)
-    assert turns(problem, card).kv_heads == together
+    assert interleaving(problem, card).kv_heads == together
     if together:
         assert problem.batch * problem.kv_heads % together == 0
 
@@ -90,7 +90,7 @@ def test_how_many_heads_take_turns(changed, card, together):
 def test_tiles_that_are_alike_stay_in_their_heads(window):
     problem = causal_problem(2048, 32, 128)
     problem.window = window
-    assert turns(problem, T4) == (0, 1)
+    assert interleaving(problem, T4) == (0, 1)
 
 
 BIASED = {"B": 8, "Sq": 512, "Sk": 512, "H": 12, "G": 12}
@@ -131,7 +131,7 @@ def test_batch_elements_that_have_one_bias_take_turns(shape, changed, expected, 
 
 def test_the_backward_counts_queries_and_their_gradients():
     problem = causal_problem(2048, 32, 128, kv_heads=8)
-    assert [turns(problem, T4, backward=way).kv_heads for way in (False, True)] == [4, 2]
+    assert [interleaving(problem, T4, backward=way).kv_heads for way in (False, True)] == [4, 2]
 
 
 @pytest.mark.nvrtc
@@ -292,8 +292,8 @@ def batched(items, size):
 
 def test_heads_of_a_packed_prompt_alone_take_turns():
     problem = causal_problem(2048, 6, 128, batch=8)
-    assert turns(problem, CARDS["H200"]).kv_heads == 48
-    assert turns(problem, CARDS["H200"], prompts=True).kv_heads == 6
+    assert interleaving(problem, CARDS["H200"]).kv_heads == 48
+    assert interleaving(problem, CARDS["H200"], prompts=True).kv_heads == 6
 
 
 def test_kernels_are_told(recorder):
@@ -412,4 +412,4 @@ def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_ke
 def test_heads_with_lists_take_turns(window):
     problem = causal_problem(2048, 32, 128)
     problem.window, problem.layouts.block_mask = window, True
-    assert turns(problem, CARDS["T4"]).kv_heads == 8
+    assert interleaving(problem, CARDS["T4"]).kv_heads == 8

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.attention.choice import turns
+from cupyattn.ops.attention.choice import interleaving
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv
 from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 from cupyattn.runtime.card import Card
@@ -93,7 +93,7 @@ def main() -> None:
                 for length, heads in ((2048, 32), (4096, 32), (1024, 64)):
                     problem = causal_problem(length, heads, head_dim)
                     grid = Grid.of(card, head_dim, length, heads, kind)
-                    together = turns(problem, card, backward=kind == "backward").kv_heads
+                    together = interleaving(problem, card, backward=kind == "backward").kv_heads
                     plain = grid.seconds(1, causal=False)
                     before, now = (plain / grid.seconds(n, causal=True) for n in (1, together))
                     cells.append(f"{heads} x {length}: {before:.2f} -> {now:.2f} ({together})")

@@ -149,11 +149,11 @@ def attention(
         Keep only keys ``i + q_offset - left <= j <= i + q_offset + right``; None on a side is
         unbounded.
     q_offset : int, or int32 or int64 array (B,), optional
-        Key position at which query 0 stands. By default the last query stands at the last key in
+        Key position of query 0. By default the last query has the position of the last key in
         use: ``Sk - Sq``, with seqused_k ``seqused_k - Sq`` of each batch element. 0 aligns the
         beginnings.
     seqused_k : int32 or int64 array (B,), optional
-        Number of keys in use; what lies behind may be anything, NaN too.
+        Number of keys in use; the keys after them may hold anything, NaN too.
     mask : bool array, optional
         True where a query may attend; broadcasts to (B, H, Sq, Sk) without being materialised.
     bias : float array, optional
@@ -178,7 +178,7 @@ def attention(
     seed : int or DropoutSeed, optional
         0 to 2**64 - 1, required with dropout. The mask is a function of the seed and of
         (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011). A `DropoutSeed` says besides
-        where a call of a part stands in the whole.
+        where the call is within a larger one.
     rotary : (cos, sin) or Rotary, optional
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
         ``i + q_offset``) and k (at position j), feature d paired with d + R/2, or with
@@ -186,10 +186,11 @@ def attention(
         equation 34). The tables are of one dtype, any that `rope` takes. The result is that of
         `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
         short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
-        stands outside of them has NaN for scores instead, unless values are checked (`backend`).
+        is outside of them has NaN for scores instead, unless values are checked (`backend`).
         Queries that causal order, the window and seqused_k leave no key need no position. Where
-        queries are padded behind, as keys are (seqused_k below Sq), pass ``q_offset=0``: by default
-        the last of the Sq queries stands at the last key in use, and the first ones before 0.
+        queries are padded at the end, as keys are (seqused_k below Sq), pass ``q_offset=0``: by
+        default the last of the Sq queries is at the last key in use, and the first ones are before
+        0.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
@@ -242,9 +243,9 @@ def attention(
     -----
     Vaswani et al., arXiv:1706.03762, equation 1; on a GPU computed tile by tile (Dao et al.,
     arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store; on NumPy arrays
-    the same is computed in float64. Within that rounding a row may differ by what the rows beside
-    it see. Of keys that a query does not see, only those behind seqused_k may hold NaN or infinity:
-    causal order, windows, masks and biases of -inf give the others a weight of 0, and 0 times NaN
+    the same is computed in float64. Within that rounding a row may differ by what neighbouring
+    rows see. Of keys that a query does not see, only those from seqused_k on may hold NaN or
+    infinity: causal order, windows, masks and biases of -inf give the others a weight of 0, and 0 times NaN
     is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond -1e7 on all keys of
     a query its row means nothing in float32 (kernels give zeros and a lse of -inf from about -1e10
     on, NumPy arrays the softmax of the bias). Of scores above 1e8 "flash" tells no differences, and
@@ -376,7 +377,7 @@ def attention_backward(
     out : array (B, Sq, H, Dv), dtype of q
         The result of `attention`, or of a merge of it with other keys: given the merged out and
         lse, the gradients are this call's share of the whole.
-    lse : array (B, H, Sq), float32 (float64 beside float64 arrays)
+    lse : array (B, H, Sq), float32 (float64 for float64 arrays)
         Its second result (``return_lse=True``).
     causal, softmax_scale, window_size, q_offset, seqused_k : optional
         As given to `attention`.

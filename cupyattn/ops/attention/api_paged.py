@@ -113,11 +113,11 @@ def paged_attention(
         the low nibble of byte i, and 8 is added to each.
     block_table : int32 array (B, max_blocks)
         The blocks of each sequence: token j is in slot ``j % block_size`` of block
-        ``block_table[b, j // block_size]``. Entries behind a sequence's last block are not read,
+        ``block_table[b, j // block_size]``. Entries after a sequence's last block are not read,
         and neither are those of blocks that window_size hides from all of its queries: they may
         be -1.
     seqlens_k : int32 or int64 array (B,)
-        Tokens of each sequence, those of q included: query i stands at position
+        Tokens of each sequence, those of q included: query i has position
         ``seqlens_k - Sq + i``. A sequence of 0 gives zeros and a lse of -inf.
     cu_seqlens_q : int32 or int64 array (B + 1,), optional
         For sequences with different numbers of queries, none at all too: those of sequence b are
@@ -134,8 +134,8 @@ def paged_attention(
     softmax_scale : float, optional
         Factor of the scores; ``D ** -0.5`` by default.
     window_size : (left, right), optional
-        Keep only keys from ``left`` before a query's position to ``right`` behind it; None on a
-        side is unbounded. Blocks that all queries have left behind are not read.
+        Keep only keys from ``left`` before a query's position to ``right`` after it; None on a
+        side is unbounded. Blocks that are outside of all queries' windows are not read.
     softcap, sinks, alibi_slopes : optional
         As in `attention`.
     k_scales, v_scales : float32 array (num_blocks, block_size, G)
@@ -174,7 +174,7 @@ def paged_attention(
     Notes
     -----
     PagedAttention (Kwon et al., arXiv:2309.06180). Up to 16 query tokens a sequence are decoded:
-    the keys are split over all multiprocessors as in Flash-Decoding, in equal shares that the
+    the keys are split over all multiprocessors as in Flash-Decoding, in equal parts that the
     device works out from seqlens_k. Others, and packed ones, are computed by the forward of
     `attention`, with keys that come from blocks. No length is read by the host, and a call runs on
     the current stream without synchronising. Within a block that a window hides in part, tokens are

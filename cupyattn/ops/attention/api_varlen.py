@@ -128,7 +128,7 @@ def attention_varlen(
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
 ) -> Any:
-    r"""Attend within each of several sequences that stand one behind the other in one array.
+    r"""Attend within each of several sequences that are packed in one array.
 
     The result is that of one call of `attention` for each sequence, without padding and in one
     launch. Letters: B sequences, total_q and total_k rows of all of them together, H query heads,
@@ -154,11 +154,11 @@ def attention_varlen(
         The most queries and the most keys of a sequence, or larger numbers. Where the lengths vary,
         what max_seqlen says costs nothing: it bounds what is launched, and the lengths do too.
     causal, softmax_scale, window_size : optional
-        As in `attention`. By default the last query of each sequence stands at its last key.
+        As in `attention`. By default the last query of each sequence is at its last key.
     q_offset : int, or int32 or int64 array (B,), optional
-        Key position, within its sequence, at which query 0 of each sequence stands.
+        Key position, within its sequence, of query 0 of each sequence.
     seqused_k : int32 or int64 array (B,), optional
-        Keys in use of each sequence, counted from its first one; what lies behind may be anything.
+        Keys in use of each sequence, counted from its first one; later ones may hold anything.
     mask, bias : array, optional
         As in `attention`; they broadcast to (B, H, max_seqlen_q, max_seqlen_k).
     alibi_slopes, softcap, sinks : optional
@@ -168,7 +168,7 @@ def attention_varlen(
         count within it.
     rotary, score_mod, mask_mod : optional
         As in `attention`, with such b, i and j: positions begin anew in each sequence, and an
-        expression is told ``q_idx`` and ``k_idx`` that the sequence has. So it may name rows of
+        expression gets ``q_idx`` and ``k_idx`` within the sequence. So it may name rows of
         packed arrays: ``document[begin[b] + q_idx]``, with cu_seqlens_q as ``begin``. A BlockMask
         is one for ``block_mask(mask_mod, max_seqlen_q, max_seqlen_k, B=B)``, without B where it is
         the same for each sequence. That asks beyond the end of shorter sequences too:
@@ -308,7 +308,7 @@ def attention_varlen_backward(
         As given to `attention_varlen`, with the same lengths and options.
     out : array (total_q, H, Dv), dtype of q
         The result of `attention_varlen`.
-    lse : array (H, total_q), float32 (float64 beside float64 arrays)
+    lse : array (H, total_q), float32 (float64 for float64 arrays)
         Its second result (``return_lse=True``).
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As given to `attention_varlen`.

@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.ops.attention.backward_tensor_core import tensor_core_plan
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.choice import IMPLEMENTATIONS, require_kernels, turns
+from cupyattn.ops.attention.choice import IMPLEMENTATIONS, interleaving, require_kernels
 from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
@@ -96,7 +96,7 @@ def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate
     if problem.layouts.cos is not None:
         return _rotated(problem, planner, outputs, plan_of, card, how)
     plan = plan_of(problem, planner, outputs, card, **how)
-    return interleaved(plan, *turns(problem, card, backward=True))
+    return interleaved(plan, *interleaving(problem, card, backward=True))
 
 
 def _plan_of(problem: AttentionProblem, card: Card) -> _PlanOf:
@@ -124,7 +124,7 @@ def _rotated(
     given = {name: getattr(slots, name) for name in ("q", "k", "dq", "dk")}
     take_scratch(planner, inner, ("q", "k", *apart))
     plan = plan_of(inner, planner, outputs, card, **how)
-    plan = interleaved(plan, *turns(problem, card, backward=True))
+    plan = interleaved(plan, *interleaving(problem, card, backward=True))
     made, results = with_results(inner, outputs), with_results(problem, outputs)
     gradients = []
     for name in ("dq", "dk"):

@@ -133,7 +133,7 @@ class _Call(NamedTuple):
 def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
     """Return the batch elements of scratch memory, and the rows that each has of a head.
 
-    Whole CTAs of the first kernel. The rows of packed sequences stand in one element, those of each
+    Whole CTAs of the first kernel. The rows of packed sequences are in one element, those of each
     from a multiple of ROW_PAD on (scratch_begin in varlen_backward_params.cuh).
     """
     if problem.packed:

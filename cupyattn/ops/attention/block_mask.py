@@ -1,4 +1,4 @@
-"""Block masks: a mask_mod's tiles on a device, and what kernels that walk tiles take of them."""
+"""Block masks: the tiles of a mask_mod, and the lists of them that kernels loop over."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def block_lists(
 ) -> BlockLists:
     """Plan the lists for a kernel whose tiles have so many rows and keys.
 
-    Its CTAs own rows and walk keys; `of_keys` the other way round. `part` is how many of its own
-    rows, or keys, a warp has; None where warps do not ask for theirs.
+    Its CTAs own rows and loop over keys, or with `of_keys` own keys and loop over rows. `part` is
+    how many of its own rows, or keys, a warp has; None where warps do not ask for theirs.
     """
     mask = problem.layouts.block_mask
     if mask is None:
@@ -271,7 +271,7 @@ def block_mask(
         Batch elements (or packed sequences) and query heads of the calls; 1 where the mask is the
         same for all of them, which is asked for the first.
     q_offset : int, optional
-        q_offset of the calls; others are refused then. The expression is told the number of a
+        q_offset of the calls; others are refused then. The expression gets the number of a
         query, whatever its position, so None is right for calls with any.
 
     Returns
@@ -296,7 +296,7 @@ def block_mask(
     -----
     `attention` needs scratch memory for it: 8 bytes for each tile of its kernel, of 16 to 64 keys
     of some 128 queries. causal, window_size, seqused_k and mask hide further scores, as they do
-    beside any mask_mod. The idea is FlexAttention's (Dong et al., arXiv:2412.05496, section 3.2). A
+    with any mask_mod. The idea is FlexAttention's (Dong et al., arXiv:2412.05496, section 3.2). A
     call runs on the current stream and does not synchronise.
 
     Examples

@@ -8,8 +8,8 @@ than the device takes at once leaves multiprocessors idle (few heads, some hundr
 keys): each tile's keys are then split, a part for a CTA, and a second kernel adds the parts up
 (cuda_src/attention/key_parts.cuh). Every option of the forward works so.
 
-`turns` orders the grid. Under causal order the last rows of a head see all keys, the first ones
-few. Multiprocessors take CTAs in the order of the grid: with one head behind the other, the long
+`interleaving` orders the grid. Under causal order the last rows of a head see all keys, the first
+ones few. Multiprocessors take CTAs in the order of the grid: with one head after the other, the long
 tiles of the last head start late, and most of the device waits for them. With the long tiles of all
 heads first, the short ones fill the end (the longest first, Graham, 1969; FlashAttention-3's
 scheduler does so too). With a block mask tiles differ too, as its lists say. And where a bias or
@@ -76,7 +76,7 @@ IMPLEMENTATIONS: Mapping[str, Implementations] = {
 }
 
 
-class Turns(NamedTuple):
+class Interleaving(NamedTuple):
     """The heads and batch elements whose tiles are interleaved: first tiles before second ones."""
 
     kv_heads: int
@@ -97,7 +97,7 @@ class ForwardChoice(NamedTuple):
     """Its layouts with those of the results."""
     rotated: tuple[str, ...] = ()
     """Arrays that a launch before rotates: k alone where the kernel rotates queries itself."""
-    turns: Turns = Turns(0, 1)
+    interleaving: Interleaving = Interleaving(0, 1)
     configuration: FlashConfig | FloatConfig | None = None
     options: FlashOptions = FlashOptions()
     vec: int = 1
@@ -127,7 +127,7 @@ def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> F
         inner, rotated = in_scratch(problem, ("q", "k")), ("q", "k")
         reasons.append("a launch before rotates queries and keys")
     laid = with_results(inner, outputs)
-    together = turns(problem, card)
+    together = interleaving(problem, card)
     if together.kv_heads:
         reasons.append(f"tiles of {together.kv_heads} key-value heads are interleaved in the grid")
     configure = _tensor_core_configuration if on_tensor_cores else _float32_configuration
@@ -198,12 +198,13 @@ took about as long, and the second launch weighs on the host."""
 
 # With rotary a launch before rotates q, and all of k: by the emulator's count of bytes (one query,
 # 32 heads on 8 of 128, 1,024 keys of float16) k and v are then 5.1 times k instead of 2.0: k is
-# read and written once more, and the tables are as large. Rotated in the walk, each key-value head
-# would read the tables again, for a pair of features twice its own bytes, and hold them in
-# registers beside the tiles of keys on their way. Who decodes keeps rotated keys (append_kv), and
-# reads none of this.
+# read and written once more, and the tables are as large. Rotated in the tile loop, each key-value
+# head would read the tables again, for a pair of features twice its own bytes, and hold them in
+# registers together with the tiles of keys on their way. Decoding loops keep rotated keys
+# (append_kv), and read none of this.
 
-# Passes over K and V that take as long as flash's walk for one head where its grid fills the card.
+# Passes over K and V that take as long as flash's tile loop for one head where its grid fills the
+# device.
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
 # a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32.
 _PASSES_OF_A_WALK = 0.75  # on tensor cores
@@ -229,7 +230,7 @@ def _has_decode_kernels(problem: AttentionProblem) -> bool:
 
 
 def _decodes_faster(problem: AttentionProblem, card: Card) -> bool:
-    """Compare passes over K and V with flash's walks, of which there are as many as heads.
+    """Compare passes over K and V with flash's tile loops, one for each head.
 
     Those use no more of the card than their grid fills.
     """
@@ -262,14 +263,14 @@ _CTA_KEYS = 128
 """The fixed cost of a split, in keys: it begins and ends."""
 _ROW_KEYS = 4
 """The cost of each row of a split, in keys: float32 sums are written and read again. By the
-bytes of 128 rows beside the products of 64 keys it is about 3 on a T4, an estimate. A causal call
+bytes of 128 rows and the products of 64 keys it is about 3 on a T4, an estimate. A causal call
 of 1 x 2,048 tokens, 16 heads of 128, took 0.134 ms in 3 parts on an H200, where one of the code
 before took 0.120 ms whole (compute_75 code, 2026-11-22, `benchmark attention --tokens 2048
 --seqlen 2048 --options causal`)."""
 _COMBINE_KEYS = 128
 """The cost of the second launch, in keys."""
 _MOST_WAVES = 4
-"""Turns that CTAs take on the card, at the most: scratch memory holds sums of all of them."""
+"""The most waves of CTAs: scratch memory holds the sums of all of them."""
 
 
 class TileRow(Protocol):
@@ -295,8 +296,8 @@ class TileRow(Protocol):
 def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
     """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
 
-    CTAs take turns on the card, and a turn is as long as a part: of the numbers of parts that leave
-    LEAST_KEYS to each, the one with the least turns * (keys of a part + what it costs beside), if
+    CTAs run in waves, and a wave is as long as a split: of the numbers of splits that leave
+    LEAST_KEYS to each, the one with the least waves * (keys of a split + its fixed cost), if
     it saves more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the
     card, nor what a block mask leaves.
     """
@@ -320,8 +321,8 @@ def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
 def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
     """Return how many keys each tile of query rows of a head sees.
 
-    Where the device alone knows where queries stand, it is what the window leaves at the most; of
-    keys in use it is taken that all are.
+    Where the device alone knows the positions of queries, it is what the window leaves at the most.
+    All keys are taken to be in use.
     """
     sq, sk, (left, right) = problem.sq, problem.sk, problem.window
     offset = sk - sq if problem.q_offset is None else problem.q_offset
@@ -409,26 +410,26 @@ operations for each byte of them, of which a T4 wants 170 at 0.85 of its tensor 
 in two may miss."""
 
 # Causal over plain calls by `python -m support.grid_order` (a simulation, 2026-11-22), forward of
-# 1 x 2,048 tokens of 32 heads, at head dims 64, 80, 128, 192, 256: with one head behind the other
+# 1 x 2,048 tokens of 32 heads, at head dims 64, 80, 128, 192, 256: with one head after the other
 # 1.72, 1.71, 1.72, 1.74, 1.74 on a T4's 40 multiprocessors and 1.18, 1.16, 1.18, 1.47, 1.47 on an
 # H200's 132; in this order 1.97, 1.96, 1.97, 1.85, 1.85 and 1.83, 1.82, 1.83, 1.83, 1.83. The
 # backward of head dim 128 gains from 1.74 to 1.85, and from 1.47 to 1.83.
 
 
-def turns(
+def interleaving(
     problem: AttentionProblem, card: Card, *, backward: bool = False, prompts: bool = False
-) -> Turns:
-    """Return how many key-value heads take turns in the grid, and of how many batch elements.
+) -> Interleaving:
+    """Return how many key-value heads are interleaved in the grid, of how many batch elements.
 
-    Heads do where their tiles differ: under causal order, and with a block mask, whose lists say
-    which come first. With each come all query heads of its group, which share its keys. It is as
-    many as leave each query head some CTAs at a time, and as L2 has room for: for keys and values,
-    in the backward for queries and their gradients too. It divides B * G; or G of packed prompts,
-    whose order is that of their sequences. (Of packed sequences those with equally many tiles take
-    turns, and the last heads of these may be fewer.)
+    Heads are interleaved where their tiles differ: under causal order, and with a block mask, whose
+    lists say which come first. With each come all query heads of its group, which share its keys.
+    It is as many as leave each query head some CTAs at a time, and as L2 has room for: for keys and
+    values, in the backward for queries and their gradients too. It divides B * G; or G of packed
+    prompts, whose order is that of their sequences. (Of packed sequences those with equally many
+    tiles are interleaved, and the last heads of these may be fewer.)
 
-    Batch elements do where a bias or mask broadcasts over them: its tiles are read from memory once
-    then, and by the others from L2. (With all heads of all elements taking turns, a forward of 4 x
+    Batch elements are interleaved where a bias or mask broadcasts over them: its tiles are read
+    from memory once then, and by the others from L2. (With all heads interleaved, a forward of 4 x
     2,048 tokens of 16 heads of 64 on an H200 read 306 MB for 576: ncu on a patched tree that is not
     kept, CUPYATTN_ARCH=75, 2026-11-24. This rule has not been measured.)
     """
@@ -437,7 +438,7 @@ def turns(
     uneven = (left is None and right is not None) or problem.layouts.block_mask is not None
     sharing = 1 if prompts else _batches_alike(problem)
     if not (uneven or sharing > 1) or not sequences * problem.heads:
-        return Turns(0, 1)
+        return Interleaving(0, 1)
     group = problem.heads // problem.kv_heads
     rows = max(problem.sk, group * problem.sq if backward else 0)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
@@ -445,8 +446,8 @@ def turns(
     most = max(1, min(room, _TIMES_L2 * card.l2_bytes // max(rows * row_bytes, 1)))
     batches = _largest_divisor(sharing, most)
     if not uneven:
-        return Turns(batches if batches > 1 else 0, batches)
-    return Turns(batches * _largest_divisor(sequences // batches, most // batches), batches)
+        return Interleaving(batches if batches > 1 else 0, batches)
+    return Interleaving(batches * _largest_divisor(sequences // batches, most // batches), batches)
 
 
 def _batches_alike(problem: AttentionProblem) -> int:

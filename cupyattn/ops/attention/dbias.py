@@ -22,7 +22,7 @@ _ENOUGH_CTAS = 512
 
 
 class SummedDbias(NamedTuple):
-    """How the kernel for a bias that broadcasts shares its work out."""
+    """How the kernel for a bias that broadcasts splits its work."""
 
     target: Layout
     """The layout of the array that it writes, as (B, H, Sq, Sk)."""

@@ -85,7 +85,9 @@ def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
     given = {name: getattr(planner.slots, name) for name in choice.rotated}
     if choice.rotated:
         take_scratch(planner, choice.problem, choice.rotated)
-    plan = interleaved(planner.plan(*_STEPS[choice.kernels](choice, planner, card)), *choice.turns)
+    plan = interleaved(
+        planner.plan(*_STEPS[choice.kernels](choice, planner, card)), *choice.interleaving
+    )
     if not given:
         return plan
     rotation = rotate_inputs(problem, choice.problem, given, planner, card.arch)

@@ -344,7 +344,7 @@ class ScoreMod(_Expression):
         ``(score, grad, b, h, q_idx, k_idx, **arrays)``.
     **arrays : array
         What the expressions name: of float16, float32, bfloat16, bool, uint8, int32 or int64 (on a
-        CPU, beside float64 arrays, float64 too), with up to four axes of any strides, on the device
+        CPU, with float64 arrays, float64 too), with up to four axes of any strides, on the device
         of q. ``slopes[h]``, ``table[b][h]``; without axes, for a number that changes, ``t``.
         Indices have to lie within the array, for hidden scores too (``table[max(q_idx - k_idx,
         0)]`` in causal order): a GPU does not check them, the emulator does.

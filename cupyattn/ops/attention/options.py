@@ -29,7 +29,7 @@ MAX_OFFSET = 2**60  # a position plus a window side stays within 64 bits
 
 
 class DropoutSeed(NamedTuple):
-    """A seed of dropout, and where in a whole the scores of a call stand.
+    """A seed of dropout, and where in a larger call the scores of a call are.
 
     Attention computed in parts draws the mask of the whole by it: queries i and keys j of a call,
     batch element b, drop what ``(b + batch, h, i + query, j + key)`` of the whole drop. As seed= a

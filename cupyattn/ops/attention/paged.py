@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from cupyattn.ops.attention.choice import MAX_QUERIES, turns
+from cupyattn.ops.attention.choice import MAX_QUERIES, interleaving
 from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, shared_keys_steps, units_of
 from cupyattn.ops.attention.kernels import decode, float32, tensor_core
 from cupyattn.ops.attention.kernels.decode import cache_bits
@@ -73,7 +73,7 @@ def _plan(problem: PagedProblem, card: Card, return_lse: bool) -> Plan:
     laid = with_results(problem, outputs)
     if not decoded:
         plan = planner.plan(_prefill_step(problem, laid, planner, card))
-        return interleaved(plan, *turns(problem, card, prompts=problem.packed))
+        return interleaved(plan, *interleaving(problem, card, prompts=problem.packed))
     if problem.batch == 0 or problem.heads == 0:
         return planner.plan()
     launch = launch_of(problem, card)

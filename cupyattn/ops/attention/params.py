@@ -115,7 +115,7 @@ def _fill_packed(packed: Any, problem: AttentionProblem) -> None:
 
 
 def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
-    """Fill in where queries stand: a number, and beside it an array's value for each sequence."""
+    """Fill in the positions of queries: a number, and an array's value for each sequence."""
     params["offset_least"], params["offset_most"] = -MAX_OFFSET, MAX_OFFSET
     if problem.layouts.q_offset is not None:
         params["q_offsets"] = batch_integers(problem.layouts.q_offset)
@@ -162,9 +162,9 @@ def seeded(plan: Plan, seed: DropoutSeed) -> Plan:
 
 
 def interleaved(plan: Plan, kv_together: int, batches: int) -> Plan:
-    """Return a plan in whose grids so many key-value heads, and their queries' heads, take turns.
+    """Interleave the tiles of `kv_together` key-value heads, and of their query heads, in grids.
 
-    None of them, not even those of one group, where it is 0. Like heads of so many batch elements
+    With 0 not even the heads of one group are interleaved. Like heads of `batches` batch elements
     are neighbours.
     """
     if kv_together == 0:

@@ -215,18 +215,18 @@ class AttentionProblem:
 
     @property
     def q_offset(self) -> int | None:
-        """Where query 0 stands, if no array says it; None for the last query at the last key."""
+        """The position of query 0, if no array has it; None for the last query at the last key."""
         return self.options.q_offset
 
     @property
     def ends_with_keys_in_use(self) -> bool:
-        """Whether seqused_k decides where queries stand."""
+        """Whether seqused_k decides the positions of queries."""
         given = self.q_offset is not None or self.layouts.q_offset is not None
         return self.layouts.seqused_k is not None and not given
 
     @property
     def first_position(self) -> int | None:
-        """Where query 0 stands; None where that differs, or where an array says it."""
+        """The position of query 0; None where sequences differ, or where an array has it."""
         if self.layouts.q_offset is not None or (self.ends_with_keys_in_use and not self.packed):
             return None
         if self.packed or self.q_offset is not None:

@@ -125,7 +125,7 @@ def _positions(
     queries: np.ndarray,
     keys: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return of each sequence where query 0 stands, its queries, and its keys in use."""
+    """Return for each sequence the position of query 0, its queries, and its keys in use."""
     used = np.asarray(keys if in_use is None else in_use)
     from_end = used - queries if problem.q_offset is None else np.asarray(problem.q_offset)
     offsets = np.asarray(from_end if given is None else given)
