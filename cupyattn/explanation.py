@@ -23,8 +23,6 @@ from cupyattn.runtime.tuning import Explained
 from cupyattn.turing import DisassemblerError, analyse
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
-_LEAST_OF_PRODUCTS = 0.2
-"""The share of an SM's time below which a loop's products do not matter."""
 _SMALL = 2**20
 _MOST_COPIED = 2**20
 """Bytes: integers on a GPU are copied up to here, for they say how a call is cut into launches."""
@@ -289,14 +287,17 @@ def _report(launch: Launch, arch: Arch) -> LaunchReport:
 
 
 def _limit(launch: Launch) -> str:
-    """Say what bounds a kernel on a T4: the busiest pipe of its main loop, or memory."""
+    """Say what bounds a kernel on a T4: the busiest pipe of its main loop, or memory.
+
+    Kernels whose speed is that of their products have a modelled utilisation among their gates.
+    """
     try:
         loop = analyse(launch.specialisation).main
     except DisassemblerError:
         return "not known without nvdisasm: pip install 'cupyattn[turing]'"
     except RuntimeError:
-        return "not known without NVRTC: pip install 'cupyattn[cuda12]'"
-    if loop is None or loop.bound is None or loop.bound < _LEAST_OF_PRODUCTS:
+        return "not known without NVRTC: pip install nvidia-cuda-nvrtc-cu12"
+    if loop is None or loop.bound is None or not launch.specialisation.gates.models:
         return "memory bandwidth: products are not what it spends its time on"
     units = "tensor cores" if loop.work_pipe == "tensor" else "float32 units"
     reached = f", {loop.utilisation.mean:.2f} simulated" if loop.utilisation else ""

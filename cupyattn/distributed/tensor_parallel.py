@@ -172,6 +172,7 @@ def column_linear_backward(
     """
     _taken(x, group)
     grads = linear_backward(dout, x, w, b, activation=activation, preactivation=preactivation)
+    assert grads.dx is not None
     return grads._replace(dx=_sum(grads.dx, group))
 
 

@@ -50,7 +50,7 @@ from cupyattn.runtime.records import R, Record, given_of
 from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
-from cupyattn.runtime.structs import elements_struct, merge_axes, walk_params
+from cupyattn.runtime.structs import element_params, elements_struct, merge_axes
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
 
@@ -211,7 +211,9 @@ def _specialise(
         "VEC": vec,
         **dict(decided),
     }
-    return kernel.spec.specialise(threads=config.threads, gates=_GATES, **macros)
+    return kernel.spec.specialise(
+        threads=config.threads, gates=_GATES, reason=config.reason, **macros
+    )
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -492,7 +494,7 @@ class _Rows(NamedTuple):
         shown_as = {
             name: shown.get(part.array, part.array) for name, part in self.problem.parts.items()
         }
-        params = walk_params(self.shape, strides, self.length, units, shown_as)
+        params = element_params(self.shape, strides, self.length, units, shown_as)
         params["offsets"] = [self.offsets.get(name, 0) for name in arrays]
         return params[()]
 

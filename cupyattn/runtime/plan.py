@@ -147,7 +147,7 @@ def _checks(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[tuple[int, _Coerci
 def _number(parameter: Scalar) -> _Coercion:
     kind = parameter.dtype.type
 
-    def number(value: Any) -> Any:
+    def number(value: object) -> Any:
         try:
             return kind(value)
         except OverflowError:
@@ -159,7 +159,7 @@ def _number(parameter: Scalar) -> _Coercion:
 def _struct_check(entry: str, parameter: Struct) -> _Coercion:
     expected = parameter.dtype
 
-    def struct(value: Any) -> Any:
+    def struct(value: object) -> Any:
         dtype = getattr(value, "dtype", None)
         if dtype is not expected and dtype != expected:
             raise TypeError(f"{parameter.name} of {entry} is another struct: {value!r}")
@@ -177,28 +177,28 @@ NULL = -1
 
 
 class Step(NamedTuple):
-    """One launch. Its arrays are slots: the record's fields by number, then pieces of scratch."""
+    """One launch. Arrays are slots: the numbers of the record's fields, then scratch arrays."""
 
     specialisation: Specialisation
     ctas: int
     values: tuple[Any, ...]
-    """What is passed by value, behind the arrays, typed as the kernel declares."""
+    """Arguments that are passed by value, after the arrays, typed as the kernel declares."""
     slots: tuple[int, ...]
-    """Of the arrays, in the order of the parameters."""
+    """Slots of the arrays, in the order of the parameters."""
     take: Callable[[Sequence[Any]], Sequence[Any]]
-    """Takes what is in the slots, for the kernel; all of them at once take half the time."""
+    """Returns the arguments in these slots; all at once, which takes half the time."""
 
     @classmethod
     def of(
         cls, specialisation: Specialisation, ctas: int, slots: Iterable[int | None], *values: object
     ) -> Step:
-        """Make a step; `slots` has one for each array of the kernel, None for what is absent.
+        """Make a step; `slots` has one for each array of the kernel, None for absent arrays.
 
         Raises
         ------
         TypeError
-            If an array that the kernel needs is absent, or arguments do not fit its declaration: an
-            error within this library, which shows when the plan is made.
+            If an array that the kernel needs is absent, or arguments do not fit its declaration.
+            This is an error of this library, found when the plan is made.
         """
         given = tuple(slots)
         by_value = typed(specialisation.spec, [*given, *values])[len(given) :]
@@ -211,14 +211,14 @@ def _taking(slots: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 
 
 class Output(NamedTuple):
-    """A result, allocated where the caller gave none."""
+    """Shape and dtype of a result, which is allocated if the caller gave no array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 class Made(NamedTuple):
-    """A result of a plan: a field of the record, and what it is where the caller gave none."""
+    """A result of a plan: its field in the record, and its shape and dtype if it is allocated."""
 
     slot: int
     field: str
@@ -230,32 +230,32 @@ class Scratch(NamedTuple):
     """A float32 array within the workspace."""
 
     offset: int
-    """In bytes."""
+    """Bytes from the start of the workspace."""
     items: int
 
     @property
     def end(self) -> int:
-        """Where it ends, in bytes."""
+        """Bytes from the start of the workspace to the end of the array."""
         return self.offset + self.items * SCRATCH_DTYPE.itemsize
 
 
 class Plan(NamedTuple):
-    """All that the launches of a call need and that does not change from call to call."""
+    """Everything that the launches of a call need and that equal calls share."""
 
     steps: tuple[Step, ...]
     results: tuple[Made, ...]
     scratch: tuple[Scratch, ...] = ()
-    """Their slots follow those of the record's fields."""
+    """Scratch arrays, whose slots follow those of the record's fields."""
     zero_first: tuple[int, ...] = ()
     """Slots of results and scratch that have to be zero before the first launch."""
     zero_new: bool = False
     """Whether results that are allocated start from zero, because kernels add to them."""
     transposed: tuple[int, ...] = ()
-    """Slots of results that, where they are allocated, are transposes of arrays in C order."""
+    """Slots of results that are allocated as transposes of arrays in C order."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What the scratch takes."""
+        """The size of the scratch memory."""
         return max((piece.end for piece in self.scratch), default=0)
 
 
@@ -265,13 +265,13 @@ class Planner(Generic[R]):
     Attributes
     ----------
     slots : Record of int or None
-        Of each field, None where it is neither given nor made.
+        The slot of each field, None if its array is neither given nor made.
     results : tuple of Made
     scratch : tuple of Scratch
     """
 
     def __init__(self, kind: type[R], given: Record[Any], outputs: Mapping[str, Output]) -> None:
-        """Take the kind of record, what is given of it, and the outputs by field."""
+        """Take the kind of record, the record of what is given, and the outputs by field."""
         self._fields = fields_of(kind)
         numbers = {field: slot for slot, field in enumerate(self._fields)}
         self.results = tuple(Made(numbers[name], name, *each) for name, each in outputs.items())
@@ -282,14 +282,14 @@ class Planner(Generic[R]):
         self._pieces: list[Scratch] = []
 
     def scratch(self, items: int) -> int:
-        """Add a float32 array of scratch behind those that there are; return its slot."""
+        """Add a float32 scratch array after the others; return its slot."""
         end = self._pieces[-1].end if self._pieces else 0
         offset = -(-end // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         self._pieces.append(Scratch(offset, items))
         return len(self._fields) + len(self._pieces) - 1
 
     def spanning(self, first: int, last: int) -> int:
-        """Return the slot of one more array, over the pieces from one slot to another."""
+        """Add an array that spans the scratch arrays from one slot to another; return its slot."""
         begin, end = (self._pieces[slot - len(self._fields)] for slot in (first, last))
         items = (end.offset - begin.offset) // SCRATCH_DTYPE.itemsize + end.items
         self._pieces.append(Scratch(begin.offset, items))
@@ -313,9 +313,9 @@ def run(device: Device, plan: Plan, operands: Operands[R]) -> R:
     Raises
     ------
     ValueError
-        If a workspace was given that does not fit. Nothing has been written then.
+        If a workspace was given that does not fit. Nothing has been written by then.
     """
-    # Taken apart at once: each dot of a plan would cost every call.
+    # Unpacked at once: looking up each attribute of the plan takes longer in each call.
     steps, results, scratch, zero_first, zero_new, transposed = plan
     arrays, arguments = operands.arrays, device.arguments(operands)
     to_zero: list[Array] = []
@@ -352,9 +352,9 @@ def run(device: Device, plan: Plan, operands: Operands[R]) -> R:
 
 
 def allot(device: Device | None, outputs: Sequence[Output], given: Array | None) -> list[Array]:
-    """Return scratch arrays of a call that runs several plans, in what was given or in new memory.
+    """Return scratch arrays of a call that runs several plans, in the workspace or in new memory.
 
-    Without a device they are NumPy's, and a workspace is left as it is.
+    Without a device they are new NumPy arrays.
 
     Raises
     ------
@@ -373,12 +373,12 @@ def allot(device: Device | None, outputs: Sequence[Output], given: Array | None)
 
 
 def workspace_of(device: Device, needed: int, given: Array | None) -> Array:
-    """Return the scratch memory of a call: what was given, or new.
+    """Return the scratch memory of a call: the given workspace, or new memory.
 
     Raises
     ------
     ValueError
-        If what was given is too small, or not aligned.
+        If the given workspace is too small or not aligned.
     """
     if given is None:
         return device.empty((needed,), _BYTES)

@@ -302,6 +302,7 @@ def _specialise(
     return kernel.spec.specialise(
         threads=config.threads,
         gates=config.gates,
+        reason=config.reason,
         DTYPE=dtype,
         LANES=config.lanes,
         STRIPS=max(items // vec, 1),

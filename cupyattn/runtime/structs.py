@@ -171,7 +171,7 @@ def row_params(
     return params[()]
 
 
-def walk_params(
+def element_params(
     shape: tuple[int, ...],
     arrays: Mapping[str, Strides],
     length: int,

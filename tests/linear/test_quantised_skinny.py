@@ -314,16 +314,20 @@ def test_a_launch_fits_turing(weights, block_size):
         for outer, inner in SHAPES:
             for gated in (False, True):
                 found = launch(weights, block_size, rows, inner, outer, gated)
-                specialisation = quantised_skinny.skinny(found, "silu", gated)
-                shared, often = specialisation.static_shared_bytes, found.config.ctas_per_sm
-                assert found.config.reason.strip()
+                specialisation = quantised_skinny.skinny(found.kernel, ("silu", gated, "float16"))
+                shared, often = specialisation.static_shared_bytes, found.kernel.config.ctas_per_sm
+                assert found.kernel.config.reason.strip()
                 assert specialisation.threads * often <= TURING.threads_per_sm
                 assert shared * often <= TURING.shared_bytes_per_sm
                 work = found.tiles * found.splits * -(-rows // 32)
                 if weights == "nf4":
                     assert found.ctas <= 40 * often
                 else:
-                    assert (found.ctas - 1) * found.groups < work <= found.ctas * found.groups
+                    assert (
+                        (found.ctas - 1) * found.kernel.groups
+                        < work
+                        <= found.ctas * found.kernel.groups
+                    )
 
 
 @pytest.mark.parametrize(
@@ -331,7 +335,7 @@ def test_a_launch_fits_turing(weights, block_size):
     [(4096, 1, 2), (2560, 1, 3), (576, 1, 1), (8192, 1, 4), (10_240, 1, 5), (768, 8, 3)],
 )
 def test_warps_along_k_leave_few_idle(inner, rows, k_warps):
-    assert launch("nf4", 64, rows, inner, 16384).k_warps == k_warps
+    assert launch("nf4", 64, rows, inner, 16384).kernel.k_warps == k_warps
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,8 @@ def test_configuration_fits_turing(along_k, limit, columns, config):
         launch = skinny.skinny_launch(
             75, 40, 8, along_k=along_k, rows=limit, inner=4096, outer=columns or 2**20, gated=gated
         )
-        assert launch.config is config
-        shared = skinny.skinny(launch, "silu", gated).static_shared_bytes
+        assert launch.kernel.config is config
+        shared = skinny.skinny(launch.kernel, ("silu", gated, "float16")).static_shared_bytes
         assert shared <= skinny.SHARED_BYTES
         assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_sm
 
@@ -317,7 +317,7 @@ def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
     launch = skinny.skinny_launch(
         75, 40, 8, along_k=True, rows=8, inner=inner, outer=10_000, gated=False
     )
-    assert launch.steps == steps
+    assert launch.kernel.steps == steps
 
 
 @pytest.mark.parametrize(
@@ -347,5 +347,5 @@ def test_a_gated_product_has_a_cta_for_half_as_many_results():
                 )
                 for gated in (False, True)
             )
-            assert plain.config is gated.config
+            assert plain.kernel.config is gated.kernel.config
             assert gated.tiles in (2 * plain.tiles, 2 * plain.tiles - 1)

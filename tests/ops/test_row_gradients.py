@@ -279,7 +279,7 @@ class BackwardCase(NamedTuple):
     options: dict[str, Any]
     exact: np.ndarray
     error: np.ndarray
-    """Of a float32 gradient."""
+    """Error bound of a float32 gradient."""
     grads: str = "grads"
 
     def ratio(self, found: np.ndarray, there: np.ndarray) -> float:

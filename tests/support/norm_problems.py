@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 
 def lay_out(x: Array, view: str) -> Array:
-    """x (B, S, N) in an array of the strides that the view kind stands for, with NaN around it.
+    """Return x (B, S, N) in an array with the strides of a kind of view, surrounded by NaN.
 
     "broadcast" repeats the first of the outer axis with stride 0, and is read-only.
     """
@@ -69,7 +69,7 @@ class NormProblem:
         return lay_out(values.astype(dtype_of(self.dtype)), self.view)
 
     def forward(self) -> tuple[Array, ...]:
-        """What the kernels give: out, the sum or x, mean (None if not centred), rstd."""
+        """Return the kernels' out, the sum or x, mean (None if not centred) and rstd."""
         put = {name: _put(self.array(name)) for name in ("x", "weight", "bias", "residual")}
         options = {"residual": put["residual"], "eps": self.eps, "return_stats": True}
         if self.centred:
@@ -121,7 +121,7 @@ def forward_ratios(problem: NormProblem, found: tuple[Array, ...]) -> dict[str, 
 def backward_ratios(
     problem: NormProblem, total: Array, mean: Array | None, rstd: Array, found: Any
 ) -> dict[str, float]:
-    """The same of the gradients, for what the backward was given."""
+    """Return the error of each gradient divided by its bound, for the backward's arguments."""
     names = ("dout", "dtotal", "weight", "bias")
     dout, dtotal, weight, bias = map(problem.array, names)
     given = (dout, total, dtotal, weight, bias, mean, rstd)
@@ -140,7 +140,7 @@ def backward_ratios(
 
 
 def ratios(problem: NormProblem) -> dict[str, float]:
-    """Of forward and backward: all at most 1 of right kernels."""
+    """Return errors divided by bounds of forward and backward: at most 1 for correct kernels."""
     forward = problem.forward()
     gradients = problem.backward(*forward[1:])
     return forward_ratios(problem, forward) | backward_ratios(problem, *forward[1:], gradients)

@@ -184,15 +184,19 @@ class AdaptedProduct(NamedTuple):
         """
         dropped = self._dropped(x)
         of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
+        assert of_b.dx is not None
+        assert of_b.dw is not None
         gradients.add(self.b, of_b.dw.T)
         dx = linear(dout, self.weight, residual=residual)
         if self.dropout_p:
             of_a = linear_backward(of_b.dx, dropped, self.a.T)
+            assert of_a.dx is not None
             given = self.dropout_p, self.seed
             dropout_backward(of_a.dx, *given, grads=DropoutGrads(dx), accumulate=True)
         else:
             grads = LinearGrads(dx=dx)
             of_a = linear_backward(of_b.dx, x, self.a.T, grads=grads, accumulate=True)
+        assert of_a.dw is not None
         gradients.add(self.a, of_a.dw.T)
         return dx
 

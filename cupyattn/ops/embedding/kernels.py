@@ -49,7 +49,7 @@ from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, T, given_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import Strides, elements_struct, merge_axes, walk_params
+from cupyattn.runtime.structs import Strides, element_params, elements_struct, merge_axes
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 from cupyattn.runtime.value_checks import checks_values, require_within
 
@@ -374,7 +374,7 @@ def _forward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
             "split them over several calls",
         )
     shape, strides = _merged(len(ids.shape), ids=ids, out=problem.rows)
-    params = walk_params(shape, strides, table.shape[1], units)
+    params = element_params(shape, strides, table.shape[1], units)
     specialisation = specialise_forward(config, table.dtype.name, vec, ids.dtype.name)
     stride = table.strides[0] // table.dtype.itemsize
     slots = planner.slots
@@ -408,8 +408,8 @@ def _backward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
     stride = problem.target.strides[0] // problem.target.dtype.itemsize
     ids_shape, ids_strides = _merged(len(ids.shape), ids=ids)
     dout_shape, dout_strides = _merged(len(ids.shape), dout=problem.rows)
-    of_ids = walk_params(ids_shape, ids_strides, 1, 1)
-    of_dout = walk_params(dout_shape, dout_strides, length, blocks)
+    of_ids = element_params(ids_shape, ids_strides, 1, 1)
+    of_dout = element_params(dout_shape, dout_strides, length, blocks)
     flat, order, sorted_ids, partials = map(
         planner.scratch, (padded, tokens, tokens, 2 * chunks * length)
     )

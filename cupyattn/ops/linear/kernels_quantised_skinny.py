@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS
-from cupyattn.ops.linear.kernels_skinny import EPILOGUE, product_steps
+from cupyattn.ops.linear.kernels_skinny import EPILOGUE, Epilogue, product_epilogue, product_steps
 from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.arch import TURING, WARP_SIZE
@@ -179,9 +179,8 @@ def kind_of(weights: str, block_size: int) -> str:
     return {"nf4": "nf4", "int8": "bytes"}.get(weights, narrow)
 
 
-@dataclass(frozen=True)
-class QuantisedSkinnyLaunch:
-    """The kernel of a product: its configuration, the choices within it, and the grid."""
+class QuantisedSkinnyKernel(NamedTuple):
+    """A configuration, and the choices within it: all that a kernel is compiled for."""
 
     config: QuantisedSkinnyConfig
     weights: str
@@ -197,6 +196,12 @@ class QuantisedSkinnyLaunch:
     steps: int
     groups: int
     k_warps: int
+
+
+class QuantisedSkinnyLaunch(NamedTuple):
+    """The kernel of a product, and its grid."""
+
+    kernel: QuantisedSkinnyKernel
     tiles: int
     """Tiles of columns, each computed by a group of warps."""
     splits: int
@@ -248,8 +253,9 @@ def skinny_launch(
         ctas = min(ctas, resident)  # each CTA computes its table once
     whole = weights == "int8" and block_size == inner
     blocks = (0 if whole else block_size, vec, vec_scales and not whole)
-    warps, grid = (parts, x_tiles, steps, groups, k_warps), (tiles, splits, ctas)
-    return QuantisedSkinnyLaunch(config, weights, *blocks, *warps, *grid)
+    warps = (parts, x_tiles, steps, groups, k_warps)
+    kernel = QuantisedSkinnyKernel(config, weights, *blocks, *warps)
+    return QuantisedSkinnyLaunch(kernel, tiles, splits, ctas)
 
 
 def warp_columns(config: QuantisedSkinnyConfig, parts: int) -> int:
@@ -257,45 +263,12 @@ def warp_columns(config: QuantisedSkinnyConfig, parts: int) -> int:
     return 16 * config.tiles // parts
 
 
-def skinny(launch: QuantisedSkinnyLaunch, activation: str | None, gated: bool) -> Specialisation:
-    """Specialise the kernel of a product.
-
-    With a split K it writes float32 sums, and `kernels_skinny.merge` applies the activation.
-    """
-    split = launch.splits > 1
-    return _skinny(
-        launch.config,
-        launch.weights,
-        launch.block_size,
-        launch.vec,
-        launch.vec_scales,
-        launch.parts,
-        launch.x_tiles,
-        launch.steps,
-        launch.groups,
-        launch.k_warps,
-        None if split else activation,
-        not split and gated,
-        "float32" if split else "float16",
-    )
-
-
 @cache
-def _skinny(
-    config: QuantisedSkinnyConfig,
-    weights: str,
-    block_size: int,
-    vec: int,
-    vec_scales: bool,
-    parts: int,
-    x_tiles: int,
-    steps: int,
-    groups: int,
-    k_warps: int,
-    activation: str | None,
-    gated: bool,
-    out: str,
-) -> Specialisation:
+def skinny(kernel: QuantisedSkinnyKernel, epilogue: Epilogue) -> Specialisation:
+    """Specialise the kernel of a product."""
+    config, weights, block_size, vec, vec_scales, *counts = kernel
+    parts, x_tiles, steps, groups, k_warps = counts
+    activation, gated, out = epilogue
     kind = kind_of(weights, block_size)
     limit = _SHARED_BYTES.get(kind, _OTHERS_SHARED_BYTES)
     chunks = steps * (2 if kind == "bytes" else 4)
@@ -348,10 +321,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
                 shape = max(_TILE // limit, 1), -(-limit // _TILE)
                 for config in by_columns.values():
                     sizes = (*shape, max(config.steps), *_full(config))
-                    options = (*sizes, None, False, "float16")
-                    yield _skinny(config, weights, block_size, 8, block_size > 0, *options)
+                    blocks = (block_size, 8, block_size > 0)
+                    kernel = QuantisedSkinnyKernel(config, weights, *blocks, *sizes)
+                    yield skinny(kernel, (None, False, "float16"))
         sizes = (*shape, 1, *_full(config))
-        yield _skinny(config, weights, block_size, 1, False, *sizes, "silu", True, "float16")
+        kernel = QuantisedSkinnyKernel(config, weights, block_size, 1, False, *sizes)
+        yield skinny(kernel, ("silu", True, "float16"))
 
 
 def _full(config: QuantisedSkinnyConfig) -> tuple[int, int]:
@@ -389,7 +364,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         outer=problem.outer,
         gated=problem.gated,
     )
-    product = skinny(launch, problem.scalar_activation, problem.gated)
+    product = skinny(launch.kernel, product_epilogue(problem, launch.splits))
     operands = (slots.x, slots.codes, slots.scales, slots.super_scales)
     return product_steps(draft, product, operands, ctas=launch.ctas, splits=launch.splits)
 

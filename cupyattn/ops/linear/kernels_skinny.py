@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,9 +159,8 @@ _SPLIT_ITERATIONS = 8
 """Iterations of a CTA below which a split of K costs more than it saves."""
 
 
-@dataclass(frozen=True)
-class SkinnyLaunch:
-    """The kernel of a skinny product: its configuration, the choices within it, and the grid."""
+class SkinnyKernel(NamedTuple):
+    """A configuration, and the choices within it: all that a kernel is compiled for."""
 
     config: SkinnyConfig
     along_k: bool
@@ -169,6 +168,12 @@ class SkinnyLaunch:
     x_tiles: int
     """Tiles of eight rows; 0 for the kernel of one row."""
     steps: int
+
+
+class SkinnyLaunch(NamedTuple):
+    """The kernel of a skinny product, and its grid."""
+
+    kernel: SkinnyKernel
     tiles: int
     """CTAs along the columns."""
     splits: int
@@ -225,7 +230,8 @@ def skinny_launch(
         if iterations >= _SPLIT_ITERATIONS
         else 1
     )
-    return SkinnyLaunch(config, along_k, vec, x_tiles, steps, tiles, max(splits, 1))
+    kernel = SkinnyKernel(config, along_k, vec, x_tiles, steps)
+    return SkinnyLaunch(kernel, tiles, max(splits, 1))
 
 
 def step_items(config: SkinnyConfig, x_tiles: int) -> int:
@@ -244,35 +250,22 @@ def _warp_columns(config: SkinnyConfig, along_k: bool, x_tiles: int) -> int:
     return 2 if along_k else 8 * config.tile
 
 
-def skinny(launch: SkinnyLaunch, activation: str | None, gated: bool) -> Specialisation:
-    """Specialise the kernel of a product.
+Epilogue = tuple[str | None, bool, str]
+"""An activation, whether it is gated, and the dtype that a kernel writes."""
 
-    With a split K it writes float32 sums, and `merge` applies the activation.
-    """
-    split = launch.splits > 1
-    return _skinny(
-        launch.config,
-        launch.along_k,
-        launch.x_tiles,
-        launch.steps,
-        launch.vec,
-        None if split else activation,
-        not split and gated,
-        "float32" if split else "float16",
-    )
+
+def product_epilogue(problem: ForwardProblem, splits: int) -> Epilogue:
+    """Return the epilogue of a product: with a split K, `merge` applies the activation."""
+    if splits > 1:
+        return None, False, "float32"
+    return problem.scalar_activation, problem.gated, "float16"
 
 
 @cache
-def _skinny(
-    config: SkinnyConfig,
-    along_k: bool,
-    x_tiles: int,
-    steps: int,
-    vec: int,
-    activation: str | None,
-    gated: bool,
-    out: str,
-) -> Specialisation:
+def skinny(kernel: SkinnyKernel, epilogue: Epilogue) -> Specialisation:
+    """Specialise the kernel of a product."""
+    config, along_k, vec, x_tiles, steps = kernel
+    activation, gated, out = epilogue
     columns = _warp_columns(config, along_k, x_tiles)
     sizes: dict[str, Any] = {
         "VEC": vec,
@@ -285,14 +278,14 @@ def _skinny(
         pass_tiles = x_tiles
         while _skinny_shared_bytes(config, columns, pass_tiles) > SHARED_BYTES:
             pass_tiles //= 2
-        kernel, shared = SKINNY, _skinny_shared_bytes(config, columns, pass_tiles)
+        spec, shared = SKINNY, _skinny_shared_bytes(config, columns, pass_tiles)
         sizes["W_TILES"], sizes["X_TILES"] = config.tile, x_tiles
         sizes["X_SLOTS"] = min(steps, max(_TILES_IN_FLIGHT // x_tiles, 1))
         sizes["PASS_TILES"] = pass_tiles
     else:
-        kernel, shared = SKINNY_ROW, config.groups * config.k_warps * columns * FLOAT_BYTES
+        spec, shared = SKINNY_ROW, config.groups * config.k_warps * columns * FLOAT_BYTES
         sizes["LANES"] = config.tile
-    return kernel.specialise(
+    return spec.specialise(
         threads=config.threads,
         static_shared_bytes=shared,
         W_ALONG_K=cpp_bool(along_k),
@@ -331,10 +324,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for along_k, by_rows in rows_for(CONFIGURATIONS, arch).items():
         for limit, by_columns in by_rows.items():
             for config in by_columns.values():
-                row = (config, along_k, limit // _LANE_ITEMS)
-                yield _skinny(*row, max(config.steps), vec, None, False, "float16")
-                yield _skinny(*row, 1, 1, "silu", True, "float16")
-    yield _skinny(config, False, 8, 1, vec, None, False, "float32")
+                longest = SkinnyKernel(
+                    config, along_k, vec, limit // _LANE_ITEMS, max(config.steps)
+                )
+                yield skinny(longest, (None, False, "float16"))
+                yield skinny(longest._replace(vec=1, steps=1), ("silu", True, "float16"))
+    yield skinny(SkinnyKernel(config, False, vec, 8, 1), (None, False, "float32"))
     for activation in STRUCTS:
         yield merge(activation, activation is not None)
 
@@ -406,7 +401,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         gated=problem.gated,
         choices=card.choices,
     )
-    product = skinny(launch, problem.scalar_activation, problem.gated)
+    product = skinny(launch.kernel, product_epilogue(problem, launch.splits))
     ctas, operands = launch.splits * launch.tiles, (draft.slots.x, draft.slots.w)
     return product_steps(draft, product, operands, ctas=ctas, splits=launch.splits)
 
