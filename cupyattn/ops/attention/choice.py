@@ -10,8 +10,8 @@ keys): each tile's keys are then split, a part for a CTA, and a second kernel ad
 
 `interleaving` orders the grid. Under causal order the last rows of a head see all keys, the first
 ones few. Multiprocessors take CTAs in the order of the grid: with one head after the other, the
-long tiles of the last head start late, and most of the device waits for them. With the long tiles of all
-heads first, the short ones fill the end (the longest first, Graham, 1969; FlashAttention-3's
+long tiles of the last head start late, and most of the device waits for them. With the long tiles
+of all heads first, the short ones fill the end (the longest first, Graham, 1969; FlashAttention-3's
 scheduler does so too). With a block mask tiles differ too, as its lists say. And where a bias or
 mask broadcasts over the batch, elements that are interleaved read its tiles once. Too many heads at
 once would find nothing of each other's keys in L2.
