@@ -29,8 +29,9 @@ from support.varlen import VarlenProblem
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.attention import backward, dbias
-from cupyattn.ops.attention.dbias import shared_out
+from cupyattn.ops.attention import backward
+from cupyattn.ops.attention import backward_tensor_core as dbias
+from cupyattn.ops.attention.backward_tensor_core import shared_out
 from cupyattn.ops.attention.kernels.float32.backward import DKDV as DKDV_F32
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.ops.attention.kernels.tensor_core.backward_dq import DQ

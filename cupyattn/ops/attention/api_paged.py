@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api import rounded_results
 from cupyattn.ops.attention.merge import MergeArrays, merge_problem, run_merge
-from cupyattn.ops.attention.paged import TABLE_FIXES, paged_forward
-from cupyattn.ops.attention.paged_problem import PagedProblem, paged_problem
+from cupyattn.ops.attention.paged import TABLE_FIXES, PagedProblem, paged_forward, paged_problem
 from cupyattn.ops.attention.problem import FORWARD_FIXES, PagedArrays
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of

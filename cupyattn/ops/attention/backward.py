@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.ops.attention.backward_tensor_core import tensor_core_plan
+from cupyattn.ops.attention.backward_tensor_core import sum_step, tensor_core_plan
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.choice import IMPLEMENTATIONS, interleaving, require_kernels
-from cupyattn.ops.attention.dbias import sum_step
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
 from cupyattn.ops.attention.kernels.float32 import backward
