@@ -144,7 +144,7 @@ def checked_problem(
             raise
         # What has no hash is of a wrong type, as its check says.
         problem = _cached_problem.__wrapped__(kind, operands.description, sides, *options)
-    if checks_values(operands):
+    if problem.has_values and checks_values(operands):
         check_values(problem, operands.arrays)
     problem.overlaps.check(operands)
     return problem

@@ -202,6 +202,18 @@ class AttentionProblem:
         """The user's own expressions: asked for by each call."""
         return self.options.functions
 
+    @cached_property
+    def has_values(self) -> bool:
+        """Whether there are arrays whose values can be wrong: lengths, positions, slopes, sinks."""
+        given = self.given
+        return any(
+            array is not None
+            for array in (
+                *(given.seqused_k, given.q_offset, given.cu_seqlens_q, given.cu_seqlens_k),
+                *(given.alibi_slopes, given.sinks, given.cos),
+            )
+        )
+
     @property
     def softmax_scale(self) -> float:
         """Factor of the scores."""
