@@ -289,7 +289,11 @@ def attention(
     operands, problem, seed = attention_call(
         arrays,
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
-        *(q_offset, seed, rotary, score_mod, mask_mod),
+        q_offset,
+        seed,
+        rotary,
+        score_mod,
+        mask_mod,
     )
     device = device_of(operands)
     if device is None:
@@ -482,7 +486,11 @@ def attention_backward(
     operands, problem, seed = attention_call(
         arrays,
         (causal, softmax_scale, window_size, softcap, dropout_p, seed is not None, implementation),
-        *(q_offset, seed, rotary, score_mod, mask_mod),
+        q_offset,
+        seed,
+        rotary,
+        score_mod,
+        mask_mod,
     )
     device = device_of(operands)
     if device is not None:

@@ -19,9 +19,7 @@ from cupyattn.ops.attention.modifiers import (
 )
 from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed, checked_seed
 from cupyattn.ops.attention.problem import (
-    ARRAY_FIXES,
     BACKWARD_RESULTS,
-    FORWARD_FIXES,
     FORWARD_RESULTS,
     MAX_LENGTH,
     ROWS_OF_KEYS,
@@ -71,6 +69,7 @@ _CACHED_PROBLEMS = 4096
 _WINDOW_SIZE = AttentionOptions._fields.index("window_size")
 _OPTIONS = len(AttentionOptions._fields)
 _NO_SEED = DropoutSeed(0)
+_NO_FUNCTIONS: tuple[UserFunction | None, ...] = (None, None)
 
 
 def attention_call(
@@ -100,7 +99,7 @@ def attention_call(
     interleaved = False
     if rotary is not None:
         arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
-    functions: tuple[UserFunction | None, ...] = (None, None)
+    functions = _NO_FUNCTIONS
     if score_mod is not None or mask_mod is not None:
         blocks = None
         if isinstance(mask_mod, BlockMask):
@@ -113,10 +112,9 @@ def attention_call(
         )
         both = arrays_of("score_mod", score_mod) | arrays_of("mask_mod", mask_mod)
         arrays = with_arrays_of(arrays, UserFunctions(*functions), both)
-    backward = isinstance(arrays, AttentionBackwardArrays)
-    operands = adopt(arrays, ARRAY_FIXES if backward else FORWARD_FIXES)
+    operands = adopt(arrays, arrays.FIXES)
     checked = _NO_SEED if seed is None else checked_seed(seed)
-    given = (*options, q_offset, interleaved, *functions, *longest)
+    given = options + (q_offset, interleaved) + functions + longest  # noqa: RUF005  as it is fastest
     return operands, checked_problem(operands, given), checked
 
 

@@ -30,6 +30,19 @@ Outputs = Mapping[str, Output]
 """The results of a call, by the fields of its record."""
 
 
+ARRAY_FIXES = {
+    "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
+    "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
+    "sinks": "pass a float array of shape (H,)",
+    "cos": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "sin": "pass a float array of shape (positions, R/2), as rope_tables makes",
+    "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
+    "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
+}
+"""The fix for a number or a list in an array's place, where an array of that alone would not do."""
+FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
+
+
 @dataclass(slots=True)
 class AttentionArrays(Record[T]):
     """The arrays of one forward call, of a batch or of packed sequences."""
@@ -55,6 +68,8 @@ class AttentionArrays(Record[T]):
     """The tiles that a mask_mod leaves."""
 
     SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({"block_mask": "mask_mod's tiles"})
+    FIXES: ClassVar[Mapping[str, str]] = FORWARD_FIXES
+    """The fixes that errors propose for a field that is no array."""
 
 
 @dataclass(slots=True)
@@ -72,6 +87,7 @@ class AttentionBackwardArrays(AttentionArrays[T]):
     SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType(
         {**AttentionArrays.SHOWN_AS, **{name: f"grads.{name}" for name in BACKWARD_RESULTS}}
     )
+    FIXES: ClassVar[Mapping[str, str]] = ARRAY_FIXES
 
 
 @dataclass(slots=True)
@@ -88,17 +104,6 @@ class PagedArrays(AttentionArrays[T]):
 
 
 SHOWN_AS = AttentionBackwardArrays.SHOWN_AS
-ARRAY_FIXES = {
-    "seqused_k": "pass an int32 array of shape (B,), for example numpy.full(B, length, 'int32')",
-    "alibi_slopes": "pass a float array of shape (H,) or (B, H)",
-    "sinks": "pass a float array of shape (H,)",
-    "cos": "pass a float array of shape (positions, R/2), as rope_tables makes",
-    "sin": "pass a float array of shape (positions, R/2), as rope_tables makes",
-    "cu_seqlens_q": "pass an int32 array of shape (B + 1,)",
-    "cu_seqlens_k": "pass an int32 array of shape (B + 1,)",
-}
-"""The fix for a number or a list in an array's place, where an array of that alone would not do."""
-FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
 ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 
