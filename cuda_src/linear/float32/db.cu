@@ -1,10 +1,10 @@
-// Partial sums of dz = dout * activation'(preactivation) over rows: the gradient of a bias, before the parts are added.
+// Partial sums of dz = dout * activation'(preactivation) over rows, whose sum is the gradient of a bias.
 //
-// Shapes    dout (M, N), preactivation (M, W), rows contiguous; partials (parts, W) float32. W = N, or 2 N where GATED.
+// Shapes    dout (M, N), preactivation (M, W), rows contiguous; partials (parts, W) float32. W = N, or 2 N if GATED.
 // Work      a CTA takes `part_rows` neighbouring rows and THREADS * items columns, a thread 16 bytes' worth of columns;
 //           neighbouring CTAs take neighbouring columns. column_sums.cu adds the parts, in a fixed order.
 // Budget    registers: a sum for each column of a thread; no shared memory.
-// Edges     columns beyond W are not read; VEC is 1 where rows are not whole aligned vectors.
+// Edges     columns beyond W are not read; VEC is 1 unless rows are whole aligned vectors.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC)
 #error "DTYPE, THREADS, ACTIVATION, GATED and VEC come from a launch-configuration table"
 #endif

@@ -1,9 +1,9 @@
 // dw = x^T dz in float32 arithmetic, dz = dout * activation'(preactivation) computed as it is loaded.
 //
-// Shapes    x (M, K), dout (M, N) and preactivation (M, W), rows contiguous; dw (K, W). W = N, or 2 N where GATED.
+// Shapes    x (M, K), dout (M, N) and preactivation (M, W), rows contiguous; dw (K, W). W = N, or 2 N if GATED.
 //           TRANSPOSED computes dw^T = dz^T x, for a dw whose columns are contiguous.
-// Work      a CTA computes TILE_M rows by TILE_N columns, a thread 8 x 8 (product.cuh), over all M: the same bits from
-//           run to run.
+// Work      a CTA computes TILE_M rows by TILE_N columns, a thread 8 x 8 (product.cuh), over all M: the result is
+//           reproducible bit by bit.
 // Budget    as dx.cu.
 // Edges     as forward.cu.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) ||    \

@@ -1,9 +1,9 @@
 // dx = dz w^T in float32 arithmetic, dz = dout * activation'(preactivation) computed as it is loaded.
 //
 // Shapes    dout (M, N), preactivation (M, W) and dx (M, K), rows contiguous; w (K, W), contiguous along either axis
-//           (W_ALONG: kDepth for rows of w, kLines for its columns). W = N, or 2 N where GATED.
+//           (W_ALONG: kDepth for rows of w, kLines for its columns). W = N, or 2 N if GATED.
 // Work      a CTA computes TILE_M rows by TILE_N columns of dx, a thread 8 x 8 (product.cuh).
-// Budget    as forward.cu; registers: 12 of the next step more at the most, for three arrays in place of one.
+// Budget    as forward.cu; registers: up to 12 more for the next step, which loads three arrays instead of one.
 // Edges     as forward.cu.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
     !defined(W_ALONG) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(VEC_OUT) || \

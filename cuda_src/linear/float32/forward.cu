@@ -1,14 +1,14 @@
 // out = activation(x w + b) + residual in float32 arithmetic.
 //
 // Shapes    x (M, K), rows contiguous; w (K, W), contiguous along either axis (W_ALONG: kLines for rows of w, kDepth
-//           for its columns); b (W); residual and out (M, N); preactivation (M, W). W = N, or 2 N where GATED: then
-//           columns n and N + n are a gate and what it multiplies.
+//           for its columns); b (W); residual and out (M, N); preactivation (M, W). W = N, or 2 N if GATED: then
+//           columns n and N + n are a gate and the column of up that it multiplies.
 // Work      a CTA computes TILE_M rows by TILE_N columns of x w, a thread 8 x 8 (product.cuh).
 // Budget    shared memory: two steps of both factors, 2 * depth * (TILE_M + TILE_N) floats, depth 8 of float32 and 16
-//           of narrower items; registers: 64 sums, 32 factors in use and on the way, 8 of the next step.
+//           of narrower items; registers: 64 sums, 32 factors in use and in flight, 8 of the next step.
 // Edges     rows, columns and depths beyond the arrays are zeros that are never read; results there are not stored.
-//           VEC and VEC_OUT are 1 where lines of the factors, or those of everything else, are not whole aligned
-//           vectors.
+//           VEC is 1 unless lines of the factors are whole aligned vectors; VEC_OUT is 1 unless those of all
+//           other arrays are.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
     !defined(W_ALONG) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(VEC_OUT) || \
     !defined(SHARED_BYTES)

@@ -1,9 +1,9 @@
-// What a forward in float32 arithmetic does behind its product: bias, activation, residual, store.
+// The epilogue of a forward in float32 arithmetic: bias, activation, residual, store.
 #pragma once
 
 #include "product.cuh"
 
-// Of one call; b, residual and preactivation may be null.
+// The arrays of one call; b, residual and preactivation may be null.
 template <typename Scalar>
 struct ForwardArrays {
   const Scalar* b;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_bias(float (&z)[kGroup], const Scalar* b, in
   for (int k = 0; k < kGroup; k++) z[k] += bias[k];
 }
 
-// Four neighbours of a result, behind the activation.
+// Four neighbouring items of a result, after the activation.
 template <int kVec, typename Scalar>
 __device__ __forceinline__ void store_result(float (&y)[kGroup], const ForwardArrays<Scalar>& arrays,
                                              const FloatProductParams& params, int64 row, int64 column, int64 count) {

@@ -1,14 +1,14 @@
-// The factors of a product C = A B in float32 arithmetic, on their way to shared memory: a step of the sum ahead, each
-// thread its share, from global memory to registers and later from there, as float32, to the buffer that is not being
-// multiplied.
+// Loads of the factors of a product C = A B in float32 arithmetic. One step of the sum ahead, each thread loads its
+// part from global memory to registers, and later stores it, as float32, to the buffer in shared memory that is not
+// being multiplied.
 //
-// A factor is a number of lines (rows of A, columns of B) by the depth of the sum. In memory its neighbours lie along
-// either; in shared memory the lines of one depth lie side by side. A step is two loads of 16 bytes deep, so that the
-// 32 bytes of a line, a sector, come at once.
+// A factor is a number of lines (rows of A, columns of B) by the depth of the sum. It is contiguous in memory along one
+// of the two; in shared memory the lines of one depth are contiguous. A step is two loads of 16 bytes deep, so that the
+// 32 bytes of a line, a sector, are loaded together.
 //
 // Banks     a load along the depth is stored item by item: two threads to a line, 16 lines of a warp. XORing the lines
-//           of the second load's depths with 16 keeps both out of each other's banks; readers take four lines at once,
-//           which the XOR leaves together.
+//           of the second load's depths with 16 puts the two into different banks; readers load four lines at once,
+//           which the XOR keeps adjacent.
 #pragma once
 
 #include "../../common/activations.cuh"
@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_items(Vec<Scalar, kItems>& items, const Sca
   }
 }
 
-// Numbers as they stand in an array.
+// The numbers of an array, unchanged.
 template <typename Scalar_, int kVec>
 struct Numbers {
   using Scalar = Scalar_;
@@ -70,11 +70,11 @@ struct Numbers {
   }
 };
 
-// dz = dout * activation'(z); of a gated activation, whose z has `half` columns of the gate and as many of up,
-// dout * up * activation'(gate) and dout * activation(gate) behind it.
+// dz = dout * activation'(z). With a gated activation, whose z has `half` columns of the gate and as many of up, it is
+// dout * up * activation'(gate), followed by dout * activation(gate).
 //
-// What it is computed from is on its way during a step. Gated, item by item, that would take more registers than there
-// are: such a dz is computed as soon as it is asked for.
+// Its inputs are in flight during a step. A gated dz, item by item, would need more registers than there are: it is
+// computed as soon as it is loaded.
 template <typename Scalar_, int kVec, typename Activation, bool kGated>
 struct PreactivationGradient {
   using Scalar = Scalar_;
@@ -143,8 +143,8 @@ struct PreactivationGradient {
   }
 };
 
-// Which line of the array a line of a tile is. Paired: of an array of two halves, 32 lines of the first and then those
-// of the second, so that the threads that hold the ones hold the others.
+// The line of the array that is a line of a tile. Paired: the array has two halves, and a tile has 32 lines of the
+// first and then the same lines of the second, so that one thread holds both.
 template <bool kPaired>
 struct Lines {
   int64 first;   // of this tile; paired: within its half
@@ -153,7 +153,7 @@ struct Lines {
   __device__ __forceinline__ int64 place(int line) const {
     return within(line) + (kPaired && upper(line) ? extent : 0);
   }
-  // How many lines exist from there on, within the group of 32 where they are paired.
+  // The number of lines that exist from this one on; if paired, within the group of 32.
   __device__ __forceinline__ int64 left(int line) const { return extent - within(line); }
 
  private:
@@ -210,7 +210,7 @@ struct Operand {
         for (int d = 0; d < kItems; d++) st_shared_u32(at_s + d * kDepthBytes, __float_as_uint(values[d]));
       } else {
         const uint32 at_s = buffer_s + within * kDepthBytes + ((line * sizeof(float)) ^ flip(within));
-        // Two quads of each lane: eight lanes that stored the same one would meet in pairs.
+        // Two quads of each lane: eight lanes that store the same one would conflict in pairs.
         constexpr int kQuads = kItems / 4;
         const bool other_first = kQuads == 2 && line / (4 * kItems) % 2 != 0;
 #pragma unroll
@@ -227,7 +227,7 @@ struct Operand {
     }
   }
 
-  // What the bytes of a line's place are XORed with, at a depth of a step.
+  // The number that the byte offset of a line is XORed with, at a depth of a step.
   __device__ __forceinline__ static constexpr uint32 flip(int depth) {
     return depth / kItems % 2 * (16 * sizeof(float));
   }

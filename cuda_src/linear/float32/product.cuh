@@ -1,14 +1,14 @@
 // C = A B over the whole depth of the sum: a CTA computes a tile of C, a thread 8 x 8 of it, 4 x 4 lanes apart.
 //
 // A warp's lanes are 4 by 8: its part of the tile is 32 rows by 64 columns. A thread owns rows 4 r to 4 r + 3 and 16
-// more, and columns 4 c to 4 c + 3 and 32 more: each depth of a step feeds 64 FFMAs with four loads of 16 bytes.
+// more, and columns 4 c to 4 c + 3 and 32 more: at each depth of a step, four loads of 16 bytes serve 64 FFMAs.
 #pragma once
 
 #include "../../common/outer_products.cuh"
 #include "operands.cuh"
 
-// Field for field FLOAT_PRODUCT_PARAMS of cupyattn/ops/linear/structs. Strides are in items, from one contiguous line
-// of an array to the next. Of a gated activation `half` is the width of each half, otherwise 0.
+// Field for field FLOAT_PRODUCT_PARAMS of cupyattn/ops/linear/kernels_float32.py. Strides are in items, from one
+// contiguous line of an array to the next. `half` is the width of each half with a gated activation, otherwise 0.
 struct FloatProductParams {
   int64 a_stride, b_stride, preactivation_stride, residual_stride, result_stride;
   int64 rows, columns, depth, half;
@@ -28,7 +28,7 @@ struct ProductTile {
   static_assert(kRows % kWarpRows == 0 && kColumns % kWarpColumns == 0, "whole warps");
   static_assert(kRows / kWarpRows * kColumnWarps * kWarpSize == kThreads, "a warp for each of its parts");
 
-  // Of the thread's row i and column j, where they lie in the tile.
+  // The places of the thread's row i and column j in the tile.
   __device__ __forceinline__ static int row(int i) {
     return warp_index() / kColumnWarps * kWarpRows + i / kGroup * (kRowLanes * kGroup) +
            lane_index() / kColumnLanes * kGroup + i % kGroup;
@@ -41,8 +41,8 @@ struct ProductTile {
 static_assert(kPairedLines == kColumnLanes * kGroup,
               "a thread's first columns are a gate, the others what it multiplies");
 
-// Which tile a CTA computes. Neighbours go down eight tiles of rows before the next of columns, so that what runs at a
-// time shares lines of both factors in L2.
+// The tile that a CTA computes. Neighbouring CTAs compute eight tiles of rows before the next tile of columns, so that
+// CTAs that run at a time share lines of both factors in L2.
 struct TilePlace {
   int64 row, column;
 
@@ -97,14 +97,14 @@ __device__ __forceinline__ void multiply(float (&c)[kThreadRows][kThreadColumns]
           ld_shared_group(y, 0, y_s);
           ld_shared_group(y, kGroup, y_s + kColumnLanes * kGroup * sizeof(float));
         });
-    // The other buffer was last read in the step before, behind whose barrier all threads are.
+    // The other buffer was last read in the step before, whose barrier all threads have passed.
     a.store(fetched_a, step + 1, first_s + other);
     b.store(fetched_b, step + 1, first_s + other + A::kBytes);
     __syncthreads();  // the other buffer is filled, and this one read
   }
 }
 
-// Four neighbouring items of a row, of which `count` exist. kVec is 4 where that is all or none, otherwise 1.
+// Four neighbouring items of a row, of which `count` exist. kVec is 4 if that is all or none, otherwise 1.
 template <int kVec, typename Scalar>
 __device__ __forceinline__ void load_group(float (&x)[kGroup], const Scalar* source_g, int64 count) {
   if constexpr (kVec == kGroup) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_group(Scalar* target_g, const float (&x)[k
   }
 }
 
-// A tile of a gradient, or what was there plus it.
+// A tile of a gradient, or its sum with the contents of the array.
 template <int kVec, typename Tile, typename Scalar>
 __device__ __forceinline__ void store_gradient(Scalar* result_g, const float (&c)[kThreadRows][kThreadColumns],
                                                const FloatProductParams& params, int64 first_row, int64 first_column) {

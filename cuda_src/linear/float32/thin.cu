@@ -1,15 +1,15 @@
-// out = activation(x w + b) + residual for at most ROWS rows of x, in float32 arithmetic: the weight streams once.
+// out = activation(x w + b) + residual for at most ROWS rows of x, in float32 arithmetic: the weight is read once.
 //
 // Shapes    as forward.cu, M <= ROWS <= 16.
-// Work      a CTA computes 32 columns of x w (GATED: 16 of a gate and the 16 that it multiplies) with 8 warps. W_ALONG
+// Work      a CTA computes 32 columns of x w (GATED: 16 of a gate and the 16 of up) with 8 warps. W_ALONG
 //           kDepth: a warp takes four columns, its lanes neighbouring vectors of K. W_ALONG kLines: eight lanes take
-//           four columns each, the others and the other warps other rows of w, four at a time. Their sums meet in
-//           shared memory, where all threads finish the results.
-// Budget    bytes of w in flight are everything: four loads of 16 (kLines, of narrow items: 8) bytes a thread, 16 warps
-//           an SM; x comes through L1, each item for 32 columns. Registers: 4 * ROWS sums. Shared memory: 32 * ROWS
-//           floats, of kLines for each warp.
+//           four columns each; the other lanes and warps take other rows of w, four at a time. Their sums are added in
+//           shared memory, and all threads finish results.
+// Budget    bound by bytes of w in flight: four loads of 16 (kLines with narrow items: 8) bytes a thread, 16 warps an
+//           SM; x is read through L1, each item for 32 columns. Registers: 4 * ROWS sums. Shared memory: 32 * ROWS
+//           floats, for kLines in each warp.
 // Edges     rows from M on repeat the last, and are not stored; depths and columns beyond the arrays are zeros and not
-//           read. VEC is 1 where lines are not whole aligned vectors.
+//           read. VEC is 1 unless lines are whole aligned vectors.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(ROWS) || !defined(MIN_CTAS) || !defined(W_ALONG) || \
     !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) || !defined(SHARED_BYTES)
 #error \
@@ -33,7 +33,7 @@ struct Smem {
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table allocates what the kernel uses");
 static_assert(kAlong == Along::kLines || kWarps * kThreadSums == kColumns, "a warp for every four columns");
 
-// Column `local` of the CTA: where it is in w, and how many there are from it on.
+// Column `local` of the CTA: its place in w, and the number of columns from it on.
 struct Columns {
   int64 first, extent;  // gated: of a half
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ void sum_along_depth(Smem& smem, const Scalar* x, con
   }
 }
 
-// Four columns of each lane, over the depths of its warp and its quarter of that.
+// Four columns of each lane, over the lane's quarter of its warp's depths.
 __device__ __forceinline__ void sum_along_lines(Smem& smem, const Scalar* x, const Scalar* w, const Columns& columns,
                                                 const FloatProductParams& params) {
   constexpr int kLanes = kColumns / kThreadSums;

@@ -1,11 +1,11 @@
-// The weights that codes and scales stand for: formats.cuh says which.
+// The numbers of codes and scales (formats.cuh).
 //
 //   out[n, k] = w[n, k] in float32 arithmetic, rounded once to DTYPE
 //
 // Shapes    codes and scales of a weight (N, K); out with any strides, so that it may be (K, N) too.
-// Work      a thread owns UNIT neighbouring k of a row n, all of one block, and brings their codes in words of up to 16
-//           bytes. With ALONG neighbouring threads have neighbouring units of a row, for an out whose rows run along K,
-//           and store VEC items at once; otherwise they have neighbouring rows, for an out that runs along N.
+// Work      a thread owns UNIT neighbouring k of a row n, all of one block, and loads their codes in words of up to 16
+//           bytes. With ALONG, neighbouring threads have neighbouring units of a row, for an out that is contiguous
+//           along K, and store VEC items at once; otherwise they have neighbouring rows, for one contiguous along N.
 //           Grid ceil(N * K / UNIT / THREADS).
 // Budget    registers for the codes of a unit; Nf4's codebook in 64 bytes of shared memory, an entry a bank.
 // Edges     a scale that is NaN gives NaN. Subnormal results are 0.
@@ -15,7 +15,7 @@
 #include "../../common/vec.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype DEQUANTIZE_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
+// Field for field DEQUANTIZE_PARAMS of cupyattn/ops/linear/kernels_quantised.py. Strides are in items.
 struct DequantizeParams {
   int64 inner_stride, outer_stride;
   uint32 outer;       // N
@@ -31,7 +31,7 @@ constexpr int kLeastBlock = 32;
 static_assert(kBytes % kPiece == 0 && UNIT % kStored == 0 && kLeastBlock % UNIT == 0, "whole loads, of one block");
 static_assert(VEC == 1 || ALONG && VEC * sizeof(DTYPE) == kVectorBytes, "single items or whole vectors");
 
-// Nf4's numbers in shared memory, where it does not matter to a lane which the others look up: an entry a bank.
+// Nf4's numbers in shared memory, an entry a bank: lanes look up different entries without conflicts.
 __device__ __forceinline__ const float* filled_codebook() {
   if constexpr (FORMAT::kCodebook) {
     __shared__ float codebook_s[kCodes];
@@ -46,7 +46,7 @@ __device__ __forceinline__ const float* filled_codebook() {
   }
 }
 
-// The i-th code of a unit, as formats.cuh says.
+// The i-th code of a unit (formats.cuh).
 __device__ __forceinline__ float number(const uint32 (&word)[kBytes / 4], int i, const float* codebook_s) {
   const int bit = (FORMAT::kEvenHigh ? i ^ 1 : i) * FORMAT::kBits;
   const uint32 lowest = word[bit / 32] >> bit % 32;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                const float16* __restrict__ super_scales_g, DTYPE* __restrict__ out_g, const DequantizeParams params) {
   const float* codebook_s = filled_codebook();
 
-  // Phase 1: whose unit it is.
+  // Phase 1: the unit of this thread.
   const uint32 thread = blockIdx.x * static_cast<uint32>(THREADS) + threadIdx.x;
   const uint32 across = ALONG ? params.units : params.outer;
   const uint32 quotient = thread / across, remainder = thread - quotient * across;

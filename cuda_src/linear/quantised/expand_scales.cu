@@ -1,15 +1,15 @@
 // absmax of blocks from codes of eight bits (Dettmers et al., arXiv:2305.14314, section 3, double quantisation), for
-// products with the weight that they are of:
+// products with their weight:
 //
 //   absmax[i] = table[code[i]] * nested_absmax[i / GROUP] + offset[i / GROUP]
 //
-// The product and the sum round once each, as bitsandbytes computes them.
+// The product and the sum are rounded once each, as in bitsandbytes.
 //
 // Shapes    codes (count,) of all rows' blocks; super_scales (ceil(count / GROUP), 2) of (nested_absmax, offset); table
 //           (256,); absmax (count,) in float32.
 // Work      a thread has kItems neighbouring blocks, which are of one group; grid ceil(count / kItems / THREADS).
-// Budget    a few registers; the table in 1 KiB of shared memory, where lanes look up what they will.
-// Edges     what is subnormal is 0, before the sum too. Codes beyond `count` are not read.
+// Budget    a few registers; the table in 1 KiB of shared memory.
+// Edges     subnormal numbers are 0, before the sum too. Codes beyond `count` are not read.
 #if !defined(THREADS) || !defined(GROUP)
 #error "THREADS and GROUP come from a launch-configuration table"
 #endif
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   table_s[threadIdx.x] = scale_table_g[threadIdx.x];
   __syncthreads();  // table_s: filled
 
-  // Phase 2: codes and their group's numbers; then what they stand for.
+  // Phase 2: codes and their group's numbers; then absmax.
   const uint32 first = (blockIdx.x * static_cast<uint32>(THREADS) + threadIdx.x) * kItems;
   if (first >= count) return;
   const float2 group = reinterpret_cast<const float2*>(super_scales_g)[first / GROUP];

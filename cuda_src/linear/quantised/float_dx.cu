@@ -1,7 +1,8 @@
-// dx = dz w^T in float32 arithmetic with a quantised w, dz = dout * activation'(preactivation) computed as it is loaded.
+// dx = dz w^T in float32 arithmetic with a quantised w, dz = dout * activation'(preactivation) computed as it is
+// loaded.
 //
 // Shapes    as float32/dx.cu; w (K, W) in rows of codes that are its rows (W_ALONG: kDepth) or its columns (kLines).
-// Work, budget, edges: as there and in float_forward.cu.
+// Work, budget, edges: as in float32/dx.cu and float_forward.cu.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
     !defined(FORMAT) || !defined(W_ALONG) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) ||  \
     !defined(VEC_OUT) || !defined(SHARED_BYTES)

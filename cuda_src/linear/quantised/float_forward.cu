@@ -1,8 +1,9 @@
 // out = activation(x w + b) + residual in float32 arithmetic with a quantised w.
 //
-// Shapes    as float32/forward.cu; w (K, W) in rows of codes that are its columns (W_ALONG: kDepth) or its rows (kLines),
-//           formats.cuh.
-// Work, budget, edges: as there. Codes become float32 on their way to shared memory (float_operand.cuh).
+// Shapes    as float32/forward.cu; w (K, W) in rows of codes that are its columns (W_ALONG: kDepth) or its rows
+//           (kLines), formats.cuh.
+// Work, budget, edges: as in float32/forward.cu. Codes are decoded to float32 before they are stored to shared memory
+// (float_operand.cuh).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(TILE_M) || !defined(TILE_N) || !defined(MIN_CTAS) || \
     !defined(FORMAT) || !defined(W_ALONG) || !defined(ACTIVATION) || !defined(GATED) || !defined(VEC) ||  \
     !defined(VEC_OUT) || !defined(SHARED_BYTES)

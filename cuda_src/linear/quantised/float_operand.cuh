@@ -1,24 +1,24 @@
 // A quantised weight as a factor of a product in float32 arithmetic: a source of float32/operands.cuh.
 //
-// A line of neighbours is a row of codes; a load is of as many neighbouring weights as x has in 16 bytes, which are of
-// one block. What was fetched is codes and their block's numbers as they are in memory; they become weights on their
-// way to shared memory. Nf4's codebook is in shared memory, an entry a bank: lanes look up what they will.
+// A contiguous line is a row of codes. A load has as many neighbouring weights, all of one block, as x has in 16 bytes.
+// It fetches codes and their block's numbers as they are in memory; they are decoded before they are stored to shared
+// memory. Nf4's codebook is in shared memory, an entry a bank.
 #pragma once
 
 #include "../float32/product.cuh"
 #include "formats.cuh"
 
-// Field for field QUANTISED_FLOAT_PARAMS of cupyattn/ops/linear/structs. b_stride of the product is the weights of a
-// row.
+// Field for field QUANTISED_FLOAT_PARAMS of cupyattn/ops/linear/kernels_quantised_float32.py. b_stride of the product
+// is the weights of a row.
 struct QuantisedFloatParams {
   FloatProductParams product;
   int blocks;      // in a row
-  int block_log2;  // weights of a block; 31 where a row is one
+  int block_log2;  // weights of a block; 31 if a row is one block
 };
 static_assert(sizeof(QuantisedFloatParams) == QUANTISED_FLOAT_PARAMS_BYTES,
               "QuantisedFloatParams and its NumPy twin are one layout");
 
-// What a product has in shared memory: Nf4's codebook too.
+// The shared memory of a product, with Nf4's codebook.
 template <typename Format, typename A, typename B, bool kCodebook = Format::kCodebook>
 struct QuantisedSmem : ProductSmem<A, B> {
   __device__ __forceinline__ const float* filled_codebook() { return nullptr; }
@@ -37,7 +37,7 @@ struct QuantisedSmem<Format, A, B, true> : ProductSmem<A, B> {
   }
 };
 
-// An integer of 0 to 255, by its place in a mantissa: a conversion would go to Turing's slowest pipe.
+// An integer of 0 to 255, by placing it in a mantissa: a conversion would use Turing's slowest pipe.
 __device__ __forceinline__ float small_integer(uint32 q) {
   constexpr uint32 kMagic = 0x4b000000u;  // 2^23
   return __uint_as_float(kMagic | q) - 8388608.f;

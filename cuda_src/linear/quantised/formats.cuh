@@ -1,16 +1,16 @@
-// Weights of a product in four or eight bits: how they are kept, and what they are. A weight (N, K) has a row of codes
-// for each n, and blocks of neighbouring k that share a scale.
+// Formats of weights in four or eight bits: storage and numbers. A weight (N, K) has a row of codes for each n, and
+// blocks of neighbouring k that share a scale.
 //
-//   Nf4    w = codebook[q] * absmax     two codes a byte, that of an even k in the high nibble, as bitsandbytes has
-//                                       them; scales float32 (N, K / b)
+//   Nf4    w = codebook[q] * absmax     two codes a byte, that of an even k in the high nibble, as in bitsandbytes;
+//                                       scales float32 (N, K / b)
 //   Int4   w = (q - zero) * scale       two a byte, that of an even k in the low nibble; float16 (N, K / b, 2)
 //   Int8   w = q * scale                signed bytes; float32 (N, K / b)
 //   Q4_1   w = q * scale + offset       as Int4; float16 (N, K / 32, 2)                            (ggml's Q4_1)
 //   Q4_K   w = q * (d sc) - (dmin m)    as Int4; bytes (N, K / 32, 2) of (sc, m), and float16 (N, K / 256, 2) of
 //                                       (d, dmin)                                                  (ggml's Q4_K)
 //
-// That is float32 arithmetic, and rounds once: q * scale and q * (d sc) of a float16 scale are exact, and so are d sc and
-// dmin m. A fused multiply-add gives the same bits. (An Int4 whose zero is an integer, as files have it, is exact.)
+// This is float32 arithmetic with one rounding: with a float16 scale, q * scale and q * (d sc) are exact, and so are d
+// sc and dmin m. A fused multiply-add gives the same bits. (An Int4 whose zero is an integer, as in files, is exact.)
 #pragma once
 
 #include "../../common/memory.cuh"
@@ -39,7 +39,7 @@ constexpr float kNf4Codebook[kCodes] = {
 
 enum class Shift { kNone, kBefore, kBehind };  // what a block adds to the code, or to the product
 
-// What a format is unless it says otherwise.
+// The defaults of a format.
 struct Integers {
   static constexpr int kBits = 4;
   static constexpr bool kEvenHigh = false;  // the nibble of an even k
@@ -74,17 +74,17 @@ struct Q4_K : Integers {
   static constexpr Shift kShift = Shift::kBehind;
 };
 
-// Of 16 bytes of codes.
+// Word i of 16 bytes of codes.
 __device__ __forceinline__ uint32 word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
-// What the weights of a block share. `shift` is an Int4's zero, or what is added behind the product.
+// The numbers that the weights of a block share. `shift` is an Int4's zero, or is added after the product.
 struct BlockNumbers {
   float scale, shift;
 };
 
-// Those of a block, which is the `block`-th of all rows' blocks, within the `super_block`-th of all rows' super-blocks.
+// The numbers of the `block`-th of all rows' blocks, within the `super_block`-th of all rows' super-blocks.
 template <typename Format>
 __device__ __forceinline__ BlockNumbers block_numbers(const typename Format::Scale* scales_g,
                                                       const float16* super_scales_g, int64 block, int64 super_block) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ BlockNumbers block_numbers(const typename Format::Sca
   }
 }
 
-// The weight of a code q: of Nf4 the codebook's entry, otherwise the integer.
+// The weight of a code q, which is the codebook's entry for Nf4, otherwise the integer.
 template <typename Format>
 __device__ __forceinline__ float weight_of(float q, const BlockNumbers& block) {
   if constexpr (Format::kShift == Shift::kBefore) {

@@ -1,17 +1,17 @@
-// absmax of blocks into codes of eight bits, as expand_scales.cu reads them: a group has 256 even steps between its
-// least and its largest.
+// absmax of blocks into codes of eight bits, which expand_scales.cu reads: a group has 256 even steps between its
+// smallest and its largest absmax.
 //
 //   offset = low / 2 + high / 2,   nested_absmax = max(high - offset, offset - low)
 //   code = round(127.5 (absmax - offset) / nested_absmax + 127.5),   table[code] = (2 code - 255) / 255
 //
-// bitsandbytes has one offset for all groups, their mean, and a table that is finer near it; an offset for each group
-// needs no pass over all of them first, and its error is at most 1 / 255 of what the group spans, either way.
+// bitsandbytes has one offset for all groups, their mean, and a table that is finer near it. An offset for each group
+// needs no pass over all groups first, and its error is at most 1 / 255 of the group's span.
 //
 // Shapes    absmax (count,) in float32; codes (count,), super_scales (ceil(count / GROUP), 2), table (256,).
 // Work      a warp has a group, a lane GROUP / 32 of its blocks; grid ceil(groups / warps of a CTA).
 // Budget    registers alone.
-// Edges     float32 arithmetic in which each operation rounds once and what is subnormal is 0. Of a group without any
-//           difference all codes stand for its offset. A group with NaN or an infinity has NaN in both numbers.
+// Edges     float32 arithmetic in which each operation rounds once and subnormal numbers are 0. All codes of a group of
+//           equal numbers mean its offset. A group with NaN or an infinity has NaN in both numbers.
 #if !defined(THREADS) || !defined(GROUP)
 #error "THREADS and GROUP come from a launch-configuration table"
 #endif
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const uint32 first = group * GROUP;
   if (first >= count) return;
 
-  // Phase 1: the group's numbers. Places beyond the last repeat its first.
+  // Phase 1: the group's numbers. Places beyond the last one repeat its first one.
   float absmax[kItems], low = kInfinity, high = -kInfinity, nan = 0.f;
 #pragma unroll
   for (int i = 0; i < kItems; i++) {

@@ -1,26 +1,26 @@
-// A weight w (K, N) in codes and scales: formats.cuh says what they stand for.
+// The codes and scales (formats.cuh) of a weight w (K, N).
 //
-// All of it is float32 arithmetic. With low and high the least and the largest weight of a block, and 0, and absmax the
-// larger of -low and high,
+// All arithmetic is float32. low and high are the smallest and the largest of a block's weights and 0; absmax is the
+// larger of -low and high:
 //
-//   Nf4    scale = absmax;                 q = how many thresholds x / absmax is above: those are the means of
+//   Nf4    scale = absmax;                 q = the number of thresholds below x / absmax: these are the means of
 //                                          neighbours in the codebook, rounded to float32
 //   Int8   scale = absmax / 127;           q = round(x / scale)
 //   Int4   scale = float16((high - low) / 15), zero = round(-low / scale), at most 15;
 //                                          q = round(x / scale) + zero, within 0 to 15
 //
-// Quotients are correctly rounded, and round() is to nearest even. Nf4 takes the codes that bitsandbytes does (its
-// kernels compare x * (1 / absmax) with the same thresholds): of weights in float16 and bfloat16 all of them, which was
-// tried for every pair of significands; of float32 all but those whose quotient is within two units of a threshold.
+// Quotients are correctly rounded, and round() is to nearest even. Nf4 has the codes of bitsandbytes, whose kernels
+// compare x * (1 / absmax) with the same thresholds. For weights in float16 and bfloat16 all codes are equal, which was
+// checked for every pair of significands; for float32 all but those whose quotient is within two units of a threshold.
 //
 // Shapes    w with any strides; codes (N, K * kBits / 8) and scales (N, K / block_size) in C order.
-// Work      LANES lanes share a block, each of them 8 neighbouring weights at a time, in two passes: extent, codes. LANES
-//           is 1 where w's columns run along K by a stride, so that neighbouring lanes read neighbouring columns, and
+// Work      LANES lanes share a block, each of them 8 neighbouring weights at a time, in two passes: extent, codes.
+//           LANES is 1 if w is not contiguous along K, so that neighbouring lanes read neighbouring columns, and
 //           otherwise 4 to 32. Grid ceil(N * K / block_size * LANES / THREADS).
-// Budget    registers for 8 weights; no shared memory. The second pass reads what the first has left in L1.
-// Edges     subnormal numbers are 0. A block of zeros has scale 0 and codes that stand for 0. A block with NaN or an
-//           infinity has scale NaN, and codes of 0, so that all of it is NaN; and so is a block of Int4 whose scale is
-//           beyond float16, which is an infinity then.
+// Budget    registers for 8 weights; no shared memory. The second pass reads from L1.
+// Edges     subnormal numbers are 0. A block of zeros has scale 0 and the codes of 0. A block with NaN or an infinity
+//           has scale NaN, and codes of 0, so that all of it is NaN. So is an Int4 block whose scale exceeds float16,
+//           which is then an infinity.
 #if !defined(FORMAT) || !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(VEC)
 #error "FORMAT, DTYPE, THREADS, LANES and VEC come from a launch-configuration table"
 #endif
@@ -28,7 +28,7 @@
 #include "../../common/vec.cuh"
 #include "formats.cuh"
 
-// Field for field the structured dtype QUANTIZE_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
+// Field for field QUANTIZE_PARAMS of cupyattn/ops/linear/kernels_quantised.py. Strides are in items.
 struct QuantizeParams {
   int64 inner_stride, outer_stride;
   uint32 outer;       // N
@@ -45,7 +45,7 @@ struct Min {
   __device__ __forceinline__ float operator()(float a, float b) const { return fminf(a, b); }
 };
 
-// What a block's scale follows from.
+// The extent of a block, from which its scale follows.
 struct Extent {
   float low = 0.f, high = 0.f;
   float nan = 0.f;  // NaN if a weight is not finite
@@ -63,12 +63,12 @@ struct Extent {
   __device__ __forceinline__ float absmax() const { return fmaxf(high, 0.f - low); }
 };
 
-// x / divisor; 0 unless the divisor is above 0.
+// x / divisor; 0 unless the divisor is greater than 0.
 __device__ __forceinline__ float quotient_or_zero(float x, float divisor) {
   return divisor > 0.f ? __fdiv_rn(x, divisor) : 0.f;
 }
 
-// The first code of kCount from kFirst on, but those whose threshold x is not above.
+// The code of x among kCount codes from kFirst on.
 template <int kFirst = 0, int kCount = kCodes>
 __device__ __forceinline__ int nearest_code(float x) {
   if constexpr (kCount == 1) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void load_unit(float (&x)[kUnit], const DTYPE* source
   }
 }
 
-// kUnit codes, as formats.cuh has them.
+// kUnit codes in the order of formats.cuh.
 template <typename Format>
 __device__ __forceinline__ void store_unit(typename Format::Code* target, const Quantiser<Format>& quantiser,
                                            const float (&x)[kUnit]) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void store_unit(typename Format::Code* target, const 
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize(const DTYPE* __restrict__ w_g, FORMAT::Code* __restrict__ codes_g, FORMAT::Scale* __restrict__ scales_g,
              const QuantizeParams params) {
-  // Phase 1: whose block it is. Lanes without one take part in the reductions.
+  // Phase 1: the block of these lanes. Lanes without one take part in the reductions.
   const uint32 thread = blockIdx.x * static_cast<uint32>(THREADS) + threadIdx.x;
   const uint32 group = thread / LANES, lane = thread % LANES;
   const uint32 across = LANES == 1 ? params.outer : params.blocks;  // neighbouring groups' columns, or blocks of one

@@ -1,25 +1,24 @@
-// y = act(x w + b) + residual for few rows of x and a w in four or eight bits, on tensor cores: the packed bytes stream
-// once, at the memory's speed.
+// y = act(x w + b) + residual for few rows of x and a w in four or eight bits, on tensor cores: the packed bytes are
+// read once, at the speed of memory.
 //
-// As linear/thin/product.cu: bursts of loads, straight from memory to the fragments of mma.m16n8k8; columns of w are the
-// m16 side, rows of x the n8 side. Four lanes read a span, 64 bytes of one column (thin_scales.cuh). An instruction
-// adds up over those four lanes, and blocks have scales of their own: where a span has several blocks, the lanes trade
-// words so that each instruction stays within one.
+// As in linear/thin/product.cu, bursts of loads go directly from memory to the fragments of mma.m16n8k8; columns of w
+// are the m16 side, rows of x the n8 side. Four lanes read a span, 64 bytes of one column (thin_scales.cuh). An
+// instruction sums over those four lanes, and each block has its own scale: if a span has several blocks, the lanes
+// exchange words so that each instruction stays within one block.
 //
 // With fewer than eight rows of x the n8 side has room: PARTS neighbouring spans of a column are rows of the m16 side,
 // and the same rows of x at their k columns of the n8 side. Only the products of a span with its own k count: result
 // (row g, column n) where g % PARTS == n / ROWS. So a warp reads 64 PARTS bytes of a column at once.
 //
-// Shapes    thin/tile.cuh, W (N, K) as formats.cuh has it, its rows one behind the other. M up to 8 / PARTS or 8 X_TILES
-//           rows of x, or several times that of four tiles; K a multiple of 32, any N; OUT float32 for the sums of a
-//           part of K (thin/merge.cu). BLOCK_SIZE 0: an Int8 with a scale for each column, which waits for the sum.
+// Shapes    thin/tile.cuh, W (N, K) as in formats.cuh, in C order. M up to 8 / PARTS or 8 X_TILES rows of x, or several
+//           times that of four tiles; K a multiple of 32, any N; OUT float32 for the sums of a split K (thin/merge.cu).
+//           BLOCK_SIZE 0: an Int8 with a scale for each column, which is applied to the sum.
 // Work      A warp sums 16 W_TILES / PARTS columns for all rows of x, over every K_WARPS-th burst of STEPS times PARTS
-//           spans; K_WARPS warps share the columns. A CTA has GROUPS such groups, which are on their own: a group takes
-//           every (GROUPS gridDim)-th of splits * ceil(N / columns of a warp) tiles, those of a part of K one behind the
-//           other.
+//           spans; K_WARPS warps share the columns. A CTA has GROUPS such independent groups: a group takes every
+//           (GROUPS gridDim)-th of splits * ceil(N / columns of a warp) tiles; the tiles of one split are neighbours.
 // Budget    registers: 4 W_TILES X_TILES sums and as many or twice of a block, 8 STEPS W_TILES of codes, 4 X_SLOTS
-//           X_TILES of x, and scales. Shared memory: the sums of all warps for 8 PASS_TILES rows, and of Nf4 a table of
-//           32 KiB: 48 KiB at most.
+//           X_TILES of x, and scales. Shared memory: the sums of all warps for 8 PASS_TILES rows, and for Nf4 a table
+//           of 32 KiB: at most 48 KiB.
 // Edges     k beyond K: zeros of x, not read. Columns beyond N: sums of the last one, which are not stored.
 #include "../../common/barrier.cuh"
 #include "thin_loads.cuh"
@@ -45,7 +44,7 @@ __device__ __forceinline__ void group_barrier() {
     bar_sync(1 + group_index(), Traits::kGroupThreads);
   }
 }
-// The products of one block of a step, and what its scales make of them.
+// The products of one block of a step, with its scales applied.
 struct BlockSums {
   static constexpr bool kShifted = Traits::Scales::kShifted;
   float products[Traits::kWTiles][Traits::kXTiles][Pairs::kChains][4] = {};
@@ -121,7 +120,7 @@ struct BlockSums {
   }
 };
 
-// The products of a burst that was asked for.
+// The products of a burst that was loaded.
 __device__ __forceinline__ void multiply(Sums& sums, Bursts& burst, const Pairs::Lookup& lookup) {
   constexpr int kAll = Traits::kSteps * Traits::kChunks, kPerBlock = div_up(Traits::kChunks, Traits::kBlocks);
   PackedColumns& w = burst.w;
@@ -195,7 +194,7 @@ __device__ __forceinline__ void store_results(const GroupSums& group, const Thin
   }
 }
 
-// What a thread keeps of one of the group's columns: its bias and scale, asked for before the products.
+// The bias and scale of one of the group's columns, which a thread loads before the products.
 struct ColumnNumbers {
   uint16 bias;
   uint32 scale = 0;
@@ -225,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const uint32 tiles = (params.outer + Tile::kResults - 1) / Tile::kResults * params.splits;
   const uint32 first = blockIdx.x * Traits::kGroups + group_index(), step = gridDim.x * Traits::kGroups;
 
-  // Phase 1: the first loads, and while they are on their way the table.
+  // Phase 1: the first loads, and while they are in flight the table.
   Traits::Part next(params, first);
   Bursts bursts(x_g, codes_g, scales_g, super_scales_g, params);
   if (Traits::kAhead) {
@@ -243,7 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     }
     const Traits::Part part = next;
 
-    // Phase 2: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+    // Phase 2: products. The group's warps take the bursts of this split of K in rotation, and all iterate equally
+    // often.
     const ColumnNumbers column(b_g, scales_g, params, part.first);
     Sums sums = {};
 #pragma unroll 1
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
       bursts.load();
     }
 
-    // Phase 3: the sum over warps, and what becomes of it, some rows of x at a time.
+    // Phase 3: the sum over warps and its epilogue, some rows of x at a time.
     OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
     const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};
     if (tile != first) group_barrier();  // group: the tile before has been read

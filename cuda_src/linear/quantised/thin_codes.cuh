@@ -1,14 +1,14 @@
-// How packed codes come to the tensor cores: float16 pairs, exact of integers, and the x that meets them.
+// Packed codes for tensor cores: float16 pairs, exact for integers, and the pairs of x that they are multiplied with.
 //
-// A word of codes is 8 neighbouring k in four bits, 4 in eight bits; a pair is two of them. Each class says which pairs
-// there are (pair), which pair of x meets them (input, from 8 neighbouring items), which of kChains sums they are added
-// to (by turns), and what these are worth together (merge, times kFactor).
+// A word of codes is 8 neighbouring k in four bits, 4 in eight bits; a pair is two of them. Each class has the pairs of
+// a word (pair), the pair of x for each (input, from 8 neighbouring items), kChains sums to which they are added in
+// rotation, and the value of these sums together (merge, times kFactor).
 //
-//   NibblePairs    a masked nibble is a float16 already, a subnormal: q 2^-24 or, four bits further up, q 2^-20. Tensor
-//                  cores take those exactly, so that one instruction makes a pair, if two chains keep the two apart,
-//                  or two in one chain. Nibbles 0 and 4 of a word are one.
-//   CodebookPairs  a byte's two entries from a table in shared memory, rounded to float16. It is kept 32 times, so that
-//                  every lane reads its own bank.
+//   NibblePairs    a masked nibble is a subnormal float16: q 2^-24 or, four bits higher, q 2^-20. Tensor cores multiply
+//                  subnormals exactly, so that one instruction makes a pair, if the two kinds have separate chains, or
+//                  two instructions in one chain. Nibbles 0 and 4 of a word are a pair.
+//   CodebookPairs  a byte's two entries from a table in shared memory, rounded to float16. There are 32 copies, so
+//                  that every lane reads its own bank.
 //   BytePairs      1024 + 128 + q is a float16 whose low byte is 128 + q.
 #pragma once
 
@@ -34,8 +34,8 @@ struct CodebookTable {
     return bits;
   }
 
-  // By all threads: eight of them fill the copies of one entry. A lane has one of the codebook, and asks others for
-  // theirs.
+  // Called by all threads: eight of them fill the copies of one entry. A lane has one entry of the codebook, and gets
+  // the others by shuffles.
   template <int kThreads>
   __device__ __forceinline__ void fill() {
     const uint32 own = half_bits(lane_index() % kCodes);
@@ -52,8 +52,8 @@ struct CodebookTable {
   }
 };
 
-// Where a lane looks pairs up. One instruction makes the place of a pair from the byte, shifted there, and the lane's
-// bits, as long as the compiler does not know what these are.
+// A lane's lookup of pairs. One instruction computes the address of a pair from the shifted byte and the lane's bits,
+// as long as the compiler does not know these.
 struct CodebookLookup {
   const char* pairs;
   uint32 lane;

@@ -1,5 +1,5 @@
-// The macros that the kernel for few rows and a quantised weight takes from the table, and all that follows from them:
-// how CTAs, warps and lanes share columns and k.
+// The macros of the skinny kernel for a quantised weight, and all that follows from them: the division of columns and K
+// among CTAs, warps and lanes.
 #pragma once
 
 #if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(VEC) || !defined(VEC_SCALES) || !defined(ACTIVATION) || \
@@ -35,27 +35,27 @@ struct Traits {
   static constexpr int kBurstItems = kSteps * kStepItems;
   static constexpr int kBlockItems = BLOCK_SIZE == 0 || BLOCK_SIZE > kSpanItems ? kSpanItems : BLOCK_SIZE;
   static constexpr int kBlocks = kSpanItems / kBlockItems;  // of a span, or the part of one that it is
-  // Two chains save shifts for the price of a sum to a block and result: of many words or few results.
+  // Two chains save shifts but cost a sum for each block and result: they pay for many words or few results.
   using Pairs = PairsOf<Format, (kBlocks < 4 && kXTiles < 4) ? 2 : 1>::Type;
   static constexpr bool kColumnScale = BLOCK_SIZE == 0;
   static constexpr int kBlockVectors = kColumnScale ? 1 : BLOCK_SIZE / kLaneItems;  // of codes
   static constexpr int kChunks = kLaneItems / 8;  // 8 k each, for which a lane has 16 bytes of x
   static constexpr int kChunkWords = 4 / kChunks;
 
-  // Of eight parts a lane has one product to a line that counts, otherwise two.
+  // With eight parts, one of a lane's products in a line counts, otherwise two.
   static constexpr int kLineSums = kParts == 8 ? 1 : 2;
   static constexpr int kColumns = 16 * kWTiles / kParts;  // of a warp
   static constexpr int kLines = 2 * kWTiles;              // that a lane reads of
   using Tile = ColumnTile<kColumns, GATED>;
   using Scales = SpanScales<Format, kBlocks, VEC_SCALES>;
   using Part = CtaPart<sizeof(OUT) == sizeof(float), Tile::kResults, kBurstItems>;
-  // Lanes that store at once have other banks: rows of results 8 banks apart, or of few columns 5 or 3.
+  // Lanes that store at once have different banks: rows of results are 8 banks apart, or 5 or 3 with few columns.
   static constexpr int kLine = kColumns + (kColumns >= 8 ? 4 : 1);
 
-  // Where a CTA makes a table it takes many tiles, and its loads run ahead: a burst is asked for behind the products of
-  // the one before, so that memory is busy while sums become results. Otherwise each group has one tile, and registers
-  // are worth more. Of the speed of reading, on an H200 as compute_75 code (2026-11-23, M 1, 16384 x 4096, in a sweep
-  // that is not kept): Nf4 0.56 and Int4 0.62 ahead, 0.54 and 0.73 otherwise.
+  // A CTA that computes a table takes many tiles, and its loads run ahead: a burst is loaded after the products of the
+  // one before, so that memory is busy during the epilogue. Otherwise each group has one tile, and registers matter
+  // more. Speed relative to reading, on an H200 as compute_75 code (2026-11-23, M 1, 16384 x 4096): Nf4 0.56 and Int4
+  // 0.62 ahead, 0.54 and 0.73 otherwise.
   static constexpr bool kAhead = Pairs::Table::kEntries > 0;
 
   static_assert(kWarps * kWarpSize == THREADS, "the table derives the threads");

@@ -1,17 +1,17 @@
 // y = act(x w + b) + residual for few rows of x and a w in four or eight bits, in float32 arithmetic: the packed bytes
-// stream once, and become float32 weights in registers.
+// are read once, and decoded to float32 in registers.
 //
-// Lanes lie along K: 16 bytes of a column each, 512 of a warp, the run. x of a run waits in shared memory as float32,
-// where a lane finds four of its k in 16 bytes: piece c of lane l is at c * 32 + (l ^ c), in eight bits at
-// c * 32 + (l ^ 2 c), so that neither the lanes that read a piece nor the threads that store neighbouring k meet in a
-// bank.
+// Lanes lie along K: each reads 16 bytes of a column, a warp reads 512, a run. x of a run is in shared memory as
+// float32; a lane finds four of its k in 16 bytes: piece c of lane l is at c * 32 + (l ^ c), with eight bits at c * 32
+// + (l ^ 2 c), so that neither the lanes that read a piece nor the threads that store neighbouring k have bank
+// conflicts.
 //
-// Shapes    thin/tile.cuh, W (N, K) as formats.cuh has it, its rows one behind the other. Any M and N, K a multiple of
+// Shapes    thin/tile.cuh, W (N, K) as in formats.cuh, in C order. Any M and N, K a multiple of
 //           32. BLOCK_SIZE 0: an Int8 with a scale for each column.
-// Work      A warp sums COLUMNS columns for ROWS rows of x. Grid: ceil(M / ROWS) * ceil(N / columns of a CTA), the tiles
-//           of rows side by side, which find the codes in L2.
-// Budget    registers: COLUMNS * ROWS sums, 4 ROWS of x, 6 COLUMNS of codes and scales. Shared memory: ROWS * 4 KiB, of
-//           eight bits 2.
+// Work      A warp sums COLUMNS columns for ROWS rows of x. Grid: ceil(M / ROWS) * ceil(N / columns of a CTA); tiles of
+//           rows are neighbours, which read the codes from L2.
+// Budget    registers: COLUMNS * ROWS sums, 4 ROWS of x, 6 COLUMNS of codes and scales. Shared memory: ROWS * 4 KiB,
+//           or 2 KiB with eight bits.
 // Edges     k beyond K: zeros of x, not read. Rows beyond M are zeros, columns beyond N the last one: not stored.
 #if !defined(FORMAT) || !defined(BLOCK_SIZE) || !defined(DTYPE) || !defined(VEC) || !defined(ACTIVATION) || \
     !defined(GATED) || !defined(ROWS) || !defined(COLUMNS) || !defined(MIN_CTAS) || !defined(THREADS) ||    \
@@ -55,7 +55,7 @@ __device__ __forceinline__ int place_of(int piece, int lane) {
   return piece * kWarpSize + (lane ^ piece * (8 / Traits::kPieces));
 }
 
-// A run of x from k on, which all threads bring.
+// A run of x from k on, which all threads load.
 __device__ __forceinline__ void load_run(Smem& smem, const Scalar* x_g, const ThinParams& params, int first_row,
                                          int k) {
   constexpr int kRunPieces = Traits::kPieces * kWarpSize;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_run(Smem& smem, const Scalar* x_g, const Th
   }
 }
 
-// Codes as floats. An integer below 2^23 beside the exponent of 2^23 is a float that much larger.
+// Codes as floats. An integer q below 2^23 in the mantissa of 2^23 is the float 2^23 + q.
 struct Decoder {
   float codebook;  // of this lane's entry
 
@@ -84,7 +84,7 @@ struct Decoder {
     }
   }
 
-  // Code i of a word. The codebook is kept by lanes, twice: a shuffle looks at the low five bits of the index.
+  // Code i of a word. Lanes hold the codebook, twice: a shuffle uses the low five bits of the index.
   __device__ __forceinline__ float operator()(uint32 word, int i) const {
     if constexpr (kIsCodebook) {
       return __shfl_sync(kFullWarp, codebook, word >> (4 * i ^ 4));
@@ -98,12 +98,12 @@ struct Decoder {
   static constexpr bool kIsCodebook = Format::kEvenHigh;
 };
 
-// Scale and what is added to the product; -scale zero of an Int4 is exact.
+// The scale, and the number that is added to the product; -scale zero of an Int4 is exact.
 __device__ __forceinline__ BlockNumbers affine(const BlockNumbers& block) {
   return {block.scale, Format::kShift == Shift::kBefore ? -block.scale * block.shift : block.shift};
 }
 
-// A lane's part of COLUMNS columns: codes of a run, and the numbers of the block that they are of.
+// A lane's part of COLUMNS columns: codes of a run, and the numbers of their block.
 struct PackedColumns {
   const uint4* codes_g;
   const Format::Scale* scales_g;

@@ -1,9 +1,10 @@
-// What a warp multiplies for few rows: packed columns of w with their scales, and rows of x, from memory to registers.
+// Loads of the skinny kernel for a quantised weight: packed columns of w with their scales, and rows of x, to
+// registers.
 #pragma once
 
 #include "thin_config.cuh"
 
-// Where in a span the k of this lane's chunks begin, once words were traded.
+// The place in a span where the k of this lane's chunks begin, after words were exchanged.
 __device__ __forceinline__ int lane_item() {
   const int t = lane_in_group();
   if (Traits::kBlocks == 4) return 8 * t;
@@ -46,7 +47,7 @@ struct PackedColumns {
   __device__ __forceinline__ PackedColumns(const uint4* codes_g, const uint32* scales_g, const uint32* super_scales_g)
       : codes_g(codes_g), scales_g(scales_g), super_scales_g(super_scales_g) {}
 
-  // To the tile whose first result is `first`. Columns beyond the last read the last: their sums go nowhere.
+  // Go to the tile whose first result is `first`. Columns beyond the last read the last: their sums are not stored.
   __device__ __forceinline__ void move_to(const ThinParams& params, int first) {
 #pragma unroll
     for (int i = 0; i < Traits::kLines; i++) {
@@ -77,7 +78,7 @@ struct PackedColumns {
   }
 };
 
-// Rows of x, a tile at a time; chunks of them come round, X_SLOTS at once. Rows beyond the last are zeros.
+// Rows of x, a tile at a time, in chunks; X_SLOTS chunks are held at once. Rows beyond the last are zeros.
 struct InputRows {
   const float16* row_g;
   int64 tile_stride;
@@ -107,7 +108,7 @@ struct InputRows {
   }
 };
 
-// The bursts that a warp multiplies, those of one tile behind those of the other.
+// The bursts that a warp multiplies, tile after tile.
 struct Bursts {
   PackedColumns w;
   InputRows x;

@@ -1,11 +1,12 @@
-// What blocks of weights share, as few rows of x take it: a block's products with the codes are added up, and then are
+// The numbers that blocks of weights share, in the skinny kernels: a block's products with the codes are summed, and
+// then
 //
 //   sum_k w x = scale sum_k q x + shift sum_k x
 //
 // so that codes stay exact, and scales float32. An Int4's shift is -scale zero, which float32 holds exactly.
 //
-// A span is the 64 bytes of codes that four lanes read of a column: 128 k, or 64 of eight bits. Its blocks' numbers lie
-// side by side, a word to a block but for Q4_K (two bytes, and a word for eight blocks). Those of blocks that do not
+// A span is the 64 bytes of codes that four lanes read of a column: 128 k, or 64 in eight bits. Its blocks' numbers are
+// contiguous, a word a block, except in Q4_K (two bytes, and a word for eight blocks). Those of blocks that do not
 // exist are zeros, and are not read.
 #pragma once
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ float2 float_pair(uint32 word) {
   return __half22float2(reinterpret_cast<const __half2&>(word));
 }
 
-// A byte as a float, on the pipes of arithmetic: 2^23 + byte, less 2^23.
+// A byte as a float, without a conversion: 2^23 + byte, minus 2^23.
 __device__ __forceinline__ float float_of_byte(uint32 word, int i) {
   return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7650 + i)) - 0x1p23f;
 }

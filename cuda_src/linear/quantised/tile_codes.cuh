@@ -1,7 +1,7 @@
-// Eight neighbouring weights of a row from their codes, as tensor cores take them: in float16.
+// Eight neighbouring weights of a row from their codes, in float16 for tensor cores.
 //
-// What they lose to the exact weights is in cupyattn/ops/linear/reference.py (weight_error): integers are made
-// without error, by placing a code in the mantissa of 1024; a product and a sum that follow round once each.
+// Their error is bounded in cupyattn/ops/linear/bounds.py (weight_error): integers are exact, by placing a code in the
+// mantissa of 1024; a product and a sum that follow round once each.
 #pragma once
 
 #include "../../common/pack.cuh"
@@ -9,7 +9,7 @@
 
 constexpr int kRunItems = 16;  // neighbouring weights of a row that a thread fetches at once: of one block
 
-// Their codes and what their block shares, as they are in memory.
+// The codes of a run and the numbers of its block, as they are in memory.
 template <typename Format>
 struct Run {
   uint32 codes[kRunItems * Format::kBits / 32];
@@ -17,7 +17,7 @@ struct Run {
   uint32 above;  // of a super-block: Q4_K alone
 };
 
-// A number that float16 has, rounded otherwise, twice in a word: for constants.
+// A constant as float16, rounded if necessary, twice in a word.
 __host__ __device__ constexpr uint32 half_bits(float x) {
   if (x == 0.f) return 0;
   float mantissa = x < 0.f ? -x : x;
@@ -29,13 +29,13 @@ __host__ __device__ constexpr uint32 half_bits(float x) {
 }
 __host__ __device__ constexpr uint32 both(float x) { return half_bits(x) * 0x10001u; }
 
-// What a block's weights are computed with, in both halves of a word: code * scale + shift. Of the code 1024 + q
-// minus_whole is subtracted before.
+// The numbers that decode a block's weights, in both halves of a word: code * scale + shift. minus_whole is added to
+// the code 1024 + q first.
 struct HalfNumbers {
   uint32 scale, shift, minus_whole;
 };
 
-constexpr float kInt8Span = 128.f;  // Int8 keeps q / 128 and 128 times the scale: that is of the size of a weight
+constexpr float kInt8Span = 128.f;  // Int8 has q / 128 and 128 times the scale, which is of the size of a weight
 
 template <typename Format>
 struct HalfWeights;
@@ -81,8 +81,8 @@ struct HalfWeights<Q4_K> : WholeCodes {
   }
 };
 
-// (q - zero) scale as (q - whole) scale + (whole - zero) scale, for the whole number nearest to zero: what is rounded
-// is at most as large as the weight.
+// (q - zero) scale as (q - whole) scale + (whole - zero) scale, for the integer nearest to zero: the rounded numbers
+// are at most as large as the weight.
 template <>
 struct HalfWeights<Int4> : WholeCodes {
   __device__ __forceinline__ static HalfNumbers numbers(const Run<Int4>& run) {
@@ -112,7 +112,7 @@ struct HalfWeights<Int8> {
   }
 };
 
-// The codebook in registers: the low bytes of its 16 numbers, and the high ones. A PRMT looks four of eight up.
+// The codebook in registers: the low bytes of its 16 numbers, and the high ones. A PRMT looks up four of eight.
 template <>
 struct HalfWeights<Nf4> {
   __device__ __forceinline__ static HalfNumbers numbers(const Run<Nf4>& run) {
@@ -144,7 +144,7 @@ struct HalfWeights<Nf4> {
       const uint32 selector = selectors >> 16 * i;
       const uint32 upper = prmt(word, word << 4, i ? 0xbfae : 0x9d8c);
       const uint32 low = looked_up<0>(selector, upper), high = looked_up<8>(selector, upper);
-      // An even k stands in the upper digit of a byte.
+      // An even k is in the high nibble of a byte.
       pairs[2 * i] = mul_f16x2(prmt(low, high, 0x4051), numbers.scale);
       pairs[2 * i + 1] = mul_f16x2(prmt(low, high, 0x6273), numbers.scale);
     }

@@ -1,26 +1,26 @@
-// The way of a quantised weight to a tile product: codes and scales to registers, k-tiles later from there as float16
-// to shared memory (operand_feed.cuh has that of an array).
+// The tile loader of a quantised weight: codes and scales to registers, and k-tiles later from there as float16 to
+// shared memory (operand_feed.cuh has the loader of an array).
 //
 // A thread fetches runs of 16 neighbouring weights of a row of codes, which share a scale, and stores two chunks of
-// each. Rows of codes are columns of B (lines along the sum) or items of the sum (lines across it). Where there is no
-// column any more, the last ones are read again: what becomes of them is not stored. Items of the sum beyond the array
-// are zeros.
+// each. Rows of codes are columns of B (lines along the sum) or items of the sum (lines across it). Columns
+// beyond the last one read the last one again, and their results are not stored. Items of the sum beyond the array are
+// zeros.
 #pragma once
 
 #include "../tensor_core/operand_feed.cuh"
 #include "tile_codes.cuh"
 
-// Field for field QUANTISED_TILE_PARAMS of cupyattn/ops/linear/structs. b_stride of the product is the weights of a
-// row.
+// Field for field QUANTISED_TILE_PARAMS of cupyattn/ops/linear/kernels_quantised_tile.py. b_stride of the product is
+// the weights of a row.
 struct QuantisedTileParams {
   ProductParams product;
   int blocks;      // in a row
-  int block_log2;  // weights of a block; 31 where a row is one
+  int block_log2;  // weights of a block; 31 if a row is one block
 };
 static_assert(sizeof(QuantisedTileParams) == QUANTISED_TILE_PARAMS_BYTES,
               "QuantisedTileParams and its NumPy twin are one layout");
 
-// How the runs of a tile are shared out among kThreads threads.
+// The division of the runs of a tile among kThreads threads.
 template <typename Tile_, int kThreads>
 struct Runs {
   using Tile = Tile_;
@@ -32,8 +32,8 @@ struct Runs {
   static_assert(kCount * kThreads * kRunItems == Tile::kOuter * Tile::kInner, "whole passes");
   static_assert(Tile::kInner == 32 && kThreads % 128 == 0, "lanes that store together touch every bank once");
 
-  // Of this thread's run i, within the tile: its line, and its first place along that. Across the sum eight lanes that
-  // store together have eight lines, and four have a sector of one.
+  // This thread's run i within the tile: its line, and its first position along the line. Across the sum eight lanes
+  // that store together have eight lines, and four have a sector of one.
   __device__ __forceinline__ static int line(int i) {
     return Tile::kAlong ? i * kPassLines + threadIdx.x / kLanes : warp_index() % 4 * 8 + threadIdx.x % 8;
   }
@@ -42,7 +42,7 @@ struct Runs {
     return run * kRunItems;
   }
 
-  // In shared memory: of run 0, and from there to run i.
+  // Offsets in shared memory: of run 0, and from there to run i.
   __device__ __forceinline__ static uint32 shared_offset() { return Swizzled::offset(line(0), place(0) / kChunkItems); }
   __device__ __forceinline__ static constexpr uint32 shared_distance(int i) {
     return Tile::kAlong ? i * kPassLines * Swizzled::kRowBytes : i * kPassRuns * kRunItems * int(sizeof(float16));
@@ -75,7 +75,7 @@ struct QuantisedFeed {
   const char* above_g;
   int64 item_bytes;  // of codes, from one item of the sum to the next, in eighths
   int blocks, block_log2;
-  int inner;  // along the sum: the first of the present k-tile
+  int inner;  // along the sum: the first of the current k-tile
   uint32 offset[kFetches], scale_offset[kFetches];
 
   __device__ __forceinline__ QuantisedFeed(const QuantisedArrays<Format>& weight, const QuantisedTileParams& params,
@@ -105,8 +105,8 @@ struct QuantisedFeed {
     return blocks * kRunItems * 2 / (kAbove ? Format::kSuperBlock : 1);
   }
 
-  // Run i, `ahead` k-tiles before or behind the present one, of which `valid` items of the sum exist: all or none,
-  // unless it is ragged. Where it does not exist, it stays as it is.
+  // Load run i, `ahead` k-tiles from the current one, of which `valid` items of the sum exist: all or none, unless it
+  // is ragged. If none exists, the registers stay as they are.
   template <bool kRagged>
   __device__ __forceinline__ void load(Fetched& run, int i, int ahead, int valid) const {
     const bool wanted = (!kRagged ? 0 : Tile::kAlong ? Chunks::place(i) : Chunks::line(i)) < valid;
@@ -139,7 +139,7 @@ struct QuantisedFeed {
     }
   }
 
-  // Piece i: chunk i % 2 of run i / 2, whose place the swizzle turns by its lowest bit.
+  // Piece i: chunk i % 2 of run i / 2, whose lowest bit the swizzle flips.
   __device__ __forceinline__ static void store(uint32 tile_s, const Fetched& run, int i) {
     const uint32 at = tile_s + Chunks::shared_distance(i / kStores);
     st_shared_v4(at ^ i % kStores * kChunkBytes, eight_weights(run, i % kStores));

@@ -1,12 +1,14 @@
 // out = activation(x w + b) + residual on tensor cores with a quantised w: float16 in and out, float32 accumulation,
 // for many rows.
 //
-// Shapes    x (M, K), rows contiguous; w (K, N) as codes (N, K) with blocks of k (formats.cuh); with PAIRED N is 2 n,
-//           the columns of a gate, then those that it is multiplied with. All else as tensor_core/forward.cu.
-// Tiles, grid, barriers, epilogue: as there. What differs is the way of w: a thread fetches the codes and the scale of
-//           16 weights of a column, and stores them as float16 (tile_feed.cuh).
-// Budget    as there; of w 3 to 5 registers are on their way, and 16 weights take 50 to 70 instructions a k-tile.
-// Edges     as there; K is a multiple of TILE_INNER.
+// Shapes    x (M, K), rows contiguous; w (K, N) as codes (N, K) with blocks of k (formats.cuh); with PAIRED, N is 2 n,
+//           the columns of a gate, then those of up. All other arrays as in tensor_core/forward.cu.
+// Tiles, grid, barriers, epilogue: as in tensor_core/forward.cu. Only the loader of w differs: a thread fetches the
+// codes
+//           and the scale of 16 weights of a column, and stores them as float16 (tile_feed.cuh).
+// Budget    as in tensor_core/forward.cu; 3 to 5 registers of w are in flight, and 16 weights take 50 to 70
+//           instructions a k-tile.
+// Edges     as in tensor_core/forward.cu; K is a multiple of TILE_INNER.
 #if !defined(FORMAT) || !defined(ACTIVATION) || !defined(PAIRED)
 #error "FORMAT, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif

@@ -2,8 +2,8 @@
 //
 // Shapes    A (rows, inner), rows contiguous. B (inner, columns) as codes in rows that lie along the sum (B_LINES is
 //           kAlong: B is w, codes (columns, inner)) or across it (kAcross: dx = dz w^T, codes (inner, columns)).
-// Split, tiles, grid, barriers: as tensor_core/product.cu. The way of B is tile_feed.cuh's.
-// Edges     as there; the codes' row, which is inner or columns, is a multiple of 32 items.
+// Split, tiles, grid, barriers: as in tensor_core/product.cu. The loader of B is tile_feed.cuh.
+// Edges     as in tensor_core/product.cu; the codes' row, which is inner or columns, is a multiple of 32 items.
 #if !defined(FORMAT) || !defined(B_LINES) || !defined(SPLIT)
 #error "FORMAT, B_LINES and SPLIT come from a launch-configuration table"
 #endif

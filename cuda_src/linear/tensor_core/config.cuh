@@ -1,4 +1,4 @@
-// The macros that all products take from the table, and the shape of a CTA that follows.
+// The macros of a product's configuration, and the shape of a CTA that follows from them.
 #pragma once
 
 #if !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(TILE_INNER) || !defined(WARP_ROWS) || \
@@ -23,7 +23,7 @@ using TileOfA = OperandTile<kLines, CtaShape::kTileRows, CtaShape::kInner>;
 template <Lines kLines>
 using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
 
-// Where this warp's part of a CTA's tile lies in the result.
+// The place of this warp's part of a CTA's tile in the result.
 template <typename Product, typename Columns>
 __device__ __forceinline__ WarpPlace<Columns> warp_place(const Place& cta, const ProductParams& params) {
   const int row = warp_index() / Product::kWarpsAcross * WARP_ROWS;

@@ -1,5 +1,5 @@
-// From a warp's accumulators to memory: two neighbouring columns a lane become, by exchanges within a quad of lanes,
-// eight (four where a warp has but two tiles of columns left), so that a thread stores 16 bytes.
+// Stores of a warp's accumulators. A lane has two neighbouring columns; exchanges within a quad of lanes turn them into
+// eight (four if a warp has only two tiles of columns left), so that a thread stores 16 bytes.
 #pragma once
 
 #if !defined(OUT_VEC)
@@ -10,9 +10,8 @@
 
 static_assert(OUT_VEC == 1 || OUT_VEC == kPairItems, "single items or whole chunks");
 
-// kWords tiles of 8 columns, of each of which a quad's lane q has word q; becomes kWords neighbouring words of one
-// tile.
-// Doing so twice changes nothing.
+// Exchange words within a quad: lane q has word q of each of kWords tiles of 8 columns, and gets kWords neighbouring
+// words of one tile. The exchange is its own inverse.
 template <int kWords>
 __device__ __forceinline__ void transpose_in_quad(uint32 (&words)[kWords]) {
   static_assert(kWords == 2 || kWords == 4, "lanes in pairs or quads");
@@ -40,7 +39,7 @@ __device__ __forceinline__ int column_in_quad() {
   return kWords == 4 ? q * 8 : q % 2 * 8 + q / 2 * 4;
 }
 
-// kWords words at `row_g` + column, items from `columns` on excepted.
+// kWords words at `row_g` + column, except items from `columns` on.
 template <int kWords>
 __device__ __forceinline__ void load_words(uint32 (&words)[kWords], const float16* row_g, int column, int columns) {
 #pragma unroll
@@ -87,8 +86,8 @@ struct Matrix {
   int64 stride;  // from row to row, in items
 };
 
-// Where a warp's sums lie in the result: its first row, its first place in the axis of columns, and how many of either
-// there are (of paired columns in each half).
+// The place of a warp's sums in the result: the first row, the first position in the axis of columns, and the lengths
+// of both axes (with paired columns, of each half).
 template <typename Columns_>
 struct WarpPlace {
   using Columns = Columns_;
@@ -126,8 +125,8 @@ __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& ad
   if (exists) store_words(to.array_g + row * to.stride + half_column, words, column, place.columns);
 }
 
-// One row of a warp's tiles of columns from kFirst on, 4 at a time and what is left; values_of(n, values) gives the two
-// columns of tile n that this lane has.
+// One row of a warp's tiles of columns from kFirst on, 4 at a time and then the rest; values_of(n, values) gives this
+// lane's two columns of tile n.
 template <int kFirst, int kTiles, typename Place, typename Values>
 __device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Place& place, int row,
                                           const Values& values_of) {
@@ -141,7 +140,7 @@ __device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend
   }
 }
 
-// The sums of a row themselves.
+// The sums of a row, unchanged.
 template <int kTiles>
 struct SumsOfRow {
   const float (&acc)[kTiles][4];

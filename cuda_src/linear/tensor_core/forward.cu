@@ -1,17 +1,17 @@
 // out = activation(x w + b) + residual on tensor cores: float16 in and out, float32 accumulation, for many rows.
 //
-// Shapes    x (M, K), rows contiguous; w (K, N), rows contiguous or, where W_LINES is kAlong, columns (the transpose of
-//           an (N, K) array); with PAIRED w is (K, 2 N), the columns of a gate, then those that it is multiplied with,
+// Shapes    x (M, K), rows contiguous; w (K, N), rows contiguous or, if W_LINES is kAlong, columns (the transpose of
+//           an (N, K) array); with PAIRED w is (K, 2 N), the columns of a gate, then those of up,
 //           and out = activation(x w_gate + b_gate) * (x w_up + b_up) + residual. preactivation, if given, is x w + b.
 // Tiles     TILE_ROWS x TILE_COLUMNS of the result a CTA (cooperative thread array: a block of threads), WARP_ROWS x
 //           WARP_COLUMNS a warp, TILE_INNER items of the sum at a time. Turing's shared memory delivers half of what
 //           its tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96.
 // Grid      one CTA for each tile, and a few without one (params.cuh): neighbours share operands in L2.
 // Budget    shared memory: two stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators,
-//           fragments of one or two steps, A_RING + B_RING quads on their way.
+//           fragments of one or two steps, A_RING + B_RING quads in flight.
 // Barriers  one per k-tile.
-// Edges     rows and columns beyond the arrays are computed of others and not stored; items of the sum beyond K are
-//           zeros, in the first k-tile.
+// Edges     rows and columns beyond the arrays are computed from existing ones and not stored; items of the sum beyond
+//           K are zeros, in the first k-tile.
 #if !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
 #error "W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif

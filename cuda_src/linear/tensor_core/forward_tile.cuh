@@ -1,4 +1,4 @@
-// What the forwards do before and behind their loop: sums that start from the bias; activation, residual, store.
+// The prologue and the epilogue of the forwards: sums start from the bias; activation, residual, store.
 #pragma once
 
 #include "../../common/activations.cuh"
@@ -28,8 +28,8 @@ struct ForwardArrays {
   float16* out_g;
 };
 
-// Traits has Columns, Activation and kOutTiles: a warp's tiles of columns of the result. Of a gate and what it is
-// multiplied with the result is one column.
+// Traits has Columns, Activation and kOutTiles: a warp's tiles of columns of the result. A gate and its column of up
+// are one column of the result.
 template <typename Traits, int kMTiles, int kNTiles, typename Place>
 __device__ __forceinline__ void store_activated(const float (&acc)[kMTiles][kNTiles][4], const Place& sums,
                                                 const ProductParams& params, const ForwardArrays& arrays) {

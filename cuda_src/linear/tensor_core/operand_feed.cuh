@@ -1,8 +1,8 @@
-// The way of an operand: global memory to registers, and k-tiles later from there to shared memory.
+// The tile loader of an operand: from global memory to registers, and k-tiles later from there to shared memory.
 //
 // A thread owns pieces of one chunk (8 items): those of every kPassLines-th line, in kGroups groups of neighbouring
-// lanes' chunks. Where there is no row (or column) any more, the last one is read again: what becomes of it is not
-// stored. Items of the sum beyond the array are zeros; the first k-tile has them, all others are whole.
+// lanes' chunks. Rows (or columns) beyond the last one read the last one again, and their results are not stored. Items
+// of the sum beyond the array are zeros; the first k-tile has them, all others are whole.
 #pragma once
 
 #include "../../common/numeric.cuh"
@@ -19,7 +19,7 @@ __device__ __forceinline__ uint4 load_items(const char* source, int valid) {
   return make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16, item[6] | item[7] << 16);
 }
 
-// How the chunks of a tile are shared out among kThreads threads.
+// The division of the chunks of a tile among kThreads threads.
 template <typename Tile_, typename Outer_, int kThreads>
 struct Chunks {
   using Tile = Tile_;
@@ -35,20 +35,20 @@ struct Chunks {
   static_assert(kPasses * kPassLines == Swizzled::kRows && kPassLines % 8 == 0, "whole passes, and whole swizzles");
   static_assert(kGroups * kLanes == Swizzled::kChunks, "whole groups");
 
-  // Of this thread's piece i, within the tile: its line, and its first place along that.
+  // This thread's piece i within the tile: its line, and its first position along the line.
   __device__ __forceinline__ static int line(int i) { return i / kGroups * kPassLines + threadIdx.x / kLanes; }
   __device__ __forceinline__ static int place(int i) {
     return (i % kGroups * kLanes + threadIdx.x % kLanes) * kChunkItems;
   }
 
-  // In shared memory: of piece 0, and from there to piece i.
+  // Offsets in shared memory: of piece 0, and from there to piece i.
   __device__ __forceinline__ static uint32 shared_offset() { return Swizzled::offset(line(0), place(0) / kChunkItems); }
   __device__ __forceinline__ static constexpr uint32 shared_distance(int i) {
     return i / kGroups * kPassLines * Swizzled::kRowBytes + i % kGroups * kLanes * kChunkBytes;
   }
 };
 
-// One array as an operand: where the present k-tile begins, and this thread's pieces of it.
+// One array as an operand: the start of the current k-tile, and this thread's pieces of it.
 template <typename Chunks_, int kVec>
 struct ArrayFeed {
   using Chunks = Chunks_;
@@ -89,8 +89,8 @@ struct ArrayFeed {
     }
   }
 
-  // Piece i, `ahead` k-tiles before or behind the present one, of which `valid` items of the sum exist: all or none,
-  // unless it is ragged. Where it does not exist, the quad stays as it is.
+  // Load piece i, `ahead` k-tiles from the current one, of which `valid` items of the sum exist: all or none, unless it
+  // is ragged. If none exists, the quad stays as it is.
   template <bool kRagged>
   __device__ __forceinline__ void load(uint4& quad, int i, int ahead, int valid) const {
     const char* piece_g = tile_g + ahead * Tile::kInner * item_bytes + offset[i];

@@ -1,6 +1,6 @@
-// A tile of an operand in shared memory: kOuter rows of A (or columns of B) by kInner items of the sum, swizzled in the
-// direction in which it lies in memory. A and B are alike: their fragments want outer = lane / 4 and two neighbouring
-// items of the sum, which ldmatrix gives from lines along the sum, and ldmatrix.trans from lines across it.
+// A tile of an operand in shared memory: kOuter rows of A (or columns of B) by kInner items of the sum, in the order of
+// global memory, swizzled. A and B are alike: a fragment has outer = lane / 4 and two neighbouring items of the sum,
+// which ldmatrix loads from lines along the sum, and ldmatrix.trans from lines across it.
 #pragma once
 
 #include "../../common/swizzle.cuh"
@@ -23,7 +23,7 @@ struct OperandTile {
   static_assert(kAlong ? kInner == 16 || kInner == 32 || kInner == 64 : kOuter % 64 == 0, "what the swizzle takes");
 };
 
-// Where a lane points ldmatrix at, for the kFragmentOuter outer items of a group and 8 items of the sum.
+// The address that a lane passes to ldmatrix, for the kFragmentOuter outer items of a group and 8 items of the sum.
 template <typename Tile>
 struct FragmentPlace {
   // Two: across the sum, a group's parity takes part in the swizzle.
@@ -47,7 +47,7 @@ struct FragmentPlace {
     if constexpr (!Tile::kAlong) at[1] += bytes;
   }
 
-  // r[i] is of outer items 8 i to 8 i + 7 of the group; `step` counts 8 items of the sum.
+  // r[i] belongs to outer items 8 i to 8 i + 7 of the group; `step` counts 8 items of the sum.
   __device__ __forceinline__ void load(uint32 (&r)[4], int group, int step) const {
     constexpr int kRowBytes = Tile::Swizzled::kRowBytes;
     if constexpr (Tile::kAlong) {

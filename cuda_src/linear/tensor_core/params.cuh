@@ -1,4 +1,4 @@
-// What a product on tensor cores is told, and the order in which its axes are walked.
+// The parameters of a product on tensor cores, and the order in which CTAs compute its tiles.
 //
 // A product is  result (rows, columns) = A (rows, inner) B (inner, columns):
 //   forward  out = x w:      rows M, inner K, columns N (or gate and up)
@@ -8,13 +8,13 @@
 
 #include "../../common/mma.cuh"
 
-// Field for field PRODUCT_PARAMS of cupyattn/ops/linear/structs. Strides are in items, from one contiguous line of an
-// array to the next. Of a paired axis the length is that of one half.
+// Field for field PRODUCT_PARAMS of cupyattn/ops/linear/tiles.py. Strides are in items, from one contiguous line of an
+// array to the next. The length of a paired axis is that of one half.
 struct ProductParams {
   int64 a_stride, b_stride, preactivation_stride, out_stride, addend_stride;
   int rows, columns, inner;
   int split_inner;              // of the sum, in each of its parts but the last
-  int group_log2, splits_log2;  // tiles of rows that neighbouring CTAs go down; places for parts of the sum
+  int group_log2, splits_log2;  // tiles of rows of neighbouring CTAs; places for splits of the sum
   int column_tiles;
   uint32 column_tiles_reciprocal;  // ceil(2^31 / column_tiles)
 };
@@ -22,29 +22,29 @@ static_assert(sizeof(ProductParams) == PRODUCT_PARAMS_BYTES, "ProductParams and 
 
 constexpr int kPairItems = 8;  // neighbouring items of a half: a chunk
 
-// An axis of the product. A paired one has two halves of equal length, gate and up; it is walked in chunks of either in
-// turn, so that whoever holds a column of the gate holds that column of up too.
+// An axis of the product. A paired axis has two halves of equal length, gate and up, whose chunks are interleaved, so
+// that a thread that holds a column of the gate holds the same column of up too.
 template <bool kPaired_>
 struct Axis {
   static constexpr bool kPaired = kPaired_;
   static constexpr int kHalves = kPaired ? 2 : 1;
 
-  // Of the place `position` of a tile: its half, and its item within that.
+  // The half of position `position` of a tile, and its item within the half.
   __device__ __forceinline__ static int half(int position) { return kPaired ? position / kPairItems % 2 : 0; }
   __device__ __forceinline__ static int item(int position) {
     return kPaired ? position / (2 * kPairItems) * kPairItems + position % kPairItems : position;
   }
 };
 
-// Which tile of the result a CTA computes, and which part of the sum.
+// The tile of the result that a CTA computes, and its split of the sum.
 struct Place {
   int row_tile, column_tile, split;
 };
 
-// Neighbouring CTAs share rows of A and columns of B in L2: they go down a group of row tiles, then through the parts
-// of the sum, then to the next tile of columns. The last group may have places without a tile, and a tile a place
-// without a part of the sum. All by shifts and one product: a division would leave uniform registers, and with it every
-// address.
+// Neighbouring CTAs share rows of A and columns of B in L2: the order is a group of row tiles, then the splits of the
+// sum, then the next tile of columns. The last group may have places without a tile, and a tile may have a place
+// without a split. All of this uses shifts and one product: a division would not stay in uniform registers, nor would
+// any address that follows from it.
 __device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
   const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);

@@ -3,10 +3,9 @@
 //   out = f(z):           dz = dout f'(z)
 //   out = f(gate) up:     dgate = dout up f'(gate),   dup = dout f(gate)        (z = gate and up)
 //
-// It is formed once, for dx = dz w^T and for dw = x^T dz. Formed in the products instead, on the way to shared memory,
-// it is formed again for every tile beside it, on Turing's slowest pipe: by the static model both products then keep
-// tensor cores at 0.65, where they have 0.93 of plain operands. That costs more than this pass, whose reads db needs
-// anyway, from K = 800 on.
+// It is computed once, for dx = dz w^T and for dw = x^T dz. If the products computed it while they load their operands,
+// every tile would compute it again, on Turing's slowest pipe: by the static model, tensor cores would then be busy for
+// 0.65 of both products instead of 0.93. From K = 800 on that costs more than this pass, whose reads db needs anyway.
 //
 // Shapes    dout (rows, columns), z (rows, columns), with PAIRED (rows, 2 columns), rows of both contiguous; dz like z,
 //           contiguous; partials (row blocks, columns or 2 columns). Null: dz without an activation (then it is dout),
@@ -21,7 +20,7 @@
 #include "../../common/vec.cuh"
 #include "../../common/activations.cuh"
 
-// Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/ops/linear/structs. Strides are in items.
+// Field for field PREACTIVATION_GRADIENT_PARAMS of cupyattn/ops/linear/kernels_tensor_core.py. Strides are in items.
 struct PreactivationGradientParams {
   int64 dout_stride, preactivation_stride;
   int rows, columns;  // of a half
@@ -34,8 +33,8 @@ constexpr int kHalves = PAIRED ? 2 : 1;
 constexpr int kWarps = THREADS / kWarpSize;
 static_assert(THREADS % kWarpSize == 0 && (VEC == 1 || VEC * sizeof(float16) == kVectorBytes), "whole warps, vectors");
 
-// Sum i of a lane's VEC stands in row i. Rows are apart by so much that lanes that write a row, and lanes that read
-// neighbouring columns, touch every bank once.
+// Row i has sum i of each lane's VEC sums. The distance of rows is such that lanes that write a row, and lanes that
+// read neighbouring columns, access every bank once.
 constexpr int kSumStride = VEC == 1 ? kWarpSize : kWarpSize + kWarpSize / VEC;
 
 struct Smem {
@@ -43,7 +42,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Of the columns that this thread owns in a row: those of the gate, then those of up.
+// The columns that this thread owns in a row: those of the gate, then those of up.
 __device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const float16* dout_g, const float16* z_g,
                                               int columns) {
   float dout[VEC], z[VEC] = {}, up[VEC];

@@ -1,11 +1,11 @@
 // result = A B + addend on tensor cores: float16 in and out, float32 accumulation. The products of linear's backward:
-// dx = dz w^T, dw = x^T dz, or where the columns of dw are contiguous dw^T = dz^T x.
+// dx = dz w^T, dw = x^T dz, or dw^T = dz^T x if the columns of dw are contiguous.
 //
 // Shapes    A (rows, inner) and B (inner, columns), each with lines along the sum (A_LINES is kAlong: rows of A are
 //           contiguous; B_LINES: columns of B) or across it. result (rows, columns), rows contiguous. addend, if given,
 //           is added before the rounding: the result itself, to accumulate.
-// Split     where the result has few tiles, CTAs share each: every one adds up a part of the sum and
-//           leaves it in float32 in partials (parts, rows, columns), which column_sums.cu adds in order (SPLIT).
+// Split     if the result has few tiles, several CTAs share a tile: each adds up a part of the sum and writes it in
+//           float32 to partials (parts, rows, columns), which split_sums.cu adds in order (SPLIT).
 // Tiles, grid, budget, barriers, edges: as in forward.cu.
 #if !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
 #error "A_LINES, B_LINES and SPLIT come from a launch-configuration table"

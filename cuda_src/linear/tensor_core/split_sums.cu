@@ -1,11 +1,10 @@
-// Sums of the parts of a product that was split (product.cu), in their order, and what follows them:
+// The sum of the parts of a split product (product.cu), in their order, and its epilogue:
 //
 //   z = sum over p of partials_p + b,   result = activation(z) + addend
 //
 // Shapes    partials (parts, rows, columns) float32, contiguous; result and addend (rows, columns), rows contiguous; b
-//           (columns,). With PAIRED partials, b and preactivation = z have 2 columns for each of the result, those of a
-//           gate, then those that it is multiplied with. b, addend (perhaps the result itself) and preactivation may be
-//           null.
+//           (columns,). With PAIRED, partials, b and preactivation = z have 2 columns for each of the result, those of
+//           a gate, then those of up. b, addend (perhaps the result itself) and preactivation may be null.
 // Work      a thread owns VEC neighbouring columns of a row of the result. Grid ceil(rows * columns / (VEC * THREADS)).
 // Budget    VEC floats of each half in registers.
 // Edges     threads beyond the last column do nothing.

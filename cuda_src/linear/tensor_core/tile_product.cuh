@@ -1,10 +1,10 @@
-// The main loop: a CTA's tile of a product, of two operands that come by their feeds (operand_feed.cuh).
+// The main loop of a CTA's tile of a product of two operands, each with a tile loader (operand_feed.cuh).
 //
-// A warp owns kWarpRows x kWarpColumns of the tile. Of two stages in shared memory one is multiplied, the other filled
-// with the next k-tile. What comes after that is on its way in registers: a thread stores a piece that it asked for up
-// to a k-tile ago and at once asks for another, in slots spread over the loop. A slot is the products of 32 rows and 32
-// columns in one step, 8 instructions. Fragments are read a step ahead: B's into registers whose products have just
-// been issued, and A's likewise (A_SETS is 1) or into a second set.
+// A warp owns kWarpRows x kWarpColumns of the tile. One of two stages in shared memory is multiplied, while the other
+// is filled with the next k-tile. The k-tile after that is in flight in registers: in slots spread over the loop, a
+// thread stores a piece that it loaded up to a k-tile ago and at once loads another. A slot is the products of 32 rows
+// and 32 columns in one step, 8 instructions. Fragments are read a step ahead: B's into registers whose products have
+// just been issued, and A's likewise (A_SETS is 1) or into a second set.
 #pragma once
 
 #if !defined(MMA_K) || !defined(A_SETS) || !defined(A_SLOT) || !defined(A_STEP) || !defined(A_RING) || \
@@ -17,13 +17,13 @@
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// When piece i of a feed moves on: in slot kFirst + i * kStep. kRing of what a feed fetches, of which each makes
-// Feed::kStores pieces, are on their way at a time.
+// The slot in which piece i of a loader is stored: kFirst + i * kStep. kRing loads, each of Feed::kStores pieces, are
+// in flight at a time.
 template <int kFirst_, int kStep_, int kRing_, typename Feed>
 struct Moves {
   static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = Feed::kFetches * Feed::kStores;
   static constexpr int kLast = kFirst + (kPieces - 1) * kStep;
-  static_assert(kRing <= Feed::kFetches, "a piece is asked for a k-tile ahead at the most");
+  static_assert(kRing <= Feed::kFetches, "a piece is loaded at most a k-tile ahead");
 };
 
 template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
@@ -41,13 +41,13 @@ struct TileProduct {
   static constexpr int kSteps = kInner / MMA_K;
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
-  static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;  // the first behind it
+  static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;  // the first after it
   using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA>;
   using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB>;
   static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
-  static_assert(A_SETS == 2 || kColumnGroups > 1, "the next k-tile's are read behind the barrier");
+  static_assert(A_SETS == 2 || kColumnGroups > 1, "the next k-tile's are read after the barrier");
 
   using Accumulators = float[kMTiles][kNTiles][4];
 
@@ -67,7 +67,7 @@ struct TileProduct {
   int tiles;                // that are still to be multiplied
   Fragments fragments;
 
-  // Brings the first k-tile, of which `first_items` items of the sum exist, to the first stage.
+  // Load the first k-tile, of which `first_items` items of the sum exist, into the first stage.
   __device__ __forceinline__ TileProduct(FeedA& a, FeedB& b, uint32 stages_s, int k_tiles, int first_items)
       : feed_a(a),
         feed_b(b),
@@ -95,7 +95,7 @@ struct TileProduct {
     feed.advance(first_items);
   }
 
-  // What the loop stores first, of the second k-tile. The feed moves on to the third.
+  // Load the pieces of the second k-tile that the loop stores first. The loader advances to the third.
   template <typename Feed, int kRing>
   __device__ __forceinline__ void fill(Feed& feed, typename Feed::Fetched (&ring)[kRing]) const {
 #pragma unroll
@@ -106,8 +106,7 @@ struct TileProduct {
     feed.advance(kInner);
   }
 
-  // What moves in a slot: a piece to shared memory, and into its registers, when they are free, what is next to go
-  // through them.
+  // The moves of a slot: store a piece to shared memory, and load the next piece into its registers when they are free.
   template <typename FeedMoves, typename Feed, int kRing>
   __device__ __forceinline__ void move(int slot, Feed& feed, typename Feed::Fetched (&ring)[kRing], uint32 to_s) const {
 #pragma unroll

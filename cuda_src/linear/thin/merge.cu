@@ -1,10 +1,11 @@
-// The end of a product whose K is split over CTAs: the parts added in their order, bias, activation, residual.
+// The epilogue of a skinny product whose K is split over CTAs: the splits added in their order, bias, activation,
+// residual.
 //
 //   z = sum_s partials[s] + b,   out = act(z) + residual (tile.cuh)
 //
-// Shapes    partials (splits, M, W) float32, as product.cu and row.cu leave them; the others as in tile.cuh.
+// Shapes    partials (splits, M, W) float32, written by product.cu or row.cu; the other arrays as in tile.cuh.
 // Work      A thread finishes one item of out; neighbours own neighbouring columns. Grid: ceil(M N / THREADS).
-// Budget    no shared memory. A second launch costs time: K is split only where CTAs are few.
+// Budget    no shared memory. A second launch costs time: K is split only if there are few CTAs.
 // Edges     M N need not be a multiple of THREADS.
 #if !defined(ACTIVATION) || !defined(GATED) || !defined(THREADS)
 #error "ACTIVATION, GATED and THREADS come from a launch-configuration table"

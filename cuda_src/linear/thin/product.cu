@@ -1,13 +1,14 @@
-// y = act(x w + b) + residual for few rows of x, on tensor cores: w streams once, at the memory's speed.
+// y = act(x w + b) + residual for few rows of x, on tensor cores: w is read once, at the speed of memory.
 //
-// Bytes in flight are everything, arithmetic is free: a warp asks for a burst of STEPS * 32 k of its columns of w and
-// of the rows of x, uses them, and asks anew; other warps' bursts fill the time (weights.cuh has the fragments).
-// Weights pass by L1 and never see shared memory; x is read through L1, which warps and neighbouring CTAs share.
+// The kernel is bound by bytes in flight, not by arithmetic. A warp loads a burst of STEPS * 32 items of K of its
+// columns of w and of the rows of x, multiplies them, and loads the next; the bursts of other warps hide its latency
+// (weights.cuh has the fragments). Weights bypass L1 and shared memory; x is read through L1, which warps and CTAs
+// share.
 //
-// Shapes    tile.cuh. M up to 8 X_TILES; any N and K; OUT float32 for the sums of a part of K (merge.cu).
+// Shapes    tile.cuh. M up to 8 X_TILES; any N and K; OUT float32 for the sums of a split K (merge.cu).
 // Work      A warp sums 16 W_TILES columns of w for all rows of x, over every K_WARPS-th burst of its part of K.
-//           K_WARPS warps of a CTA share the columns, GROUPS such groups lie side by side. Grid: splits * ceil(N /
-//           columns of a CTA), the tiles of a part one behind the other.
+//           K_WARPS warps of a CTA share the columns; GROUPS such groups have neighbouring columns. Grid: splits *
+//           ceil(N / columns of a CTA); the tiles of one split are neighbours.
 // Budget    registers: 4 W_TILES X_TILES sums, 8 STEPS W_TILES of w, 4 X_SLOTS X_TILES of x. Shared memory: the sums of
 //           all warps for 8 PASS_TILES rows, at most 32 KiB.
 // Edges     k beyond K: zeros on both sides, not read. Columns beyond N and rows beyond M: sums of the last ones or of
@@ -46,7 +47,7 @@ struct Traits {
   using Weights = WeightsOf<W_ALONG_K, Tile>::Type;
   static constexpr int kCtaColumns = kGroups * Tile::kColumns;
   using Part = CtaPart<sizeof(OUT) == sizeof(float), kGroups * Tile::kResults, kBurstItems>;
-  // A product of 16 columns and 8 rows is one chain of instructions, each waiting for the last: two chains wait half.
+  // A product of 16 columns and 8 rows is one chain of dependent instructions: two chains halve the wait.
   static constexpr int kChains = kWTiles * kXTiles == 1 ? 2 : 1;
   // Four floats more than columns: the four rows that a quarter of a warp stores at once start 8 banks apart.
   static constexpr int kLine = Tile::kColumns + 4;
@@ -71,7 +72,7 @@ using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC>;
 // once come from both.
 __device__ __forceinline__ int shared_slot(int slot) { return slot + slot / 32 * 4; }
 
-// The bias of one of the CTA's columns, asked for before the products.
+// The bias of one of the CTA's columns, loaded before the products.
 __device__ __forceinline__ uint16 load_bias(const float16* b_g, const ThinParams& params, int first) {
   const int group = threadIdx.x / Tile::kColumns, column = threadIdx.x % Tile::kColumns;
   const int result = Tile::result(first + group * Tile::kResults, column);
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const Traits::Part part(params);
   const int group = warp_index() / Traits::kKWarps;
 
-  // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+  // Phase 1: products. The group's warps take the bursts of this split of K in rotation, and all iterate equally often.
   const uint16 bias = load_bias(b_g, params, part.first);
   Traits::Weights weights(w_g, params, part.first + group * Tile::kResults);
   Inputs inputs(x_g, params);
@@ -170,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     k += Traits::kKWarps * Traits::kBurstItems;
   }
 
-  // Phase 2: the sum over warps, and what becomes of it, some rows of x at a time.
+  // Phase 2: the sum over warps and its epilogue, some rows of x at a time.
   if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias_of(bias);
   OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
   const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};

@@ -1,12 +1,12 @@
-// y = act(x w + b) + residual for one row of x, in float32 FMAs: w streams once, at the memory's speed.
+// y = act(x w + b) + residual for one row of x, in float32 FMAs: w is read once, at the speed of memory.
 //
-// As product.cu without tensor cores, whose fragments would be seven eighths empty: a warp's loads are longer runs of w
-// instead. Along K a warp owns two columns and reads 512 bytes of one at a time. Along N a lane owns eight columns,
-// LANES lanes the 16 LANES bytes of a row, and each the eight rows k that its 16 bytes of x meet.
+// Like product.cu, but without tensor cores, whose fragments would be seven eighths empty: a warp loads longer runs of
+// w instead. Along K, a warp owns two columns and reads 512 bytes of one at a time. Along N, a lane owns eight columns,
+// and LANES lanes read 16 LANES bytes of a row; each lane reads the eight rows k of its 16 bytes of x.
 //
-// Shapes    tile.cuh, M = 1. Any N and K; OUT float32 for the sums of a part of K (merge.cu).
+// Shapes    tile.cuh, M = 1. Any N and K; OUT float32 for the sums of a split K (merge.cu).
 // Work      A warp sums its columns over every K_WARPS-th burst of STEPS loads of x; K_WARPS warps share the columns,
-//           GROUPS such groups lie side by side in a CTA. Grid: splits * ceil(N / columns of a CTA).
+//           GROUPS such groups of a CTA have neighbouring columns. Grid: splits * ceil(N / columns of a CTA).
 // Budget    registers: 8 STEPS of w along K or 32 STEPS along N, 4 STEPS of x, 2 or 8 sums; shared memory: a float for
 //           each warp and column.
 // Edges     k beyond K: zeros on both sides, not read. Columns beyond N are not stored.
@@ -65,7 +65,7 @@ struct SumsAlongK {
   uint32 pairs[Traits::kSteps][2][kLaneItems / 2];
   float sum[2] = {};
 
-  // A column beyond the last reads the last: its sum goes nowhere.
+  // A column beyond the last reads the last: its sum is not stored.
   __device__ __forceinline__ SumsAlongK(const float16* w_g, const ThinParams& params, int first) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -197,14 +197,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   __shared__ Smem smem;
   const Traits::Part part(params);
 
-  // What this thread finishes, and its bias, asked for before the products.
+  // The result that this thread finishes, and its bias, loaded before the products.
   const int column = threadIdx.x % Tile::kResults, own_group = threadIdx.x / Tile::kResults;
   const int result = part.first + threadIdx.x;
   const bool finishes = threadIdx.x < Traits::kCtaResults && result < params.outer;
   const uint16 bias = load_bias(b_g, result, finishes);
   const uint16 up_bias = load_bias(b_g, static_cast<int64>(params.outer) + result, finishes && Tile::kGated);
 
-  // Phase 1: products. The bursts of this part of K go round the group's warps; all make the same number of turns.
+  // Phase 1: products. The group's warps take the bursts of this split of K in rotation, and all iterate equally often.
   Sums sums(w_g, params, part.first + warp_index() / Traits::kKWarps * Tile::kResults);
   const int end = part.end(params);
   const int k_lane = lane_index() / Traits::kLanes * kLaneItems;
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     k += Traits::kKWarps * Traits::kBurstItems;
   }
 
-  // Phase 2: the sum over warps, and what becomes of it.
+  // Phase 2: the sum over warps and its epilogue.
   sums.store(smem.sums[warp_index()]);
   __syncthreads();  // smem.sums: written by every warp
   if (!finishes) return;

@@ -1,43 +1,43 @@
-// What the kernels for few rows of x share: sizes and strides, which columns of w a tile has, loads of float16 pairs,
-// and what becomes of a finished sum.
+// The common part of the skinny kernels, for few rows of x: sizes and strides, the columns of w of a tile, loads of
+// float16 pairs, and the epilogue of a finished sum.
 //
 //   z = x w + b,   out = act(z) + residual;   gated: out = act(z_gate) z_up + residual
 //
 // Shapes    x (M, K), w (K, W) by rows or by columns, b (W), residual and out (M, N), preactivation z (M, W). W is N,
-//           or 2 N where the activation is gated: N columns of the gate, then N it acts on.
+//           or 2 N with a gated activation: N columns of the gate, then N of up.
 #pragma once
 
 #include "../../common/activations.cuh"
 #include "../../common/streaming.cuh"
 
-// Field for field THIN_PARAMS of cupyattn/ops/linear/structs. Strides lead from one contiguous line to the next, in
-// items: a row, or of a w that lies along K a column.
+// Field for field SKINNY_PARAMS of cupyattn/ops/linear/kernels_skinny.py. Strides are in items, from one contiguous
+// line to the next: a row, or a column of a w that is contiguous along K.
 struct ThinParams {
   int64 x_stride, w_stride, residual_stride, preactivation_stride, out_stride;
   int rows, inner, outer;  // M, K, N
-  int splits;              // parts of K, each summed by CTAs of its own
+  int splits;              // parts of K, each summed by separate CTAs
 };
 
-// A tile of kColumns columns of w. Gated, its first half are columns of the gate and the other half the same columns of
-// what the gate acts on, so that both sums of a result meet in one CTA.
+// A tile of kColumns columns of w. If gated, its first half are columns of the gate and its other half the same columns
+// of up, so that one CTA has both sums of a result.
 template <int kColumns_, bool kGated_>
 struct ColumnTile {
   static constexpr int kColumns = kColumns_;
   static constexpr bool kGated = kGated_;
   static constexpr int kResults = kGated ? kColumns / 2 : kColumns;  // columns of out
 
-  // Column `column` of the tile whose first result is `first`: the result it belongs to, and where w and b have it.
+  // Column `column` of the tile whose first result is `first`: its result, and its column in w and b.
   __device__ __forceinline__ static int result(int first, int column) { return first + column % kResults; }
   __device__ __forceinline__ static int64 half(int column, int outer) {
     return kGated && column >= kResults ? outer : 0;
   }
 };
 
-// What a CTA sums: the columns of kResults results, over bursts of kBurstItems k. Where K is not split no division
-// stands before the first load.
+// The work of a CTA: the columns of kResults results, over bursts of kBurstItems items of K. Without a split of K there
+// is no division before the first load.
 template <bool kSplit, int kResults, int kBurstItems>
 struct CtaPart {
-  int split = 0, first, from = 0, to;  // part of K, first result, first burst, the one behind the last
+  int split = 0, first, from = 0, to;  // split of K, first result, first burst, end of bursts
 
   __device__ __forceinline__ explicit CtaPart(const ThinParams& params, uint32 cta = blockIdx.x) {
     first = cta * kResults;
@@ -78,20 +78,20 @@ __device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const fl
 
 __device__ __forceinline__ float2 unpack(uint32 pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
 
-// An item of b as it is stored: converted where it is used, for what is computed from a load waits for it.
+// An item of b as it is stored. It is converted when it is used: a conversion here would wait for the load.
 __device__ __forceinline__ uint16 load_bias(const float16* b_g, int64 column, bool wanted) {
   return ld_u16_if(b_g + column, wanted && b_g != nullptr);
 }
 __device__ __forceinline__ float bias_of(uint16 bits) { return __half2float(__ushort_as_half(bits)); }
 
-// What is written for one item of out, or of a part's sums. Absent arrays are null.
+// The stores for one item of out, or of a split's sums. Absent arrays are null.
 template <typename Activation, bool kGated, typename Result, typename Item = float16>
 struct Epilogue {
   const Item* residual_g;
   Item* preactivation_g;
   Result* out_g;
 
-  // z of the column, and where it is gated z of what the gate acts on.
+  // z of the column, and if gated z of up.
   __device__ __forceinline__ void store(const ThinParams& params, int row, int column, float z, float up) const {
     if (preactivation_g != nullptr) {
       Item* row_g = preactivation_g + row * params.preactivation_stride;

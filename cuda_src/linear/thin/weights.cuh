@@ -1,12 +1,12 @@
-// How w comes to the tensor cores, and x to meet it: fragments of mma.m16n8k8 straight from global memory.
+// Loads of w and x for tensor cores: fragments of mma.m16n8k8 directly from global memory.
 //
 // 16 columns of w are the m16 side of an instruction, 8 rows of x the n8 side; g = lane / 4 counts within each side and
 // t = lane % 4 along k. Of 32 neighbouring k a lane owns the eight from 8 t on, for w and x alike, two to each of four
-// instructions: what one thread loads at once is what it multiplies, and k is merely summed in another order.
+// instructions: a thread multiplies exactly the items that it loads, and only the order of the sum over k changes.
 //
 // A storage of w is a class of this form (WeightsAlongK, WeightsAlongN; one of four-bit weights would be a third):
 //   Weights(w_g, params, first)     the tile whose first result is column `first`
-//   load(k, end)                    ask for a burst of kSteps * 32 k from k on; those from `end` on are zeros
+//   load(k, end)                    load a burst of kSteps * 32 k from k on; those from `end` on are zeros
 //   fragment(a, step, quarter, i)   the A fragment of m16 tile i, for instruction `quarter` of a step
 //   slot(column)                    where the accumulators have a column of the tile: 8 (row of the fragment / 8) + g
 #pragma once
@@ -27,7 +27,7 @@ struct WeightsAlongK {
   const float16* line_g[kLines];
   uint32 pairs[kSteps][kLines][kLaneItems / 2];
 
-  // Columns beyond the last read the last: their sums go nowhere.
+  // Columns beyond the last read the last: their sums are not stored.
   __device__ __forceinline__ WeightsAlongK(const float16* w_g, const ThinParams& params, int first) {
 #pragma unroll
     for (int i = 0; i < kLines; i++) {
@@ -58,7 +58,7 @@ struct WeightsAlongK {
 };
 
 // w (K, N): a row's columns are neighbours. A lane reads kItems columns of each of its eight k, eight lanes 16 kItems
-// bytes of one row; pairs of neighbouring k are put together by byte permutes.
+// bytes of one row; pairs of neighbouring k are assembled by byte permutes.
 template <typename Tile, int kSteps, int kVec>
 struct WeightsAlongN {
   static constexpr int kItems = Tile::kColumns / 8;  // columns of a lane, side by side
