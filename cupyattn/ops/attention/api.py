@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import numpy as np
@@ -10,13 +9,13 @@ from numpy.typing import NDArray
 
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.block_mask import BlockMask
+from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import (
     attention_call,
     reference_options,
 )
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod, python_gradient
+from cupyattn.ops.attention.modifiers import python_gradient
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import (
     AttentionArrays,
@@ -54,8 +53,8 @@ def attention(
     dropout_p: float = ...,
     seed: int | DropoutSeed | None = ...,
     rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreMod | Callable[..., Any] | None = ...,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[False] = ...,
     implementation: str = ...,
     out: Array | None = ...,
@@ -83,8 +82,8 @@ def attention(
     dropout_p: float = ...,
     seed: int | DropoutSeed | None = ...,
     rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreMod | Callable[..., Any] | None = ...,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[True],
     implementation: str = ...,
     out: tuple[Array, Array] | None = ...,
@@ -117,8 +116,8 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreModLike | None = None,
+    mask_mod: MaskModLike | None = None,
     return_lse: bool = False,
     implementation: str = "flash",
     out: Array | tuple[Array, Array] | None = None,
@@ -188,9 +187,8 @@ def attention(
         short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
         is outside of them has NaN for scores instead, unless values are checked (`backend`).
         Queries that causal order, the window and seqused_k leave no key need no position. Where
-        queries are padded at the end, as keys are (seqused_k below Sq), pass ``q_offset=0``: by
-        default the last of the Sq queries is at the last key in use, and the first ones are before
-        0.
+        queries are padded at the end, as keys are (seqused_k below Sq), pass ``q_offset=0``.
+        By default the last of the Sq queries is at the last key in use, the first ones before 0.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
@@ -361,8 +359,8 @@ def attention_backward(
     dropout_p: float = 0.0,
     seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreModLike | None = None,
+    mask_mod: MaskModLike | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     implementation: str = "flash",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, cast, overload
 
 from numpy.typing import NDArray
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
 from cupyattn.ops.attention.backward import attention_backward
-from cupyattn.ops.attention.block_mask import BlockMask
+from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod, python_gradient
+from cupyattn.ops.attention.modifiers import python_gradient
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import (
     AttentionArrays,
@@ -53,8 +53,8 @@ def attention_varlen(
     dropout_p: float = ...,
     seed: int | DropoutSeed | None = ...,
     rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreMod | Callable[..., Any] | None = ...,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
     workspace: Array | None = ...,
@@ -85,8 +85,8 @@ def attention_varlen(
     dropout_p: float = ...,
     seed: int | DropoutSeed | None = ...,
     rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreMod | Callable[..., Any] | None = ...,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[True],
     out: tuple[Array, Array] | None = ...,
     workspace: Array | None = ...,
@@ -122,8 +122,8 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreModLike | None = None,
+    mask_mod: MaskModLike | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
     workspace: Array | None = None,
@@ -290,8 +290,8 @@ def attention_varlen_backward(
     dropout_p: float = 0.0,
     seed: int | DropoutSeed | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreModLike | None = None,
+    mask_mod: MaskModLike | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     grads: AttentionGrads | None = None,

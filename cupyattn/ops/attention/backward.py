@@ -18,6 +18,7 @@ from cupyattn.ops.attention.kernels.float32 import backward
 from cupyattn.ops.attention.modifiers import expression_error, require_gradient
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.params import (
+    AttentionPlanner,
     backward_params,
     gradient_params,
     interleaved,
@@ -107,7 +108,7 @@ def _plan_of(problem: AttentionProblem, card: Card) -> _PlanOf:
 
 def _rotated(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     outputs: Outputs,
     plan_of: _PlanOf,
     card: Card,
@@ -140,7 +141,7 @@ def _rotated(
 
 
 def _nothing_to_add(
-    problem: AttentionProblem, planner: Planner[Any], outputs: Outputs, accumulate: bool
+    problem: AttentionProblem, planner: AttentionPlanner, outputs: Outputs, accumulate: bool
 ) -> Plan:
     """Return the plan of a call without sequences or heads: gradients are 0, and no kernel runs.
 
@@ -154,7 +155,7 @@ def _nothing_to_add(
 
 def _naive_plan(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     outputs: Outputs,
     card: Card,
     *,
@@ -172,7 +173,7 @@ def _naive_plan(
 
 def _float32_plan(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     outputs: Outputs,
     card: Card,
     *,

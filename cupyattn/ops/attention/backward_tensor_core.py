@@ -20,6 +20,7 @@ from cupyattn.ops.attention.kernels.tensor_core import (
 from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SummedDbiasConfig
 from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
 from cupyattn.ops.attention.params import (
+    AttentionPlanner,
     backward_params,
     gradient_params,
     require_near_rows,
@@ -38,7 +39,7 @@ from cupyattn.ops.attention.structs import DBIAS_PARAMS
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Planner, Step
+from cupyattn.runtime.plan import Plan, Step
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import round_up
@@ -95,7 +96,7 @@ def sum_step(
     dbias: Layout,
     source: Layout,
     accumulate: bool,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     **places: int | None,
 ) -> Step:
     """Return the launch that sums scratch memory, which lies so, to dbias."""
@@ -134,7 +135,7 @@ class _Options(NamedTuple):
 
 def tensor_core_plan(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     outputs: Outputs,
     card: Card,
     *,
@@ -299,7 +300,7 @@ def _gradient_ctas(
 
 def _lists(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     arch: int,
     options: _Options,
     deterministic: bool,
@@ -384,7 +385,7 @@ def _summed_dbias(
 
 def _dbias_steps(
     call: _Call,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     options: _Options,
     dbias: Layout,
     summed: SummedDbias,

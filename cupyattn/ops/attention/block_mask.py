@@ -14,8 +14,9 @@ from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.kernels import block_mask as configs
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE, WARPS
 from cupyattn.ops.attention.modifiers import (
-    Blocks,
+    MaskedScores,
     MaskMod,
+    ScoreMod,
     UserFunction,
     UserFunctions,
     arrays_of,
@@ -28,7 +29,7 @@ from cupyattn.ops.attention.modifiers import (
     with_arrays_of,
 )
 from cupyattn.ops.attention.options import checked_q_offset
-from cupyattn.ops.attention.params import step_of
+from cupyattn.ops.attention.params import AttentionPlanner, step_of
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
 from cupyattn.runtime.arrays import (
     Array,
@@ -159,7 +160,7 @@ NO_LISTS = BlockLists((), None)
 
 def block_lists(
     problem: AttentionProblem,
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     rows: int,
     keys: int,
     part: int | None = None,
@@ -214,15 +215,15 @@ class BlockMask:
 
     tile = (TILE, TILE)
 
-    def __init__(self, mask_mod: Any, blocks: Blocks, tiles: Array) -> None:
+    def __init__(self, mask_mod: Any, blocks: MaskedScores, tiles: Array) -> None:
         self.mask_mod = mask_mod
         self.shape, self.q_offset = blocks
         self.tiles = tiles
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> MaskedScores:
         """The scores that it was made for."""
-        return Blocks(self.shape, self.q_offset)
+        return MaskedScores(self.shape, self.q_offset)
 
     @cached_property
     def sparsity(self) -> float:
@@ -241,6 +242,12 @@ class BlockMask:
     def __repr__(self) -> str:
         sizes = zip(("B", "H", "Sq", "Sk"), self.shape, strict=True)
         return f"BlockMask({self.mask_mod!r}, {', '.join(f'{n}={size}' for n, size in sizes)})"
+
+
+ScoreModLike = ScoreMod | Callable[..., Any]
+"""A score_mod as calls take it: a function of NumPy arrays too."""
+MaskModLike = MaskMod | BlockMask | Callable[..., Any]
+"""A mask_mod as calls take it: a function of NumPy arrays too."""
 
 
 def block_mask(
@@ -337,7 +344,7 @@ def block_mask(
             "write one, or leave mask_mod= of attention out",
         )
     shape = (_size("B", B), _size("H", H), _size("Sq", Sq), _size("Sk", Sk))
-    blocks = Blocks(shape, checked_q_offset(q_offset, array=False))
+    blocks = MaskedScores(shape, checked_q_offset(q_offset, array=False))
     arrays: BlockMaskArrays[Any] = BlockMaskArrays()
     own = arrays_of("mask_mod", mask_mod)
     operands = adopt(with_arrays_of(arrays, UserFunctions(mask_mod=function), own))

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, row_tiles_of, units_of
 from cupyattn.ops.attention.kernels import float32
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
-from cupyattn.ops.attention.kernels.float32.forward import FlashConfig as FloatConfig
+from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.tensor_core import forward as tensor_core
 from cupyattn.ops.attention.kernels.tensor_core.forward import (
@@ -98,7 +98,7 @@ class ForwardChoice(NamedTuple):
     rotated: tuple[str, ...] = ()
     """Arrays that a launch before rotates: k alone where the kernel rotates queries itself."""
     interleaving: Interleaving = Interleaving(0, 1)
-    configuration: FlashConfig | FloatConfig | None = None
+    configuration: FlashConfig | FloatFlashConfig | None = None
     options: FlashOptions = FlashOptions()
     vec: int = 1
     splits: int = 1
@@ -341,7 +341,7 @@ def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
 
 def _float32_configuration(
     problem: AttentionProblem, laid: AttentionArrays[Layout], card: Card
-) -> tuple[FloatConfig, FlashOptions, int]:
+) -> tuple[FloatFlashConfig, FlashOptions, int]:
     """Return the configuration of float32 arithmetic, its options, and the items of a load."""
     vec = whole_vectors(float32.forward.VECTOR_ITEMS, problem, laid, ("q", "k", "v", "out"))
     options = flash_options(problem, _SCORES_TOGETHER)

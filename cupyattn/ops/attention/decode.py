@@ -9,12 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from cupyattn.ops.attention.kernels import decode
-from cupyattn.ops.attention.params import attention_params, score_options, step_of, whole_vectors
+from cupyattn.ops.attention.params import (
+    AttentionPlanner,
+    attention_params,
+    score_options,
+    step_of,
+    whole_vectors,
+)
 from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
 from cupyattn.ops.attention.structs import DECODE_PARAMS
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.plan import Planner, Step
+from cupyattn.runtime.plan import Step
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 
@@ -25,7 +31,7 @@ MOST_UNITS = 2**31 - 1
 def shared_keys_steps(
     problem: AttentionProblem,
     laid: AttentionArrays[Layout],
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     launch: decode.DecodeLaunch,
     multiprocessors: int,
     *,

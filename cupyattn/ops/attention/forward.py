@@ -23,6 +23,7 @@ from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.modifiers import expression_error
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.params import (
+    AttentionPlanner,
     attention_params,
     forward_params,
     interleaved,
@@ -108,13 +109,13 @@ def require_sizes(problem: AttentionProblem) -> None:
         )
 
 
-def place_queries(problem: AttentionProblem, planner: Planner[Any]) -> None:
+def place_queries(problem: AttentionProblem, planner: AttentionPlanner) -> None:
     """Have kernels read where queries are from seqused_k, if it decides that."""
     if problem.ends_with_keys_in_use and not problem.packed:
         planner.slots.q_offset = planner.slots.seqused_k
 
 
-def _teaching_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+def _teaching_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
     problem = choice.problem
     shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
     if choice.kernels == "naive":
@@ -143,14 +144,14 @@ def teaching_params(struct: np.dtype, problem: AttentionProblem, laid: Record[La
     return params
 
 
-def _decode_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+def _decode_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
     problem, sms = choice.problem, card.multiprocessors
     launch = launch_of(problem, card)
     feed: dict[str, Any] = {"feed": "DenseFeed", "fields": {}}
     return shared_keys_steps(problem, choice.laid, planner, launch, sms, **feed)
 
 
-def _float32_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+def _float32_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
     problem, options = choice.problem, choice.options
     shape = card.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
     if choice.splits > 1:
@@ -160,7 +161,7 @@ def _float32_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> 
     return _whole_steps(choice, planner, specialise(*shape, options))
 
 
-def _tensor_core_steps(choice: ForwardChoice, planner: Planner[Any], card: Card) -> list[Step]:
+def _tensor_core_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
     problem, options = choice.problem, choice.options
     forward, cos = tensor_core.forward, problem.layouts.cos
     row: Any = choice.configuration
@@ -199,7 +200,7 @@ def _tables(problem: AttentionProblem) -> Any:
 
 
 def _whole_steps(
-    choice: ForwardChoice, planner: Planner[Any], kernel: Specialisation, *tables: Any
+    choice: ForwardChoice, planner: AttentionPlanner, kernel: Specialisation, *tables: Any
 ) -> list[Step]:
     """Return the launch of CTAs that read all keys of their rows, after a block mask's lists.
 
@@ -223,7 +224,7 @@ def _whole_steps(
 
 
 def _split_steps(
-    choice: ForwardChoice, planner: Planner[Any], kernel: Specialisation
+    choice: ForwardChoice, planner: AttentionPlanner, kernel: Specialisation
 ) -> list[Step]:
     """Return both launches: each part of the keys, then the sum of the parts of each row."""
     problem, row, splits = choice.problem, choice.configuration, choice.splits

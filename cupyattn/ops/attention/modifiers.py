@@ -46,7 +46,7 @@ BLOCK_MASK = BLOCK_STATES.name
 _MOST_AXES = 4
 
 
-class Blocks(NamedTuple):
+class MaskedScores(NamedTuple):
     """The scores that a block mask was made for."""
 
     shape: tuple[int, int, int, int]
@@ -63,7 +63,7 @@ class UserFunction(NamedTuple):
     gradient: str | None = None
     arrays: tuple[str, ...] = ()
     """Their names, as the expressions have them."""
-    blocks: Blocks | None = None
+    blocks: MaskedScores | None = None
     """The scores that its tiles are for; None of a score_mod, or a mask_mod without tiles."""
 
 

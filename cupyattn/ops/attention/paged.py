@@ -16,6 +16,7 @@ from cupyattn.ops.attention.kernels import decode, float32, tensor_core
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS, cache_bits
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.params import (
+    AttentionPlanner,
     attention_params,
     batch_integers,
     interleaved,
@@ -448,7 +449,7 @@ def _alike(k: tuple[int, ...], v: tuple[int, ...], blocks: int) -> bool:
 
 
 def _prefill_step(
-    problem: PagedProblem, laid: PagedArrays[Layout], planner: Planner[Any], card: Card
+    problem: PagedProblem, laid: PagedArrays[Layout], planner: AttentionPlanner, card: Card
 ) -> Step:
     """Return the launch of the forward kernel, whose keys come from blocks."""
     kernel, tile_q = _prefill_kernel(problem, laid, card)

@@ -29,7 +29,7 @@ from cupyattn.ops.attention.structs import (
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.checks import require_item_alignment
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Plan, Step
+from cupyattn.runtime.plan import Plan, Planner, Step
 from cupyattn.runtime.records import Record, given_of
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.structs import new_struct
@@ -43,6 +43,10 @@ _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     VARLEN_BACKWARD_PARAMS: ("backward", "attention"),
 }
 """The C structs that hold AttentionParams, and where."""
+
+
+AttentionPlanner = Planner[Any]
+"""A planner of one call: its record may have fields for arrays of the user's expressions."""
 
 
 def step_of(

@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyattn.ops.attention.kernels import rotary
-from cupyattn.ops.attention.params import forward_params, row_strides, step_of
+from cupyattn.ops.attention.params import AttentionPlanner, forward_params, row_strides, step_of
 from cupyattn.ops.attention.problem import AttentionProblem
 from cupyattn.ops.attention.structs import ROTARY_PARAMS
 from cupyattn.ops.rope.kernels import rope_config, slot_items, specialise_rotation
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import SCRATCH_DTYPE, Planner, Step
+from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
 from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1
@@ -50,7 +50,9 @@ def in_scratch(
     return moved
 
 
-def take_scratch(planner: Planner[Any], problem: AttentionProblem, names: Iterable[str]) -> None:
+def take_scratch(
+    planner: AttentionPlanner, problem: AttentionProblem, names: Iterable[str]
+) -> None:
     """Have the kernels take these arrays, which are in scratch memory, from there."""
     for name in names:
         shape, _, dtype = getattr(problem.given, name)
@@ -62,7 +64,7 @@ def rotate_inputs(
     problem: AttentionProblem,
     inner: AttentionProblem,
     given: Mapping[str, int],
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     arch: int,
 ) -> Step:
     """Return the launch that rotates q and k to scratch memory, or k alone.
@@ -86,7 +88,7 @@ def rotate_inputs(
 def rotate_gradients(
     problem: AttentionProblem,
     arrays: Iterable[Rotated],
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     arch: int,
     accumulate: bool,
 ) -> Step:
@@ -98,7 +100,7 @@ def _step(
     problem: AttentionProblem,
     arch: int,
     arrays: list[Rotated],
-    planner: Planner[Any],
+    planner: AttentionPlanner,
     accumulate: bool | None,
 ) -> Step:
     """Return a launch: of q and k, or k, forwards, where `accumulate` is None; of dq and dk back.

@@ -34,7 +34,7 @@ KERNELS = (KERNEL, PAGED, VARLEN, SPLIT)
 
 
 @dataclass(frozen=True)
-class FlashConfig:
+class FloatFlashConfig:
     """A warp's lanes are 32 / column_lanes by column_lanes; each owns 8 rows and 2 * pairs keys."""
 
     column_lanes: int
@@ -62,10 +62,10 @@ class FlashConfig:
 
 # The first row whose head dim is not below max(D, Dv).
 _TURING = {
-    64: FlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
-    128: FlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
-    160: FlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
-    256: FlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
+    64: FloatFlashConfig(8, 4, 4, 2, "8 x 8 scores and up to 8 x 8 outputs a thread"),
+    128: FloatFlashConfig(16, 4, 4, 2, "16 lanes to a row: 8 x 8 outputs a thread again"),
+    160: FloatFlashConfig(16, 4, 8, 1, "8 warps have less on the way: room for 10 output columns"),
+    256: FloatFlashConfig(16, 2, 8, 1, "8 x 16 outputs a thread leave room for 8 x 4 scores"),
 }
 _GATES = {
     64: Gates(0.99, items=0.97, options=0.95, most_spills=176),
@@ -82,7 +82,7 @@ _PANEL_KEYS = 16  # of V at a time
 _SLICE_ROW = 16 * FLOAT_BYTES  # bytes of a row of a slice of Q or K
 
 
-def flash_row(arch: int, head_dim: int, head_dim_v: int) -> FlashConfig:
+def flash_row(arch: int, head_dim: int, head_dim_v: int) -> FloatFlashConfig:
     """Return the table row for these head dims."""
     return row_of(FLASH, arch, head_dim, head_dim_v)
 
@@ -131,7 +131,7 @@ def paged(
 
 def _specialise(
     spec: KernelSpec,
-    row: FlashConfig,
+    row: FloatFlashConfig,
     dtype: str,
     dims: tuple[int, int],
     vec: int,
@@ -157,7 +157,7 @@ def _specialise(
     )
 
 
-def _flash_shared_bytes(config: FlashConfig, head_dim_v: int) -> int:
+def _flash_shared_bytes(config: FloatFlashConfig, head_dim_v: int) -> int:
     """Two stages, each a slice of Q and K or a panel of V, and P (Smem in forward.cu)."""
     columns = -(-head_dim_v // config.column_lanes)
     columns += columns % 4 == 3
