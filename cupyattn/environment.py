@@ -1,4 +1,4 @@
-"""What the library finds to run on."""
+"""The devices and libraries that are available: `device_info`."""
 
 from __future__ import annotations
 
@@ -23,32 +23,41 @@ def device_info() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``devices``: for each GPU its ``name``, ``compute_capability``, ``memory_bytes``, the
-        ``arch`` that kernels are compiled for, whether float16 runs on ``tensor_cores``, otherwise
-        in float32 arithmetic, ``tensor_cores_because``, how that is known, and ``tuned``, how many
-        rows of the tables ``python -m cupyattn tune`` chose for it, None where it did not run; or
-        ``unusable_because``. ``cuda_driver`` and ``cuda_runtime`` (as CUDA numbers them, 12090 for
-        12.9), ``cupy``, ``nvrtc``, ``numpy`` and ``python`` versions, None for what is not there;
-        ``arch_override``: CUPYATTN_ARCH; ``tensor_cores_override``: CUPYATTN_TENSOR_CORES;
-        ``uses_tuned``: whether CUPYATTN_TUNED has calls take the rows that were chosen;
-        ``kernels``: the entries of the library; ``cache``: the ``folder``, None where compiled
-        kernels are kept in memory alone, and how many ``files`` of how many ``bytes`` it holds.
+        ``devices`` : list of dict
+            For each GPU its ``name``, ``compute_capability`` and ``memory_bytes``; ``arch``, for
+            which kernels are compiled; ``tensor_cores``, whether float16 uses them instead of
+            float32 arithmetic; ``tensor_cores_because``, how that is known; ``tuned``, the number
+            of configurations that ``python -m cupyattn tune`` chose, None if it has not run; and
+            ``unusable_because``, None for a GPU that can be used.
+        ``cuda_driver``, ``cuda_runtime`` : int or None
+            Versions in CUDA's encoding: 12090 means 12.9.
+        ``cupy``, ``nvrtc``, ``numpy``, ``python`` : str or None
+            Versions; None if not installed.
+        ``arch_override``, ``tensor_cores_override`` : str or None
+            CUPYATTN_ARCH and CUPYATTN_TENSOR_CORES.
+        ``uses_tuned`` : bool
+            Whether CUPYATTN_TUNED enables the tuned configurations.
+        ``kernels`` : list of str
+            The entries of the library's kernels.
+        ``cache`` : dict
+            The ``folder`` of compiled kernels, None if they stay in memory, and the number of its
+            ``files`` and their ``bytes``.
 
     Raises
     ------
     ValueError
-        If CUPYATTN_ARCH names no architecture that the library knows, or CUPYATTN_TENSOR_CORES or
+        If CUPYATTN_ARCH is no architecture that the library knows, or CUPYATTN_TENSOR_CORES or
         CUPYATTN_TUNED is neither 0 nor 1.
     RuntimeError
-        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+        If CuPy cannot be imported because CUPY_CACHE_DIR is no usable folder.
 
     Notes
     -----
-    GPUs of compute capability 7.5 need not have tensor cores (GTX 16xx, MX450, MX550, T400 to
-    T1200, T2000). The product name tells; where it does not, a kernel of at most 0.1 ms times the
-    mma instruction once, at the first call that asks, for which the host waits. A first call
-    inside a CUDA graph capture cannot wait and takes the GPU to have them. CUPYATTN_TENSOR_CORES=0
-    or 1 says it of every GPU, and of the emulator, which has them otherwise.
+    Some GPUs of compute capability 7.5 have no tensor cores (GTX 16xx, MX450, MX550, T400 to T1200,
+    T2000). The product name decides. For an unknown name, the first call that needs to know times
+    the mma instruction with a kernel of at most 0.1 ms, and the host waits for it. A first call
+    inside a CUDA graph capture cannot wait and assumes tensor cores. CUPYATTN_TENSOR_CORES=0 or 1
+    decides for every GPU and for the emulator, which otherwise has tensor cores.
 
     Examples
     --------

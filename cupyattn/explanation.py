@@ -1,4 +1,4 @@
-"""Which kernels a call of the library would launch, how, and why: `explain`."""
+"""Reports of the kernels that a call would launch: `explain`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
@@ -25,33 +26,33 @@ from cupyattn.turing import DisassemblerError, analyse
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 _SMALL = 2**20
 _MOST_COPIED = 2**20
-"""Bytes: integers on a GPU are copied up to here, for they say how a call is cut into launches."""
+"""Bytes. Smaller arrays of integers on a GPU are copied: their values may decide the launches."""
 
 
 @dataclass(frozen=True)
 class LaunchReport:
-    """One launch of a call, as `explain` finds it.
+    """One launch of a call, as `explain` reports it.
 
     Attributes
     ----------
     kernel : str
-        The entry of the kernel.
+        The entry function of the kernel.
     source : str
-        Its file, below ``cuda_src``.
+        Its file in ``cuda_src``.
     configuration : dict of str to int or str
-        The macros that it is compiled with.
+        The macros with which it is compiled.
     reason : str
-        Why this configuration was chosen, as its table says; empty where there is no choice.
+        Why this configuration was chosen; empty if there is no choice.
     ctas, threads : int
-        The size of the grid, in CTAs (CUDA's thread blocks), and of one CTA.
+        The number of CTAs (CUDA's thread blocks) in the grid, and of threads in a CTA.
     shared_bytes : int
         Shared memory of a CTA.
     registers, spill_bytes : int or None
-        Of a thread, and what it spills from registers to memory. None without NVRTC.
+        Registers of a thread, and the bytes that it spills to memory. None without NVRTC.
     ctas_per_sm : int or None
         How many CTAs one multiprocessor holds at a time. None without NVRTC.
     limit : str
-        What bounds its speed, by the model of a T4 in `cupyattn.turing`.
+        The limit of its speed, by the model of a T4 in `cupyattn.turing`.
     """
 
     kernel: str
@@ -92,14 +93,14 @@ def _resources(launch: LaunchReport) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The launches of a call, in order; printed as a text.
+    """The launches of a call, in order. Print it to read it.
 
     Attributes
     ----------
     function : str
         The name of the function.
     device : str
-        What the call would run on.
+        The device of the call.
     launches : tuple of LaunchReport
     reasons : tuple of str
         Why the call runs these kernels and no others; empty where there is no choice.
@@ -122,7 +123,7 @@ class Explanation:
 def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Explanation:
     """Report which kernels a call would launch, in which configuration, and why.
 
-    Nothing is launched, and no array is written. The kernels are compiled, which finds their
+    Nothing is launched, and no array is written. The kernels are compiled to find their number of
     registers.
 
     Parameters
@@ -130,27 +131,27 @@ def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Ex
     function : callable
         A function of this library, for example `attention`.
     *arrays
-        Its arrays. In place of an array ``(shape, dtype)`` will do, for example
-        ``((1, 4096, 32, 128), "float16")``: an array in C order that is never allocated.
+        Its arrays. Instead of an array you can pass ``(shape, dtype)``, for example
+        ``((1, 4096, 32, 128), "float16")``. It means an array in C order, which is not allocated.
     **options
-        Its options; arrays among them may be given as shapes too.
+        Its options. Arrays among them can be shapes too.
 
     Returns
     -------
     Explanation
-        Print it. With CuPy arrays it is about their GPU, otherwise about a T4.
+        With CuPy arrays it is for their GPU, otherwise for a T4.
 
     Raises
     ------
     TypeError
-        For something that cannot be called, and what the function raises.
+        If `function` cannot be called, or the function itself raises it.
     ValueError, NotImplementedError
-        What the function raises for these arrays and options.
+        If the function itself raises it for these arrays and options.
 
     Notes
     -----
-    Arrays of integers, such as lengths, decide how a call is cut into launches: pass them as
-    arrays. The limit is a model of a T4 (see `cupyattn.turing`), whatever the device.
+    The values of integer arrays, such as lengths, can decide the launches: pass these as arrays.
+    The limit is from a model of a T4 (see `cupyattn.turing`), whatever the device.
 
     Examples
     --------
@@ -186,7 +187,7 @@ def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Ex
 
 
 def _stand_in(value: Any, devices: set[int]) -> Any:
-    """Return an argument with arrays on a GPU, and shapes, replaced by arrays of NumPy."""
+    """Replace arrays on a GPU, and shapes, in an argument by NumPy arrays; collect the devices."""
     if isinstance(value, np.ndarray):
         return value
     if _is_shape(value):
@@ -208,7 +209,7 @@ def _stand_in(value: Any, devices: set[int]) -> Any:
     return value
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return (
         type(value) is tuple
         and len(value) == 2
@@ -218,22 +219,22 @@ def _is_shape(value: Any) -> bool:
     )
 
 
-def _dtype(dtype: Any) -> np.dtype:
+def _dtype(dtype: DTypeLike) -> np.dtype:
     return dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
 
 
 class _Recorder(LaunchRecorder):
-    """A recorder whose results take no memory, however large."""
+    """A recorder whose results use no memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return _unallocated(shape, dtype)
 
-    def zero(self, array: np.ndarray) -> None:
-        """Leave it: nothing reads it."""
+    def zero(self, array: Array) -> None:
+        """Do nothing: no kernel reads the array."""
 
 
 def _unallocated(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return zeros that take no memory until they are read: the system gives pages on demand."""
+    """Return zeros that use no memory until they are read, because pages are mapped on demand."""
     size = math.prod(shape) * dtype.itemsize
     return _memory(size)[:size].view(dtype).reshape(shape)
 
@@ -241,13 +242,13 @@ def _unallocated(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _memory(size: int) -> np.ndarray:
     if size < _SMALL or sys.platform != "linux":
         return np.zeros(size, np.uint8)
-    # Without a reserve, or an array larger than the machine's memory would be refused.
+    # Without a reserve: otherwise the system refuses an array larger than its memory.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     return np.frombuffer(mmap.mmap(-1, size, flags=flags), np.uint8)
 
 
 def _like(array: Array) -> np.ndarray:
-    """Return an array of NumPy that is laid out and aligned as one on a GPU, of zeros."""
+    """Return a NumPy array of zeros with the strides and alignment of an array on a GPU."""
     if 0 in array.shape:
         return np.zeros(array.shape, array.dtype)
     steps = zip(array.shape, array.strides, strict=True)

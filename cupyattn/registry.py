@@ -1,4 +1,4 @@
-"""Every kernel of the library, as the families declare them."""
+"""The list of all kernels, which the families declare."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ KERNELS: dict[str, KernelSpec] = {
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
-    """Yield the rows of every table: what is compiled ahead, and gated by the tests."""
+    """Yield the ahead-of-time list: every configuration. Tests check the gates of all of them."""
     for module in _MODULES:
         yield from module.catalogue(arch)

@@ -3,27 +3,27 @@
 //
 // Each is x times a probability: x / (1 + e^-z) with z = x (silu) or z = 2 sqrt(2/pi) (x + 0.044715 x^3) (the tanh form
 // of gelu, since (1 + tanh u) / 2 = 1 / (1 + e^-2u)), and x Phi(x) with the normal distribution function Phi (gelu:
-// Hendrycks and Gimpel, arXiv:1606.08415). The small one of p and 1 - p is computed, from e^-|z| or e^(-x^2/2), and the
-// large one is 1 less it: so the left tail keeps its relative accuracy, where 1 + tanh and 1 + erf cancel.
+// Hendrycks and Gimpel, arXiv:1606.08415). The smaller of p and 1 - p is computed from e^-|z| or e^(-x^2/2), and the
+// larger is 1 minus the smaller. So the left tail keeps its relative accuracy, where 1 + tanh and 1 + erf cancel.
 //
-// Errors    relative to |value|, in units of 2^-24: silu 9 + 2 |x|, gelu_tanh 9 + 7 |z|, gelu 33 + 1.5 x^2 (what grows
-//           is an exponent's rounding); of a derivative, relative to p + |x p'|: 14 + 2 |x|, 20 + 7 |z|, 33 + 1.5 x^2.
-//           Numbers below 2^-118 may vanish: the exponential is flushed there.
+// Errors    in units of 2^-24. Values, relative to |value|: silu 9 + 2 |x|, gelu_tanh 9 + 7 |z|, gelu 33 + 1.5 x^2 (the
+//           growing terms are the rounding of exponents). Derivatives, relative to p + |x p'|: 14 + 2 |x|, 20 + 7 |z|,
+//           33 + 1.5 x^2. Results below 2^-118 may become 0: the exponential is flushed there.
 //           cupyattn/ops/activations/bounds.py derives all of it.
 // Edges     value(-inf) = -0 and value(inf) = inf, derivative(-inf) = 0 and derivative(inf) = 1, their limits; NaN
 //           gives NaN. No intermediate is inf * 0.
-// Cost      one ex2 and one rcp each, beside them about 8 instructions for silu, 11 for gelu_tanh and 18 for gelu.
-//           Where a kernel needs value and derivative of one x, the compiler computes what they share once.
+// Cost      one ex2 and one rcp each, and about 8 other instructions for silu, 11 for gelu_tanh and 18 for gelu.
+//           If a kernel needs value and derivative of one x, the compiler computes their common terms once.
 #pragma once
 
 #include "numeric.cuh"
 
 constexpr float kLargestFinite = 3.4028234e38f;
 
-// x p for a p that is 0 where x is -inf. A NaN reaches the product through p.
+// x p, for a p that is 0 at x = -inf. For x = NaN the result is NaN because p is.
 __device__ __forceinline__ float times_probability(float x, float p) { return fmaxf(x, -kLargestFinite) * p; }
 
-// x p' for a p' that is 0 from |x| = limit on, however large x.
+// x p', for a p' that is 0 for |x| >= limit; x may be infinite.
 __device__ __forceinline__ float times_slope(float x, float slope, float limit) {
   return fminf(fmaxf(x, -limit), limit) * slope;
 }
@@ -103,7 +103,7 @@ struct Relu {
   static __device__ __forceinline__ float derivative(float x) { return x > 0.f ? 1.f : x <= 0.f ? 0.f : x; }
 };
 
-// No activation, where one could be.
+// No activation.
 struct Identity {
   static __device__ __forceinline__ float value(float x) { return x; }
   static __device__ __forceinline__ float derivative(float) { return 1.f; }

@@ -1,14 +1,14 @@
-// Sums over rows, second step: the partial sums that the CTAs of a row kernel left (rows.cuh), added in one order.
+// Sums over rows, second step: add the partial sums of the CTAs of a row kernel (rows.cuh), in a fixed order.
 //
-//   sums_c = sum over p of partials_pc   (+ what is there, with accumulate)
+//   sums_c = sum over p of partials_pc   (+ the old sums_c, with accumulate)
 //
 // Shapes    partials and more_partials (count, length) float32, contiguous; sums and more_sums (length,) of DTYPE,
-//           contiguous. more_... may be absent: two results cost one launch.
-// Work      a CTA (cooperative thread array, a block of threads) owns 32 columns of one result: a warp adds every
-//           THREADS / 32-th partial sum, a lane one column; then the first warp adds the warps' sums. Grid
+//           contiguous. more_partials and more_sums are for a second result in the same launch, and may be absent.
+// Work      a CTA (cooperative thread array, CUDA's thread block) owns 32 columns of one result, one per lane. Each of
+//           its W = THREADS / 32 warps adds every W-th partial sum; then the first warp adds the warps' sums. Grid
 //           ceil(length / 32) for each result.
 // Budget    one float per thread of shared memory; about 30 registers.
-// Edges     columns beyond the length are not read; no partial sums give 0.
+// Edges     columns beyond the length are not read; without partial sums the result is 0.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(SHARED_BYTES)
 #error "DTYPE, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     column_sums(const float* partials_g, const float* more_partials_g, DTYPE* sums_g, DTYPE* more_sums_g, int64 count,
                 int64 length, int accumulate) {
   __shared__ Smem smem_s;
-  const int64 ctas = (length + kWarpSize - 1) / kWarpSize;  // of a result
+  const int64 ctas = (length + kWarpSize - 1) / kWarpSize;  // for each result
   if (blockIdx.x >= ctas) partials_g = more_partials_g, sums_g = more_sums_g;
   const int64 column = blockIdx.x % ctas * kWarpSize + lane_index();
   const bool exists = column < length;

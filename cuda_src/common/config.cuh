@@ -1,7 +1,7 @@
-// Words that every kernel uses: integer widths, the shape of a warp, and rounding of compile-time counts.
+// Definitions for every kernel: integer types, the size of a warp, and rounding of compile-time counts.
 //
-// A kernel takes its tile sizes and dtypes as macros from the launch configurations (kernels.py of a family)
-// and has no defaults of its own: a missing macro is an #error, and each is restated by a static_assert.
+// The launch configurations (kernels.py of a family) set tile sizes and dtypes as macros. Sources have no defaults: a
+// missing macro is an #error, and a static_assert checks each one.
 #pragma once
 
 using int32 = int;

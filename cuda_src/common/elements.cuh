@@ -1,18 +1,18 @@
-// Element-wise kernels: arrays of one shape, any rank, whose last axis is contiguous, as rows of `length` items.
+// Element-wise kernels: arrays of one shape and any rank, whose last axis is contiguous, as rows of `length` items.
 //
-// What lies evenly in all arrays is one row: contiguous arrays are a single long one. Rows are cut into units of LANES
-// threads times VECTORS vectors of VEC items; neighbouring units are neighbours in a row. A thread loads all of its
-// vectors of all arrays before it computes (independent loads in flight hide memory's latency), one unit a thread, no
-// loop. Within a unit indices have 32 bits, and nothing is divided where there is one row.
+// Axes that are one even step in all arrays are merged into rows, so contiguous arrays are one long row. A row is split
+// into units of LANES threads times VECTORS vectors of VEC items; neighbouring units are neighbours in the row. Each
+// thread belongs to one unit, without a loop. It loads all its vectors of all arrays before it computes: independent
+// loads in flight hide the memory latency. Indices within a unit have 32 bits, and a single row needs no division.
 //
-// A unit's last vector may be ragged where a row ends: its items go one by one.
+// Edges     a unit's vector that crosses the end of a row is loaded and stored item by item.
 #pragma once
 
 #include "vec.cuh"
 
-constexpr int kElementsAxes = 4;  // axes before the rows, after merging those that lie evenly in memory
+constexpr int kElementsAxes = 4;  // axes before the rows, after merging
 
-// Field for field the structured dtype elements_params(arrays) of cupyattn/runtime/walks.
+// The fields are those of the structured dtype elements_params(arrays) in cupyattn/runtime/structs.py.
 template <int kArrays>
 struct ElementsParams {
   int64 shape[kElementsAxes];
@@ -34,7 +34,7 @@ struct ElementTraits {
   static_assert(kThreads_ % kLanes == 0 && kLanes % 8 == 0, "whole units, whose vectors fill sectors of 32 bytes");
 };
 
-// What a thread has loaded of one array, not yet converted: nothing waits for a load before all are under way.
+// A thread's items of one array, loaded but not converted yet, so that no conversion waits before all loads are issued.
 template <typename Traits, typename Scalar>
 struct LoadedItems {
   using Items = Vec<Scalar, Traits::kVec>;
@@ -43,9 +43,9 @@ struct LoadedItems {
 
   __device__ __forceinline__ float operator()(int v, int i) const { return to_float(vectors[v].item[i]); }
 
-  // A whole vector, as words: one that is assigned as items is taken apart in the branch that loads it, which waits for
-  // it. The gated activations took 10 to 28 % longer so (an H200 as compute_75 code, 2026-11-22, `python -m
-  // cupyattn.benchmark layers --operation swiglu geglu`).
+  // Load a whole vector as words. If it is assigned as items, the compiler splits it in the branch of the load, which
+  // then waits for it: the gated activations took 10 to 28 % longer (an H200 with compute_75 code, 2026-11-22, `python
+  // -m cupyattn.benchmark layers --operation swiglu geglu`).
   __device__ __forceinline__ void load(int v, const Scalar* source_g) {
     auto& words = *reinterpret_cast<WordsOf<Items>*>(&vectors[v]);
     if constexpr (sizeof(Items) == kVectorBytes) {
@@ -65,7 +65,7 @@ struct LoadedItems {
   }
 };
 
-// A row's place along each axis.
+// A row's index along each axis.
 template <int kArrays>
 struct OuterPlace {
   uint32 row = 0;
@@ -77,13 +77,13 @@ struct OuterPlace {
 #pragma unroll
     for (int axis = kElementsAxes - 1; axis >= 0 && rows > 0; axis--) {
       const uint32 extent = static_cast<uint32>(params.shape[axis]);
-      const uint32 next = rows < extent ? 0 : rows / extent;  // most often one axis is left: no division
+      const uint32 next = rows < extent ? 0 : rows / extent;  // usually only one axis is left: no division
       along[axis] = rows - next * extent;
       rows = next;
     }
   }
 
-  // Of the row's first item in an array.
+  // The offset of the row's first item in an array.
   __device__ __forceinline__ int64 offset(const ElementsParams<kArrays>& params, int array) const {
     int64 offset = params.offsets[array];
     if (row > 0) {
@@ -94,7 +94,7 @@ struct OuterPlace {
   }
 };
 
-// Where this thread's items are: its row, its first column, and how many columns there are from there on.
+// The position of this thread's items: its row, its first column, and the number of columns from there on.
 template <typename Traits, int kArrays>
 struct ElementWalk {
   using Params = ElementsParams<kArrays>;
@@ -105,7 +105,7 @@ struct ElementWalk {
   uint32 row;
   OuterPlace<kArrays> outer;
   int64 column;
-  int rest;  // of the row, at most a unit's; 0 or less beyond its end
+  int rest;  // columns from `column` to the end of the unit or the row; 0 or less beyond the end
 
   __device__ __forceinline__ explicit ElementWalk(const Params& params_) : params(params_) {
     const uint32 unit = blockIdx.x * static_cast<uint32>(Traits::kUnits) + threadIdx.x / Traits::kLanes;
@@ -118,7 +118,7 @@ struct ElementWalk {
     outer = OuterPlace<kArrays>(params, row);
   }
 
-  // The number of this thread's first item in C order; the next vector's first is kStep on.
+  // The index of this thread's first item in C order. The next vector begins kStep items later.
   __device__ __forceinline__ int64 index() const { return row * params.length + column; }
 
   __device__ __forceinline__ int64 offset(int array) const { return outer.offset(params, array) + column; }
@@ -129,7 +129,7 @@ struct ElementWalk {
     return load_from(array_g + offset(array));
   }
 
-  // The same columns of a row that is somewhere else.
+  // Load the same columns of another row, whose first column is at first_g.
   template <typename Scalar>
   __device__ __forceinline__ LoadedItems<Traits, Scalar> load_from(const Scalar* first_g) const {
     LoadedItems<Traits, Scalar> items = {};
@@ -147,7 +147,7 @@ struct ElementWalk {
     return items;
   }
 
-  // What a gradient that accumulates is added to, before its one rounding; otherwise -0, which changes nothing.
+  // The current items, to which an accumulated gradient is added before its one rounding; otherwise -0, a neutral term.
   template <bool kAccumulate, typename Scalar>
   __device__ __forceinline__ auto present(const Scalar* array_g, int array) const {
     if constexpr (kAccumulate) {
@@ -165,7 +165,7 @@ struct ElementWalk {
         [&](int v, int i) { return from_float<Scalar>(items[v][i]); });
   }
 
-  // As they were loaded, bit for bit.
+  // Store loaded items unchanged.
   template <typename Scalar>
   __device__ __forceinline__ void store(Scalar* array_g, int array, const LoadedItems<Traits, Scalar>& items) const {
     store_each(
@@ -192,7 +192,7 @@ struct ElementWalk {
   }
 };
 
-// Calls f(v, i) for item i of each of a thread's vectors v.
+// Call f(v, i) for each item i of each vector v of a thread.
 template <typename Traits, typename Function>
 __device__ __forceinline__ void each_item(const Function& f) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// Loads and stores that the compiler must not split, sink or reorder, each wrapper named as its instruction.
+// Loads and stores that the compiler must not split, sink or reorder. Each wrapper is named after its instruction.
 #pragma once
 
 #include "config.cuh"
 
-// An address in the shared window, as ldmatrix and st.shared take it.
+// An address in the shared window, for ldmatrix and st.shared.
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
@@ -30,7 +30,7 @@ __device__ __forceinline__ void st_shared_u32(uint32 address, uint32 x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// 1, 2 or 4 floats, aligned to as many.
+// Load 1, 2 or 4 floats; the address is a multiple of their size.
 template <int kItems>
 __device__ __forceinline__ void ld_shared(float (&x)[kItems], uint32 address) {
   static_assert(kItems == 1 || kItems == 2 || kItems == 4, "v1, v2, v4");
@@ -72,7 +72,7 @@ __device__ __forceinline__ void prefetch_l2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
 
-// Of which neighbours read the rest: L2 fetches the line's 128 bytes.
+// For lines that neighbouring threads read entirely: L2 fetches the line's 128 bytes.
 __device__ __forceinline__ uint4 ld_global_128b_v4(const void* source) {
   uint4 v;
   asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint4 ld_global_128b_v4(const void* source) {
   return v;
 }
 
-// Read-only data that is read once: it does not stay in L1, and L2 fetches the line's 128 bytes.
+// For read-only data that is read once: L1 does not keep it, and L2 fetches the line's 128 bytes.
 __device__ __forceinline__ uint4 ld_global_stream_v4(const void* source) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint4 ld_global_stream_v4(const void* source) {
   return v;
 }
 
-// The same for 1, 2 or 4 words of short rows: L2 fetches 64 bytes, the least that memory brings.
+// The same for 1, 2 or 4 words of short rows: L2 fetches 64 bytes, the least that memory transfers.
 template <int kWords>
 __device__ __forceinline__ void ld_global_stream(uint32 (&x)[kWords], const void* source) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4, "u32, v2, v4");
@@ -117,7 +117,7 @@ __device__ __forceinline__ uint32 ld_global_u32(const void* source) {
   return x;
 }
 
-// A store written in C++ of a vector whose items were just computed one by one may be split into items again.
+// A vector store in C++ may be split into stores of single items if the items were just computed one by one.
 __device__ __forceinline__ void st_global_v4(void* target, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
@@ -127,7 +127,7 @@ __device__ __forceinline__ void st_global_v2(void* target, uint2 v) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(target), "r"(v.x), "r"(v.y) : "memory");
 }
 
-// Four floats that neighbouring lanes share: through L1.
+// Load four floats through L1, because neighbouring lanes read the same.
 __device__ __forceinline__ float4 ld_global_v4(const float* source) {
   float4 v;
   asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -140,7 +140,7 @@ __device__ __forceinline__ void red_global_add(float* target, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
 }
 
-// c + a * b in one instruction: of int64 factors that are known to fit 32 bits the compiler makes four.
+// c + a * b in one instruction. For int64 factors that fit 32 bits the compiler emits four.
 __device__ __forceinline__ int64 mad_wide(int a, int b, int64 c) {
   int64 d;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(d) : "r"(a), "r"(b), "l"(c));
@@ -153,8 +153,8 @@ __device__ __forceinline__ int64 mad_wide(uint32 a, uint32 b, int64 c) {
   return d;
 }
 
-// A value of which the compiler computes nothing ahead of the loop that it is used in: what rarely runs shall not
-// hold registers throughout.
+// A value from which the compiler computes nothing before the loop that uses it, so that rarely executed code does not
+// use registers throughout the loop.
 __device__ __forceinline__ int not_hoisted(int x) {
   asm volatile("" : "+r"(x));
   return x;

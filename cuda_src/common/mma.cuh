@@ -1,11 +1,11 @@
-// Tensor-core instructions of Turing and what feeds them, each wrapper named as its instruction.
+// Turing's tensor-core instructions and the loads of their fragments. Each wrapper is named after its instruction.
 //
 // mma.m16n8k8 (PTX ISA, "Matrix fragments for mma.m16n8k8"): with g = lane / 4 and t = lane % 4,
 //   A (16 x 8, row):  a[0] = rows g,     columns 2t, 2t+1     a[1] = row g + 8, the same columns
 //   B (8 x 8, col):   b    = rows 2t, 2t+1, column g
 //   C, D (16 x 8):    c[0], c[1] = row g, columns 2t, 2t+1    c[2], c[3] = row g + 8, the same columns
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
-// mma.m16n8k16, from sm_80 on, has the A and B fragments of two such steps, one behind the other.
+// mma.m16n8k16 (sm_80 or later) takes the A and B fragments of two such steps, one after the other.
 #pragma once
 
 #include "memory.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2],
                : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// The k8 steps a, b and next_a, next_b in one.
+// Two k8 steps, a times b and next_a times next_b, in one instruction.
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,
                                              uint32 next_b) {
   asm volatile(
@@ -26,8 +26,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2]
       : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
 }
 
-// kCount 8x8 matrices of 16-bit items; lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i. Turing wants
-// the addresses of the other lanes valid and aligned too.
+// Load kCount 8x8 matrices of 16-bit items. Lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i. On Turing
+// the addresses of the other lanes must be valid and aligned too.
 template <int kCount>
 __device__ __forceinline__ void ldmatrix(uint32 (&r)[kCount], uint32 address) {
   static_assert(kCount == 1 || kCount == 2 || kCount == 4, "x1, x2, x4");
@@ -64,14 +64,14 @@ __device__ __forceinline__ void ldmatrix_trans(uint32 (&r)[kCount], uint32 addre
   }
 }
 
-// An 8x8 matrix of 16-bit items across the lanes, as C fragments packed to float16 have it, turned.
+// Transpose an 8x8 matrix of 16-bit items that is distributed over the lanes as packed C fragments are.
 __device__ __forceinline__ uint32 movmatrix_trans(uint32 a) {
   uint32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
   return d;
 }
 
-// A value that the compiler cannot recompute from others, and so keeps in its register.
+// A value that the compiler cannot recompute from others, so it stays in its register.
 template <typename Scalar>
 __device__ __forceinline__ Scalar kept_in_register(Scalar x) {
   return __shfl_sync(kFullWarp, x, lane_index());

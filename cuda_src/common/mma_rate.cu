@@ -1,9 +1,9 @@
-// How long mma.m16n8k8 takes: GPUs of compute capability 7.5 without tensor cores execute it too, but slowly.
+// Times mma.m16n8k8: GPUs of compute capability 7.5 without tensor cores execute it too, but slowly.
 //
-// Shapes    cycles (4,) int64: of each warp, for its ROUNDS * IN_FLIGHT products.
-// Work      one CTA of a warp for each sub-partition of a multiprocessor: all four are busy, as in a kernel that uses
-//           them. IN_FLIGHT products do not wait for each other. The clock is the multiprocessor's own, so that neither
-//           its frequency nor the launch matters.
+// Shapes    cycles (4,) int64: the cycles of each warp for ROUNDS * IN_FLIGHT products.
+// Work      one CTA with a warp for each sub-partition of a multiprocessor: all four are busy, as in a real kernel.
+//           IN_FLIGHT products are independent of each other. The clock is that of the multiprocessor, so neither its
+//           frequency nor the launch overhead matters.
 // Budget    registers: 4 IN_FLIGHT sums; no shared memory.
 #if !defined(THREADS) || !defined(IN_FLIGHT) || !defined(ROUNDS)
 #error "THREADS, IN_FLIGHT and ROUNDS come from a launch-configuration table"
@@ -26,6 +26,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) mma_rate(int64* cycles_g) 
 #pragma unroll
   for (int i = 0; i < kInFlight; i++) sum += sums[i][0] + sums[i][1] + sums[i][2] + sums[i][3];
   const int64 elapsed = clock64() - begin;
-  // The sum is 0; without it the assembler would leave the products out.
+  // The sum is 0; without it the compiler would remove the products.
   if (lane_index() == 0) cycles_g[warp_index()] = elapsed + static_cast<int64>(sum);
 }

@@ -1,17 +1,17 @@
-// The storage dtypes, their conversion to and from float32, and the float32 functions that kernels share.
+// Storage dtypes, their conversion from and to float32, and the float32 functions that kernels share.
 //
-// Every kernel computes in float32 and rounds once, at the store. Exponentials are base 2 (one instruction on every
-// NVIDIA GPU): a quantity in that base ends in _log2, and x_log2 = x * log2(e).
+// Every kernel computes in float32 and rounds once, at the store. Exponentials have base 2 (one instruction on every
+// NVIDIA GPU). Names of exponents in this base end in _log2: x_log2 = x * log2(e).
 #pragma once
 
-#ifdef BFLOAT16  // where an item may be one (runtime/spec.py): it is 5 of the 21 ms before the first line of ours
+#ifdef BFLOAT16  // only if a kernel uses bfloat16 (runtime/spec.py): the header takes 5 of 21 ms before our first line
 #include <cuda_bf16.h>
 #endif
 #include <cuda_fp16.h>
 
 #include "config.cuh"
 
-// NumPy's names, so that a table can say -DDTYPE=float16.
+// NumPy's names, so that a configuration can define DTYPE as float16.
 using float16 = __half;
 using float32 = float;
 #ifdef BFLOAT16
@@ -32,10 +32,10 @@ __device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
 #endif
 
-// The smaller one; of a NaN x a NaN, where fminf gives the other.
+// The minimum, but NaN for x = NaN, where fminf returns the limit.
 __device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
 
-// Round to nearest even: the only rounding between a result and memory.
+// Round to nearest even. This is the only rounding of a result before its store.
 template <typename Scalar>
 __device__ __forceinline__ Scalar from_float(float x);
 template <>

@@ -1,11 +1,11 @@
-// Sums of outer products in plain registers: C += sum_d a_d b_d^T, the vectors a_d and b_d streamed from shared memory.
+// Sums of outer products in registers: C += sum_d a_d b_d^T. The vectors a_d and b_d are loaded from shared memory.
 //
-// A thread holds its block of C and the vectors of two steps: those that are multiplied and those on the way.
+// A thread holds its block of C and the vectors of two steps: the current ones and the prefetched next ones.
 #pragma once
 
 #include "memory.cuh"
 
-// x[first] to x[first + kItems - 1] from neighbouring places.
+// Load x[first] to x[first + kItems - 1] from consecutive addresses.
 template <int kItems = 4, int kAll>
 __device__ __forceinline__ void ld_shared_group(float (&x)[kAll], int first, uint32 address) {
   float group[kItems];
@@ -14,7 +14,7 @@ __device__ __forceinline__ void ld_shared_group(float (&x)[kAll], int first, uin
   for (int i = 0; i < kItems; i++) x[first + i] = group[i];
 }
 
-// kGroup steps in each of `groups` groups. load(a, b, group, step) is also called once for the group behind the last.
+// Add kGroup steps of each of `groups` groups. load(a, b, group, step) is called once for the group after the last too.
 template <int kGroup, int kRows, int kColumns, typename Load>
 __device__ __forceinline__ void add_products(float (&c)[kRows][kColumns], int groups, Load load) {
   float a[kRows], b[kColumns];

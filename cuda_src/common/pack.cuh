@@ -1,4 +1,4 @@
-// Two float32 in one word of float16, as tensor-core fragments are kept: the first in the low half.
+// Pairs of float16 in one word, as in tensor-core fragments: the first number is in the low half.
 #pragma once
 
 #include "numeric.cuh"
@@ -10,15 +10,15 @@ __device__ __forceinline__ uint32 prmt_high_halves(uint32 x, uint32 y) {
   return packed;
 }
 
-// Byte i of the result is that of x and y (the upper four) that digit i of the selector numbers, or with 8 added
-// eight times its sign.
+// Digit i of the selector is the number of the byte for byte i of the result: 0 to 3 of x, 4 to 7 of y. With 8 added,
+// byte i is eight copies of the sign bit of that byte.
 __device__ __forceinline__ uint32 prmt(uint32 x, uint32 y, uint32 selector) {
   uint32 permuted;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(permuted) : "r"(x), "r"(y), "r"(selector));
   return permuted;
 }
 
-// Of both numbers of a word. .rn: the compiler makes no other instruction of two of these.
+// Arithmetic on both numbers of a word. With .rn the compiler does not fuse two of these into one instruction.
 __device__ __forceinline__ uint32 add_f16x2(uint32 x, uint32 y) {
   uint32 sum;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32 fma_f16x2(uint32 x, uint32 y, uint32 z) {
   return sum;
 }
 
-// x and y, to the nearest even.
+// Pack x and y, rounded to nearest even.
 __device__ __forceinline__ uint32 pack_halves(float x, float y) {
   return __half_as_ushort(__float2half_rn(x)) | static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;
 }
@@ -48,10 +48,10 @@ __device__ __forceinline__ float2 unpack_halves(uint32 word) {
       __halves2half2(__ushort_as_half(static_cast<uint16>(word)), __ushort_as_half(static_cast<uint16>(word >> 16))));
 }
 
-// x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112: so scaled, the exponent field of float32 is that of float16,
-// and packing is two shifts and a byte permute, where conversions would go to Turing's slowest pipe. To the nearest,
-// ties away; below 2^-14 of the scaled numbers float32 has flushed to 0. With kKeepsNan a NaN stays
-// one, for an instruction more each; a GPU's own NaN (0x7fffffff) becomes 0 otherwise.
+// Pack x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112. With this scale the exponent field of float32 is that
+// of float16, so packing is two shifts and a byte permute. Conversions would use Turing's slowest pipe. Rounds to
+// nearest, ties away from 0. Scaled numbers below 2^-14 are 0, because float32 has flushed them. With kKeepsNan a NaN
+// stays a NaN, for one more instruction each; otherwise a GPU's own NaN (0x7fffffff) becomes 0.
 template <bool kKeepsNan = false>
 __device__ __forceinline__ uint32 pack_shifted(float x, float y) {
   constexpr uint32 kNanBits = 0x0fff0000u;  // of a NaN in float16, before the shift

@@ -1,8 +1,8 @@
 // Philox4x32-10: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 //
-// A counter-based generator: the random word of a score is a function of the seed and of the score's place (batch,
-// head, query, key) alone, so forward, backward, every tile shape and the NumPy reference draw the same dropout mask.
-// So it is with an item of an array, whose place is its number in C order.
+// A counter-based generator: the random word of a score is a function of the seed and the score's indices (batch, head,
+// query, key) only. So forward, backward, every tile shape and the NumPy reference compute the same dropout mask. The
+// random word of an array's item is a function of the seed and the item's index in C order.
 #pragma once
 
 #include "config.cuh"
@@ -25,9 +25,9 @@ __device__ __forceinline__ Philox4 philox4x32_10(Philox4 counter, uint32 key_lo,
   return counter;
 }
 
-// The eight 16-bit fields that serve the eight scores of one thread in 32 keys: key j of query i uses field
+// The eight 16-bit fields for the eight scores of one thread in 32 keys: key j of query i uses field
 // 2 * ((j % 32) / 8) + j % 2 of the call whose counter starts with 4 * (j / 32) + (j % 8) / 2.
-// Keys may count from a multiple of 32 of them, of which first_counter is an eighth.
+// `key` may be relative to a first key that is a multiple of 32; first_counter is an eighth of this first key.
 __device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int head, int query, int key,
                                                  uint32 first_counter) {
   const uint32 of_key = static_cast<uint32>(4 * (key / 32) + key % 8 / 2);
@@ -38,21 +38,21 @@ __device__ __forceinline__ Philox4 dropout_words(uint64 seed, int batch, int hea
 
 __device__ __forceinline__ uint32 dropout_field(const Philox4& words, int key) {
   const int word = key % 32 / 8;
-  // Selected, not indexed: registers have no index, so the words would go through local memory.
+  // Selected, not indexed: an index would put the words into local memory.
   const uint32 low = word % 2 == 0 ? words.word[0] : words.word[1];
   const uint32 high = word % 2 == 0 ? words.word[2] : words.word[3];
   return (word < 2 ? low : high) >> (16 * (key % 2)) & 0xffffu;
 }
 
-// Dropout of items in C order: the eight 16-bit fields of one call serve items 8 g to 8 g + 7, low half first. Word 3
-// of the counter is one that no batch element of attention has.
+// Dropout of an array: the eight 16-bit fields of one call are for items 8 g to 8 g + 7 in C order, low half first. No
+// batch element of attention has this word 3 of the counter.
 __device__ __forceinline__ Philox4 element_words(uint64 seed, uint64 group) {
   constexpr uint32 kElements = 0x80000000u;
   const Philox4 counter = {{static_cast<uint32>(group), static_cast<uint32>(group >> 32), 0u, kElements}};
   return philox4x32_10(counter, static_cast<uint32>(seed), static_cast<uint32>(seed >> 32));
 }
 
-// The field of item `place` of its eight. A place known at compile time costs a shift.
+// The field of item `place` of the eight. If it is known at compile time, this is one shift.
 __device__ __forceinline__ uint32 element_field(const Philox4& words, int place) {
   const uint32 low = place < 2 ? words.word[0] : words.word[1];
   const uint32 high = place < 6 ? words.word[2] : words.word[3];

@@ -1,7 +1,7 @@
 // Sums and maxima over a warp (by shuffles) and over a CTA (by shuffles, then one float per warp in shared memory).
 //
-// All threads of the warp or CTA take part and all receive the result. The order of the additions is fixed, so a
-// result is the same from run to run.
+// All threads of the warp or CTA must take part, and all get the result. The order of the additions is fixed, so a
+// result is the same in every run.
 #pragma once
 
 #include "barrier.cuh"
@@ -20,7 +20,7 @@ struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// A butterfly over kWidth neighbouring lanes, a power of two.
+// A butterfly reduction over kWidth neighbouring lanes, a power of two.
 template <typename Op, int kWidth = kWarpSize, typename T = float>
 __device__ __forceinline__ T warp_reduce(T x, Op op = Op()) {
   static_assert(kWidth >= 1 && kWidth <= kWarpSize && (kWidth & (kWidth - 1)) == 0, "a power of two lanes");
@@ -31,8 +31,8 @@ __device__ __forceinline__ T warp_reduce(T x, Op op = Op()) {
   return x;
 }
 
-// `partial_s` holds one float per warp and belongs to the reduction until every thread has returned from the next
-// barrier that the caller passes; two reductions in a row may share it, since each begins with a barrier.
+// `partial_s` has one float per warp. The caller may reuse it only after its next barrier. Two reductions in a row may
+// use the same one, because each begins with a barrier.
 template <typename Op, int kThreads>
 __device__ __forceinline__ float cta_reduce(float x, float* partial_s, Op op = Op()) {
   constexpr int kWarps = kThreads / kWarpSize;

@@ -1,29 +1,29 @@
 // Row-wise kernels: arrays of any rank whose last axis is contiguous, as rows of `length` items.
 //
-// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They walk it in strips of LANES vectors;
-// a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers between the passes
-// over it; a longer one is read again in each pass.
+// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They process it in segments (strips) of
+// LANES vectors, and a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
+// between the passes over it. A longer row is read again in each pass.
 #pragma once
 
 #include "reduce.cuh"
 #include "vec.cuh"
 
-constexpr int kOuterAxes = 4;  // axes before the last, after merging those that lie evenly in memory
+constexpr int kOuterAxes = 4;  // axes before the last, after merging
 
-// Field for field the structured dtype rows_params(arrays) of cupyattn/runtime/walks. Axes that are not there have
-// one entry and come last, so that rows of arrays without gaps cost no division.
+// The fields are those of the structured dtype rows_params(arrays) in cupyattn/runtime/structs.py. Absent axes have
+// length 1 and come last, so that rows of arrays without gaps need no division.
 template <int kArrays>
 struct RowsParams {
   int64 shape[kOuterAxes];
-  int64 strides[kArrays][kOuterAxes];  // in items; of an array with one item for each row too
+  int64 strides[kArrays][kOuterAxes];  // in items; also of arrays with one item for each row
   int64 rows, length;
 };
 
 template <int kArrays>
 __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, int array, int64 row) {
-  if (params.shape[1] == 1) return row * params.strides[array][0];  // axes that are there come first
+  if (params.shape[1] == 1) return row * params.strides[array][0];  // there is only one axis
   int64 offset = 0;
-  constexpr int kUnrolled = kArrays == 1 ? kOuterAxes : 1;  // small parameters that a loop indexes go to the stack
+  constexpr int kUnrolled = kArrays == 1 ? kOuterAxes : 1;  // a loop would copy small parameters to the stack
 #pragma unroll kUnrolled
   for (int axis = kOuterAxes - 1; axis > 0; axis--) {
     if (params.shape[axis] == 1) continue;
@@ -33,7 +33,7 @@ __device__ __forceinline__ int64 row_offset(const RowsParams<kArrays>& params, i
   return offset + row * params.strides[array][0];
 }
 
-// The same of the first kCount arrays, with one look at the axes for all.
+// The offsets of a row in the first kCount arrays, with one loop over the axes for all.
 template <int kCount, int kArrays>
 __device__ __forceinline__ void row_offsets(int64 (&offsets)[kCount], const RowsParams<kArrays>& params, int64 row) {
   static_assert(kCount <= kArrays, "of those that there are");
@@ -60,15 +60,15 @@ struct RowTraits {
   static constexpr int kVec = kVec_;
   static constexpr bool kResident = kResident_;  // the whole row fits in the registers of its threads
   static constexpr int kHeldStrips = kResident ? kStrips_ : 1;
-  static constexpr int kStrips = kStrips_;  // held, or loaded before the first of them is used: a batch
+  static constexpr int kStrips = kStrips_;  // strips in registers, or in a batch: loaded before the first is used
   static constexpr int kRowsPerCta = kThreads / kLanes;
   static constexpr int kStripItems = kLanes * kVec;
 
-  // How many strips to walk: a constant for a resident row, so that its loops unroll and it stays in registers.
+  // The number of strips of a row. It is a constant for a resident row, so that loops unroll and it stays in registers.
   static __device__ __forceinline__ int64 strips(int64 length) {
     return kResident ? kHeldStrips : (length + kStripItems - 1) / kStripItems;
   }
-  // The same by batches of kStrips strips; a resident row is one batch.
+  // The number of batches of kStrips strips; a resident row is one batch.
   static __device__ __forceinline__ int64 batches(int64 length) {
     constexpr int kBatchItems = kStripItems * kStrips;
     return kResident ? 1 : (length + kBatchItems - 1) / kBatchItems;
@@ -80,7 +80,7 @@ struct RowTraits {
   static_assert(kThreads % kWarpSize == 0 && kThreads <= 1024, "whole warps");
 };
 
-// Over the threads of one row; all threads of the CTA must call it.
+// Reduce over the threads of one row. All threads of the CTA must call it.
 template <typename Op, typename Rows>
 __device__ __forceinline__ float row_reduce(float x, float* partial_s) {
   if constexpr (Rows::kLanes <= kWarpSize) {
@@ -91,13 +91,13 @@ __device__ __forceinline__ float row_reduce(float x, float* partial_s) {
   }
 }
 
-// The vector of `strip` that this thread owns: its first column.
+// The first column of this thread's vector of `strip`.
 template <typename Rows>
 __device__ __forceinline__ int64 strip_column(int64 strip) {
   return strip * Rows::kStripItems + threadIdx.x % Rows::kLanes * Rows::kVec;
 }
 
-// Columns from `length` on read as `absent`. With kVec > 1, length is a multiple of it.
+// Load a strip. Columns from `length` on are `absent`. With kVec > 1, `length` is a multiple of it.
 template <typename Rows, typename Scalar>
 __device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Scalar* row_g, int64 strip, int64 length,
                                            float absent) {
@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Sc
   }
 }
 
-// Of an array that broadcasts to the rows: items of neighbouring columns lie side by side and come in vectors (kWhole),
-// or `stride` items apart, 0 where one serves all columns. Columns from `length` on read as 0.
+// Load a strip of an array that broadcasts to the rows. With kWhole neighbouring columns are contiguous, and loads are
+// vectors. Otherwise they are `stride` items apart, 0 if one item is for all columns. Columns from `length` on are 0.
 template <typename Rows, bool kWhole, typename Scalar>
 __device__ __forceinline__ void load_broadcast(float (&values)[Rows::kVec], const Scalar* row_g, int64 stride,
                                                int64 strip, int64 length) {
@@ -142,9 +142,9 @@ __device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)
   }
 }
 
-// A strip as it lies in memory, zeros from `length` on: the loads of several strips, and of the next row's, are under
-// way before the first is converted. (A load and its conversion under one condition are a branch, which waits for the
-// load.)
+// A strip with the bits of memory, zeros from `length` on. So the loads of several strips, also of the next row, are
+// issued before the first one is converted. (A load and its conversion under one condition would be a branch, which
+// waits for the load.)
 template <typename Rows, typename Scalar>
 struct HeldStrip {
   using Items = Vec<Scalar, Rows::kVec>;
@@ -158,7 +158,7 @@ struct HeldStrip {
 
   __device__ __forceinline__ void get(float (&values)[Rows::kVec]) const { unpack<Scalar>(values, words); }
 
-  // Keep values rounded to Scalar, and return what they became.
+  // Round values to Scalar and keep them; `values` become the rounded ones.
   __device__ __forceinline__ void set(float (&values)[Rows::kVec]) {
     Items items;
 #pragma unroll
@@ -170,8 +170,8 @@ struct HeldStrip {
   }
 };
 
-// Registers of a thread that hold its items of one row of Scalar, and what there are for such, beside some 40 for
-// addresses and what is being computed.
+// The number of registers of a thread for its items of one row of Scalar, and the number of registers available for
+// rows: all but about 40 for addresses and intermediate values.
 template <typename Rows, typename Scalar>
 constexpr int kHeldRegisters =
     Rows::kHeldStrips * (Rows::kVec > 1 ? Rows::kVec * static_cast<int>(sizeof(Scalar)) / 4 : 1);
@@ -183,7 +183,7 @@ __device__ __forceinline__ bool strip_exists(int64 strip, int64 length) {
   return strip_column<Rows>(strip) < length;
 }
 
-// Where the threads of a row meet, of several warps: rows side by side do not wait for each other.
+// A barrier of the threads of one row, which has several warps. Other rows of the CTA do not wait.
 template <typename Rows>
 __device__ __forceinline__ void row_barrier() {
   if constexpr (Rows::kRowsPerCta == 1) {
@@ -194,8 +194,8 @@ __device__ __forceinline__ void row_barrier() {
   }
 }
 
-// Several sums over the threads of one row, with one barrier where it has several warps. A row's sums lie in the other
-// buffer than those of the row before: the barrier of each row says that the one before has been read.
+// Several sums over the threads of one row, with one barrier if it has several warps. Consecutive rows use alternating
+// buffers: after the barrier of a row, the buffer of the previous row has been read by all threads.
 template <typename Rows, int kSums>
 struct RowSums {
   static constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;  // of a row
@@ -218,16 +218,16 @@ struct RowSums {
   }
 };
 
-// Sums over rows: a CTA walks rows gridDim.x * kRowsPerCta apart and leaves its sum of each column in its row of
-// partials_g (gridDim.x, length), which column_sums.cu adds up. The same thread owns the same columns of every row, and
-// the order of the additions is fixed. Resident rows are summed in registers; of longer ones, of which a CTA has one at
-// a time, each thread adds to its own columns of partials_g.
+// Sums over rows: a CTA processes rows gridDim.x * kRowsPerCta apart and writes its sum of each column to its row of
+// partials_g (gridDim.x, length), which column_sums.cu adds up. A thread owns the same columns of every row, and the
+// order of the additions is fixed. Resident rows are summed in registers. A CTA processes longer rows one at a time,
+// and each thread adds to its own columns of partials_g.
 template <typename Rows>
 struct ColumnSums {
   float sum[Rows::kHeldStrips][Rows::kVec];
 
-  // Shared memory for `store`, a strip at a time: item i of each thread in a row of its own, which begins so many banks
-  // behind the one before that a warp reads neighbouring columns without conflicts.
+  // Shared memory for `store`, for one strip: row i has item i of every thread. The pitch shifts each row against the
+  // banks such that a warp reads neighbouring columns without conflicts.
   static constexpr int kPitch = Rows::kThreads + (Rows::kVec > 1 ? kWarpSize / Rows::kVec : 0);
   static constexpr int kSharedFloats = Rows::kResident ? Rows::kVec * kPitch : 1;
 
@@ -239,7 +239,7 @@ struct ColumnSums {
     }
   }
 
-  // Add one row's terms of a strip. `first` says that it is the first row of this CTA.
+  // Add one row's terms of a strip. `first` is true for the first row of this CTA.
   __device__ __forceinline__ void add(const float (&terms)[Rows::kVec], int64 strip, bool first, float* partial_row_g,
                                       int64 length) {
     if constexpr (Rows::kResident) {
@@ -255,7 +255,7 @@ struct ColumnSums {
     }
   }
 
-  // After the last row: what the registers hold, over the rows side by side, to the CTA's row of partials_g.
+  // After the last row: add the registers of all rows of the CTA, and write the sums to its row of partials_g.
   __device__ __forceinline__ void store(float* partial_row_g, int64 length, float (&columns_s)[kSharedFloats]) {
     if constexpr (Rows::kResident) {
 #pragma unroll

@@ -1,17 +1,17 @@
-// Loads of read-only data under a predicate, each wrapper named as its instruction.
+// Predicated loads of read-only data. Each wrapper is named after its instruction.
 //
-// No branch stands between such a load and its use. ptxas gives all loads that live across a branch or a loop's back
-// edge one scoreboard, so that the first use waits for the newest load. And loads cannot move past a branch.
+// A predicate needs no branch between a load and its use. ptxas gives all loads that live across a branch or a loop's
+// back edge one scoreboard, so that the first use would wait for the newest load. And loads cannot move past a branch.
 //
-// Where the predicate does not hold, those that take a reference leave it as it is, and those that return a value
-// give zeros. The *_once loads leave L1 to what is read again. A hint of 128 bytes has L2 fetch the whole line, of
-// which loads of neighbours want the rest.
+// If the predicate is false, wrappers with a reference leave it unchanged, and those with a result return zeros. The
+// *_once loads do not allocate in L1. With a hint of 128 bytes L2 fetches the whole line, because neighbouring loads
+// need the rest.
 #pragma once
 
 #include "config.cuh"
 
-// The instruction itself, of one, two or four registers. `state` is the constraint of a register that is kept ("+r") or
-// zeroed before ("=&r", by `zero`); `kind` goes on from ld.global.nc: hints of the caches, and the type.
+// The instruction with one, two or four registers. `state` is the constraint of a register: "+r" if a false predicate
+// leaves it unchanged, "=&r" if `zero` clears it first. `kind` is the rest of ld.global.nc: cache hints and the type.
 #define LOAD_IF_1(state, zero, kind, a)                                                                          \
   asm volatile("{.reg .pred wanted; setp.ne.u32 wanted, %2, 0;\n" zero "@wanted ld.global.nc" kind " %0, [%1];}" \
                : state(a)                                                                                        \
@@ -31,7 +31,7 @@
 #define ZERO_2 ZERO_1 "mov.u32 %1, 0; "
 #define ZERO_4 ZERO_2 "mov.u32 %2, 0; mov.u32 %3, 0; "
 
-// 1, 2 or 4 words.
+// Load 1, 2 or 4 words.
 template <int kWords>
 __device__ __forceinline__ void ld_global_if(uint32 (&x)[kWords], const void* source, bool wanted) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4, "u32, v2, v4");
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32 ld_once_u32(const void* source, bool wanted) {
   return x;
 }
 
-// Through L1: what other warps read too.
+// Through L1, for data that other warps read too.
 __device__ __forceinline__ uint4 ld_v4_if(const void* source, bool wanted) {
   uint4 v;
   LOAD_IF_4("=&r", ZERO_4, "", v.x, v.y, v.z, v.w);

@@ -1,9 +1,9 @@
-// Tiles of 16-bit items in shared memory, addressed in chunks of 8 items (16 bytes), without bank conflicts.
+// Tiles of 16-bit items in shared memory, in chunks of 8 items (16 bytes), without bank conflicts.
 //
-// ldmatrix reads 8 rows of one chunk at a time, a store of fetched rows 8 chunks of a row: both must touch all 32 banks
-// once.
-// The chunk index is therefore XORed with row bits, as many as divide the number of chunks in a row; with an odd number
-// the rows are skewed against the banks by themselves. No row is padded.
+// ldmatrix reads one chunk of 8 rows at a time, and a store of loaded rows writes 8 chunks of a row. Both must touch
+// all 32 banks once. Therefore the chunk index is XORed with row bits: 3, 2 or 1 of them if 8, 4 or 2 divides the
+// number of chunks in a row. With an odd number no XOR is needed: rows are already skewed against the banks. Rows have
+// no padding.
 #pragma once
 
 #include "mma.cuh"
@@ -20,7 +20,7 @@ struct SwizzledTile {
   static constexpr int kXorBits = kChunks % 8 == 0 ? 3 : kChunks % 4 == 0 ? 2 : kChunks % 2 == 0 ? 1 : 0;
   static constexpr uint32 kXorMask = (1u << kXorBits) - 1;
 
-  // What is XORed into the chunk index in `row`. It repeats every 8 rows.
+  // The bits to XOR with the chunk index in `row`. They repeat every 8 rows.
   __device__ __forceinline__ static constexpr uint32 flip(uint32 row) { return row >> (3 - kXorBits) & kXorMask; }
 
   __device__ __forceinline__ static uint32 offset(uint32 row, uint32 chunk) {
@@ -28,14 +28,14 @@ struct SwizzledTile {
   }
 };
 
-// Where a lane points ldmatrix at, to read 8 rows of up to four chunks of a tile. Chunks go in groups of four; the last
-// group may have fewer, and lanes without a chunk of their own repeat the last one.
+// A lane's address for ldmatrix, which reads 8 rows of up to four chunks of a tile. Chunks form groups of four. The
+// last group may have fewer, and lanes without a chunk of their own use the last one.
 template <typename Tile>
 struct FragmentAddress {
   static constexpr int kWholeGroups = Tile::kChunks / 4;
   static constexpr int kTailChunks = Tile::kChunks % 4;
 
-  uint32 even, odd;  // of groups 0 and 1: with three XOR bits a group's parity takes part in the swizzle
+  uint32 even, odd;  // addresses of groups 0 and 1: with three XOR bits the swizzle depends on the parity
   uint32 tail;
 
   __device__ __forceinline__ FragmentAddress() {

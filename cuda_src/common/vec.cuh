@@ -1,7 +1,6 @@
-// Loads and stores of kItems neighbouring items by one thread in one instruction.
+// Loads and stores of kItems contiguous items by one thread in one instruction.
 //
-// A table row sets VEC to 16 bytes' worth of items where every row of the arrays is 16-byte aligned, and to 1 where it
-// is not; the code is the same.
+// VEC is 16 bytes of items if every row of the arrays is 16-byte aligned, otherwise 1. The code is the same.
 #pragma once
 
 #include "memory.cuh"
@@ -13,7 +12,7 @@ struct alignas(sizeof(Scalar) * kItems) Vec {
   Scalar item[kItems];
 };
 
-// The word of as many bytes, up to 16: what one instruction loads.
+// The word of kBytes bytes, up to 16, which one instruction loads.
 template <int kBytes>
 struct Word;
 template <>
@@ -39,10 +38,9 @@ struct Word<16> {
 template <typename Items>
 using WordsOf = typename Word<sizeof(Items)>::Type;
 
-// As float32 what was loaded as words. The halves are those of a word in a register: read through memory, a word that
-// is loaded under a condition was split before the condition chose, with two byte permutations an item. Of the 600
-// instructions of layer norm's forward at a width of 2048 that were 83, and at 768 it took 71 registers for 64
-// (float16, sm_75, NVRTC 12.9, 2026-11-24).
+// Convert loaded words to float32. Halves are split in a register. Without this, the compiler splits a conditionally
+// loaded word before it selects, with two byte permutations per item. That was 83 of the 600 instructions of layer
+// norm's forward at a width of 2048, and 71 instead of 64 registers at 768 (float16, sm_75, NVRTC 12.9, 2026-11-24).
 template <typename Scalar, int kItems>
 __device__ __forceinline__ void unpack(float (&values)[kItems], const WordsOf<Vec<Scalar, kItems>>& words) {
   if constexpr (sizeof(Scalar) == sizeof(uint16) && kItems > 1) {
@@ -59,7 +57,7 @@ __device__ __forceinline__ void unpack(float (&values)[kItems], const WordsOf<Ve
   }
 }
 
-// Read as float32, 16 bytes at a time at the most. `source` must be aligned to the smaller of 16 bytes and
+// Load items as float32, at most 16 bytes at a time. `source` must be aligned to the smaller of 16 bytes and
 // kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* source) {
@@ -73,8 +71,8 @@ __device__ __forceinline__ void load_vec(float (&values)[kItems], const Scalar* 
   }
 }
 
-// Round to Scalar and write to global memory, 16 bytes at a time at the most. `target` must be aligned to the smaller
-// of 16 bytes and kItems * sizeof(Scalar).
+// Round to Scalar and store to global memory, at most 16 bytes at a time. `target` must be aligned to the smaller of
+// 16 bytes and kItems * sizeof(Scalar).
 template <int kItems, typename Scalar>
 __device__ __forceinline__ void store_vec(Scalar* target, const float (&values)[kItems]) {
   constexpr int kPiece = kItems * sizeof(Scalar) <= kVectorBytes ? kItems : kVectorBytes / sizeof(Scalar);

@@ -1,1 +1,1 @@
-"""vjp: gradients of functions made of the library's functions."""
+"""Gradients of functions that call the library's functions: `vjp`."""

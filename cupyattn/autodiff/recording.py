@@ -1,7 +1,7 @@
-"""The one library call that a function makes, recorded for `vjp` while the function runs.
+"""Recording of the one library call that a function makes, for `vjp`.
 
-The function gets stand-ins for its arrays, which it can only pass on, and a stand-in for what the
-call returns. So the call is all that the function does to them: its derivative is the call's.
+The function gets stand-ins for its arrays, which it can only pass on, and stand-ins for the results
+of the call. So it cannot compute anything else with them, and its derivative is that of the call.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _FUNCTIONS = "cupyattn.ops."
 
 @dataclass(slots=True)
 class Place:
-    """Where an array stands among the arguments of a call."""
+    """The position of an array among the arguments of a call."""
 
     parameter: str
     index: int | None
-    """In a tuple of arrays; None for an argument that is one array."""
+    """The index in a tuple of arrays; None for an argument that is one array."""
 
     @property
     def gradient(self) -> str:
-        """What the argument's gradient is called."""
+        """The name of the argument's gradient."""
         return f"d{self.parameter}"
 
 
 class StandIn:
-    """An array that a function may pass on, and ask for its shape, ndim, dtype and class."""
+    """A placeholder of an array, with shape, ndim, dtype and class only."""
 
     __slots__ = ("_array", "_name", "_place", "_recording")
 
@@ -56,9 +56,9 @@ class StandIn:
             return getattr(self._array, name)
         _refuse(self)
 
-    @property  # type: ignore[misc]  # isinstance asks for it: is this CuPy's array, or NumPy's?
+    @property  # type: ignore[misc]  # for isinstance: a CuPy or a NumPy array
     def __class__(self) -> type:
-        return type(self._array) if is_array(self._array) else StandIn  # rope's result is a pair
+        return type(self._array) if is_array(self._array) else StandIn  # a pair for rope
 
     __hash__ = object.__hash__
 
@@ -69,7 +69,7 @@ def _refuse(stand_in: StandIn, *_: object, **__: object) -> NoReturn:
     raise recording.refused
 
 
-# Python looks operators up in the class, and NumPy its conversion.
+# Python looks up operators in the class, and so does NumPy for the conversion.
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 _OTHER = (
     "lt le eq ne gt ge neg pos abs invert bool int float complex index len iter contains getitem "
@@ -80,50 +80,50 @@ for _operator in f"{_BINARY} r{_BINARY.replace(' ', ' r')} {_OTHER}".split():
 
 
 class Call(NamedTuple):
-    """A call as it was made, with the arrays themselves, and all that it returned."""
+    """A recorded call with its arguments and all its results."""
 
     rule: Rule
     arguments: dict[str, Any]
     results: dict[str, Array]
-    """By name, with those that were only asked for to be saved."""
+    """Results by name, including those that are only saved for the backward."""
     visible: tuple[str, ...]
-    """The results that the caller sees."""
+    """The names of the results that the caller gets."""
 
     @property
     def returned(self) -> Any:
-        """What the caller gets."""
+        """The value that the call returns to its caller."""
         return _one_or_all([self.results[name] for name in self.visible])
 
 
 class Recording:
-    """What a function does with its arrays, while it runs."""
+    """A run of a function, whose one library call is recorded."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._stand_ins: list[StandIn] = []
         self._passed_on = 0
         self._call: Call | None = None
-        self._returned: Any = None
+        self._returned: object = None
         self.refused: RefusalError | None = None
-        """What a stand-in refused: the function may have caught it, and gone on without."""
+        """The error that a stand-in raised. It is raised again if the function caught it."""
 
     @property
     def title(self) -> str:
-        """The function's name, for people."""
+        """The function's name in messages."""
         return name_of(self._function)
 
     def refusal(self, did: str) -> RefusalError:
-        """Make the error for a function of which no call can be recorded."""
+        """Make the error for a function that `vjp` does not support."""
         return error(
             RefusalError,
             f"vjp of {self.title}, which {did}",
             "a function passes its arguments on as they are, to one call of "
-            f"{', '.join(sorted(names))}, and returns what that returns",
-            "compute outside of it what else there is, and chain pullbacks for several calls",
+            f"{', '.join(names)}, and returns its result",
+            "do other computations outside of it, and chain pullbacks for several calls",
         )
 
     def stand_in(self, name: str, value: Any) -> Any:
-        """Return a stand-in for an array, or for those in a tuple; a number stays what it is."""
+        """Return a stand-in for an array or the arrays in a tuple; other values are unchanged."""
         if isinstance(value, tuple):
             return each(lambda item: self.stand_in(name, item) if is_array(item) else item, value)
         if not is_array(value):
@@ -138,7 +138,7 @@ class Recording:
         Raises
         ------
         TypeError
-            If it did anything else with its arguments.
+            If the function did anything else with its arguments.
         """
         if not callable(self._function):
             raise self.refusal("cannot be called")
@@ -153,7 +153,7 @@ class Recording:
             raise self.refusal(f"{called}has no backward") from None
         finally:
             recorder.reset(token)
-            # Stand-ins know the recording: in a circle the arrays would outlive their last use.
+            # Stand-ins refer to the recording: this cycle would keep the arrays alive.
             self._stand_ins.clear()
             self._returned = self.refused = None
 
@@ -176,15 +176,15 @@ class Recording:
         taken_options = {name: self._take(rule, name, value) for name, value in options.items()}
         if self._passed_on == passed_on:
             return rule.function(*args, **options)
-        taken += args[len(taken) :]  # too many, of which the function says so
+        taken += args[len(taken) :]  # too many: the function itself raises
         self._call = call = _call(rule, taken, taken_options)
         self._returned = _one_or_all(
             [StandIn(self, f"the result {name}", call.results[name]) for name in call.visible]
         )
         return self._returned
 
-    def _take(self, rule: Rule, parameter: str, value: object, index: int | None = None) -> Any:
-        """Return the array of a stand-in, and keep where it came to; those in a tuple likewise."""
+    def _take(self, rule: Rule, parameter: str, value: Any, index: int | None = None) -> Any:
+        """Return the array of a stand-in, or of those in a tuple, and save its place."""
         if isinstance(value, StandIn):
             self._pass_on(rule, value, parameter, index)
             return value._array
@@ -219,7 +219,7 @@ def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
         require_bool(rule.saved_by, asked)
         options[rule.saved_by] = True
     returned = rule.function(*args, **options)
-    several = len(rule.results) + len(rule.saved) > 1  # one result may be a tuple: that of (q, k)
+    several = len(rule.results) + len(rule.saved) > 1  # one result may be a tuple: rope of (q, k)
     values = returned if several and isinstance(returned, tuple) else (returned,)
     visible = rule.results[: len(values) - len(rule.saved)]
     all_names = visible + rule.saved
@@ -232,9 +232,9 @@ def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
 
 
 def _function_without_backward(traceback: TracebackType | None) -> str | None:
-    """Return which of the library's functions a stand-in was given to, and none could go through.
+    """Return the library function without a backward that a stand-in was passed to, if any.
 
-    It is the first of the library's that the refusal came by; stand-ins and vjp do not count.
+    It is the outermost library function in the traceback, without stand-ins and vjp.
     """
     for frame, _ in walk_tb(traceback):
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -252,19 +252,19 @@ def each(function: Callable[[Any], Any], value: object) -> Any:
 
 
 def place_of(value: object) -> Place | None:
-    """Return where a stand-in was passed on to, and None for what is none."""
+    """Return the place of a stand-in in the call; None for other values."""
     return value._place if isinstance(value, StandIn) else None
 
 
-def name_of(function: object) -> str:
-    """Return what people call a function; of a partial, that of what it calls."""
+def name_of(function: Any) -> str:
+    """Return the name of a function for messages; of a partial, the name of its function."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", None) or f"an object of type {type(function).__name__}"
 
 
 def is_array(value: object) -> bool:
-    """Tell whether a value claims to be an array, of any library."""
+    """Tell whether a value exports memory as an array, of any library."""
     return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
@@ -273,7 +273,7 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _same(returned: object, expected: object) -> bool:
-    """Tell whether two are one object, or tuples of the same objects."""
+    """Tell whether two values are the same object, or tuples of the same objects."""
     if isinstance(returned, tuple) and isinstance(expected, tuple):
         return len(returned) == len(expected) and all(map(is_, returned, expected))
     return returned is expected

@@ -1,8 +1,8 @@
-"""Reverse-mode differentiation of the library's functions, in the manner of jax.vjp."""
+"""Reverse-mode differentiation of the library's functions, like jax.vjp."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,67 +18,69 @@ from cupyattn.runtime.records import record_of
 def vjp(
     function: Callable[..., Any], /, *arrays: object, wrt: tuple[str, ...] = (), **options: object
 ) -> tuple[Any, Pullback]:
-    r"""Call a function and return, with its result, the function that differentiates it.
+    r"""Call a function and return its result and the pullback, which computes its gradients.
 
     Parameters
     ----------
     function : callable
-        One of the library's that has a backward, such as `cupyattn.attention`, `cupyattn.linear` or
-        `cupyattn.rms_norm`; a ``functools.partial`` of one; or a function that makes one call of
-        one of these: its arguments go there as they are, and it returns the call's result.
+        A function of this library that has a backward, such as `cupyattn.attention`,
+        `cupyattn.linear` or `cupyattn.rms_norm`; a ``functools.partial`` of one; or a function that
+        passes its arguments unchanged to one call of one of these and returns the call's result.
     arrays : arrays
-        What the function takes by position.
+        The positional arguments of the function.
     wrt : tuple of str, optional
-        The names of options that are arrays, whose gradients are wanted too; those that a partial
-        has count.
+        The names of options that are arrays and whose gradients are wanted too. Options of a
+        partial are allowed.
     options : optional
-        What the function takes by name.
+        The keyword arguments of the function.
 
     Returns
     -------
     result : array or tuple
-        What ``function(*arrays, **options)`` returns.
+        The result of ``function(*arrays, **options)``.
     pullback : Pullback
         ``pullback(dout)`` takes the gradient of a scalar with respect to the result and returns
-        those with respect to `arrays`: the product of dout with the function's Jacobian. Where the
-        function has several results it takes a tuple of their gradients, ``pullback((dout, dlse))``
-        for attention with ``return_lse=True``; None in it stands for a result that was not used.
+        the gradients with respect to `arrays`: the product of dout with the function's Jacobian. If
+        the function has several results, it takes a tuple of their gradients, for example
+        ``pullback((dout, dlse))`` for attention with ``return_lse=True``. None in the tuple means
+        that the result was not used.
 
-        It returns a tuple with an entry for each of `arrays`, of its shape and dtype, or None for
-        what has no gradient, such as a mask or a number: ``(dq, dk, dv)`` for attention(q, k, v).
-        With `wrt` a dictionary comes behind them, with the gradients of those options by name.
+        It returns a tuple with an entry for each of `arrays`: an array of the same shape and dtype,
+        or None for arguments without a gradient, such as a mask or a number. For attention(q, k, v)
+        that is ``(dq, dk, dv)``. With `wrt` the last entry is a dictionary of the gradients of
+        these options by name.
 
-        It takes the options that are the backward's alone, ``pullback(dout, deterministic=True)``:
+        It accepts the options that only the backward has, ``pullback(dout, deterministic=True)``:
         for attention deterministic, grads, accumulate, workspace and implementation, as
-        `attention_backward` documents them; for others those that their backward documents.
+        `attention_backward` documents them, and likewise for other functions.
 
     Raises
     ------
     TypeError
         For a function of any other kind; for ``out=``, which could be overwritten before the
         pullback is called; and for a name in `wrt` that is no array among the options or has no
-        gradient. From the pullback for an argument of another form than the result, and for options
-        that are not the backward's alone.
+        gradient. The pullback raises it for gradients that do not have the structure of the result,
+        and for options that the backward alone does not have.
     ValueError
-        For a name that is twice in `wrt`, and for the gradient of a bias of softmax along another
+        For a name that is in `wrt` twice, and for the gradient of a bias of softmax along another
         axis than the last.
     TypeError, ValueError, NotImplementedError, RuntimeError
-        Those of the function, and from the pullback those of its backward.
+        The errors of the function, and from the pullback those of its backward.
 
     Notes
     -----
-    The pullback keeps the arrays of the call and its results themselves, no copies: they must not
-    be written to before it is called. Gradients that are equal, such as those of the two terms of a
-    sum, may be one array. It may be called any number of times. It calls the function's
-    backward, such as `attention_backward`, with what the call was given, dropout's seed and
-    ``implementation`` included; "tiled" has no backward on a GPU: there pass
-    ``pullback(dout, implementation="flash")``.
+    The pullback keeps the arrays of the call and its results without a copy, so do not write to
+    them before you call it. It may be called any number of times. Gradients that are equal, such as
+    those of the two terms of a sum, may be one array. The pullback calls the function's backward,
+    such as `attention_backward`, with the arguments of the call, including dropout's seed and
+    ``implementation``. "tiled" has no backward on a GPU: pass
+    ``pullback(dout, implementation="flash")`` there.
 
-    A function that is not the library's gets stand-ins for its arrays, which have a shape, ndim,
-    dtype and class (for isinstance) and nothing else, and for what the library's function returns
-    to it. It cannot compute anything that the pullback would not know of: that is an error, also
-    where the function catches it. Two of its arrays are two stand-ins, even if they are one array,
-    and ``type`` tells a stand-in from an array: by these it must not decide what it does.
+    A function of your own gets stand-ins for its arrays and for the results of the library's
+    function. They have a shape, ndim, dtype and class (for isinstance) and nothing else. Any
+    computation with them is an error, even if the function catches the exception, because the
+    pullback would miss it. The function must not depend on ``type`` of its arguments, which is not
+    that of an array, or on their identity: one array that is passed twice is two stand-ins.
 
     Examples
     --------
@@ -91,12 +93,12 @@ def vjp(
     >>> dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
     True
 
-    With the log-sum-exp as second result, which may be used too:
+    With the log-sum-exp as second result:
 
     >>> (out, lse), pullback = cupyattn.vjp(cupyattn.attention, q, k, v, return_lse=True)
     >>> dq, dk, dv = pullback((dout, np.ones_like(lse)))
 
-    With the gradient of an option, and with options that are given beforehand:
+    With the gradient of an option, and with a partial:
 
     >>> bias = np.zeros((5, 5), np.float32)
     >>> windowed = partial(cupyattn.attention, window_size=(2, 0))
@@ -105,15 +107,14 @@ def vjp(
     >>> more["bias"].shape
     (5, 5)
 
-    With respect to some of the arrays alone. One array in, one gradient out, in a tuple all the
-    same:
+    With respect to some of the arrays only. The gradients are a tuple even if there is only one:
 
     >>> out, pullback = cupyattn.vjp(lambda k: cupyattn.attention(q, k, v), k)
     >>> (dk,) = pullback(dout)
     """
     recording = Recording(function)
     if isinstance(function, partial):
-        options = {**function.keywords, **options}  # as the partial itself puts them together
+        options = {**function.keywords, **options}  # as the partial itself merges them
     _require_wrt(wrt, options)
     args = tuple([recording.stand_in(f"argument {i}", value) for i, value in enumerate(arrays)])
     named = {name: recording.stand_in(name, options[name]) for name in wrt}
@@ -125,7 +126,7 @@ def vjp(
 
 
 class Pullback:
-    """The second result of `vjp`: from gradients of a call's results to those of its arrays."""
+    """The second result of `vjp`, which computes gradients of arrays from gradients of results."""
 
     def __init__(self, call: Call, places: list[Any], wrt: dict[str, Any]) -> None:
         self._call = call
@@ -142,8 +143,8 @@ class Pullback:
         if place is not None:
             self._asked.add(place.gradient)
 
-    def __call__(self, *result_gradients: object, **backward_options: object) -> tuple[Any, ...]:
-        """Return the gradients: `vjp` says which, and what may be given."""
+    def __call__(self, *result_gradients: Any, **backward_options: Any) -> tuple[Any, ...]:
+        """Return the gradients. `vjp` documents the arguments and the result."""
         gradients = self._backward(self._by_name(result_gradients), self._own(backward_options))
 
         def at(place: Place | None) -> Any:
@@ -160,14 +161,14 @@ class Pullback:
     def _backward(
         self, result_gradients: dict[str, Any], backward_options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Call the backward with what it takes, found by name; return its gradients by name."""
+        """Call the backward with arguments found by name; return its gradients by name."""
         rule = self._call.rule
         results = self._call.results
         known = {**rule.defaults, **self._call.arguments, **results, **result_gradients}
         known |= {
             name: results[result] for name, result in rule.taken_from.items() if result in results
         }
-        known.pop("workspace", None)  # the forward's: the backward's is another size
+        known.pop("workspace", None)  # the forward's: the backward needs another size
         known |= backward_options
         args, options = [], {}
         for name in rule.on_demand:
@@ -185,7 +186,7 @@ class Pullback:
         return gradients | {name: gradients[other] for name, other in rule.same.items()}
 
     def _by_name(self, given: tuple[Any, ...]) -> dict[str, Any]:
-        """Return the gradients of the results; zeros for None where the backward needs an array."""
+        """Return the results' gradients by name; zeros for None if the backward needs an array."""
         call = self._call
         names = tuple([f"d{name}" for name in call.visible])
         several = len(names) > 1
@@ -206,7 +207,7 @@ class Pullback:
                 gradients[name] = _zeros_like(call.results[result])
         return gradients
 
-    def _misshapen(self, given: tuple[Any, ...], names: tuple[str, ...]) -> TypeError:
+    def _misshapen(self, given: tuple[object, ...], names: tuple[str, ...]) -> TypeError:
         if len(given) != 1:
             passed = f"{len(given)} arguments"
         elif isinstance(given[0], tuple):
@@ -224,7 +225,7 @@ class Pullback:
         )
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options if they are the backward's alone: others would change the call."""
+        """Return the options; raise TypeError unless only the backward has them."""
         rule = self._call.rule
         others = [name for name in options if name not in rule.backward_options]
         if others:
@@ -237,8 +238,8 @@ class Pullback:
         return options
 
 
-def _require_taken(call: Call, gradients: dict[str, Any]) -> None:
-    """Raise TypeError for the gradient of a result that the backward does not go through."""
+def _require_taken(call: Call, gradients: Mapping[str, object]) -> None:
+    """Raise TypeError for the gradient of a result that the backward does not support."""
     taken = {parameter.name for parameter in call.rule.backward_parameters}
     lost = [name for name, value in gradients.items() if value is not None and name not in taken]
     if lost:
@@ -251,7 +252,7 @@ def _require_taken(call: Call, gradients: dict[str, Any]) -> None:
 
 
 def _zeros_like(result: Array) -> Array:
-    """Return zeros where result is: CuPy's zeros_like takes the current device's memory."""
+    """Return zeros on the result's device; cupy.zeros_like would use the current device."""
     device = device_of(adopt(record_of("result")(result)))
     if device is None:
         return np.zeros_like(result)
@@ -260,9 +261,9 @@ def _zeros_like(result: Array) -> Array:
     return zeros
 
 
-def _require_wrt(wrt: object, options: dict[str, Any]) -> None:
+def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
     if not isinstance(wrt, tuple) or not all(isinstance(name, str) for name in wrt):
-        of = " of other things than names" if isinstance(wrt, tuple) else ""
+        of = " with items that are no names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
             f"wrt is a {type(wrt).__name__}{of}",
@@ -274,8 +275,8 @@ def _require_wrt(wrt: object, options: dict[str, Any]) -> None:
             raise error(
                 ValueError,
                 f"wrt names {name!r} {wrt.count(name)} times",
-                "it has each name once",
-                "leave out the others: there is one gradient of an option",
+                "each name is in it once",
+                "leave out the others: an option has one gradient",
             )
         value = options.get(name)
         items = value if isinstance(value, tuple) else (value,)

@@ -1,1 +1,1 @@
-"""From arrays to a launched kernel; no module here names an operation."""
+"""The way from arrays to a launched kernel. No module here names an operation."""

@@ -1,4 +1,4 @@
-"""What one streaming multiprocessor (SM) of each GPU generation can hold.
+"""Limits of one streaming multiprocessor (SM) for each GPU generation.
 
 Sources: CUDA C++ Programming Guide, technical specifications per compute capability; Turing Tuning
 Guide. Nothing here depends on a device being present.
@@ -12,7 +12,7 @@ from cupyattn.runtime.errors import error
 
 WARP_SIZE = 32
 SUB_PARTITIONS = 4
-"""Of an SM: each has its own schedulers, arithmetic pipes and a quarter of the registers."""
+"""Parts of an SM. Each has its own scheduler, arithmetic pipes and a quarter of the registers."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Arch:
     shared_bytes_per_sm, shared_bytes_per_cta : int
         Shared memory per SM, and the most that one CTA can ask for.
     reserved_shared_bytes : int
-        What the system takes of every CTA's shared memory (none on Turing, 1 KiB from sm_80 on).
+        Shared memory of every CTA that the system uses (none on Turing, 1 KiB from sm_80 on).
     """
 
     number: int
@@ -40,26 +40,26 @@ class Arch:
     registers_per_sm: int = 65_536
     registers_per_thread: int = 255
     register_unit: int = 256
-    """Registers are handed to a warp in units of this many."""
+    """Registers are allocated to a warp in units of this many."""
     shared_unit: int = 256
-    """Shared memory is handed to a CTA in units of this many bytes."""
+    """Shared memory is allocated to a CTA in units of this many bytes."""
 
     @property
     def real(self) -> str:
-        """The name of its machine code, as the compiler spells it."""
+        """The compiler's name for machine code of this architecture."""
         return f"sm_{self.number}"
 
     @property
     def virtual(self) -> str:
-        """The name of its PTX, as the compiler spells it."""
+        """The compiler's name for PTX of this architecture."""
         return f"compute_{self.number}"
 
     def resident_ctas(self, threads: int, registers: int, shared_bytes: int) -> int:
-        """How many CTAs of this size one SM holds at a time; 0 if not even one fits.
+        """Return how many CTAs of this size one SM holds at a time; 0 if not even one fits.
 
         Examples
         --------
-        Two CTAs of 32 KiB fill a Turing SM exactly; one byte more and a single one is left:
+        Two CTAs of 32 KiB fill a Turing SM exactly. With one byte more, only one fits:
 
         >>> arch_of(75).resident_ctas(threads=128, registers=255, shared_bytes=32_768)
         2
@@ -74,7 +74,7 @@ class Arch:
         return min(
             self.ctas_per_sm,
             self.threads_per_sm // (warps * WARP_SIZE),
-            # A warp's registers are those of its sub-partition.
+            # A warp's registers come from one sub-partition.
             self.registers_per_sm // SUB_PARTITIONS // registers_per_warp * SUB_PARTITIONS // warps,
             self.shared_bytes_per_sm // shared_per_cta if shared_per_cta else self.ctas_per_sm,
         )
@@ -85,7 +85,7 @@ def _round_up(count: int, unit: int) -> int:
 
 
 def _newer(number: int, threads: int, ctas: int, shared_kib: int) -> Arch:
-    """sm_80 and later: 1 KiB of each CTA's shared memory is the system's."""
+    """Describe sm_80 or later: the system uses 1 KiB of each CTA's shared memory."""
     return Arch(
         number=number,
         threads_per_sm=threads,
@@ -129,7 +129,7 @@ def arch_of(number: int) -> Arch:
     Raises
     ------
     ValueError
-        If the library does not know it.
+        If the library does not know this compute capability.
     """
     try:
         return ARCHS[number]

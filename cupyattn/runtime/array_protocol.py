@@ -1,6 +1,6 @@
-"""The type of the library's arrays: NumPy's and CuPy's, without importing either.
+"""The types of arrays in annotations, for NumPy and CuPy arrays alike. CuPy is not imported.
 
-A checker of types refuses what is neither, such as a list. What a method returns is not described.
+Type checkers reject other objects, such as lists. Return types of most methods are not described.
 """
 
 # ruff: noqa: D102, N802
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Array(Protocol):
-    """What numpy.ndarray and cupy.ndarray share, as far as this library uses it."""
+    """The members of both numpy.ndarray and cupy.ndarray that this library uses."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -93,7 +93,7 @@ class Array(Protocol):
 
 
 class CudaArray(Array, Protocol):
-    """An array on a GPU: members that cupy.ndarray alone has."""
+    """An array on a GPU, with members that only cupy.ndarray has."""
 
     @property
     def device(self) -> Any: ...

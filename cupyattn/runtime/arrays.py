@@ -1,7 +1,7 @@
-"""Arrays as they come in: NumPy or CuPy as they are, other libraries' CUDA arrays by DLPack.
+"""The arrays of a call: NumPy and CuPy as they are, CUDA arrays of other libraries by DLPack.
 
-Nothing here copies or converts. CuPy is looked up only when a CUDA array has been seen, so that
-NumPy users need not have it.
+Nothing here copies or converts. CuPy is imported only when a call has a CUDA array, so NumPy users
+do not need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.records import R, made
 
 ALIGNMENT = 16
-"""Bytes: what a thread loads or stores at once starts at a multiple of that."""
+"""Bytes. A vector load or store of a thread starts at a multiple of this."""
 
 _CUDA_DLPACK_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _INTERFACE_VERSIONS = (0, 1, 2, 3)
@@ -40,7 +40,7 @@ WORKSPACE_FIX = "pass an array of 'uint8', or none"
 
 
 class Layout(NamedTuple):
-    """What is known of an array without its memory: hashable, a key for caches."""
+    """An array's shape, strides and dtype. It is hashable, so it can be a key of caches."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -48,8 +48,8 @@ class Layout(NamedTuple):
 
     @property
     def dtype_text(self) -> str:
-        """The dtype's name, and its byte order where that is not the machine's."""
-        if self.dtype.kind in "US":  # whose names count bits: str32 has one letter
+        """The dtype's name, and its byte order if that is not native."""
+        if self.dtype.kind in "US":  # their names count bits: str32 has one letter
             return {"U": "str", "S": "bytes"}[self.dtype.kind]
         return self.dtype.name + ("" if self.dtype.isnative else " in foreign byte order")
 
@@ -79,9 +79,8 @@ def is_contiguous(layout: Layout) -> bool:
 
 
 Described = tuple[tuple[int, ...], tuple[int, ...] | None, np.dtype, int]
-"""Of an array its shape, strides and dtype, and by how many bytes it starts beyond a multiple of
-`ALIGNMENT`. CuPy's arrays in C order have None for strides: to ask for them, and to look them up,
-takes as long as for all the rest."""
+"""An array's shape, strides and dtype, and its address modulo `ALIGNMENT`. The strides are None for
+a CuPy array in C order: reading and hashing them takes as long as everything else."""
 
 Description = tuple[Described | None, ...]
 """The arrays of a call, in the order of its record's fields."""
@@ -89,15 +88,15 @@ Description = tuple[Described | None, ...]
 
 @dataclass(slots=True)  # made in each call: a named tuple takes longer
 class Operands(Generic[R]):
-    """The arrays of one call, all of one library and one device."""
+    """The arrays of one call. All are of one library and on one device."""
 
     device_id: int | None
     """CUDA ordinal; None for NumPy arrays."""
     arrays: R
     places: list[int]
-    """Where the first item of each array is, in its own memory space; 0 of what is absent."""
+    """The address of each array's first item; 0 for an absent array."""
     description: Description
-    """All that checks and plans depend on: a key for caches."""
+    """Everything that checks and plans depend on: a key for caches."""
 
 
 def layouts_of(kind: type[R], description: Description) -> R:
@@ -113,20 +112,20 @@ def _layout_of(described: Described | None) -> Layout | None:
 
 
 def starts_of(kind: type[R], description: Description) -> R:
-    """Return by how many bytes each array starts beyond a multiple of `ALIGNMENT`."""
+    """Return each array's address modulo `ALIGNMENT`."""
     return made(kind, (each and each[3] for each in description))
 
 
 def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operands[R]:
-    """Take the arrays of a call; arrays of other libraries are replaced in the record.
+    """Check the arrays of a call, and replace those of other libraries in the record.
 
-    `fixes` has what to pass by the names in errors, where converting what is no array would not
-    do: of a result nobody would see the copy.
+    `fixes` maps names in errors to what the caller can pass instead of something that is no array.
+    It is for results: the caller would never see a converted copy.
 
     Raises
     ------
     TypeError
-        For something that is no array or cannot be taken, and for a mixture of NumPy and CuPy
+        For something that is no array or cannot be used, and for a mixture of NumPy and CuPy
         arrays.
     ValueError
         For arrays on different devices.
@@ -163,7 +162,7 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
 
 _host_array = np.ndarray
 _device_array: Any = None
-"""CuPy's, once one has been seen: arrays of these two types are taken as they are."""
+"""cupy.ndarray, once a call had one. Arrays of exactly these two types need no conversion."""
 
 
 def exports_memory(candidate: object) -> bool:
@@ -177,7 +176,7 @@ def exports_memory(candidate: object) -> bool:
 
 
 def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxyType({})) -> Array:
-    """Take one array as `adopt` does."""
+    """Check and convert one array as `adopt` does."""
     cupy = sys.modules.get("cupy")
     if cupy is not None and type(candidate) is cupy.ndarray:
         global _device_array
@@ -192,8 +191,8 @@ def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxy
 
 
 def _cuda_protocol(name: str, candidate: Any) -> str | None:
-    """Return by which protocol something exports memory of a GPU, None if by none."""
-    protocol = "__dlpack__"  # first: it has a name for bfloat16
+    """Return the protocol by which something exports memory of a GPU; None if there is none."""
+    protocol = "__dlpack__"  # first: it supports bfloat16
     try:
         if hasattr(candidate, "__dlpack_device__"):
             device_type, _ = candidate.__dlpack_device__()
@@ -207,7 +206,7 @@ def _cuda_protocol(name: str, candidate: Any) -> str | None:
             return protocol
     except RefusalError:
         raise
-    except Exception as failure:  # whatever another library's code may raise
+    except Exception as failure:  # another library's code may raise anything
         raise _broken(name, candidate, protocol, failure) from failure
     return None
 
@@ -242,7 +241,7 @@ def _cuda_array(name: str, candidate: object, protocol: str) -> Array:
 
 def _no_array(name: str, candidate: object, fixes: Mapping[str, str]) -> TypeError:
     passed = f"{name} is a {_kind(candidate)}"
-    own = name.rpartition("'s ")[2]  # as the caller's code has it: score_mod's t is t
+    own = name.rpartition("'s ")[2]  # the name in the caller's code: score_mod's t is t
     written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
     fix = f"convert it, for example numpy.asarray({own}) or cupy.asarray({own})"
     if isinstance(candidate, type):
@@ -282,7 +281,7 @@ def _broken(name: str, candidate: object, protocol: str, failure: Exception) -> 
         TypeError,
         f"{name} is a {_kind(candidate)} whose {protocol} cannot be used ({_cause(failure)})",
         _ARRAYS,
-        f"pass one of these: the fault is in {name}, or it has to be made ready to be exported",
+        f"pass one of these: {name} is faulty, or its library has to prepare it for export",
     )
 
 
@@ -316,12 +315,12 @@ def _mixed_devices(arrays: dict[str, Array]) -> ValueError:
 
 
 def address(array: Array) -> int:
-    """Return where the array's first item is, in its own memory space."""
+    """Return the address of the array's first item."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def array_within(memory: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Return an array in the memory of another in C order, `offset` bytes behind its start.
+    """Return an array in C order within the memory of another, `offset` bytes after its start.
 
     Examples
     --------
@@ -332,13 +331,13 @@ def array_within(memory: Array, offset: int, shape: tuple[int, ...], dtype: np.d
     if isinstance(memory, np.ndarray):
         end = offset + math.prod(shape) * dtype.itemsize
         return memory.reshape(-1).view(np.uint8)[offset:end].view(dtype).reshape(shape)
-    # At once: of CuPy's arrays a slice and a view of it take twice as long.
+    # Made directly: slicing and viewing a CuPy array takes twice as long.
     kind: Any = type(memory)
     return kind(shape, dtype, memory.data + offset)
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of a name; NumPy alone does not know bfloat16.
+    """Return the dtype of a name, including bfloat16, which NumPy alone does not know.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Where NumPy arrays run, the reference or the kernels on the emulator, and what is checked."""
+"""The choice of what NumPy arrays run on (reference or emulator) and of what is checked."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 
 class _Choice(NamedTuple):
-    """What holds in a block."""
+    """The settings inside a block."""
 
     name: str
     checks: Checks | bool | None
     report: Report | None
     device: Device | None
-    """What NumPy arrays run on; None stands for the reference."""
+    """The device of NumPy arrays; None means the reference."""
     outside: _Choice | None
-    """What holds again behind the block."""
+    """The settings to restore after the block."""
 
 
-# None until the environment has been asked, once a context.
+# None until the environment variable has been read, once for each context.
 _choice: ContextVar[_Choice | None] = ContextVar("cupyattn_backend", default=None)
 
 
@@ -59,32 +59,32 @@ def backend(
         "reference", the default outside of any block: NumPy in float64. "emulator": the CUDA
         kernels, compiled to PTX for sm_75 and executed on NumPy by `cupyattn.emulator`, with the
         checks of a call, configurations and launches that a GPU would get. The environment variable
-        CUPYATTN_BACKEND sets the default. Without a name all stays as it is but for `checks` and
-        `report`; with one, these two start from their defaults.
+        CUPYATTN_BACKEND sets the default. Without a name, only `checks` and `report` change. With
+        a name, these two start from their defaults.
     checks : bool or emulator.Checks, optional
-        On the emulator which faults to look for in the kernels: all with True, the default; none
-        with False; those of an `emulator.Checks`. On a GPU, True looks at the values in arrays,
-        such as lengths and block ids, for which each call waits for the GPU; by default only their
-        shapes and dtypes are looked at. The values in NumPy arrays are always looked at.
+        On the emulator, the faults to look for in the kernels: all with True, the default; none
+        with False; those of an `emulator.Checks`. On a GPU, True checks the values in arrays, such
+        as lengths and block ids, for which each call waits for the GPU. By default only shapes and
+        dtypes are checked there. The values in NumPy arrays are always checked.
     report : emulator.Report, optional
-        Is filled with what the kernels do on the emulator: bank conflicts, sectors, instructions.
+        Filled with what the kernels do on the emulator: bank conflicts, sectors, instructions.
 
     Returns
     -------
     Backend
-        A context manager, which may be entered any number of times, also again inside of itself
-        and from several threads at once. As a decorator it has all of a function run so.
+        A context manager. It may be entered any number of times, also inside of itself and from
+        several threads at once. It is also a decorator: the whole function runs in the block.
 
     Raises
     ------
     ValueError
-        For another name, or a report or an `emulator.Checks` without the emulator.
+        For an unknown name, or for a report or an `emulator.Checks` without the emulator.
     TypeError
-        For checks or a report that is something else.
+        For checks or a report of another type.
 
     Notes
     -----
-    The choice belongs to the present context: other threads and asynchronous tasks keep theirs.
+    The choice belongs to the current context: other threads and asynchronous tasks keep their own.
 
     Examples
     --------
@@ -96,7 +96,7 @@ def backend(
     >>> np.allclose(out, expected, atol=1e-6)
     True
 
-    Faster, once the kernels are known to be right:
+    Without checks it is faster:
 
     >>> with cupyattn.backend("emulator"), cupyattn.backend(checks=False):
     ...     again = cupyattn.attention(q, k, v, causal=True, implementation="tiled")
@@ -107,7 +107,7 @@ def backend(
 
 
 class Backend(ContextDecorator):
-    """What `backend` returns: a choice that holds inside of a ``with`` block."""
+    """The context manager that `backend` returns."""
 
     def __init__(self, name: object, checks: object, report: object) -> None:
         self._name = None if name is None else _require_name(name, "backend")
@@ -128,12 +128,12 @@ class Backend(ContextDecorator):
         _hold(_Choice(name, checks, report, _device(name, checks, report), outside))
 
     def __exit__(self, *_: object) -> None:
-        # The way back is kept in the context, not here: this object may be entered in others too.
+        # The outer settings are in the context, not here: this object may be entered in others too.
         choice = _choice.get()
         _hold(choice and choice.outside)
 
     def __call__(self, function: _Decorated) -> _Decorated:
-        """Return the function, all of it run in the block."""
+        """Return a function that runs entirely in the block."""
         if any(runs_later(function) for runs_later in _RUN_LATER):
             raise error(
                 TypeError,
@@ -156,7 +156,7 @@ def device_of(operands: Operands[Any]) -> Device | None:
 
 @contextmanager
 def running_on(device: Device) -> Iterator[None]:
-    """Have NumPy arrays run on a device of any kind, such as one that records launches."""
+    """Run NumPy arrays on any device, such as one that records launches."""
     outside = _choice.get()
     _hold(_Choice("emulator", None, None, device, outside))
     try:
@@ -180,7 +180,7 @@ def _from_environment() -> _Choice:
 def _device(name: str, checks: Checks | bool | None, report: Report | None) -> Device | None:
     if name == "reference":
         return None
-    # Here, because the emulator is a large package that most processes never need.
+    # Imported here: the emulator is a large package that most processes never need.
     with no_fork():
         from cupyattn.emulator import Checks
         from cupyattn.runtime.device.emulated import EmulatedDevice
@@ -236,7 +236,7 @@ def _require_report(report: object) -> Report | None:
 
 
 def _require_use(name: str, checks: Checks | bool | None, report: Report | None) -> None:
-    """Raise ValueError for what only the emulator knows, on the reference."""
+    """Raise ValueError for options of the emulator without the emulator."""
     if name != "emulator" and (report is not None or not isinstance(checks, bool | None)):
         raise error(
             ValueError,

@@ -1,4 +1,4 @@
-"""What plans depend on of a device."""
+"""The properties of a device that plans depend on."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ T4_L2_BYTES = 4 * 2**20
 
 
 class Card(NamedTuple):
-    """A device, as plans see it: tables go by its architecture, grids by its size.
+    """The properties of a device that plans depend on.
 
-    Its tensor cores decide between kernels. Cards of compute capability 7.5 need not have any.
+    The architecture decides the configuration, the number of multiprocessors the grid, and tensor
+    cores the kernel. Not all devices of compute capability 7.5 have tensor cores.
     """
 
     arch: int
-    """75, 80, ..."""
+    """The compute capability without its dot: 75, 80, ..."""
     multiprocessors: int
     tensor_cores: bool = True
     l2_bytes: int = T4_L2_BYTES
-    """Of the cache that all multiprocessors share."""
+    """The size of the L2 cache, which all multiprocessors share."""
     choices: Choices = USUAL
-    """Rows that plans take where a table has several."""
+    """The configurations that plans use where there are several candidates."""
 
     def has_mma(self, dtype: str) -> bool:
-        """Tell whether products of a dtype run on tensor cores, otherwise in float32 arithmetic.
+        """Tell whether matrix products of a dtype use tensor cores instead of float32 arithmetic.
 
         Examples
         --------

@@ -39,7 +39,7 @@ _Checked = TypeVar("_Checked")
 def checked_once(check: Callable[_Options, _Checked]) -> Callable[_Options, _Checked]:
     """Decorate a check of options so that it runs once for equal options of equal types.
 
-    Options that have no hash are checked in each call.
+    Options that cannot be hashed are checked in each call.
     """
     known: Callable[..., _Checked] = lru_cache(maxsize=4096, typed=True)(check)
 
@@ -47,7 +47,9 @@ def checked_once(check: Callable[_Options, _Checked]) -> Callable[_Options, _Che
     def checked(*options: _Options.args, **named: _Options.kwargs) -> _Checked:
         try:
             return known(*options, **named)
-        except TypeError:  # no hash, or an error of the check: raised again below, on its own
+        except (
+            TypeError
+        ):  # not hashable, or an error of the check, which the next line raises again
             pass
         return check(*options, **named)
 
@@ -135,7 +137,7 @@ def _nearest(dtype: np.dtype, allowed: tuple[str, ...]) -> str:
 
 
 def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str] | None = None) -> None:
-    """Raise TypeError unless all arrays, or those of the named that are present, have one dtype."""
+    """Raise TypeError unless the named arrays that are present have one dtype; by default all."""
     names = layouts if names is None else names
     present = {name: layouts[name].dtype for name in names if name in layouts}
     if len(set(present.values())) > 1:
@@ -161,7 +163,7 @@ def require_rank(name: str, layout: Layout, axes: str) -> None:
 
 
 def _with_missing_axes(name: str, letters: list[str], rank: int) -> str:
-    """Say how to add the axes that are most likely missing: the batch, and the heads."""
+    """Return advice to add the axes that are probably missing: batch and heads."""
     missing = [letter for letter in letters if letter in ("B", "H", "G")][: len(letters) - rank]
     if letters[0] != "B" or rank + len(missing) != len(letters):
         return ""
@@ -208,7 +210,7 @@ def require_contiguous_axis(name: str, layout: Layout, axis: object, *, written:
 
 
 def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning: str) -> None:
-    """Raise ValueError unless the array has the shape that follows from the others."""
+    """Raise ValueError unless the array has the shape that the other arrays require."""
     if layout.shape != expected:
         raise error(
             ValueError,
@@ -250,7 +252,7 @@ def require_item_alignment(
     starts: dict[str, int],
     shown_as: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise ValueError if an array starts within an item: a GPU faults when it reads that.
+    """Raise ValueError for an array that is not aligned to its items: reading it faults on a GPU.
 
     `starts` has the bytes by which each array starts beyond a multiple of 16; `shown_as` has the
     names that errors use.
@@ -263,12 +265,12 @@ def require_item_alignment(
                 ValueError,
                 f"{name} starts {start % itemsize} bytes into an item of {itemsize}",
                 "arrays are aligned to their items",
-                f"copy it, for example {_own(name)}.copy(); make a result anew before the call",
+                f"copy it, for example {_own(name)}.copy(); for a result pass a new array",
             )
 
 
 def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raise unless an array given to be written has the result's shape and dtype, and own items."""
+    """Raise unless an output has the result's shape and dtype, and no item twice in memory."""
     if layout.shape != shape or layout.dtype != dtype:
         raise error(
             ValueError if layout.dtype == dtype else TypeError,
@@ -281,12 +283,12 @@ def require_output(name: str, layout: Layout, shape: tuple[int, ...], dtype: np.
 
 
 def require_own_items(name: str, layout: Layout) -> None:
-    """Raise ValueError if two items of an array to be written are one in memory."""
+    """Raise ValueError if two items of an output array have one address."""
     if overlaps_itself(layout):
         raise error(
             ValueError,
             f"{name} has strides {layout.strides}: some of its items are one item in memory",
-            "a result needs an own place for every item",
+            "a result needs its own place for every item",
             "pass an array that is not a broadcast view",
         )
 
@@ -297,7 +299,7 @@ def fixes_of_results(*names: str) -> dict[str, str]:
 
 
 def require_workspace(layout: Layout) -> None:
-    """Raise unless an array given as workspace is plain memory in C order."""
+    """Raise unless a workspace is contiguous in C order and has no Python objects."""
     if layout.dtype.hasobject:
         raise error(
             TypeError,

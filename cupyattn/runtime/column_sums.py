@@ -1,4 +1,4 @@
-"""Sums of the partial sums that row kernels leave."""
+"""The kernel that adds the partial column sums of row kernels."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ KERNELS = (COLUMN_SUMS,)
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield the kernel for each dtype of the result."""
-    del arch  # one row serves all
+    del arch  # one configuration for all
     yield from map(column_sums, STORAGE)

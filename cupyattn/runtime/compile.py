@@ -1,6 +1,6 @@
-"""CUDA source to machine code or PTX: the only caller of NVRTC, in front of a disk cache.
+"""Compilation of CUDA sources to machine code or PTX, with a disk cache: the only caller of NVRTC.
 
-CuPy's own compiler is passed by: it appends an ``-arch`` after the caller's (NVRTC obeys the last)
+CuPy's own compiler is not used: it appends an ``-arch`` after the caller's (NVRTC obeys the last),
 and its cache misses changes in included files.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime.arch import Arch
@@ -42,7 +42,7 @@ class CompilationError(RuntimeError):
     Attributes
     ----------
     log : str
-        What the compiler said.
+        The compiler's messages.
     """
 
     def __init__(self, message: str, log: str) -> None:
@@ -52,7 +52,7 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says a kernel takes: per thread, and static shared memory per CTA."""
+    """The resources of a kernel as ptxas reports them: per thread, and shared memory per CTA."""
 
     registers: int
     spill_store_bytes: int
@@ -63,9 +63,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A compiled kernel. `resources` is None for PTX, which no ptxas has seen.
+    """A compiled kernel.
 
-    `path` is where it is on the disk, None if it is in memory alone.
+    `resources` is None for PTX, which has not been through ptxas. `path` is its file, None if it is
+    only in memory.
     """
 
     code: bytes = field(repr=False)
@@ -105,14 +106,14 @@ def _compile(specialisation: Specialisation, target: str) -> Artifact:
     with no_fork():
         with _locks_guard:
             lock = _locks[key]
-        with lock:  # one compilation per key at a time; other keys go on beside it
+        with lock:  # one compilation per key at a time; other keys compile concurrently
             found = _find(f"{specialisation.spec.entry}-{key}.{ending}")
             if found is not None:
                 return found
             unit = read_unit(source)
             code, log = _run_nvrtc(unit, options, headers, is_ptx=is_ptx)
             resources = None if is_ptx else parse_ptxas_log(log)
-            # The key of what was compiled: a file may have changed since it was looked for.
+            # A new key: a file may have changed since the lookup.
             name = f"{specialisation.spec.entry}-{_cache_key(unit.digest, options, headers)}"
             facts = None if resources is None else asdict(resources)
             path = cache.keep(f"{name}.{ending}", code, facts)
@@ -125,7 +126,7 @@ def _find(name: str) -> Artifact | None:
         return None
     try:
         resources = None if entry.facts is None else Resources(**entry.facts)
-    except TypeError:  # another version of the library, which knows of other resources
+    except TypeError:  # written by another version of the library, with other fields
         return None
     return Artifact(entry.code, entry.path, resources, was_cached=True)
 
@@ -142,9 +143,9 @@ def _run_nvrtc(
     nvrtc = _nvrtc()
     report = [] if is_ptx else ["--ptxas-options=-v"]
     if nvrtc_version() >= (12, 9):
-        if report:  # NVRTC has a cache of its own where there is a driver; a hit has no log
+        if report:  # with a driver NVRTC has its own cache, and a hit has no log
             report.append("--no-cache")
-        # No textures, no launches from kernels: 3 of 26 ms less before the first line of ours.
+        # Leaves out textures and dynamic parallelism: 3 of 26 ms less before our first line.
         report.append("--minimal")
     (name, text), *included = unit.texts.items()
     given = [*included, *((header, text.encode()) for header, text in headers)]
@@ -162,25 +163,25 @@ def _run_nvrtc(
         nvrtc.destroyProgram(program)
     if is_ptx:
         return (code.encode() if isinstance(code, str) else code).rstrip(b"\0"), log
-    # CuPy takes the last byte for the end of a C string and drops it. It is the high byte of the
-    # last program header's alignment, hence 0; drivers load the file without it, nvdisasm does not.
+    # CuPy drops the last byte as if it ended a C string. It is the high byte of the last program
+    # header's alignment, hence 0. Drivers load the file without it, nvdisasm does not.
     return code + b"\0", log
 
 
 def parse_ptxas_log(log: str) -> Resources:
-    """Read the figures that ``ptxas -v`` prints for a module of one entry.
+    """Parse the resources that ``ptxas -v`` prints for a module of one entry.
 
     Raises
     ------
     ValueError
-        If the log holds no figures, as when NVRTC changes its wording.
+        If the log has none, for example because NVRTC changed its wording.
     """
     registers = re.search(r"Used (\d+) registers", log)
     memory = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
     )
     if registers is None or memory is None:
-        raise ValueError(f"no resource figures in the log of ptxas:\n{log}")
+        raise ValueError(f"no resources in the log of ptxas:\n{log}")
     shared = re.search(r"(\d+) bytes smem", log)
     stack, stores, loads = (int(number) for number in memory.groups())
     return Resources(
@@ -193,8 +194,8 @@ def parse_ptxas_log(log: str) -> Resources:
 
 
 @lru_cache(maxsize=1)
-def _nvrtc() -> Any:
-    with suppress(ImportError):  # without CuPy there is no NVRTC either, which is told below
+def _nvrtc() -> ModuleType:
+    with suppress(ImportError):  # the import of NVRTC below fails too, with our error
         load_cupy()
     try:
         with no_fork():
@@ -212,7 +213,7 @@ def _nvrtc() -> Any:
 
 @lru_cache(maxsize=1)
 def _toolkit_headers() -> Path:
-    """Return the folder of cuda_fp16.h: from the runtime wheel, or an installed toolkit."""
+    """Return the folder of cuda_fp16.h, from the runtime wheel or an installed toolkit."""
     try:
         with no_fork():
             from cuda.pathfinder import find_nvidia_header_directory

@@ -1,7 +1,7 @@
-"""CuPy, imported when it is needed and with a folder that it can write: the only place that does.
+"""The only import of CuPy: when it is needed, and with a cache folder that CuPy can write.
 
-CuPy makes a folder for its own kernels while it is imported, by default in the home, and the
-import fails where that cannot be made.
+CuPy creates a folder for its own kernels during its import, by default in the home directory. The
+import fails if the folder cannot be created.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.folders import CACHE_VARIABLE, cache_directory, temporary_directory
@@ -23,14 +22,14 @@ _DEFAULT = "~/.cupy/kernel_cache"
 
 
 def load_cupy() -> ModuleType:
-    """Import CuPy; a home that cannot be written does not keep it from being imported.
+    """Import CuPy, even if the home directory cannot be written.
 
     Raises
     ------
     ImportError
         If it is not installed, or not for this machine.
     RuntimeError
-        If CUPY_CACHE_DIR names what can be no folder, or there is no place for one.
+        If CUPY_CACHE_DIR is no usable folder, or there is no place for one.
     """
     with no_fork():
         if "cupy" not in sys.modules:
@@ -39,8 +38,8 @@ def load_cupy() -> ModuleType:
     return cupy
 
 
-def loaded_nvtx() -> Any | None:
-    """Return CuPy's NVTX ranges; None where nothing has imported CuPy yet."""
+def loaded_nvtx() -> ModuleType | None:
+    """Return CuPy's module of NVTX ranges; None if CuPy has not been imported yet."""
     if "cupy" not in sys.modules:
         return None
     with no_fork():
@@ -49,7 +48,7 @@ def loaded_nvtx() -> Any | None:
 
 
 def _find_it_a_folder() -> None:
-    """Point CUPY_CACHE_DIR beside our own kernels, unless the user set it or its default will do.
+    """Set CUPY_CACHE_DIR to a folder next to our kernels, unless it is set or its default works.
 
     It stays set for processes that this one starts.
     """
@@ -57,21 +56,21 @@ def _find_it_a_folder() -> None:
     try:
         _require_writable(Path(named) if named else Path(_DEFAULT).expanduser())
         return
-    except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home
+    except (OSError, RuntimeError) as failure:  # RuntimeError: no home directory
         why = failure
     if not named:
         os.environ[_VARIABLE] = str(_folder_of_ours())
-    elif not Path(named).is_dir():  # one that can only be read will do for the import
+    elif not Path(named).is_dir():  # a read-only folder is enough for the import
         raise error(
             RuntimeError,
             f"{_VARIABLE}={named!r}, where CuPy keeps its own kernels, cannot be made ({why})",
-            "CuPy is imported only where that is a folder",
+            "CuPy needs this folder for its import",
             f"set {_VARIABLE} to a folder that can be written, or unset it",
         ) from why
 
 
 def _folder_of_ours() -> Path:
-    """Return a folder for CuPy's kernels, which it runs as it reads them.
+    """Return a trusted folder for CuPy's kernels, which CuPy runs without a check.
 
     Raises
     ------
@@ -85,7 +84,7 @@ def _folder_of_ours() -> Path:
             require_trusted_folder(folder / "cupy")
             _require_writable(folder / "cupy")
             return folder / "cupy"
-    except OSError:  # it is the temporary one's turn
+    except OSError:  # use a temporary folder instead
         pass
     try:
         folder = temporary_directory()

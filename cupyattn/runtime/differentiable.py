@@ -1,4 +1,4 @@
-"""What makes a function one that `vjp` differentiates: its backward, and a way to see its calls."""
+"""The decorator of functions that `vjp` differentiates: it has the backward, and records calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _Returned = TypeVar("_Returned")
 
 
 OnDemand = Mapping[str, Callable[[Mapping[str, Any]], None]]
+"""Checks by parameter: see `on_demand` of `differentiable`."""
 
 
 class Rule:
-    """How a function is differentiated: see `differentiable`."""
+    """The derivative of a function. `differentiable` documents the attributes."""
 
     def __init__(
         self,
@@ -52,12 +53,12 @@ class Rule:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The function's parameters; those by position come first."""
+        """The names of the function's parameters; positional ones come first."""
         return tuple(inspect.signature(self.function).parameters)
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """What the function takes for parameters that a call leaves out."""
+        """The default values of the function's parameters."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.default is not p.empty}
 
@@ -68,12 +69,12 @@ class Rule:
 
     @cached_property
     def required(self) -> frozenset[str]:
-        """The backward's parameters that have no default."""
+        """The names of the backward's parameters without a default."""
         return frozenset(p.name for p in self.backward_parameters if p.default is p.empty)
 
     @cached_property
     def backward_options(self) -> tuple[str, ...]:
-        """The options that are the backward's alone: they say how it computes, not what."""
+        """The options that only the backward has: they say how it computes, not what."""
         results = {*self.results, *self.saved}
         of_the_call = {*self.parameters, *results, *map("d{}".format, results)}
         of_the_call -= {"implementation", "workspace"}
@@ -85,12 +86,12 @@ class Rule:
 
 
 Recorder = Callable[[Rule, tuple[Any, ...], dict[str, Any]], Any]
-"""What makes a call in the function's place, for whom it records."""
+"""A function that makes and records the calls of differentiable functions."""
 
 recorder: ContextVar[Recorder | None] = ContextVar("cupyattn_recorder", default=None)
 
 names: list[str] = []
-"""Of all differentiable functions."""
+"""The names of all differentiable functions."""
 
 
 def differentiable(
@@ -104,32 +105,32 @@ def differentiable(
     same: Mapping[str, str] = MappingProxyType({}),
     on_demand: OnDemand = MappingProxyType({}),
 ) -> Callable[[Callable[_Parameters, _Returned]], Callable[_Parameters, _Returned]]:
-    """Decorate a function that `vjp` differentiates: a recorder, if there is one, sees its calls.
+    """Decorate a function that `vjp` differentiates. The current recorder, if any, sees its calls.
 
-    The parameters of the backward are found by name: one that is named as a parameter of the
-    function, or as one of its results, gets that; ``d`` and the name of a result is its gradient.
+    Arguments of the backward are found by name. A parameter with the name of a parameter or a
+    result of the function gets its value. ``d`` and the name of a result is the result's gradient.
 
     Parameters
     ----------
     backward : callable
-        Returns the function's backward, which may be defined after it: ``lambda: gelu_backward``.
-        Both take arrays by position and options by name.
+        Returns the function's backward, which may be defined later: ``lambda: gelu_backward``.
+        Both functions take arrays by position and options by name.
     gradients : tuple of str
-        What the backward returns: each is ``d`` and the name of a parameter of the function.
+        The results of the backward: each is ``d`` and the name of a parameter of the function.
     results : tuple of str
-        What the function returns, or the beginning of that where it returns less.
+        The results of the function. A call may return only the first of them.
     saved : tuple of str
-        What it returns behind them for its backward, only where it is asked to.
+        Further results after these, which the backward needs. They are returned on request only.
     saved_by : str, optional
-        The option that asks for it.
+        The option that requests them.
     taken_from : mapping, optional
-        Parameters of the backward, each with the result that it takes where that is returned.
+        Parameters of the backward, each with the result that it gets if the call returned it.
     same : mapping, optional
-        Further gradients, each with the one among `gradients` that it is.
+        Further gradients, each with the equal one among `gradients`.
     on_demand : mapping, optional
-        Arrays that the backward is given only where their gradients are asked for, which come last.
-        Each with what is called then, before the backward: it takes the call's arguments and
-        results by name, and raises if there is no such gradient.
+        Arrays that the backward gets only if their gradients are requested. These gradients come
+        last. Each array has a function that is called before the backward. It takes the call's
+        arguments and results by name, and raises if there is no such gradient.
     """
 
     def decorate(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
@@ -151,7 +152,7 @@ def differentiable(
             record = recorder.get()
             return function(*args, **options) if record is None else record(rule, args, options)
 
-        recorded.__module__ = "cupyattn"  # where it is public, and pickle finds it
+        recorded.__module__ = "cupyattn"  # where it is public, for pickle
         return recorded
 
     return decorate

@@ -1,4 +1,4 @@
-"""The form of every error: what was passed, what is allowed, how to fix it."""
+"""Error messages in three parts: what was passed, what is allowed, how to fix it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound=Exception)
 
-_LONGEST = 500  # characters of what was passed; the longest that the library writes has some 300
-_MOST_BITS = 256  # Python refuses to write integers of more than some 4000 digits
+_LONGEST = 500  # characters of what was passed; the library itself writes at most about 300
+_MOST_BITS = 256  # Python refuses to print integers of more than about 4000 digits
 
 
 class RefusalError(TypeError):
-    """What an argument of ours says about its own use: passed on as it is, wherever it arises."""
+    """An error that our own objects raise when they are used as arrays. It is never rewrapped."""
 
 
 def error(kind: type[_Error], passed: str, allowed: str, fix: str) -> _Error:
-    """Make an exception whose message has the three parts.
+    """Make an exception whose message has the three parts, separated by semicolons.
 
     Examples
     --------
@@ -36,21 +36,21 @@ MADE_BEFOREHAND = "make a writable, C-contiguous array before the call, pass it 
 
 
 def made_beforehand(name: str) -> str:
-    """Return the fix for a result that cannot be written."""
-    return MADE_BEFOREHAND.format(name)
+    """Return advice for an output array: a copy made in the call would be written and lost."""
+    return f"make a writable, C-contiguous array before the call, pass it as {name} and read that"
 
 
 def bool_fix(name: str, value: object) -> str:
-    """Say what to pass instead of what is neither True nor False; bool("False") would be True."""
+    """Return advice for a value that is not a bool; bool("False") would be True."""
     return f"convert it with bool({name})" if isinstance(value, Real) else "pass one of these"
 
 
 @contextmanager
 def explaining(passed: str, allowed: str, fix: str | Callable[[], str]) -> Iterator[None]:
-    """Give what the system refuses within a block the three parts; it keeps its kind and number.
+    """Rewrite an OSError within the block to three parts; it keeps its class and number.
 
-    `fix` may be found when it is needed. Around a block that does so itself, this one's parts are
-    told: it knows better what was meant.
+    `fix` may be a function, which is called only on an error. If blocks are nested, the message has
+    the parts of the outermost block, which knows better what was meant.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def explaining(passed: str, allowed: str, fix: str | Callable[[], str]) -> Itera
 
 
 def size_text(count: int) -> str:
-    """Write a number of bytes.
+    """Format a number of bytes.
 
     Examples
     --------
@@ -85,7 +85,7 @@ def size_text(count: int) -> str:
 
 
 def shown(value: object) -> str:
-    """Write a value that the caller passed: its repr, in at most some hundred characters.
+    """Format a value that the caller passed: its repr, shortened to about a hundred characters.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class _Short(reprlib.Repr):
         return repr(x) if bits <= _MOST_BITS else f"<int of {bits} bits>"
 
     def repr_ndarray(self, x: Any, level: int) -> str:
-        """Write an array of NumPy or CuPy without looking at its items."""
+        """Format an array of NumPy or CuPy without reading its items."""
         return f"<array {x.dtype.name} {x.shape}>"
 
 

@@ -1,4 +1,4 @@
-"""The option dtype: what a result is made of."""
+"""The option `dtype`: the floating-point dtype of a result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cupyattn.runtime.errors import error, shown
 
 
 def float_dtype(given: Any) -> np.dtype:
-    """Return a floating-point dtype that is given as NumPy's, its name or its type.
+    """Return a floating-point dtype that is given as a dtype, a name or a scalar type.
 
     Raises
     ------
     TypeError
-        For any other.
+        For anything else.
     """
     try:
         dtype = dtype_of(given) if isinstance(given, str) else np.dtype(given)

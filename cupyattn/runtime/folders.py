@@ -1,6 +1,6 @@
-"""The folder of files that outlive the process, and a temporary one of the process.
+"""The cache folder, whose files outlive the process, and a temporary folder of the process.
 
-``CUPYATTN_CACHE_DIR`` names the folder; without it, it is below the platform's cache folder.
+``CUPYATTN_CACHE_DIR`` names the cache folder. The default is in the platform's folder of caches.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from cupyattn.runtime.trust import UntrustedError, make_private_folder, require_
 CACHE_VARIABLE = "CUPYATTN_CACHE_DIR"
 
 _told: set[str | type | None] = set()
-"""The warnings given so far: named folders, None for the platform's, an error for files."""
+"""Warnings given so far: named folders, None for the default one, an error class for files."""
 
 
 @lru_cache(maxsize=1)
 def cache_directory() -> Path | None:
-    """Return the folder where files are kept, made if need be; None if there is none to use.
+    """Return the cache folder, created if needed; None if no folder can be used.
 
-    A folder that can only be read, warmed by root, is fine. A folder that somebody else can write
-    is not used (see `cupyattn.runtime.trust`), nor one that cannot be made, as for a user without
-    a home. Either is reported once.
+    A read-only folder, for example one that root has filled, is fine. A folder that somebody else
+    can write is not used (see `cupyattn.runtime.trust`), nor one that cannot be created, for
+    example because the user has no home directory. Both cases give one warning.
     """
     named = os.environ.get(CACHE_VARIABLE)
     try:
         directory = Path(named).expanduser() if named else _platform_directory() / "cupyattn"
-        directory = directory.absolute()  # the same when the process goes to another folder
+        directory = directory.absolute()  # the process may change its working directory
         make_private_folder(directory)
         if not named and sys.platform == "win32":
             _require_own_profile(directory)
         require_trusted_folder(directory)
-        next(directory.iterdir(), None)  # a folder that cannot be listed is of no use
-    except (OSError, RuntimeError) as failure:  # RuntimeError: pathlib finds no home
+        next(directory.iterdir(), None)  # raises if the folder cannot be listed
+    except (OSError, RuntimeError) as failure:  # RuntimeError: no home directory
         tell_unused(failure)
         return None
     return directory
@@ -54,8 +54,8 @@ def tell_unused(why: Exception) -> None:
     folder = f"{CACHE_VARIABLE}={named!r}" if named else "the folder of compiled kernels"
     if isinstance(why, UntrustedError):
         passed = (
-            f"{folder} is not used: {why}; kernels are run as they are read, so they are kept only "
-            "where this user and root alone can write, in the folders above too; what is compiled "
+            f"{folder} is not used: {why}; kernels are code to run, so they are kept only in a "
+            "folder that only this user and root can write, parents included; what is compiled "
             "now stays in memory and is lost when this process ends"
         )
         fix = f"{why.fix}, or set {CACHE_VARIABLE} to a folder of your own"
@@ -75,15 +75,15 @@ def tell_untrusted_file(why: UntrustedError) -> None:
         return
     _told.add(UntrustedError)
     warnings.warn(
-        f"a file of the folder of compiled kernels is not read: {why}; what is read there is run, "
-        "so it is read only where this user and root alone can write; look into who wrote the "
-        f"file, and {why.fix}",
+        f"a file of the folder of compiled kernels is not read: {why}; it is code to run, so it "
+        "has to be a file that only this user and root can write; find out who wrote the file, and "
+        f"{why.fix}",
         stacklevel=_users_level(),
     )
 
 
 def _users_level() -> int:
-    """Return how far above the function that calls this the user's line is."""
+    """Return the stack level of the user's line, as warnings.warn in the caller needs it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cupyattn":
         frame, level = frame.f_back, level + 1
@@ -92,14 +92,14 @@ def _users_level() -> int:
 
 @lru_cache(maxsize=1)
 def temporary_directory() -> Path:
-    """Return a folder of this process, which is removed at its end."""
+    """Return a temporary folder of this process, which is removed at its end."""
     directory = Path(tempfile.mkdtemp(prefix="cupyattn-"))
     atexit.register(_remove, directory, os.getpid())
     return directory
 
 
 def remove_temporary_directory() -> None:
-    """Remove that folder, if there is one: for a process that ends without its exit handlers."""
+    """Remove the temporary folder, for a process that ends without its exit handlers."""
     if temporary_directory.cache_info().currsize:
         _remove(temporary_directory(), os.getpid())
 
@@ -118,7 +118,7 @@ def _platform_directory() -> Path:
 
 
 def _require_own_profile(directory: Path) -> None:
-    """Raise unless a folder lies in the user's profile, which Windows closes to others."""
+    """Raise unless a folder is in the user's profile, which Windows protects from other users."""
     home = Path.home()
     if not directory.resolve().is_relative_to(home.resolve()):
         raise UntrustedError(

@@ -1,8 +1,8 @@
-"""A fork waits for compilations, and for what is imported the first time.
+"""Safe forks: a fork waits until no thread compiles or imports.
 
-A child has only the thread that forked. A lock that another thread held is locked there for ever,
-and NVRTC and Python's imports have locks of their own, which nobody else can free: a child that was
-forked while another thread made its first call hung in its own.
+A child process has only the thread that forked. A lock that another thread held stays locked there
+for ever. NVRTC and Python's imports have such locks: a child that was forked during another
+thread's first call would hang in its own first call.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 
 class NoForkWithin:
-    """Work that several threads may do at once, but none while a process forks.
+    """A context manager for blocks that no fork may interrupt.
 
-    A context manager makes the threads inside known. A fork waits until they are out, and those
-    that want to enter wait for the fork; the forking thread itself may be inside. One object is all
-    that a process can have: with two, a thread inside the one would wait at the other for a fork
-    that waits for it.
+    Several threads may be in such blocks at once. A fork waits until all other threads have left
+    them, and threads that want to enter wait for the fork. The forking thread itself may be inside.
+    There must be one object for each process: with two, a thread inside the first could wait at the
+    second for a fork that waits for the thread.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class NoForkWithin:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Mark what this thread does within the block, and within blocks in it."""
+        """Let no other thread fork during the block. Blocks may be nested."""
         thread = threading.get_ident()
-        if thread in self._inside:  # which only the thread itself changes
+        if thread in self._inside:  # no lock: only the thread itself adds or removes its id
             yield
             return
         try:
@@ -54,9 +54,9 @@ class NoForkWithin:
         self._condition.release()
 
     def _open_in_child(self) -> None:
-        self._inside &= {threading.get_ident()}  # after a wait that Ctrl-C cut short
+        self._inside &= {threading.get_ident()}  # others are left if Ctrl-C ended the wait
         self._condition.release()
 
 
 no_fork = NoForkWithin()
-"""Around work under locks that others hold too, and around each import that waits for its need."""
+"""The process's one `NoForkWithin`, for work under shared locks and for each lazy import."""

@@ -1,8 +1,8 @@
 """The ``#include`` directives of a source, as the compiler sees them.
 
-Comments may stand anywhere in a directive, lines may be continued, and ``%:`` is a ``#``. A quote
-without a second one, as in ``#error don't``, ends with its line. What a macro includes, and
-``#include_next``, cannot be known without running the preprocessor.
+Comments may be anywhere in a directive, lines may be continued, and ``%:`` means ``#``. A quote
+without a closing one, as in ``#error don't``, ends with its line. The file of ``#include MACRO`` or
+``#include_next`` cannot be known without running the preprocessor.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _OPERAND = re.compile(rb'(?:"(?P<quoted>[^"\n]+)"|<(?P<angled>[^>\n]+)>)')
 
 
 class Include(NamedTuple):
-    """A directive whose file is named in it."""
+    """A directive that names its file."""
 
     name: bytes
     quoted: bool
-    """Whether the file is looked for beside the including one first."""
+    """Whether the folder of the including file is searched first."""
     start: int
     stop: int
-    """Where the name is in the text, with its quotes or brackets."""
+    """The range of the name in the text, with its quotes or brackets."""
 
 
 class Unfollowed(NamedTuple):
-    """A line that reads a file, or asks for one, without naming it."""
+    """A line that includes a file, or checks for one, without naming it."""
 
     line: int
     text: str
 
 
-@lru_cache(maxsize=1024)  # of some 5 kB each: kernels share headers
+@lru_cache(maxsize=1024)  # about 5 kB each: kernels share headers
 def includes_in(text: bytes) -> tuple[Include | Unfollowed, ...]:
-    r"""Return what a text includes, in its order, and what cannot be followed.
+    r"""Return the directives of a text in order, among them those that cannot be followed.
 
     Examples
     --------
@@ -70,13 +70,13 @@ def includes_in(text: bytes) -> tuple[Include | Unfollowed, ...]:
         shifts.append(shift)
 
     def original(position: int, *, end: bool = False) -> int:
-        """Return where a position of the plain text was; an end is before what is removed there."""
+        """Map a position in the plain text to the original; an end is before removed characters."""
         if end and position:
             return original(position - 1) + 1
         return position + shifts[bisect_right(starts, position) - 1]
 
     def end_of_raw(opened: re.Match[bytes]) -> int:
-        """Return where a raw string ends: lines are not continued in it."""
+        """Return where a raw string ends: backslashes do not continue lines in it."""
         closing = b")" + opened["delimiter"] + b'"'
         end = text.find(closing, original(opened.end(), end=True))
         if end < 0:
@@ -120,7 +120,7 @@ def includes_in(text: bytes) -> tuple[Include | Unfollowed, ...]:
 
 
 def with_names(text: bytes, names: dict[Include, bytes]) -> bytes:
-    """Return a text that includes other names, in the same lines."""
+    """Replace the names of included files in a text; line numbers do not change."""
     parts, position = [], 0
     for include, name in sorted(names.items(), key=lambda item: item[0].start):
         splices = len(_SPLICE.findall(text[include.start : include.stop]))

@@ -1,4 +1,4 @@
-"""A kernel of the user's own, by the way of the library's: compiled, cached, checked, launched."""
+"""`Kernel`: kernels of users, compiled, cached, checked and launched like those of the library."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
@@ -25,55 +26,56 @@ _MOST_THREADS = 1024  # of a CTA, on any GPU
 class Kernel:
     """A CUDA kernel of your own, which runs where the library's kernels run.
 
-    CuPy arrays run it on their GPU, on the current stream. NumPy arrays run it inside of
-    ``with backend("emulator")``, with every check of `cupyattn.emulator` on. It is compiled at its
-    first call and kept on disk.
+    With CuPy arrays it runs on their GPU, on the current stream. With NumPy arrays it runs inside
+    ``with backend("emulator")``, with every check of `cupyattn.emulator`. It is compiled at its
+    first call and cached on disk.
 
     Parameters
     ----------
     source : str or path-like
-        The ``.cu`` file. What it includes is looked for beside it, and in this library's CUDA
-        sources (``#include "common/reduce.cuh"``). It is compiled anew when any of that changes, so
-        a line that includes a file names it: ``#include MACRO``, ``#include_next`` and
-        ``__has_include`` are refused.
+        The ``.cu`` file. Included files are searched in its folder and in this library's CUDA
+        sources (``#include "common/reduce.cuh"``). The kernel is recompiled when any of these files
+        changes, so every include has to name its file: ``#include MACRO``, ``#include_next`` and
+        ``__has_include`` are rejected.
     inputs : iterable of str
-        The parameters that are arrays to be read, ``const T*``, by their names. They come first.
+        The names of parameters that are arrays to read, ``const T*``. They come first.
     outputs : iterable of str
-        Those that are arrays to be written, ``T*``, and perhaps read too. They come next.
+        The names of parameters that are arrays to write, ``T*``; the kernel may also read them.
+        They come next.
     scalars : mapping of str to dtype
-        Those that are numbers, with their dtypes. They come last.
+        The names of parameters that are numbers, with their dtypes. They come last.
     threads : int
-        Of a CTA (cooperative thread array, CUDA's thread block), 1 to 1024: ``blockDim.x``.
+        Threads of a CTA (cooperative thread array, CUDA's thread block), 1 to 1024: ``blockDim.x``.
     shared_bytes : int
         Dynamic shared memory of a CTA in bytes, up to 65,536.
     entry : str, optional
-        The ``extern "C" __global__`` function. By default it has the name of the file.
+        The ``extern "C" __global__`` function. The default is the name of the file.
     macros : mapping of str to int or str
-        What the source is compiled with, beside the macros THREADS and SHARED_BYTES.
+        Macros for the compiler, in addition to THREADS and SHARED_BYTES.
 
     Attributes
     ----------
     specialisation : Specialisation
-        What is compiled: `cupyattn.turing.analyse` takes it.
+        The kernel as it is compiled, for example for `cupyattn.turing.analyse`.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such source.
+        If the source does not exist.
     TypeError, ValueError
-        If an argument is something else than described.
+        If an argument is not as described.
 
     Notes
     -----
-    A call, ``kernel(ctas, *arguments)``, takes the size of the grid, which is flat
-    (``blockIdx.x``), then the inputs, outputs and scalars in their order in C. It returns nothing:
-    outputs are written in place. Arrays are contiguous, as the kernel gets no strides. A grid of 0
-    starts nothing.
+    A call, ``kernel(ctas, *arguments)``, takes the size of the one-dimensional grid
+    (``blockIdx.x``), then the inputs, outputs and scalars in the order of the C parameters. It
+    returns nothing: outputs are written in place. Arrays must be contiguous, because the kernel
+    gets no strides. A grid of 0 starts nothing.
 
     A call raises TypeError for arguments that do not fit, ValueError for arrays that are not
-    contiguous and for a source that includes a file without its name, NotImplementedError for NumPy
-    arrays outside of the emulator, RuntimeError with the compiler's words for a source that it
-    rejects, and on the emulator what `cupyattn.emulator.checks` lists.
+    contiguous and for a source that includes a file without naming it, NotImplementedError for
+    NumPy arrays outside the emulator, RuntimeError with the compiler's log for a source that does
+    not compile, and on the emulator the errors that `cupyattn.emulator.checks` lists.
 
     Examples
     --------
@@ -107,7 +109,7 @@ class Kernel:
         *,
         inputs: Iterable[str] = (),
         outputs: Iterable[str],
-        scalars: Mapping[str, Any] = MappingProxyType({}),
+        scalars: Mapping[str, DTypeLike] = MappingProxyType({}),
         threads: int,
         shared_bytes: int = 0,
         entry: str | None = None,
@@ -119,7 +121,7 @@ class Kernel:
                 FileNotFoundError,
                 f"{path} is no file",
                 "the source of a Kernel is a .cu file",
-                "write it, or mend the path",
+                "write it, or correct the path",
             )
         spec = KernelSpec(
             path.stem if entry is None else entry, str(path), _parameters(inputs, outputs, scalars)
@@ -133,15 +135,15 @@ class Kernel:
             shared_bytes=_within("shared_bytes", shared_bytes, 0, TURING.shared_bytes_per_cta),
         )
 
-    def __call__(self, ctas: int, /, *arguments: object) -> None:
-        """Start it with a grid of `ctas`; the class says more."""
+    def __call__(self, ctas: int, /, *arguments: Any) -> None:
+        """Launch the kernel with a grid of `ctas` CTAs. The class documents the arguments."""
         spec = self.specialisation.spec
         if len(arguments) != len(spec.parameters):
             raise error(
                 TypeError,
                 f"{spec.entry} got {len(arguments)} arguments",
                 f"it takes {', '.join(each.name for each in spec.parameters)}",
-                "pass each of them, behind the size of the grid",
+                "pass each of them, after the size of the grid",
             )
         count = len(spec.pointers)
         for pointer, array in zip(spec.pointers, arguments, strict=False):
@@ -165,7 +167,7 @@ class Kernel:
 
 
 def _parameters(
-    read: Iterable[str], written: Iterable[str], scalars: Mapping[str, Any]
+    read: Iterable[str], written: Iterable[str], scalars: Mapping[str, DTypeLike]
 ) -> tuple[Parameter, ...]:
     outputs = _names("outputs", written)
     if not outputs:
@@ -205,11 +207,12 @@ def _within(name: str, value: object, least: int, most: int) -> int:
     allowed = f"it is {least} to {most}"
     number = integer(name, value, f"{allowed}, an integer")
     if not least <= number <= most:
-        raise error(ValueError, f"{name} = {number}", allowed, "choose a number within")
+        raise error(ValueError, f"{name} = {number}", allowed, "choose a number in this range")
     return number
 
 
 def _require_addresses_to_be_enough(operands: Operands[Record[Any]]) -> None:
+    """Raise ValueError unless the kernel can read each array from its address alone."""
     kind, names = type(operands.arrays), operands.arrays.SHOWN_AS.values()
     layouts, starts = (
         dict(zip(names, values_of(of(kind, operands.description)), strict=True))
@@ -222,5 +225,5 @@ def _require_addresses_to_be_enough(operands: Operands[Record[Any]]) -> None:
                 ValueError,
                 f"{name} of shape {layout.shape} has strides {layout.strides}",
                 "a kernel of your own gets no strides: its arrays are contiguous in C order",
-                f"pass ascontiguousarray({name}), for a result an array made so beforehand",
+                f"pass ascontiguousarray({name}), for a result a new contiguous array",
             )

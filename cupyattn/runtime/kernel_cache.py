@@ -1,7 +1,7 @@
-"""The cache of compiled kernels: code under its key, and beside it a record to know it by.
+"""The cache of compiled kernels: for each key a file of code, and a record with its digest.
 
-It is on the disk, in a folder that this user and root alone can write. What cannot be written there
-is kept in memory for as long as the process lives.
+The files are in a folder that only this user and root can write. Code that cannot be written there
+stays in memory until the process ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from cupyattn.runtime.folders import (
     cache_directory,
@@ -32,24 +32,24 @@ from cupyattn.runtime.trust import (
 
 _writing = threading.Lock()
 
-Facts = dict[str, Any] | None
-"""What the compiler said of the code, in terms that JSON has."""
+Facts = dict[str, int] | None
+"""The compiler's report on the code, of types that JSON has."""
 
 
 class Entry(NamedTuple):
-    """What the cache has under a name."""
+    """A cached file."""
 
     code: bytes
     facts: Facts
     path: Path | None
-    """Where it is on the disk; None if it is in memory alone."""
+    """Its path on disk; None if it is only in memory."""
 
 
 _in_memory: dict[str, Entry] = {}
 
 
 def find(name: str) -> Entry | None:
-    """Return what is kept under a name; None if that is nothing, damaged, or not to be trusted."""
+    """Return the entry of a name; None if it is missing, damaged or not trusted."""
     if name in _in_memory:
         return _in_memory[name]
     folder = cache_directory()
@@ -57,19 +57,19 @@ def find(name: str) -> Entry | None:
 
 
 def keep(name: str, code: bytes, facts: Facts) -> Path | None:
-    """Keep code under a name; return where it is on the disk, None if it is in memory alone."""
+    """Store code under a name; return its path on disk, None if it is only in memory."""
     folder = cache_directory()
     if folder is not None:
         try:
             return _write(folder / name, code, facts)
-        except OSError as failure:  # it can only be read, the disk is full, or it is another's now
+        except OSError as failure:  # the folder is read-only or another user's, or the disk is full
             tell_unused(failure)
     _in_memory[name] = Entry(code, facts, None)
     return None
 
 
 def keep_if_possible(name: str, content: bytes) -> None:
-    """Write what is soon made again; in a folder that can only be read, that is what happens."""
+    """Store content that is cheap to make again; do nothing if the folder cannot be written."""
     folder = cache_directory()
     if folder is not None:
         with suppress(OSError):
@@ -86,7 +86,7 @@ def _write(path: Path, code: bytes, facts: Facts) -> Path:
 def _read(path: Path) -> Entry | None:
     try:
         require_trusted_folder(path.parent)
-    except UntrustedError as failure:  # it was changed since this process first used it
+    except UntrustedError as failure:  # the folder changed since this process first used it
         tell_unused(failure)
         return None
     except OSError:
@@ -105,7 +105,7 @@ def _read(path: Path) -> Entry | None:
 
 
 def _digest(code: bytes, facts: Facts) -> str:
-    """Hash the code and what is said of it: a change of either is seen."""
+    """Hash the code and its facts, so that a change of either is detected."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + b"\0" + code).hexdigest()
 
 
@@ -114,15 +114,15 @@ def _record_path(path: Path) -> Path:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write so that another process sees the whole file or none; its folder is made if need be.
+    """Write a file so that other processes see all of it or none; create its folder if needed.
 
-    Others can read it, but not write it. On Windows a file that another process has open cannot be
-    replaced; what is there will do if it is the same.
+    Other users can read the file but not write it. On Windows a file that another process has open
+    cannot be replaced; that is no error if its content is the same.
     """
     make_private_folder(path.parent)
     require_trusted_folder(path.parent)
-    # Not mkstemp, whose files only their owner may read: others can use what root has compiled. Nor
-    # the process's id, which two containers on one folder may share.
+    # Not mkstemp: only the owner may read its files, but others can use kernels that root compiled.
+    # No process id in the name: two containers that share a folder may have the same.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         with no_fork(), _writing:
@@ -138,7 +138,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process at once, whatever its threads compile, but let none leave half a file."""
+    """End the process at once, even while threads compile, but without half-written files."""
     with no_fork(), _writing:
         remove_temporary_directory()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""What a caller gives to be written: several results as a tuple, gradients as their named tuple."""
+"""The options out= and grads=: several results are a tuple, gradients are a named tuple."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.records import R
 
 
-def named_out(out: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the arrays of out= by the names of the results: one array, or a tuple of several.
+def named_out(out: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the arrays of out=, one array or a tuple of several, by the names of the results.
 
     Raises
     ------
     TypeError
-        If there are more or fewer, or None among several.
+        If there are more or fewer arrays than results, or None among several.
     """
     if out is None:
         return {}
     if len(names) == 1 and not isinstance(out, tuple):
         return {names[0]: out}
-    fits = isinstance(out, tuple) and len(out) == len(names) > 1
-    if fits and all(array is not None for array in out):
+    if isinstance(out, tuple) and len(out) == len(names) > 1 and all(a is not None for a in out):
         return dict(zip(names, out, strict=True))
     passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
     if len(names) == 1:
@@ -40,14 +39,14 @@ def named_grads(
 ) -> dict[str, Any]:
     """Return the arrays of grads=, a named tuple of this kind, by name.
 
-    `fields` are those that errors propose, by default all.
+    `fields` are those that error messages propose, by default all.
 
     Raises
     ------
     TypeError
-        If it is anything else.
+        If `grads` is anything else.
     ValueError
-        If there is nothing to add to.
+        If `accumulate` is True without `grads`.
     """
     fix = f"pass grads={kind.__name__}({', '.join(fields or kind._fields)})"
     if isinstance(grads, kind):
@@ -70,7 +69,7 @@ def take_out(arrays: R, out: object, names: tuple[str, ...]) -> R:
     Raises
     ------
     TypeError
-        If there are more or fewer than names, or None among several.
+        If there are more or fewer arrays than names, or None among several.
     """
     if out is None:
         return arrays
@@ -97,7 +96,7 @@ def take_grads(arrays: R, kind: type[Any], grads: object, accumulate: bool) -> R
 def require_grads(
     grads: object, accumulate: bool, fix: str = "pass an array to add to", shown: str = "grads"
 ) -> None:
-    """Raise ValueError if there is nothing to add to; `shown` is what callers call it."""
+    """Raise ValueError for accumulate=True without gradients; `shown` names them in the error."""
     if accumulate and grads is None:
         passed = f"accumulate=True without {shown}"
         raise error(ValueError, passed, f"it adds to what is in {shown}", fix)

@@ -1,8 +1,8 @@
-"""Philox4x32-10, the counter-based random numbers behind the dropout mask.
+"""Philox4x32-10, the counter-based random number generator of dropout masks.
 
-A counter-based generator is a pure function of (key, counter): forward, backward, this reference
-and every tile shape of every kernel ask for the number of score (b, h, i, j) and get the same one,
-with no state to pass between them.
+A counter-based generator is a pure function of (key, counter). So forward, backward, this reference
+and every tile shape of every kernel compute the same number for score (b, h, i, j), without any
+shared state.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section
 3.3.
@@ -25,7 +25,7 @@ Words = tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32], NDArra
 def philox4x32_10(
     counter: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike], key: tuple[int, int]
 ) -> Words:
-    """Four random 32-bit words for each counter.
+    """Return four random 32-bit words for each counter.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ def philox4x32_10(
 def attention_keep(
     seed: int, p: float, b: int, h: int, i: ArrayLike, j: ArrayLike
 ) -> NDArray[np.bool_]:
-    """Which scores of one head survive dropout.
+    """Return which scores of one head dropout keeps.
 
     The key is the seed; the counter is (4 (j // 32) + (j % 8) // 2, i, h, b). The four words are
-    eight 16-bit fields, low half first; score j takes field 2 ((j % 32) // 8) + j % 2 and survives
-    when the field is at least round(65536 p). One counter thus serves the eight scores that a
+    eight 16-bit fields, low half first. Score j uses field 2 ((j % 32) // 8) + j % 2 and is kept
+    if the field is at least round(65536 p). So one counter is enough for the eight scores that a
     thread of a tensor-core kernel holds in 32 keys.
 
     Parameters
@@ -91,18 +91,18 @@ def attention_keep(
     counters, counter_of_key = np.unique(4 * (j // 32) + j % 8 // 2, return_inverse=True)
     words = philox4x32_10((counters, i[:, None], h, b), (seed & 0xFFFFFFFF, seed >> 32))
     fields = np.stack([half for word in words for half in (word & 0xFFFF, word >> 16)])
-    # The indices surround the slice, so NumPy puts the key axis first.
+    # NumPy puts the key axis first because a slice is between the two index arrays.
     field_of_score = fields[2 * (j % 32 // 8) + j % 2, :, counter_of_key].T
     return field_of_score >= round(65536 * p)
 
 
 def element_keep(seed: int, p: float, items: ArrayLike) -> NDArray[np.bool_]:
-    """Which items of an array survive `dropout`.
+    """Return which items of an array `dropout` keeps.
 
-    The key is the seed; the counter of item e, its number in C order, is (g % 2**32, g // 2**32, 0,
-    2**31) with g = e // 8: one counter serves eight items. (No batch element of attention has the
-    number 2**31.) The four words are eight 16-bit fields, low half first; item e takes field e % 8
-    and survives when it is at least round(65536 p).
+    The key is the seed. The counter of item e, its index in C order, is (g % 2**32, g // 2**32, 0,
+    2**31) with g = e // 8, so eight items share a counter. (No batch element of attention has the
+    number 2**31.) The four words are eight 16-bit fields, low half first. Item e uses field e % 8
+    and is kept if the field is at least round(65536 p).
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def element_keep(seed: int, p: float, items: ArrayLike) -> NDArray[np.bool_]:
     p : float in [0, 1)
         Probability of dropping an item.
     items : ints in [0, 2**63), of any shape
-        Their numbers.
+        Their indices in C order.
 
     Returns
     -------

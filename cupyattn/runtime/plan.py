@@ -168,12 +168,12 @@ def _struct_check(entry: str, parameter: Struct) -> _Coercion:
     return struct
 
 
-SCRATCH_ALIGNMENT = 256  # bytes: what CuPy gives an array of its own
+SCRATCH_ALIGNMENT = 256  # bytes: the alignment of CuPy's allocations
 SCRATCH_DTYPE = np.dtype(np.float32)
 _BYTES = np.dtype(np.uint8)
 
 NULL = -1
-"""The slot of an absent array: kernels are passed null."""
+"""The slot of an absent array, for which kernels get a null pointer."""
 
 
 class Step(NamedTuple):
@@ -247,9 +247,9 @@ class Plan(NamedTuple):
     scratch: tuple[Scratch, ...] = ()
     """Scratch arrays, whose slots follow those of the record's fields."""
     zero_first: tuple[int, ...] = ()
-    """Slots of results and scratch that have to be zero before the first launch."""
+    """Slots of results and scratch arrays to zero before the first launch."""
     zero_new: bool = False
-    """Whether results that are allocated start from zero, because kernels add to them."""
+    """Whether allocated results have to start as zeros, because kernels add to them."""
     transposed: tuple[int, ...] = ()
     """Slots of results that are allocated as transposes of arrays in C order."""
 
@@ -260,14 +260,14 @@ class Plan(NamedTuple):
 
 
 class Planner(Generic[R]):
-    """The slots of a call's arrays and scratch, from which a plan is made.
+    """The builder of a plan: it numbers the arrays of a call and its scratch arrays.
 
     Attributes
     ----------
     slots : Record of int or None
         The slot of each field, None if its array is neither given nor made.
     results : tuple of Made
-    scratch : tuple of Scratch
+        The results of the plan.
     """
 
     def __init__(self, kind: type[R], given: Record[Any], outputs: Mapping[str, Output]) -> None:
@@ -308,7 +308,7 @@ class Planner(Generic[R]):
 
 
 def run(device: Device, plan: Plan, operands: Operands[R]) -> R:
-    """Run a plan on the arrays of a call, `workspace` among them; return them with the results.
+    """Run a plan on the arrays of a call, including `workspace`; return them with the results.
 
     Raises
     ------
@@ -359,7 +359,7 @@ def allot(device: Device | None, outputs: Sequence[Output], given: Array | None)
     Raises
     ------
     ValueError
-        If a workspace was given that does not fit.
+        If the given workspace does not fit.
     """
     if device is None:
         return [np.empty(*output) for output in outputs]

@@ -1,9 +1,9 @@
 """Unit round-offs of the kernels' dtypes, from which every error bound is computed.
 
-u_in is the round-off of the dtype that feeds a tensor core, u_out that of the results. Each has an
-absolute error `tiny` next to it: half a subnormal's spacing in float16, and in float32 the
-subnormal numbers that -ftz=true flushes to 0. exponent_shift and flush describe float16 attention,
-which holds P times 2**-103: `cupyattn.ops.attention.bounds` says what follows from it.
+u_in is the round-off of the inputs of a tensor core, u_out that of the results. Each has an
+absolute error `tiny`: half a subnormal's spacing in float16, and in float32 the subnormal numbers
+that -ftz=true flushes to 0. exponent_shift and flush describe float16 attention, which stores P
+times 2**-103: `cupyattn.ops.attention.bounds` derives the consequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Precision:
     flush: float = TINY32
 
     def store(self, result: Float64) -> Float64:
-        """Error of rounding results to the output's dtype."""
+        """Return the error of rounding results to the output's dtype."""
         return self.u_out * np.abs(result) + self.tiny_out
 
 
@@ -44,15 +44,15 @@ _PRECISIONS = {
         flush=2.0**-23,
     ),
     "float32": Precision(u_in=U32, tiny_in=TINY32, u_out=U32, tiny_out=TINY32),
-    # Turing has no bfloat16 tensor core: float32 throughout, bfloat16 at the store.
+    # Turing has no bfloat16 tensor cores: float32 arithmetic, bfloat16 only at the store.
     "bfloat16": Precision(u_in=U32, tiny_in=TINY32, u_out=2.0**-8, tiny_out=TINY32),
 }
 
 
 def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precision:
-    """Look up the precision of kernels for a dtype, given as NumPy's dtype or by name.
+    """Return the precision of kernels for a dtype, which is given as a dtype or by name.
 
-    float32_weights: of kernels that keep P in float32, whatever the dtype.
+    With `float32_weights`, of kernels that store P in float32 for every dtype.
     """
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in _PRECISIONS:
@@ -67,11 +67,11 @@ def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precisio
 
 
 def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
-    """Largest |actual - reference| / bound: a right kernel stays at or below 1.
+    """Return the largest |actual - reference| / bound. It is at most 1 for a correct kernel.
 
-    Where the reference is NaN or infinite, actual has to be the same (ratio 0), else the ratio is
-    infinite; so it is where actual alone is not finite, or differs where the bound is 0. No
-    elements give 0.
+    The ratio is 0 where both are the same, also NaN or the same infinity. It is infinite where
+    exactly one is not finite, where they are different infinities, and where they differ and the
+    bound is 0. Without elements the result is 0.
 
     Examples
     --------

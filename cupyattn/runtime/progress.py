@@ -1,4 +1,4 @@
-"""How far a long piece of work is, on stderr, which leaves stdout to the result."""
+"""Progress of long tasks on stderr, so that stdout has only the result."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Protocol
 from cupyattn.runtime.fork import no_fork
 
 SECONDS_BETWEEN_LINES = 5.0
-"""In a file or a pipe: often enough to be seen alive, and seldom enough for a log."""
+"""For a file or a pipe: often enough to show progress, seldom enough for a log."""
 
 
 class Advance(Protocol):
-    """Says that a step is done, and perhaps a few words about it, which stand until the next."""
+    """A function that reports a finished step, optionally with a text about it."""
 
     def __call__(self, told: str = "", /) -> None:
-        """Take the step."""
+        """Report one finished step; `told` is shown until the next."""
         ...
 
 
@@ -30,14 +30,15 @@ def has_rich() -> bool:
 
 @contextmanager
 def progress(doing: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show how many of `total` steps are done: a bar on a terminal, now and then a line elsewhere.
+    """Show how many of `total` steps are done: a bar on a terminal, otherwise occasional lines.
 
-    `done` are done already. A process without stderr (pythonw, a closed descriptor) shows nothing.
+    `done` steps are done at the start. A process without stderr (pythonw, a closed descriptor)
+    shows nothing.
 
     Yields
     ------
     callable
-        To be called after each step.
+        A function to call after each step.
     """
     if sys.stderr is None:
         yield _nothing

@@ -1,4 +1,4 @@
-"""NVTX ranges around calls, by which Nsight shows them by name: off unless CUPYATTN_NVTX=1."""
+"""NVTX ranges, which show calls by name in Nsight. They are off unless CUPYATTN_NVTX=1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def ranged(function: _Function) -> _Function:
-    """Return a function whose calls are ranges; where none are asked for, the function itself.
+    """Return a function whose calls are NVTX ranges, or the function itself if ranges are off.
 
-    A range is called as the function, with shape and dtype of the first array. A process that has
-    not loaded CuPy has nothing on a GPU, and no ranges.
+    The name of a range is the function's name with shape and dtype of the first array. A process
+    that has not loaded CuPy has nothing on a GPU, and no ranges.
 
     Raises
     ------

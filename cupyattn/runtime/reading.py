@@ -1,11 +1,11 @@
-"""Files that somebody else wrote, read within limits of size and nesting.
+"""Reading of untrusted files, with limits of size and nesting.
 
-A reader opens the file first and looks at what it has opened, so that the file cannot change
-between the two. It reads regular files only: a FIFO would block, and /dev/zero has no end. The size
+A reader opens the file and then checks the open file, so that the file cannot be replaced between
+check and use. It reads only regular files: a FIFO would block, and /dev/zero has no end. The size
 is checked before anything is read.
 
-Each reader takes ``refuse(where, what)``, which makes the exception for a file that is not as it
-should be: families have their own words for what to do then. `where` names the file.
+Each reader takes ``refuse(where, what)``, which makes the exception for an invalid file, because
+the advice depends on the caller. `where` is the name of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cupyattn.runtime.errors import size_text
 Refuse = Callable[[str, str], Exception]
 
 MOST_NESTED = 64
-"""Lists and objects within one another: recursive code, such as json.dumps, takes a thousand."""
+"""The deepest nesting of lists and objects: recursive code, such as json.dumps, fails at 1,000."""
 
 _PART = 1 << 16  # bytes
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_BINARY", "O_NONBLOCK", "O_NOCTTY"))
@@ -44,9 +44,9 @@ def open_regular(path: Path, refuse: Refuse) -> BinaryIO:
     OSError
         If it cannot be opened.
     Exception
-        What `refuse` makes, if it is a FIFO, a device or a folder.
+        The exception of `refuse`, for a FIFO, a device or a folder.
     """
-    number = os.open(path, _FLAGS)  # O_NONBLOCK: a FIFO opens without a writer
+    number = os.open(path, _FLAGS)  # O_NONBLOCK: opening a FIFO does not wait for a writer
     kind = stat.S_IFMT(os.fstat(number).st_mode)
     if kind != stat.S_IFREG:
         os.close(number)
@@ -59,7 +59,7 @@ def read_bytes(path: Path, most: int, refuse: Refuse) -> bytes:
     with open_regular(path, refuse) as file:
         size = os.fstat(file.fileno()).st_size
         content = bytearray()
-        # Whatever its size says: it may grow, and files of /proc say that they have none.
+        # The reported size is not enough: a file may grow, and files of /proc report 0.
         while size <= most and (part := file.read(_PART)):
             content += part
             size = max(size, len(content))
@@ -78,23 +78,23 @@ def read_text(path: Path, most: int, refuse: Refuse) -> str:
 
 
 def read_json(path: Path, most: int, refuse: Refuse) -> Any:
-    """Return what a file of JSON holds; raises as `read_text` and `parsed`."""
+    """Return the content of a JSON file; raises as `read_text` and `parsed`."""
     return parsed(read_text(path, most, refuse), str(path), refuse)
 
 
 def parsed(text: str | bytes, where: str, refuse: Refuse, *, constants: bool = True) -> Any:
-    """Return what a text of JSON holds.
+    """Return the value of a JSON text.
 
     Parameters
     ----------
     text : str or bytes
         Bytes are UTF-8.
     where : str
-        What errors call it.
+        The name of the text in errors.
     refuse : callable
-        Makes the exception for a text that is no JSON, or nested more than `MOST_NESTED` deep.
+        Makes the exception for a text that is no JSON or nested more than `MOST_NESTED` deep.
     constants : bool
-        Whether NaN and Infinity, which JSON does not have, are read as Python writes them.
+        Whether to allow NaN and Infinity, which Python writes but JSON does not have.
     """
     try:
         value = json.loads(text, parse_constant=None if constants else _no_constant)
@@ -111,7 +111,7 @@ def parsed(text: str | bytes, where: str, refuse: Refuse, *, constants: bool = T
 
 
 def lines_of(path: Path, longest: int, refuse: Refuse) -> Iterator[tuple[int, bytes]]:
-    """Yield the numbers, from 1, and the lines of a file; refuse a line that is longer."""
+    """Yield the numbers (from 1) and the lines of a file; refuse a line longer than `longest`."""
     with open_regular(path, refuse) as file:
         number = 1
         while line := file.readline(longest + 1):
@@ -122,7 +122,7 @@ def lines_of(path: Path, longest: int, refuse: Refuse) -> Iterator[tuple[int, by
 
 
 def _containers(value: list[Any] | dict[str, Any]) -> list[Any]:
-    """Return the lists and objects that are items of a list or of an object."""
+    """Return the items of a list or an object that are lists or objects."""
     items = value.values() if isinstance(value, dict) else value
     return [each for each in items if isinstance(each, list | dict)]
 

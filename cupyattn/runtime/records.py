@@ -1,8 +1,8 @@
 """Records: the arrays of one call as fields, in a fixed order.
 
-A record is a slotted dataclass, generic in what its fields hold: arrays in a call, layouts in its
-checks, outputs and slots in its plan. A field that is None is absent. A kernel's own record has its
-fields in the order of the kernel's parameters.
+A record is a slotted dataclass, generic in the type of its fields: arrays in a call, layouts in its
+checks, slots in its plan. A field that is None is absent. The record of a kernel has its fields in
+the order of the kernel's parameters.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Record(Generic[T]):
     __slots__ = ()
 
     SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What errors call a field that callers know by another name: dx is grads.dx to them."""
+    """Names in errors of fields that callers know by another name, such as grads.dx for dx."""
     FIELDS: ClassVar[tuple[str, ...]] = ()
     VALUES: ClassVar[Any]
-    """Takes a record apart: at once, as each call does it."""
+    """Returns all values of a record as a tuple, at once, because each call needs them."""
 
     def __init_subclass__(cls) -> None:
-        """Note the fields, from which a dataclass will be made: those of a base come first."""
+        """Collect the names of the fields, from which a dataclass is made; a base's come first."""
         hints = get_annotations(cls)
         own = (name for name, hint in hints.items() if "ClassVar" not in str(hint))
         base: type[Record[Any]] = cls.__mro__[1]
@@ -60,7 +60,7 @@ class Record(Generic[T]):
 
 @cache
 def record_of(*names: str) -> Callable[..., Record[Any]]:
-    """Return a class of records for arrays that only the caller names; fields are by position.
+    """Return a class of records for arrays with names that are known only at run time.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def fields_of(kind: type[Record[Any]]) -> tuple[str, ...]:
 
 
 def values_of(record: Record[Any]) -> tuple[Any, ...]:
-    """Return what a record's fields hold."""
+    """Return the values of a record's fields."""
     return record.VALUES(record)
 
 
@@ -89,13 +89,13 @@ def made(kind: type[R], values: Iterable[Any]) -> R:
 
 
 def given_of(record: Record[Any]) -> dict[str, Any]:
-    """Return what a record has, by field, for kernels that are data: their roles are names."""
+    """Return the values that are not None by field, for kernel patterns that use names."""
     pairs = zip(record.FIELDS, record.VALUES(record), strict=True)
     return {name: value for name, value in pairs if value is not None}
 
 
 def slots_of(kind: type[R], present: Iterable[Any]) -> R:
-    """Return the record whose fields are their own numbers, None where `present` has None.
+    """Return a record whose fields have their own number, or None where `present` has None.
 
     Examples
     --------

@@ -50,7 +50,7 @@ class RowConfig:
     threads: int
     lanes: int
     items: int
-    """Items of a row that a thread holds; 0 if the row is read again in each pass."""
+    """Items of a row that a thread holds in registers; 0 if each pass reads the row again."""
     reason: str
     in_flight: int = 0
     """Items that a thread loads before it uses the first of them, if `items` is 0."""
@@ -80,16 +80,16 @@ RowTable = Mapping[int, Mapping[int | None, RowConfig]]
 # A call takes the first configuration whose limit is not below the length of its rows.
 ROWS: RowTable = {
     75: {
-        128: RowConfig(128, 8, 16, "short rows: four to a warp keep its lanes busy"),
-        1024: RowConfig(128, 32, 32, "a warp a row: no barrier, 32 items a thread in registers"),
-        8192: RowConfig(256, 256, 32, "a CTA a row, still read once"),
-        None: RowConfig(512, 512, 0, "longer than registers hold: two reads"),
+        128: RowConfig(128, 8, 16, "short rows: four rows in a warp keep its lanes busy"),
+        1024: RowConfig(128, 32, 32, "one warp for a row: no barrier, 32 items per thread"),
+        8192: RowConfig(256, 256, 32, "one CTA for a row, which is still read once"),
+        None: RowConfig(512, 512, 0, "too long for registers: the row is read twice"),
     }
 }
 
 OF_THE_PLAN = ("accumulate", "queries")
-"""Choices and scalars that follow from the call: whether it adds to the contents of its results
-(column sums do without), and the extent of the axis before the last."""
+"""Choices and scalars that the plan sets: whether the call adds to the contents of its results (not
+for column sums), and the length of the axis before the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,7 @@ class RowKernel:
         The kernel's entry and file, as in a `KernelSpec`.
     record : type of Record
         The record of a call's arrays, in the order of the kernel's parameters; `workspace` may
-        follow them.
+        come last.
     rows : tuple of str
         Arrays that are read row by row.
     columns : tuple of str
@@ -196,7 +196,7 @@ class RowKernel:
         )
 
     def may_be_absent(self, name: str) -> bool:
-        """Whether a call may be without an array."""
+        """Tell whether an array may be absent."""
         return name in self.optional or name in self.follows
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Where the CUDA sources are, and what the compiler is given of one: its text and its includes.
+"""The CUDA sources: their folder, and the texts of a source and its includes for the compiler.
 
-The compiler gets every file of ours and of the user's as text, under a name that does not depend on
-where the file lies. It can read no other file but the toolkit's headers, so what is compiled
-follows from these texts, and they are what its cache is keyed on.
+The compiler gets every file of ours and of the user's as text, with a name that does not depend on
+the file's folder. It can read no other files but the toolkit's headers. So these texts determine
+the compiled code, and the cache's keys are computed from them.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _MARK = Path("common", "config.cuh")  # in every copy of the folder of CUDA sources
 
 NAMED = "/cupyattn/"
-"""The beginning of all names: an absolute path, to which compilers add no other folder."""
+"""The beginning of all names. It is an absolute path, so compilers add no other folder."""
 
 _FILE = re.compile(r'^\s*\.file\s+\d+\s+"([^"]+)"', re.MULTILINE)
 
 
 @lru_cache(maxsize=1)
 def source_root() -> Path:
-    """Return the folder of CUDA sources: inside the installed package, or beside it in a checkout.
+    """Return the folder of CUDA sources: in the installed package, or next to it in a checkout.
 
     Raises
     ------
     FileNotFoundError
-        If neither place has them: the installation is broken.
+        If neither folder exists, which means that the installation is broken.
     """
     candidates = (_PACKAGE / "_cuda_src", _PACKAGE.parent / "cuda_src")
     for candidate in candidates:
@@ -49,18 +49,18 @@ def source_root() -> Path:
 
 @dataclass(frozen=True)
 class Unit:
-    """A source with all that it includes, directly or not.
+    """A source with all files that it includes, directly or not.
 
     Attributes
     ----------
     source : Path
         The file that is compiled.
     files : dict of Path to str
-        The name that each file has for the compiler; the source is the first.
+        The compiler's name of each file; the source is the first.
     texts : dict of str to bytes
-        By these names, what the compiler is given: includes are by these names too.
+        The texts for the compiler by these names. They include each other by these names too.
     looked_at : frozenset of Path
-        Where a file was, or could have been.
+        All paths that were searched for files, with or without success.
     """
 
     source: Path
@@ -77,7 +77,7 @@ class Unit:
         return digest.hexdigest()
 
     def with_paths(self, log: str) -> str:
-        """Return what the compiler said, with the paths of files in the place of their names."""
+        """Return the compiler's log with the paths of files instead of their names."""
         for path, name in sorted(self.files.items(), key=lambda item: -len(item[1])):
             log = log.replace(name, str(path))
         return log
@@ -85,8 +85,8 @@ class Unit:
 
 _Stamp = tuple[int, int, int]
 _remembered: dict[tuple[Path, Path], tuple[dict[Path, _Stamp | None], str, dict[Path, str]]] = {}
-"""Stamps, digest and files by source and folder of sources."""
-_SETTLED = 2.0  # seconds since a file's last change, beyond which another one has another time
+"""Stamps, digest and files, by source and folder of CUDA sources."""
+_SETTLED = 2.0  # seconds after a change until the next one is sure to have another time stamp
 
 
 def include_closure(source: Path) -> tuple[Path, ...]:
@@ -95,15 +95,15 @@ def include_closure(source: Path) -> tuple[Path, ...]:
 
 
 def source_digest(source: Path) -> str:
-    """Hash the text of `source` and of its include closure: it changes when any of them does."""
+    """Hash the texts of `source` and of all files that it includes."""
     return _digest_and_files(source)[0]
 
 
 def _digest_and_files(source: Path) -> tuple[str, dict[Path, str]]:
     """Return the digest and the files of a source's unit.
 
-    To read thirty files takes ten milliseconds. So it is remembered for as long as each of them
-    has the size and the times that it had, and there is none where there was none.
+    Reading thirty files takes ten milliseconds. So the result is cached while each file has the
+    same size and times, and missing files are still missing.
     """
     place = source, source_root()
     stamps, digest, files = _remembered.get(place, ({}, "", {}))
@@ -118,16 +118,17 @@ def _digest_and_files(source: Path) -> tuple[str, dict[Path, str]]:
 
 
 def read_unit(source: Path) -> Unit:
-    """Read a source and what it includes.
+    """Read a source and all files that it includes.
 
-    A name in quotes is looked for beside the including file first. Then, as one in angle brackets,
-    beside `source` and below the folder of CUDA sources. What is in neither is left to the
-    compiler, which has the toolkit's headers and its own: their version is part of the cache key.
+    A name in quotes is searched in the folder of the including file first. Then, like a name in
+    angle brackets, in the folder of `source` and in the folder of CUDA sources. Other names are
+    left to the compiler, which has the toolkit's headers and its own. Its version is in the cache
+    key.
 
     Raises
     ------
     ValueError
-        If a line includes a file that it does not name, or asks whether there is one.
+        If a line includes a file without naming it, or uses ``__has_include``.
     """
     source = source.absolute()
     looked_at: set[Path] = set()
@@ -166,12 +167,12 @@ def read_unit(source: Path) -> Unit:
 
 
 def texts_named_in(ptx: str, source: Path) -> dict[str, str]:
-    """Return the text of the files in use by the names that the PTX of a source has for them."""
+    """Return the texts of the files that the PTX of a source names, by these names."""
     paths = {name: path for path, name in _digest_and_files(source)[1].items()}
     texts = {}
     for name in _FILE.findall(ptx):
         known = name.replace("\\\\", "/")
-        known = known[max(known.find(NAMED), 0) :]  # Windows puts a drive in front
+        known = known[max(known.find(NAMED), 0) :]  # on Windows a drive comes first
         if known in paths:
             texts[name] = paths[known].read_text(encoding="utf-8", errors="replace")
     return texts
@@ -181,14 +182,14 @@ def _unfollowed(path: Path, line: Unfollowed) -> ValueError:
     return error(
         ValueError,
         f"{path}, line {line.line}, is {line.text!r}",
-        'a file is included by its name, as in #include "name.cuh" or #include <name>: a kernel is '
-        "compiled anew when a file that it includes changes, and which file this is cannot be seen",
+        'a file is included by its name, as in #include "name.cuh" or #include <name>, so that the '
+        "kernel can be recompiled when the file changes",
         "write the name there, in each branch of an #if if need be",
     )
 
 
 def _named(source: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield names that are the same wherever the files lie: below their folder of sources."""
+    """Yield names that do not depend on where the folders of sources are."""
     ours = source_root().resolve()
     copies = (folder for folder in source.parents if (folder / _MARK).is_file())
     tree = ours if ours in source.parents else next(copies, None)

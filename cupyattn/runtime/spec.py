@@ -1,4 +1,4 @@
-"""What a kernel is, before anything is compiled: its source, entry, parameters; and its macros."""
+"""Descriptions of kernels before compilation: source, entry, parameters and macros."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Pointer:
-    """An array parameter: `const` if only read, `optional` if it may be None (null)."""
+    """An array parameter: `const` if it is only read, `optional` if it may be None (null)."""
 
     name: str
     const: bool = False
@@ -35,14 +35,13 @@ class Struct:
     Attributes
     ----------
     name : str
-        Of the parameter.
+        The name of the parameter.
     dtype : numpy.dtype
-        The aligned structured dtype that is laid out as the struct is.
+        The aligned structured dtype with the layout of the struct.
     c_name : str
-        The name of the type in C, from which that of the macro with its size follows.
+        The name of the type in C, which also gives the name of the macro for its size.
     includes : tuple of Struct
-        Further structs whose definitions the kernel's source includes: their sizes are asserted
-        there too.
+        Further structs that the kernel's source includes, which asserts their sizes too.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Struct:
 
     @property
     def size_macros(self) -> dict[str, int]:
-        """The macros that sources assert the sizes with.
+        """The macros with which sources assert the sizes.
 
         Examples
         --------
@@ -68,47 +67,50 @@ class Struct:
 
 Parameter = Pointer | Scalar | Struct
 
+Value = np.generic | np.ndarray
+"""An argument that is passed by value: a number or a struct."""
+
 
 def inputs(*names: str, optional: bool = False) -> tuple[Pointer, ...]:
-    """Return parameters for arrays that a kernel only reads."""
+    """Return array parameters that a kernel only reads."""
     return tuple(Pointer(name, const=True, optional=optional) for name in names)
 
 
 class Gates(NamedTuple):
     """Limits of a configuration on sm_75, compiled by the release `GATES_NVRTC` of NVRTC.
 
-    Tests hold every specialisation to them; nothing else reads them. CTAs per SM are not repeated
-    here: they are the macro MIN_CTAS, or follow from `registers`. A specialisation that belongs to
-    several of the groups below may have the lowest of their utilisations.
+    Tests check every specialisation against them; nothing else reads them. CTAs per SM are not
+    among them: they are the macro MIN_CTAS, or follow from `registers`. For a specialisation that
+    belongs to several of the groups below, the lowest of their utilisations applies.
     """
 
     models: float = 0.0
-    """Least utilisation of the tensor cores (or float32 units) in the main loop on a T4, by the
-    model of `python -m cupyattn turing`; 0 where no product binds."""
+    """Lowest utilisation of the tensor cores (or float32 units) in the main loop on a T4, by the
+    model of `python -m cupyattn turing`; 0 if products are not the limit."""
     spills: int = 0
-    """Most bytes that a thread stores because registers are short: what was found and at least 8
-    more, rounded up to 16, as ptxas moves some when statements change places."""
+    """Most bytes that a thread spills: the compiled value plus at least 8, rounded up to a multiple
+    of 16, because reordering statements changes ptxas's result."""
     scalar: float | None = None
-    """Utilisation with scalar loads; None is that of `models`, here and below."""
+    """Utilisation with scalar loads; None means the value of `models`, here and below."""
     items: float | None = None
-    """With a bias or a mask."""
+    """Utilisation with a bias or a mask."""
     options: float | None = None
-    """With any other option."""
+    """Utilisation with any other option."""
     kernels: float | None = None
-    """In kernels of the same configuration: paged, packed, rotary, split."""
+    """Utilisation of other kernels with this configuration: paged, packed, rotary, split."""
     most_spills: int = 0
-    """Most spilled bytes of all these, where they are more than `spills`."""
+    """Most spilled bytes of all these, if they are more than `spills`."""
     registers: int = 64
-    """Most registers of a thread without the macro MIN_CTAS; 64 leave room for 1,024 threads."""
+    """Most registers of a thread without the macro MIN_CTAS; with 64 an SM holds 1,024 threads."""
 
 
 GATES_NVRTC = (12, 9)
-"""The release that the gates hold for: the one that CI installs (.ci/constraints.txt)."""
+"""The release of NVRTC for the gates: the one that CI installs (.ci/constraints.txt)."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
-    """One ``extern "C" __global__`` entry and what it must be told; each is one object.
+    """One ``extern "C" __global__`` entry with its parameters. Equality is identity.
 
     Attributes
     ----------
@@ -119,7 +121,7 @@ class KernelSpec:
     parameters : tuple of Parameter
         In the order of the C declaration.
     headers : tuple of (str, str)
-        What the source includes in angle brackets that is no file: names, and texts.
+        Names and texts of generated headers, which the source includes in angle brackets.
     """
 
     entry: str
@@ -142,10 +144,10 @@ class KernelSpec:
         reason: str = "",
         **macros: int | str,
     ) -> Specialisation:
-        """Give every macro its value: one specialisation is one compiled module.
+        """Set the values of all macros. One specialisation is one compiled module.
 
-        THREADS, SHARED_BYTES and the sizes of the structs follow from the other arguments and are
-        not among the macros.
+        `macros` excludes THREADS, SHARED_BYTES and the sizes of structs, which follow from the
+        other arguments.
         """
         return Specialisation(
             self, tuple(macros.items()), threads, shared_bytes, static_shared_bytes, gates, reason
@@ -156,24 +158,24 @@ class KernelSpec:
 class Specialisation:
     """A kernel with its macros, CTA size and shared memory fixed.
 
-    The tables make each one once, so identity is equality and costs a launch no hashing.
+    Equality is identity, which needs no hashing of fields in a launch: callers make each one once.
     """
 
     spec: KernelSpec
     macros: tuple[tuple[str, int | str], ...]
-    """What the table decides; the source gets `defines`."""
+    """The macros of the configuration. The compiler gets `defines`."""
     threads: int
     shared_bytes: int
     """Dynamic shared memory, in bytes."""
     static_shared_bytes: int = 0
-    """Shared memory that the source declares itself, in bytes, as far as the table knows it."""
+    """Shared memory that the source declares itself, in bytes, as far as it is known."""
     gates: Gates = Gates()
     reason: str = ""
-    """Why the table has this configuration, for `cupyattn.explain`."""
+    """Why this configuration exists, for `cupyattn.explain`."""
 
     @cached_property
     def defines(self) -> dict[str, int | str]:
-        """Every macro that the source is compiled with, the derived ones among them."""
+        """All macros for the compiler, including the derived ones."""
         defines: dict[str, int | str] = dict(self.macros)
         defines["THREADS"] = self.threads
         defines["SHARED_BYTES"] = self.shared_bytes + self.static_shared_bytes
@@ -181,7 +183,7 @@ class Specialisation:
             if isinstance(parameter, Struct):
                 defines |= parameter.size_macros
         named = [*map(str, defines.values()), *(text for _, text in self.spec.headers)]
-        users_own = Path(self.spec.source).is_absolute()  # may name any dtype itself
+        users_own = Path(self.spec.source).is_absolute()  # it may name any dtype in its text
         if users_own or any("bfloat16" in text for text in named):
             defines["BFLOAT16"] = 1
         return defines

@@ -1,6 +1,6 @@
 """C structs that kernels take by value: their fields, and filling them from axes and strides.
 
-A struct that `new_struct` returns refuses integers that a field cannot hold.
+A struct that `new_struct` returns raises ValueError for integers that do not fit a field.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.spec import Struct
@@ -65,10 +64,10 @@ TOKEN_STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.in
 """Strides of an array such as (B, S, H, D) whose last axis is contiguous."""
 
 
-def new_struct(dtype: np.dtype) -> NDArray[Any]:
-    """Return a struct of zeros, an array without axes: fill it by field, then take its ``[()]``.
+def new_struct(dtype: np.dtype) -> np.ndarray:
+    """Return a struct of zeros, as a 0-d array. Set its fields, then take its ``[()]``.
 
-    Setting a field, or one of a struct within, raises ValueError for an integer beyond its type.
+    Setting a field, also of a nested struct, raises ValueError for an integer that does not fit.
 
     Examples
     --------

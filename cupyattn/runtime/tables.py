@@ -1,7 +1,7 @@
-"""What the tables have in common: choosing a row, sizes, options as macros, the catalogue's pairs.
+"""Tables of configurations: lookup, options as macros, and pairs for the ahead-of-time list.
 
-A table is keyed by architecture first: ``{75: {head dim: row, ...}, 80: {...}}``. A GPU takes the
-rows of the newest architecture in it that is not newer than its own.
+A table has architectures as keys: ``{75: {head dim: configuration, ...}, 80: {...}}``. A GPU uses
+the configurations of the newest architecture in the table that is not newer than its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FLOAT_BYTES = 4
 _Row = TypeVar("_Row")
 _Key = TypeVar("_Key")
 ByArch = Mapping[int, Mapping[int, _Row]]
-"""Rows by their largest head dim, by architecture."""
+"""Configurations by architecture and by their largest head dim."""
 
 
 def rows_for(table: Mapping[int, _Row], arch: int) -> _Row:
-    """Return what a table has for an architecture.
+    """Return a table's configurations for an architecture.
 
     Examples
     --------
@@ -35,13 +35,13 @@ def rows_for(table: Mapping[int, _Row], arch: int) -> _Row:
 
 
 def limit_of(rows: Mapping[int, Any], head_dim: int, head_dim_v: int) -> int:
-    """Return the key of a row: the first that is not below either head dim."""
+    """Return the key of a configuration: the first that is not below either head dim."""
     largest = max(head_dim, head_dim_v)
     return next(limit for limit in rows if largest <= limit)
 
 
 def row_of(table: ByArch[_Row], arch: int, head_dim: int, head_dim_v: int) -> _Row:
-    """Return the first row for an architecture whose head dim is not below either of these.
+    """Return the first configuration for an architecture that supports both head dims.
 
     Examples
     --------
@@ -53,17 +53,17 @@ def row_of(table: ByArch[_Row], arch: int, head_dim: int, head_dim_v: int) -> _R
 
 
 def with_gates(rows: Mapping[_Key, Any], gates: Mapping[_Key, Gates]) -> dict[_Key, Any]:
-    """Return the rows, each with the gates of its limit; the usual ones where there are none."""
+    """Return the configurations with the gates of their keys; default gates for other keys."""
     return {limit: replace(row, gates=gates.get(limit, Gates())) for limit, row in rows.items()}
 
 
 def with_mma_k(rows: Mapping[int, Any]) -> ByArch[Any]:
-    """Return Turing's rows, and for sm_80 on the same with mma.m16n8k16 in place of m16n8k8."""
+    """Return Turing's configurations, and for sm_80 or later the same with mma.m16n8k16."""
     return {75: rows, 80: {limit: replace(row, mma_k=16) for limit, row in rows.items()}}
 
 
 def with_l2_ahead(rows: Mapping[int, Any], tiles: Mapping[int, int]) -> ByArch[Any]:
-    """Return the same, and from sm_80 on these rows bring tiles to L2 that many ahead."""
+    """Add to `with_mma_k` the number of tiles that sm_80 or later prefetches into L2, by key."""
     table = with_mma_k(rows)
     ahead = {limit: replace(table[80][limit], l2_ahead=count) for limit, count in tiles.items()}
     return {**table, 80: {**table[80], **ahead}}
@@ -75,12 +75,12 @@ def round_up(count: int, unit: int) -> int:
 
 
 def cpp_bool(value: bool) -> str:
-    """Return the C++ literal."""
+    """Return a bool as a C++ literal."""
     return "true" if value else "false"
 
 
 def option_macros(options: Any, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return options (a named tuple), all or those named, as the macros of their names."""
+    """Return the options of a named tuple, all or those named, as macros."""
     given = options._asdict()
     return {name.upper(): _macro(given[name]) for name in (given if names is None else names)}
 
@@ -91,9 +91,9 @@ def _macro(value: object) -> int | str:
 
 
 def pairs(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """Yield combinations in which every two values of two axes meet, and far fewer than all.
+    """Yield few combinations that contain every pair of values of every two axes.
 
-    Greedy: each next combination is the first that meets the most pairs not met so far.
+    The choice is greedy: the next combination is the first with the most new pairs.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def pairs(*axes: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 @cache
 def _rows_of_pairs(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the combinations as positions in axes of these sizes."""
+    """Return the combinations for axes of these sizes, as indices."""
     pairs_of = {
         row: frozenset(itertools.combinations(enumerate(row), 2))
         for row in itertools.product(*map(range, sizes))

@@ -1,4 +1,4 @@
-"""What code is compiled for: what the environment asks for, and what the code itself says."""
+"""The target of compiled code: as environment variables set it, and as the code states it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NEWER_ABI = 8  # from here on the architecture is the second byte of the flags,
 
 
 def arch_override() -> Arch | None:
-    """Return the architecture that CUPYATTN_ARCH names; None where it is not set.
+    """Return the architecture that CUPYATTN_ARCH names; None if it is not set.
 
     Raises
     ------
     ValueError
-        If it names none that the library knows.
+        If the library does not know the architecture.
     """
     text = os.environ.get(ARCH_VARIABLE, "").strip()
     if not text:
@@ -41,7 +41,7 @@ def arch_override() -> Arch | None:
 
 
 def tensor_cores_override() -> bool | None:
-    """Return what CUPYATTN_TENSOR_CORES says of every card; None where it is not set.
+    """Return CUPYATTN_TENSOR_CORES as a bool; None if it is not set.
 
     Raises
     ------
@@ -53,12 +53,12 @@ def tensor_cores_override() -> bool | None:
 
 
 def flag(variable: str, *, on: str, off: str) -> bool | None:
-    """Return what an environment variable of 0 or 1 says; None where it is not set.
+    """Return an environment variable of 0 or 1 as a bool; None if it is not set.
 
     Raises
     ------
     ValueError
-        If it is neither; the message says what it is to do.
+        If it is neither. The message explains 1 by `on` and 0 by `off`.
     """
     text = os.environ.get(variable, "").strip()
     if text not in ("", "0", "1"):

@@ -1,8 +1,8 @@
-"""Which folders and files may hold code: those that nobody but this user and root can change.
+"""Checks that only this user and root can change a folder or file of code.
 
-A kernel is executed as it is read, so a checksum that lies beside it proves nothing: whoever can
-write the file can write the checksum. The rules are those of OpenSSH's StrictModes. On Windows
-access is not in these bits, so there `cupyattn.runtime.folders` chooses the folder instead.
+Code that is read is executed, and a checksum next to it proves nothing: whoever can write the file
+can write the checksum. The rules are those of OpenSSH's StrictModes. Windows has no such permission
+bits; there `cupyattn.runtime.folders` checks the folder instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 import sys
 from pathlib import Path
 
-_MOST_LINKS = 40  # Linux follows as many symbolic links in a path
+_MOST_LINKS = 40  # the limit of Linux for symbolic links in a path
 
 
 class UntrustedError(PermissionError):
@@ -22,7 +22,7 @@ class UntrustedError(PermissionError):
     Attributes
     ----------
     fix : str
-        What to do about it.
+        Advice for the error message.
     """
 
     def __init__(self, message: str, fix: str) -> None:
@@ -31,18 +31,18 @@ class UntrustedError(PermissionError):
 
 
 def require_trusted_folder(folder: Path) -> None:
-    """Raise unless a folder can be changed by this user and root alone.
+    """Raise unless only this user and root can change a folder.
 
-    Every folder above it counts too, and so do the symbolic links on the way: whoever can rename
-    one of them decides what lies below. A parent that anyone can write will do if it is sticky, as
-    /tmp is: there nobody can rename what belongs to somebody else.
+    All parent folders and all symbolic links in the path are checked too: whoever can rename one of
+    them can replace the folder. A parent that anyone can write is allowed if it is sticky, as /tmp
+    is: there nobody can rename another user's files.
 
     Raises
     ------
     UntrustedError
         If somebody else can change it.
     OSError
-        If it does not exist, or cannot be looked at.
+        If it does not exist, or its status cannot be read.
     """
     if not _has_owners():
         return
@@ -72,18 +72,18 @@ def require_trusted_folder(folder: Path) -> None:
 
 
 def read_trusted(path: Path) -> bytes:
-    """Return the content of a file that this user and root alone can write.
+    """Return the content of a file that only this user and root can write.
 
-    It is the opened file that is looked at. The caller has asked for its folder already.
+    The check is on the open file. The caller has checked the folder already.
 
     Raises
     ------
     UntrustedError
-        If somebody else can write it, or if it is a symbolic link or no file at all.
+        If somebody else can write it, or if it is a symbolic link or no regular file.
     OSError
         If it cannot be read.
     """
-    # O_NONBLOCK: to open a FIFO would wait for a writer.
+    # O_NONBLOCK: otherwise opening a FIFO waits for a writer.
     flags = os.O_RDONLY
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
         flags |= getattr(os, name, 0)
@@ -106,12 +106,12 @@ def read_trusted(path: Path) -> bytes:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those above it, that others can read but not write, whatever the umask.
+    """Create a folder and its parents, which others can read but not write, whatever the umask.
 
     Raises
     ------
     OSError
-        If it cannot be made.
+        If it cannot be created.
     """
     missing = []
     while not folder.exists() and folder != folder.parent:
@@ -122,12 +122,12 @@ def make_private_folder(folder: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file that others can read but not write, whatever the umask.
+    """Write a new file, which others can read but not write, whatever the umask.
 
     Raises
     ------
     OSError
-        If there is such a file, or none can be written.
+        If the file exists, or cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     with open(os.open(path, flags, 0o644), "wb") as file:
@@ -139,13 +139,13 @@ def _has_owners() -> bool:
 
 
 def _require_private(path: Path, status: os.stat_result, *, sticky: bool) -> None:
-    """Raise if another user can write; with `sticky`, a sticky folder that anyone can write."""
+    """Raise if other users can write a path; `sticky` allows shared sticky folders."""
     _require_owner(path, status)
     writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if writable and not (sticky and status.st_mode & stat.S_ISVTX):
         who = "anyone" if writable & stat.S_IWOTH else f"group {status.st_gid}"
         mode = stat.S_IMODE(status.st_mode)
-        # A sticky folder, as /tmp is, has to be written by all.
+        # A sticky folder such as /tmp has to stay writable for everyone.
         is_shared = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
         fix = f"name a folder within {path}" if is_shared else f"run 'chmod go-w {path}'"
         raise UntrustedError(f"{who} can write {path} (mode {mode:o})", fix)

@@ -1,8 +1,8 @@
-"""Choices among the admissible rows of a table: the table's own, or those that a card was timed at.
+"""Choices among candidate configurations: the default, or the fastest as measured on a device.
 
-Where a problem has several rows, its plan asks `Choices.pick`. ``python -m cupyattn tune`` times
-them on the card at hand and keeps the fastest beside the compiled kernels; CUPYATTN_TUNED=1 has
-calls take them. Whatever is picked gives a result within the same bounds.
+If a problem has several candidates, its plan calls `Choices.pick`. ``python -m cupyattn tune``
+times them on the current device and stores the fastest in the cache of compiled kernels. With
+CUPYATTN_TUNED=1 calls use them. Results of all candidates are within the same error bounds.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _Row = TypeVar("_Row")
 
 
 class Choices:
-    """Names of rows by the question that they answer; where there is none, the usual row stands.
+    """Chosen candidates by `question`. Without a choice the usual candidate is used.
 
-    Plans are remembered by this object, not by what is in it: it does not change.
+    An object is immutable, and a key of caches of plans by its identity.
 
     Examples
     --------
-    >>> rows = {"wide": 256, "narrow": 128}
-    >>> Choices().pick("product", (8, 8), rows, usual="wide")
+    >>> candidates = {"wide": 256, "narrow": 128}
+    >>> Choices().pick("product", (8, 8), candidates, usual="wide")
     256
-    >>> Choices({"product 8 8": "narrow"}).pick("product", (8, 8), rows, usual="wide")
+    >>> Choices({"product 8 8": "narrow"}).pick("product", (8, 8), candidates, usual="wide")
     128
     """
 
@@ -49,7 +49,7 @@ class Choices:
     def pick(
         self, kernel: str, problem: Iterable[object], among: Mapping[str, _Row], *, usual: str
     ) -> _Row:
-        """Return the row that was chosen for a problem if it is admissible, otherwise the usual."""
+        """Return the candidate chosen for a problem if it is in `among`, otherwise the usual."""
         name = self.chosen.get(question(kernel, problem), usual) if self.chosen else usual
         return among[name if name in among else usual]
 
@@ -58,14 +58,14 @@ class Choices:
 
 
 class Question(NamedTuple):
-    """What a plan asked: the names that `Choices.pick` could choose among, the usual one first."""
+    """A call of `Choices.pick`: the problem, and the names of candidates, the usual one first."""
 
     text: str
     among: tuple[str, ...]
 
 
 class Asked(Choices):
-    """Choices that note what they are asked."""
+    """Choices that record the calls of `pick`."""
 
     def __init__(self, chosen: Mapping[str, str] | None = None) -> None:
         super().__init__(chosen)
@@ -74,7 +74,7 @@ class Asked(Choices):
     def pick(
         self, kernel: str, problem: Iterable[object], among: Mapping[str, _Row], *, usual: str
     ) -> _Row:
-        """Note the question, and answer it."""
+        """Record the question, and answer it."""
         problem = tuple(problem)
         names = (usual, *(name for name in among if name != usual))
         asked = Question(question(kernel, problem), names)
@@ -99,11 +99,11 @@ class Explained(Choices):
 
 
 USUAL = Choices()
-"""None: every table as it is."""
+"""No choices: each problem uses its usual candidate."""
 
 
 def question(kernel: str, problem: Iterable[object]) -> str:
-    """Return what a choice is kept under.
+    """Return the key of a choice.
 
     Examples
     --------
@@ -114,19 +114,19 @@ def question(kernel: str, problem: Iterable[object]) -> str:
 
 
 def tuned_override() -> bool:
-    """Return whether CUPYATTN_TUNED asks for what was tuned.
+    """Return whether CUPYATTN_TUNED enables tuned choices.
 
     Raises
     ------
     ValueError
         If it is neither 0 nor 1.
     """
-    on = "take the rows that python -m cupyattn tune chose"
-    return bool(flag(TUNED_VARIABLE, on=on, off="take the usual ones"))
+    on = "use the configurations that python -m cupyattn tune chose"
+    return bool(flag(TUNED_VARIABLE, on=on, off="use the usual ones"))
 
 
 def choices_for(device: str, arch: str) -> Choices:
-    """Return what calls on a device of that name and architecture take: usually `USUAL`."""
+    """Return the choices of calls on a device of this name and architecture."""
     if not tuned_override():
         return USUAL
     kept = read(device, arch)
@@ -134,19 +134,19 @@ def choices_for(device: str, arch: str) -> Choices:
 
 
 def file_of(device: str, arch: str) -> Path:
-    """Return where the choices for a device are kept.
+    """Return the file of choices for a device.
 
     Raises
     ------
     RuntimeError
-        If there is no folder to keep them in.
+        If there is no cache folder.
     """
     folder = cache_directory()
     if folder is None:
         raise error(
             RuntimeError,
             "there is no folder to keep choices in",
-            "they are kept beside compiled kernels, where this user and root alone can write",
+            "they are kept next to compiled kernels, where only this user and root can write",
             f"set {CACHE_VARIABLE} to such a folder",
         )
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
@@ -154,9 +154,9 @@ def file_of(device: str, arch: str) -> Path:
 
 
 def read(device: str, arch: str) -> dict[str, Any] | None:
-    """Return what was kept for a device; None if nothing, or of other tables, kernels or NVRTC.
+    """Return the stored choices for a device; None if there are none for this code and NVRTC.
 
-    A file that somebody else could have written is not read; the user is told.
+    A file that somebody else could have written is not read, with a warning.
     """
     try:
         path = file_of(device, arch)
@@ -168,7 +168,7 @@ def read(device: str, arch: str) -> dict[str, Any] | None:
         tell_untrusted_file(failure)
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
-        # RuntimeError: there is no NVRTC. The others: the file is damaged.
+        # RuntimeError: there is no NVRTC. Other errors: the file is damaged.
         return None
     return kept if sound else None
 
@@ -177,8 +177,8 @@ def _unread(where: str, what: str) -> ValueError:
     return ValueError(f"{where}: {what}")
 
 
-def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: object) -> Path:
-    """Keep choices for a device, beside those for other questions; return the file."""
+def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: Any) -> Path:
+    """Store choices for a device, in addition to those for other questions; return the file."""
     before = read(device, arch)
     merged = {**(before["chosen"] if before else {}), **chosen}
     content = {"device": device, "arch": arch, "made_from": _made_from(), **beside}
@@ -188,12 +188,26 @@ def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: object) ->
     return path
 
 
+def _sources() -> list[tuple[str, Path]]:
+    """Return the files that measured times depend on, and their names: configurations and CUDA."""
+    package, cuda = Path(__file__).parent.parent, source_root()
+    patterns = (
+        (package, "ops/**/kernels*.py"),
+        (package, "ops/**/kernels/**/*.py"),
+        (package, "ops/**/tiles.py"),
+        (cuda, "**/*.cu*"),
+    )
+    return [
+        (path.relative_to(folder).as_posix(), path)
+        for folder, pattern in patterns
+        for path in sorted(folder.glob(pattern))
+    ]
+
+
 @lru_cache(maxsize=1)
 def _made_from() -> str:
-    """Hash what times depend on: tables, kernels, the compiler."""
+    """Hash `_sources` and the version of the compiler."""
     digest = hashlib.sha256(f"{nvrtc_version()}".encode())
-    tables = Path(__file__).parent / "configs"
-    for folder, kind in ((tables, "*.py"), (source_root(), "*.cu*")):
-        for path in sorted(folder.rglob(kind)):
-            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    for name, path in _sources():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]

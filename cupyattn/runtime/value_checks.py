@@ -1,4 +1,4 @@
-"""Whether a call looks at the values in its arrays, beside their shapes and dtypes."""
+"""Checks of the values in arrays, in addition to shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cupyattn.runtime.arrays import Array, CudaArray, Operands
 from cupyattn.runtime.errors import error
 
 on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=False)
-"""Set by `backend`."""
+"""Whether values are checked on a GPU too; set by `backend`."""
 
 
 def checks_values(operands: Operands[Any]) -> bool:
@@ -29,9 +29,9 @@ def checks_values(operands: Operands[Any]) -> bool:
 
 
 def require_within(name: str, numbers: Array, count: int, allowed: str, fix: str) -> None:
-    """Raise ValueError for the first of an array's numbers that is not 0 to count - 1.
+    """Raise ValueError for the first number of an array that is not 0 to count - 1.
 
-    Those of an array on a GPU are waited for. `allowed` is what has so many, with a verb.
+    For an array on a GPU this waits. `allowed` is the beginning of the error's second part.
     """
     outside = (numbers < 0) | (numbers >= count)
     if not bool(outside.any()):
@@ -47,5 +47,5 @@ def require_within(name: str, numbers: Array, count: int, allowed: str, fix: str
 
 
 def on_host(array: Array) -> np.ndarray:
-    """Return an array's items in NumPy; those on a GPU are waited for."""
+    """Return an array's items in NumPy; for an array on a GPU this waits."""
     return array if isinstance(array, np.ndarray) else cast(CudaArray, array).get()

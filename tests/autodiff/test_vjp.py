@@ -265,7 +265,7 @@ def placed_all(side: Any, options: dict[str, Any]) -> dict[str, Any]:
     ("wrt", "options", "message"),
     [
         ("bias", {}, r"wrt is a str; it is a tuple of names.*; pass wrt=\(.bias.,\)"),
-        (([],), {}, "wrt is a tuple of other things than names; it is a tuple of names"),
+        (([],), {}, "wrt is a tuple with items that are no names; it is a tuple of names"),
         (("bias",), {}, r"wrt names 'bias', which was not given; .* arrays; give vjp an array"),
         (("bias",), {"bias": None}, r"wrt names 'bias', which is a NoneType; "),
         (("causal",), {"causal": True}, r"wrt names 'causal', which is a bool; "),

@@ -24,7 +24,7 @@ DOUT = PROBLEM.gradients()[0]
 BIAS = PROBLEM.normal("bias", (5, 7)).astype(np.float32)
 REFUSED = (
     r"; a function passes its arguments on as they are, to one call of .*attention, .*softmax.*, "
-    r"and returns what that returns; compute outside"
+    r"and returns its result; do other computations outside"
 )
 
 

@@ -13,11 +13,7 @@ import cupyattn
 PACKAGE = Path(cupyattn.__file__).parent
 VAGUE = ("Of ", "The same", "What ")
 """Beginnings that leave out what the thing is: a reader needs a second reading."""
-NOT_YET_CLEAN = (
-    "runtime",
-    "autodiff",
-    "environment.py",
-)
+NOT_YET_CLEAN = ()
 """Folders and files of the package whose docstrings have not been rewritten yet."""
 
 Body = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

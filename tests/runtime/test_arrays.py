@@ -1,4 +1,4 @@
-"""Which arrays a call takes, and what is known of them."""
+"""Arrays that a call accepts, and their descriptions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cupyattn.runtime.records import Record, record_of, values_of
 
 
 def array_on_device(device_id: int = 0, dtype: Any = np.float32) -> Any:
-    """A CuPy array at an address where nothing is; its items are never touched."""
+    """A CuPy array at an address without memory; its items are never read."""
     cupy = pytest.importorskip("cupy")
     memory = cupy.cuda.memory.UnownedMemory(2**40, 4096, None, device_id=device_id)
     return cupy.ndarray((2, 3), dtype, memptr=cupy.cuda.memory.MemoryPointer(memory, 0))
@@ -42,7 +42,7 @@ def adopted(given: dict[str, Any], fixes: dict[str, str] | None = None) -> Opera
 
 
 def layout_of(array: Any) -> Layout:
-    """What is known of an array that is adopted."""
+    """The layout of an adopted array."""
     operands = adopted({"x": array})
     return values_of(layouts_of(type(operands.arrays), operands.description))[0]
 
@@ -53,7 +53,7 @@ def first_of(given: dict[str, Any]) -> Any:
 
 
 class Foreign:
-    """An array of another library, by whatever protocol it is given."""
+    """An array of another library with the given protocol."""
 
     def __init__(self, **protocol: Any) -> None:
         for name, value in protocol.items():
@@ -67,7 +67,7 @@ def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in INTERFACE.items() if name != key}
 
 
-def test_adopt_takes_arrays_as_they_are():
+def test_adopt_does_not_copy_arrays():
     given_arrays = {"q": np.zeros((2, 3)), "k": None, "v": np.empty((0,), bool)[::-1]}
     operands = adopted(given_arrays)
     assert operands.device_id is None
@@ -76,8 +76,8 @@ def test_adopt_takes_arrays_as_they_are():
     assert operands.places == [address(given_arrays["q"]), 0, address(given_arrays["v"])]
 
 
-def test_adopt_describes_arrays_for_caches():
-    """What two calls have in common, by all that checks and plans look at and by nothing else."""
+def test_equal_descriptions_mean_equal_layouts_and_alignment():
+    """The description has everything that checks and plans use, and nothing else."""
     memory = np.zeros(64, np.uint8)
     start = -memory.ctypes.data % 16
     x = memory[start : start + 32].view(np.float64).reshape(2, 2)
@@ -93,7 +93,7 @@ def test_adopt_describes_arrays_for_caches():
         assert adopted({"x": other}).description != description
 
 
-def test_adopt_sees_what_became_of_an_array():
+def test_adopt_sees_a_changed_array():
     """Shape, strides and memory of an array object may change between two calls."""
     x = np.zeros(6)
     before = adopted({"x": x})
@@ -124,14 +124,14 @@ def test_adopt_takes_device_arrays_and_their_device():
         assert operands.places == [2**40, 2**40]
 
 
-def test_an_array_within_another_begins_where_it_is_told():
+def test_array_within_starts_at_its_offset():
     x = array_on_device()
     part = arrays.array_within(x, 8, (2, 2), np.dtype(np.int16))
     assert (part.shape, part.dtype, part.strides) == ((2, 2), np.int16, (4, 2))
     assert address(part) == address(x) + 8
 
 
-def test_adopt_takes_a_call_without_arrays_for_one_of_numpy():
+def test_adopt_without_arrays_has_no_device():
     none = record_of("q")(None)
     assert adopt(none) == Operands(None, none, [0], (None,))
 
@@ -152,7 +152,7 @@ def test_adopt_imports_the_cuda_array_interface(monkeypatch):
 
 
 def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
-    """DLPack has a name for it, the CUDA array interface has not."""
+    """DLPack supports bfloat16, the CUDA array interface does not."""
     array = array_on_device(dtype=pytest.importorskip("ml_dtypes").bfloat16)
     library = SimpleNamespace(
         from_dlpack=lambda given: array, asarray=lambda given: array.view(np.dtype("V2"))
@@ -174,7 +174,7 @@ def test_bfloat16_of_another_library_keeps_its_dtype(monkeypatch):
         (memoryview(b"1234"), "builtins.memoryview"),
     ],
 )
-def test_adopt_refuses_what_is_no_array(value: Any, described: str):
+def test_adopt_refuses_other_objects(value: Any, described: str):
     with pytest.raises(TypeError) as failure:
         adopted({"k": np.zeros(3), "q": value})
     passed, allowed, fix = str(failure.value).split("; ")
@@ -186,7 +186,7 @@ def test_adopt_refuses_what_is_no_array(value: Any, described: str):
 
 
 @pytest.mark.parametrize("name", ["q", "mask"])
-def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
+def test_masked_array_error_keeps_the_mask(name: str):
     with pytest.raises(TypeError) as failure:
         adopted({name: np.ma.zeros(3)})
     passed, _, fix = str(failure.value).split("; ", 2)
@@ -199,8 +199,8 @@ def test_a_masked_array_is_not_told_to_drop_its_mask(name: str):
 
 
 @pytest.mark.parametrize("kind", [np.ndarray, np.float32, Foreign, list])
-def test_a_class_is_told_from_its_objects(kind: type):
-    """np.ndarray itself has all attributes of an array."""
+def test_array_class_is_refused(kind: type):
+    """The class np.ndarray has all attributes of an array."""
     with pytest.raises(
         TypeError, match=rf"q is the class \S+\.{kind.__name__} itself; .*; pass an"
     ):
@@ -208,7 +208,7 @@ def test_a_class_is_told_from_its_objects(kind: type):
     assert not exports_memory(kind)
 
 
-def test_a_fix_of_the_callers_stands_for_the_usual_one():
+def test_fix_of_the_caller_replaces_the_default():
     for value in (3, [3, 5]):
         with pytest.raises(TypeError, match=r"; make one$"):
             adopted({"n": value}, {"n": "make one"})
@@ -218,7 +218,7 @@ def test_a_fix_of_the_callers_stands_for_the_usual_one():
 
 
 class Raising:
-    """An array of another library that cannot be exported just now."""
+    """An array of another library whose export fails."""
 
     def __init__(self, failure: Exception, *names: str) -> None:
         self.failure, self.names = failure, names
@@ -229,7 +229,7 @@ class Raising:
         raise AttributeError(name)
 
 
-def test_what_exports_its_memory_is_meant_as_an_array():
+def test_exports_memory():
     assert exports_memory(np.zeros(3))
     assert exports_memory(Foreign(cuda_array_interface=None))
     assert exports_memory(Raising(RuntimeError("no"), "__dlpack__"))
@@ -263,7 +263,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("array", "cause"), BROKEN.values(), ids=BROKEN)
-def test_what_cannot_be_exported_is_told_with_its_cause(array: Any, cause: str):
+def test_failed_export_error_has_the_cause(array: Any, cause: str):
     pytest.importorskip("cupy")
     with pytest.raises(TypeError) as failure:
         adopted({"k": array, "q": np.zeros(3)})
@@ -331,7 +331,7 @@ def test_adopt_refuses_two_devices():
 
 
 def test_numpy_users_need_no_cupy():
-    """With CuPy not installable the NumPy path works, and with it installed it is not imported."""
+    """The NumPy path works without CuPy, and does not import an installed CuPy."""
     program = """
 import sys
 {block}
@@ -368,7 +368,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_description_says_how_an_array_lies(name):
+def test_description_has_the_layout(name):
     x = VIEWS[name](device_array((4, 5, 3), np.float32))
     layout = layout_of(x)
     if x.flags.c_contiguous:  # axes of one item may have any strides then
@@ -382,7 +382,7 @@ def test_an_empty_array_is_described_too():
     assert layout_of(x) == contiguous(x.shape, x.dtype)
 
 
-def test_arrays_that_lie_differently_are_described_differently():
+def test_different_layouts_have_different_descriptions():
     x = device_array((4, 4, 4), np.float32)
     described = [adopted({"x": view(x)}).description for view in VIEWS.values()]
     described.append(adopted({"x": x.view(np.int32)}).description)
@@ -399,8 +399,8 @@ def test_a_shape_that_was_set_in_place_is_seen():
     assert adopted({"x": x}).description != before
 
 
-def test_kernels_are_told_of_the_strides_of_each_call(monkeypatch):
-    """Calls of one shape whose arrays lie differently, in turns."""
+def test_kernels_get_the_strides_of_each_call(monkeypatch):
+    """Alternate calls of one shape with different strides."""
     recorder = Recorder()
     monkeypatch.setattr(forward, "device_of", lambda operands: recorder)
     k, v = device_array((2, 5, 4, 8)), device_array((2, 5, 4, 8))

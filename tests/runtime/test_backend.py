@@ -1,4 +1,4 @@
-"""backend: what a block chooses, how blocks nest; each thread, task and process has its own."""
+"""backend: what a block selects, how blocks nest, and choices of threads, tasks and processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CUPY = replace(NUMPY, device_id=0)
 
 @pytest.fixture(autouse=True)
 def _outside_of_every_block(monkeypatch):
-    """Whatever the environment of the test run says."""
+    """Ignore the environment variable of the test run."""
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
     with backend("reference"):
         yield
@@ -100,7 +100,7 @@ def test_options_are_checked_at_once(given, kind, message):
 @pytest.mark.parametrize(
     "given", [{"checks": Checks.fast()}, {"report": Report()}], ids=["checks", "report"]
 )
-def test_what_the_emulator_alone_knows(given):
+def test_emulator_options_without_the_emulator_are_refused(given):
     (option,) = given
     message = rf"^{option} with backend 'reference'; .* the emulator's; leave them out"
     with pytest.raises(ValueError, match=message):
@@ -132,14 +132,14 @@ def test_checks_of_the_emulator(given, wanted):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_on_the_reference_checks_are_of_values(given):
+def test_bool_checks_are_allowed_on_the_reference(given):
     with backend("reference", checks=given):
         assert chosen() is None
         np.testing.assert_array_equal(cupyattn.softmax(X), cupyattn.softmax(X))
 
 
-def test_values_are_looked_at_on_a_gpu_only_where_asked():
-    """There it waits for the GPU; of NumPy arrays they always are."""
+def test_values_on_a_gpu_are_checked_only_on_request():
+    """On a GPU the check waits; for NumPy arrays it is always made."""
     assert not checks_values(CUPY)
     for given, wanted in ((None, False), (False, False), (True, True)):
         for block in (backend(checks=given), backend("reference", checks=given)):
@@ -172,7 +172,7 @@ def test_without_a_name_the_backend_stays():
             assert chosen() is None and checks_values(CUPY)
 
 
-def test_with_a_name_all_starts_anew():
+def test_name_resets_checks_and_report():
     with backend("emulator", checks=True, report=Report()):
         with backend("emulator"):
             assert (checks(), report()) == (Checks.all(), None)
@@ -240,7 +240,7 @@ def test_as_a_decorator():
     assert chosen() is None
 
 
-def test_as_a_decorator_of_what_runs_later():
+def test_decorator_refuses_generators_and_coroutines():
     async def coroutine() -> None: ...
 
     def generator():
@@ -256,7 +256,7 @@ def test_as_a_decorator_of_what_runs_later():
 
 @pytest.mark.nvrtc
 def test_kernels_run_without_checks_too():
-    """The report, which stays, counts them."""
+    """The report of the outer block still counts them."""
     mine = Report()
     with backend("emulator", report=mine):
         checked = cupyattn.softmax(X)
@@ -269,7 +269,7 @@ def test_kernels_run_without_checks_too():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["seqused_k", "q_offset"])
-def test_values_on_a_gpu_are_checked_where_asked(name):
+def test_value_checks_on_a_gpu_raise(name):
     import cupy
 
     q, k, v = cupy.zeros((3, 1, 4, 2, 8), np.float16)
@@ -280,7 +280,7 @@ def test_values_on_a_gpu_are_checked_where_asked(name):
 
 
 def test_arrays_run_on_a_device_that_is_given():
-    """Until the end of the block, however it ends."""
+    """The device is used until the end of the block, even after an exception."""
     recorder = LaunchRecorder(TURING)
     x = np.ones((2, 8), np.float32)
     with suppress(ZeroDivisionError), running_on(recorder):
@@ -292,7 +292,7 @@ def test_arrays_run_on_a_device_that_is_given():
 
 
 def test_one_object_in_several_threads_at_once():
-    """All are in the block together and leave it in the order in which they came."""
+    """All threads are in the block together and leave it in the order in which they entered."""
     block, together = backend("emulator", checks=False), threading.Barrier(4, timeout=60)
     order = [threading.Event() for _ in range(5)]
     order[0].set()
@@ -343,7 +343,7 @@ def test_kernels_of_several_threads_run_one_after_the_other(monkeypatch):
 
 @pytest.mark.nvrtc
 def test_a_kernel_may_run_within_the_launch_of_another(monkeypatch):
-    """As where a signal's handler launches one: the thread has the turn already."""
+    """A signal handler may launch a kernel while its thread already holds the lock."""
     launch, results = emulator.launch, []
 
     def nested(*arguments, **options):
@@ -394,12 +394,12 @@ def test_tasks_keep_theirs():
 
 
 def in_new_context(function: Callable[[], Any]) -> Any:
-    """The environment is asked once a context, outside of every block."""
+    """The environment variable is read once in each context, outside of every block."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
-def test_the_environment_says_the_default(monkeypatch):
+def test_environment_variable_sets_the_default(monkeypatch):
     for name, wanted in (("emulator", True), ("reference", False), ("", False)):
         monkeypatch.setenv(BACKEND_VARIABLE, name)
         assert in_new_context(on_emulator) == wanted
@@ -415,7 +415,7 @@ def test_the_environment_says_the_default(monkeypatch):
     assert in_new_context(inside)
 
 
-def test_a_wrong_environment_is_told(monkeypatch):
+def test_wrong_environment_variable_is_refused(monkeypatch):
     monkeypatch.setenv(BACKEND_VARIABLE, "nonsense")
     for call in (chosen, lambda: backend(checks=True).__enter__()):
         with pytest.raises(ValueError, match=rf"^{BACKEND_VARIABLE} is 'nonsense'; allowed are"):

@@ -1,4 +1,4 @@
-"""The compiler: what is compiled, for which target, what a failure says, what may be missing."""
+"""The compiler: options, targets, error messages and missing tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = softmax.FORWARD.specialise(75, "float32", 100, 1)  # compiles in a tenth
 
 
 def with_macros(specialisation: Specialisation, **values: Any) -> Specialisation:
-    """The same with other values; None leaves the macro out."""
+    """Return the specialisation with other macros; None removes one."""
     defines = {**specialisation.defines, **values}
     changed = replace(specialisation)
     changed.__dict__["defines"] = {
@@ -46,8 +46,8 @@ def required_macros(spec: KernelSpec) -> set[str]:
     return {name for text in texts for name in re.findall(r"!defined\((\w+)\)", text)}
 
 
-def test_macros_stand_in_the_source_and_in_the_table_and_nowhere_else():
-    """What the source requires is what the table gives, or follows from its row."""
+def test_source_requires_exactly_the_macros_of_the_configuration():
+    """The macros that a source requires are in the configuration, or are derived from it."""
     for specialisation in catalogue():
         required = required_macros(specialisation.spec)
         own = {name for name, _ in specialisation.macros}
@@ -55,7 +55,7 @@ def test_macros_stand_in_the_source_and_in_the_table_and_nowhere_else():
         assert own <= required, (specialisation.label, own - required)
 
 
-def test_bfloat16_is_there_where_a_macro_or_an_expression_names_it():
+def test_bfloat16_is_defined_if_a_macro_or_an_expression_names_it():
     of_expression = KernelSpec("entry", "source.cu", (), (("names", "bfloat16* bias;"),))
     for named in (
         softmax.FORWARD.specialise(75, "bfloat16", 100, 1),
@@ -67,7 +67,7 @@ def test_bfloat16_is_there_where_a_macro_or_an_expression_names_it():
 
 @nvrtc
 def test_ptx_is_for_turing(empty_cache):
-    """A figure called Turing must not be another architecture's."""
+    """A metric for Turing must not be that of another architecture."""
     artifact = compile_ptx(SMALL, TURING)
     ptx = artifact.code
     assert artifact.path.suffix == ".ptx"
@@ -94,7 +94,7 @@ def test_cubins_are_for_their_architecture(empty_cache):
 @nvrtc
 @pytest.mark.parametrize("entry", KERNELS)
 def test_sources_have_no_defaults(empty_cache, entry):
-    """Whichever macro is missing, the compiler names it or the source says where it comes from."""
+    """For any missing macro, the compiler names it or the source says where it comes from."""
     whole = next(s for s in catalogue() if s.spec.entry == entry)
     names = sorted(required_macros(whole.spec))
     for name in names if Search.deep else names[len(entry) % len(names) :][:1]:
@@ -135,8 +135,8 @@ def test_sources_have_no_defaults(empty_cache, entry):
     ],
     ids=lambda value: value.spec.entry if isinstance(value, Specialisation) else value,
 )
-def test_table_and_source_cannot_drift(empty_cache, specialisation, name, message):
-    """Sixteen bytes more, or fewer, than the source counts."""
+def test_wrong_shared_memory_size_does_not_compile(empty_cache, specialisation, name, message):
+    """Shared memory differs by 16 bytes from the size that the source computes."""
     for change in (16, -16):
         macros = {name: specialisation.defines[name] + change}
         with pytest.raises(CompilationError, match=message):
@@ -154,7 +154,7 @@ def test_table_and_source_cannot_drift(empty_cache, specialisation, name, messag
         (SMALL, {"LANES": 64}, "of several rows in a CTA, each of many warps"),
     ],
 )
-def test_tiles_that_cannot_be_are_refused(empty_cache, specialisation, macros, message):
+def test_impossible_tiles_do_not_compile(empty_cache, specialisation, macros, message):
     with pytest.raises(CompilationError, match=message):
         compile_cubin(with_macros(specialisation, **macros), TURING)
 
@@ -176,7 +176,7 @@ def test_a_failure_names_the_file_the_options_and_the_log(empty_cache, tmp_path)
 
 @nvrtc
 def test_subnormals_are_flushed(empty_cache):
-    """As the error bounds take it that they are."""
+    """The error bounds assume that subnormals are flushed."""
     ptx = compile_ptx(SMALL, TURING).code.decode()
     assert "mul.ftz.f32" in ptx
     assert "mul.f32" not in ptx
@@ -202,7 +202,7 @@ def test_ptxas_logs():
     without = log.replace("32 bytes smem, ", "")
     assert compile.parse_ptxas_log(without) == replace(expected, static_shared_bytes=0)
     for useless in ("", "ptxas info : 0 bytes gmem", log.replace("Used", "Took")):
-        with pytest.raises(ValueError, match="no resource figures"):
+        with pytest.raises(ValueError, match="no resources in the log"):
             compile.parse_ptxas_log(useless)
 
 
@@ -246,13 +246,13 @@ def test_each_primitive_can_be_included_alone(header, tmp_path):
 
 @nvrtc
 @pytest.mark.parametrize("number", [75, 80, 90, 120])
-def test_code_says_what_it_is_for(number):
-    """The library's figures name the target that stands in the code, not the one asked for."""
+def test_target_of_code(number):
+    """The library's metrics name the target in the code, not the requested one."""
     machine_code = compile_cubin(SMALL, arch_of(number)).code
     ptx = compile_ptx(SMALL, arch_of(number)).code
     assert (target_of(machine_code), target_of(ptx)) == (f"sm_{number}", f"compute_{number}")
 
 
-def test_what_is_no_code_has_no_target():
+def test_other_bytes_have_no_target():
     with pytest.raises(ValueError, match="neither a cubin nor PTX"):
         target_of(b"#include")

@@ -1,4 +1,4 @@
-"""The CUDA device: which architecture it compiles for, and that it loads a kernel once."""
+"""The CUDA device: the architecture of compilation, and loading each kernel once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_architecture_that_is_compiled_for(monkeypatch, capability, override
         (130, "", ValueError, r"sm_130.*CUPYATTN_ARCH=75"),
     ],
 )
-def test_architectures_that_cannot_be(monkeypatch, capability, override, kind, message):
+def test_impossible_architectures_are_refused(monkeypatch, capability, override, kind, message):
     monkeypatch.setenv("CUPYATTN_ARCH", override)
     with pytest.raises(kind, match=message):
         device_module._arch_for(capability)
@@ -43,7 +43,7 @@ NO_ARCHITECTURES = ("abc", "74", "76", "7.5", "sm_75", "-75", "075", "0", "9" * 
 
 
 @pytest.mark.parametrize("text", NO_ARCHITECTURES, ids=lambda text: text[:9])
-def test_what_names_no_architecture_is_refused_without_a_gpu_too(monkeypatch, text):
+def test_unknown_architecture_variable_is_refused_without_a_gpu(monkeypatch, text):
     monkeypatch.setenv("CUPYATTN_ARCH", text)
     message = r"^CUPYATTN_ARCH='.{1,80}'; .*known are 75, 80.*; set CUPYATTN_ARCH=75 .*or unset it$"
     for use in (
@@ -69,7 +69,7 @@ def test_what_is_not_set_or_known_is_no_fault(monkeypatch):
 
 @pytest.mark.gpu
 def test_threads_on_streams_of_their_own_load_a_kernel_once():
-    """All of them meet its first call together."""
+    """All threads make the first call at the same time."""
     import cupy
 
     q, v = cupy.ones((1, 3, 1, 233), np.float32), cupy.ones((1, 3, 1, 191), np.float32)

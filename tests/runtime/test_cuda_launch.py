@@ -1,4 +1,4 @@
-"""What a launch on a GPU hands to the driver: without a GPU, read back from where it is packed."""
+"""Arguments of a launch on a GPU, read back from their memory without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def params(n: int, x: float) -> Any:
 
 
 def read(table: int) -> tuple[int, int, int, tuple[int, float]]:
-    """What a kernel of SPEC would get, from the addresses of its arguments."""
+    """Read the arguments of a kernel of SPEC from their addresses."""
     places = struct.unpack("4P", ctypes.string_at(table, 32))
     formats = ("Q", "Q", "i", "qf")
     values = [
@@ -50,7 +50,7 @@ def read(table: int) -> tuple[int, int, int, tuple[int, float]]:
     return values[0][0], values[1][0], values[2][0], values[3]
 
 
-def test_arguments_lie_where_the_driver_is_told():
+def test_packed_arguments_have_the_addresses_of_the_table():
     packed = PackedArguments(SPEC)
     x, maybe = ADDRESSES
     of_a_plan = np.int32(-5), params(3, 0.5)
@@ -67,7 +67,7 @@ def test_arguments_lie_where_the_driver_is_told():
 
 
 class Driver:
-    """Of CuPy what a launch asks for: two devices, each with a current stream."""
+    """A replacement of CuPy for launches: two devices, each with a current stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cupy = pytest.importorskip("cupy")
@@ -111,7 +111,7 @@ class Current:
 
 
 class Function:
-    """CuPy's, through which a thread's first launch goes."""
+    """The function of CuPy for a thread's first launch."""
 
     ptr = 77
 
@@ -123,7 +123,7 @@ class Function:
 
 
 def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
-    """Whichever device is current in the caller, which finds it as it was."""
+    """This holds for every current device, which the launch does not change."""
     driver = Driver(monkeypatch)
     kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64, shared_bytes=512))
     assert driver.loaded == [b".target sm_75"]
@@ -144,7 +144,7 @@ def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
 
 
 def test_threads_pack_arguments_apart(monkeypatch):
-    """One has packed its own, and the driver reads them only when another has packed others."""
+    """One thread packs its arguments, and the driver reads them after another thread has packed."""
     driver = Driver(monkeypatch)
     kernel = cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64))
     values = {number: (np.int32(number), params(number, 0.5)) for number in range(4)}
@@ -172,8 +172,8 @@ def test_threads_pack_arguments_apart(monkeypatch):
     assert seen == expected
 
 
-def test_a_gpu_passes_addresses_that_were_read_with_the_arrays(cuda_device):
-    """Those of scratch memory and of new results too; the memory of neither is an array then."""
+def test_gpu_arguments_are_addresses_read_once(cuda_device):
+    """This includes addresses of scratch memory and new results, for which no array is made."""
     x, memory = device_array((3,)), device_array((1024,), np.uint8)
     operands = adopt(ActivationArrays(x))
     arguments = cuda_device.arguments(operands)
@@ -185,8 +185,8 @@ def test_a_gpu_passes_addresses_that_were_read_with_the_arrays(cuda_device):
     assert within == memory.data.ptr + 256
 
 
-def test_plans_see_a_device_as_it_is_now(cuda_device):
-    """What they depend on is put together once, and anew after any of it is set."""
+def test_card_follows_changes_of_the_device(cuda_device):
+    """The properties are cached until one of them is set."""
     card = cuda_device.card
     assert cuda_device.card is card
     assert card == (90, 132, True, 132, cuda_device.choices)
@@ -200,7 +200,7 @@ def test_plans_see_a_device_as_it_is_now(cuda_device):
 
 @pytest.fixture
 def cuda_device(monkeypatch: pytest.MonkeyPatch) -> cuda_module.CudaDevice:
-    """A GPU as CuPy describes one, without any."""
+    """A GPU's properties as CuPy reports them, without a GPU."""
     cupy = pytest.importorskip("cupy")
     runtime = cupy.cuda.runtime
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Where files are kept: the cache folder, what stands in for it, and CuPy's folder beside it."""
+"""The cache folder, its replacements, and CuPy's folder next to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIABLES = ("CUPYATTN_CACHE_DIR", "XDG_CACHE_HOME", "CUPY_CACHE_DIR")
 
 @pytest.fixture
 def nothing_set(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable names a folder, and none was looked for yet."""
+    """No variable names a folder, and nothing is cached."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # so that monkeypatch takes back what the test sets
         monkeypatch.delenv(name)
@@ -53,7 +53,7 @@ def test_where_the_cache_is(nothing_set, tmp_path, monkeypatch, platform, variab
 
 @pytest.mark.parametrize("name", ["CUPYATTN_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_a_relative_folder_stays_where_it_was(nothing_set, tmp_path, monkeypatch, name):
-    """What is compiled after the process went to another folder is kept with the rest."""
+    """The cache folder does not change with the working directory."""
     monkeypatch.setattr(folders.sys, "platform", "linux")
     monkeypatch.setenv(name, "relative")
     (tmp_path / "other").mkdir()
@@ -66,7 +66,7 @@ def test_a_relative_folder_stays_where_it_was(nothing_set, tmp_path, monkeypatch
 
 
 def test_a_user_without_a_home_has_a_cache_for_the_process(nothing_set, monkeypatch):
-    """As in a container whose user id no one has heard of: compiled kernels stay in memory."""
+    """In a container with an unknown user id compiled kernels stay in memory."""
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -79,8 +79,8 @@ def test_a_user_without_a_home_has_a_cache_for_the_process(nothing_set, monkeypa
 
 
 @nvrtc
-def test_a_home_that_can_only_be_read_is_told_once(nothing_set, tmp_path, monkeypatch):
-    """At the user's line, which called what compiles."""
+def test_read_only_home_gives_one_warning(nothing_set, tmp_path, monkeypatch):
+    """The warning has the user's line, which called the library."""
     emulated._module.cache_clear()
     (tmp_path / "cupyattn").mkdir()
     x = np.ones((2, 4), np.float32)
@@ -94,7 +94,7 @@ def test_a_home_that_can_only_be_read_is_told_once(nothing_set, tmp_path, monkey
 
 
 @pytest.mark.parametrize("below", ["", "below", "below/it"])
-def test_a_named_folder_that_cannot_be_is_told_once(nothing_set, tmp_path, monkeypatch, below):
+def test_unusable_named_folder_gives_one_warning(nothing_set, tmp_path, monkeypatch, below):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / below))
@@ -117,7 +117,7 @@ def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(nothing_set, t
 # --- CuPy's folder
 
 
-def test_cupy_keeps_its_own_folder_where_it_can(nothing_set, tmp_path, monkeypatch):
+def test_cupy_uses_its_default_folder_if_writable(nothing_set, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     cupy_library._find_it_a_folder()
     assert "CUPY_CACHE_DIR" not in os.environ
@@ -127,7 +127,7 @@ def test_cupy_keeps_its_own_folder_where_it_can(nothing_set, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("set_to", [None, ""])
-def test_cupy_gets_a_folder_beside_ours(nothing_set, tmp_path, monkeypatch, set_to):
+def test_cupy_gets_a_folder_next_to_ours(nothing_set, tmp_path, monkeypatch, set_to):
     home = tmp_path / "file"
     home.touch()
     monkeypatch.setenv("HOME", str(home))
@@ -139,8 +139,8 @@ def test_cupy_gets_a_folder_beside_ours(nothing_set, tmp_path, monkeypatch, set_
     assert (tmp_path / "xdg" / "cupyattn" / "cupy").is_dir()
 
 
-def test_cupy_gets_a_folder_where_a_home_can_only_be_read(nothing_set, tmp_path, monkeypatch):
-    """CuPy would be imported, and fail when it first compiles a kernel of its own."""
+def test_cupy_gets_a_folder_if_home_is_read_only(nothing_set, tmp_path, monkeypatch):
+    """Otherwise CuPy would fail at the first compilation of a kernel of its own."""
     made = tmp_path / "home" / ".cupy" / "kernel_cache"
     made.mkdir(parents=True)
     with read_only(tmp_path / "home") as home:
@@ -150,7 +150,7 @@ def test_cupy_gets_a_folder_where_a_home_can_only_be_read(nothing_set, tmp_path,
         assert os.environ["CUPY_CACHE_DIR"] == str(folders.temporary_directory() / "cupy")
 
 
-def test_an_error_says_where_cupy_has_no_folder_at_all(nothing_set, tmp_path, monkeypatch):
+def test_error_if_cupy_has_no_folder(nothing_set, tmp_path, monkeypatch):
     def no_place(**options: str) -> str:
         raise FileNotFoundError("No usable temporary directory found")
 
@@ -209,7 +209,7 @@ print(info["cache"]["folder"])
 @pytest.mark.skipif(sys.platform != "linux", reason="paths below /proc are Linux's")
 @pytest.mark.parametrize("home", ["a file", *deep("missing", "read-only")])
 def test_notebooks_run_without_a_home(tmp_path, home):
-    """They ask for the devices first, then import CuPy, which writes into its folder."""
+    """Notebooks query the devices first, then import CuPy, which writes into its folder."""
     variables = environment() | {"HOME": homes(tmp_path)[home]}
     for name in VARIABLES:
         variables.pop(name, None)
@@ -242,7 +242,7 @@ def test_commands_run_without_a_home(tmp_path, home, command):
 
 @nvrtc
 @pytest.mark.parametrize("command", ["info", *deep("demo", "compile")])
-def test_a_folder_of_cupys_that_cannot_be_is_named(tmp_path, command):
+def test_unusable_cupy_folder_is_named_in_the_error(tmp_path, command):
     (tmp_path / "file").touch()
     done = run(
         "--json",
@@ -257,7 +257,7 @@ def test_a_folder_of_cupys_that_cannot_be_is_named(tmp_path, command):
 
 
 @nvrtc
-def test_an_unusable_folder_is_told_once_in_a_process(tmp_path):
+def test_unusable_folder_gives_one_warning_per_process(tmp_path):
     (tmp_path / "file").touch()
     done = run(
         launcher=("-m", "cupyattn", "info"), env={"CUPYATTN_CACHE_DIR": str(tmp_path / "file")}

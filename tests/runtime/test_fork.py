@@ -1,4 +1,4 @@
-"""A fork while another thread compiles or imports: the child goes on, and does so too."""
+"""A fork while another thread compiles or imports: the child can do the same."""
 
 from __future__ import annotations
 
@@ -209,17 +209,17 @@ def succeeds(program: str) -> None:
 
 
 @pytest.mark.nvrtc
-def test_a_child_compiles_though_another_thread_did_at_the_fork(empty_cache):
-    """The same kernel, whose lock that thread held, and another: NVRTC has locks too."""
+def test_child_compiles_after_a_fork_during_compilation(empty_cache):
+    """The child compiles the same kernel, whose lock the thread held, and another one."""
     succeeds(COMPILE)
 
 
-def test_a_child_launches_though_another_thread_generated_code_at_the_fork():
+def test_child_launches_after_a_fork_during_code_generation():
     succeeds(EMULATOR)
 
 
 @pytest.mark.nvrtc
-def test_a_child_launches_though_another_thread_did_at_the_fork():
+def test_child_launches_after_a_fork_during_a_launch():
     succeeds(LAUNCH)
 
 
@@ -230,7 +230,7 @@ def test_a_child_launches_though_another_thread_did_at_the_fork():
     ),
 )
 @pytest.mark.nvrtc
-def test_a_child_imports_what_another_thread_was_importing_at_the_fork(module):
+def test_child_imports_after_a_fork_during_an_import(module):
     succeeds(IMPORTS.replace("CALL", FIRST_IMPORTS[module]).replace("MODULE", module))
 
 

@@ -1,4 +1,4 @@
-"""Includes of a source: a kernel is compiled anew when one changes, and wherever they lie."""
+"""Includes of a source: a change recompiles the kernel, and folders do not matter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ extern "C" __global__ void probe(int* y) {
 
 
 def run(folder: Path, text: str, **macros: str) -> int:
-    """Compile a text in a folder as a user's kernel; return what it writes."""
+    """Compile a text in a folder as a user's kernel; return the kernel's result."""
     (folder / "probe.cu").write_bytes(text.encode())
     y = np.zeros(32, np.int32)
     with backend("emulator"):
@@ -64,7 +64,7 @@ FOLLOWED = {
 
 @nvrtc
 @pytest.mark.parametrize("form", FOLLOWED)
-def test_a_changed_header_is_compiled_anew(empty_cache, tmp_path, form):
+def test_changed_header_is_recompiled(empty_cache, tmp_path, form):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "other.h").write_text("#include <e.h>\n")  # which lies beside the source
     text = FOLLOWED[form].format(folder=tmp_path) + KERNEL
@@ -74,7 +74,7 @@ def test_a_changed_header_is_compiled_anew(empty_cache, tmp_path, form):
 
 
 @nvrtc
-def test_a_header_that_comes_nearer_is_compiled_anew(empty_cache, tmp_path):
+def test_new_header_with_higher_priority_is_compiled(empty_cache, tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "other.h").write_text('#include "e.h"\n')
     (tmp_path / "e.h").write_text("#define VALUE 7\n")
@@ -104,7 +104,7 @@ def test_a_line_that_does_not_name_its_file_is_refused(empty_cache, tmp_path, fo
         run(tmp_path, text.format(folder=tmp_path) + KERNEL, HEADER='"e.h"')
 
 
-def test_what_only_looks_like_an_include_is_none():
+def test_other_text_is_no_include():
     text = b"""
         // #include "a"
         /* #include "b"
@@ -133,7 +133,7 @@ def test_names_stay_in_their_lines():
 
 
 def test_every_include_of_the_library_is_found():
-    """As a search for lines finds them, which the library's own sources write alike."""
+    """The parser finds the same as a search for lines in the library's own style."""
     for path in source_root().rglob("*.cu*"):
         text = path.read_bytes()
         expected = re.findall(rb'^#include ["<](.*)[">]', text, re.MULTILINE)
@@ -141,15 +141,15 @@ def test_every_include_of_the_library_is_found():
 
 
 @nvrtc
-def test_the_toolkits_headers_are_the_compilers(empty_cache, tmp_path):
-    """In quotes too, and those that only an untaken branch includes need not exist."""
+def test_toolkit_headers_are_left_to_the_compiler(empty_cache, tmp_path):
+    """This holds for names in quotes too. Headers in untaken branches need not exist."""
     text = '#include "cuda_fp16.h"\n#if 0\n#include "nowhere.h"\n#endif\n'
     assert run(tmp_path, f"{text}#define VALUE int(__half2float(__float2half(3.f))){KERNEL}") == 3
 
 
 @nvrtc
 def test_the_compiler_finds_no_file_that_the_key_lacks(empty_cache, tmp_path, monkeypatch):
-    """Not in the folder of the process either."""
+    """This includes the working directory of the process."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "e.h").write_text("#define VALUE 7\n")
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -208,7 +208,7 @@ def test_compiled_code_names_no_folder(empty_cache, tmp_path, monkeypatch, compi
 
 @nvrtc
 def test_messages_quote_the_sources_in_use(empty_cache, tmp_path):
-    """The cached PTX was compiled from a folder that is gone."""
+    """The cached PTX was compiled from a folder that no longer exists."""
     ptx = compile_ptx(spec_in(tmp_path / "one").specialise(threads=32), TURING).code.decode()
     shutil.rmtree(tmp_path / "one")
     spec = spec_in(tmp_path / "two")
@@ -222,7 +222,7 @@ def test_messages_quote_the_sources_in_use(empty_cache, tmp_path):
 
 
 def test_files_have_names_of_their_own(tmp_path):
-    """A copy of the CUDA sources is named as they are; what it lacks is the library's."""
+    """A copy of the CUDA sources has their names; files that it lacks are the library's."""
     root = source_root()
     kernel = KERNELS["softmax_forward"].source
     names = set(read_unit(root / kernel).files.values())
@@ -244,7 +244,7 @@ CHECKS = ("tests/emulator/test_checks.py", "tests/emulator/kernels")
 @nvrtc
 @pytest.mark.deep
 def test_the_emulators_checks_pass_from_two_folders_with_one_cache(empty_cache, tmp_path):
-    """Clone, test, delete, clone elsewhere, test."""
+    """Clone, test, delete, clone to another folder, test."""
     without, compiled = shutil.ignore_patterns("__pycache__"), []
     for name in ("one", "two"):
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""A kernel of the user's own: what it is given, where it runs, what is refused."""
+"""Kernels of users: arguments, devices and errors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_arrays_scalars_macros_and_shared_memory_arrive(side, source, add):
 
 @kernels_only
 def test_its_source_may_name_bfloat16(side, tmp_path):
-    """No macro says so, as one does of the library's own kernels."""
+    """No macro names the dtype, unlike in the library's own kernels."""
     path = tmp_path / "widen.cu"
     path.write_text(
         '#include "common/numeric.cuh"\n'
@@ -72,7 +72,7 @@ def test_its_source_may_name_bfloat16(side, tmp_path):
 
 
 @kernels_only
-def test_a_grid_of_nothing_starts_nothing(side, source):
+def test_empty_grid_starts_nothing(side, source):
     kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
     y = side.put(np.full(1, 7, np.float32))
     kernel(0, side.put(np.zeros(1, np.float32)), y, 0, 0)
@@ -118,7 +118,7 @@ def test_the_emulator_checks_it_and_counts_it(source):
 
 @pytest.mark.nvrtc
 def test_messages_quote_the_text_that_was_compiled(tmp_path):
-    """Compiled kernels are kept by their text; the file that one was made of may have changed."""
+    """The source file may have changed since the kernel was compiled."""
     racy = SUMS.replace(BARRIER, "")
     x, y = np.ones(64, np.float32), np.zeros(1, np.float32)
     for folder in ("first", "second"):
@@ -134,7 +134,7 @@ def test_messages_quote_the_text_that_was_compiled(tmp_path):
 
 
 @pytest.mark.nvrtc
-def test_turing_models_it(source):
+def test_analyse_accepts_a_kernel(source):
     pytest.importorskip("cuda.pathfinder")
     kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
     try:
@@ -146,7 +146,7 @@ def test_turing_models_it(source):
 
 
 @pytest.mark.nvrtc
-def test_what_the_compiler_says_is_shown(source):
+def test_compiler_log_is_in_the_error(source):
     source.write_text(SUMS.replace("float sum", "flot sum"))
     kernel = Kernel(source, **OPTIONS, macros={"ADD": 0})
     with cupyattn.backend("emulator"), pytest.raises(RuntimeError, match='"flot" is undefined'):
@@ -204,7 +204,7 @@ def test_numpy_and_cupy_arrays_are_not_mixed(source):
         ({"shared_bytes": 65537}, ValueError, "shared_bytes = 65537; it is 0 to 65536"),
     ],
 )
-def test_descriptions_that_make_no_sense_are_refused(source, change, kind, message):
+def test_invalid_parameters_are_refused(source, change, kind, message):
     with pytest.raises(kind, match=message):
         Kernel(source, **{**OPTIONS, **change})
 
@@ -214,7 +214,7 @@ def test_a_source_that_is_not_there(tmp_path):
         Kernel(tmp_path / "none.cu", **OPTIONS)
 
 
-def test_it_says_what_it_is(source):
+def test_repr(source):
     assert (
         repr(Kernel(source, **OPTIONS, macros={"ADD": 1})) == "<Kernel sums[ADD=1] of 64 threads>"
     )

@@ -1,4 +1,4 @@
-"""The compiler's disk cache: keys, who compiles, damaged files, folders that cannot be written."""
+"""The compiler's disk cache: keys, concurrency, damaged files, read-only folders."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def append(path: Path, text: str) -> None:
 
 
 @nvrtc
-def test_the_second_time_it_is_found(empty_cache, compilations):
+def test_second_compilation_is_cached(empty_cache, compilations):
     first, second = (compile_cubin(SMALL, TURING) for _ in range(2))
     assert (first.was_cached, second.was_cached) == (False, True)
     assert first.path == second.path
@@ -93,7 +93,7 @@ def test_another_compiler_makes_another_key(empty_cache, monkeypatch):
 
 @nvrtc
 def test_the_text_of_includes_is_part_of_the_key(empty_cache, sources, compilations):
-    """Of the source and all that it includes, through other includes too; of nothing else."""
+    """The key has the source and all direct and indirect includes, and nothing else."""
     first = compile_cubin(SMALL, TURING)
     append(sources / "common" / "philox.cuh", "// softmax does not include this\n")
     append(sources / "attention" / "teaching" / "tiled.cu", "// nor this\n")
@@ -129,8 +129,8 @@ def test_a_digest_is_remembered_until_another_text_is_read(tmp_path, sources, mo
     assert len({*seen}) == 3
 
 
-def test_what_has_just_changed_is_read_again(sources, monkeypatch):
-    """A second change within a tick of the clock leaves the same time."""
+def test_recently_changed_file_is_read_again(sources, monkeypatch):
+    """A second change within one clock tick does not change the time stamp."""
     file = sources / "softmax" / "forward.cu"
     now = time.time_ns()
     monkeypatch.setattr(source, "_stamp", lambda path: (now, now, 1))
@@ -181,7 +181,7 @@ def test_a_second_process_compiles_nothing(empty_cache):
 
 @nvrtc
 def test_threads_compile_one_key_once(empty_cache, compilations):
-    """And two keys side by side, twice in all."""
+    """Two keys are compiled concurrently, in two compilations."""
     wanted = [SMALL, softmax.BACKWARD.specialise(75, "float32", 100, 1)] * 6
     barrier, artifacts = threading.Barrier(len(wanted)), []
 
@@ -202,7 +202,7 @@ def test_threads_compile_one_key_once(empty_cache, compilations):
 
 @nvrtc
 def test_processes_that_compile_one_key_at_once_all_get_it(empty_cache):
-    """Each compiles it, and none sees a half of what another writes."""
+    """Each process compiles it, and none sees a half-written file."""
     command = [sys.executable, "-c", PROCESS.format(nvrtc="there")]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
@@ -225,7 +225,7 @@ def test_include_closures():
 
 
 def test_includes_are_found_beside_the_file_or_below_the_root(sources, tmp_path):
-    """As the compiler finds them; commented ones and the toolkit's do not count."""
+    """The result matches the compiler. Comments and the toolkit's headers do not count."""
     kernel = tmp_path / "kernel.cu"
     kernel.write_text(
         '#include <cuda_fp16.h>\n  #  include "near.cuh"\n#include "common/reduce.cuh"\n'
@@ -249,8 +249,8 @@ FASTEST, NEXT_FASTEST = ceiling_kernels.fma_rate(), mma_rate.mma_rate()
 @pytest.mark.parametrize(
     "content", [None, b"", b"{}", b'{"code_bytes": 1, "resources": 2}', b"[" * 100_000]
 )
-def test_a_damaged_file_is_made_anew(empty_cache, compiler, suffix, content):
-    """Cleaners of cache folders take files one at a time, and a full disk cuts them short."""
+def test_damaged_file_is_recompiled(empty_cache, compiler, suffix, content):
+    """Cache cleaners delete single files, and a full disk truncates them."""
     first = compiler(FASTEST, TURING)
     code = first.path.read_bytes()
     damaged = first.path.with_name(first.path.name + suffix)
@@ -286,7 +286,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_file_that_windows_holds_open_stays_as_it_is(tmp_path, monkeypatch):
-    """What is there will do if it is the same; otherwise the caller has to find another place."""
+    """An existing file with the same content is fine; otherwise this raises."""
 
     def held(*paths: Any) -> None:
         raise PermissionError("another process has it open")
@@ -341,7 +341,7 @@ def test_resources_that_were_changed_are_not_trusted(empty_cache):
 
 @nvrtc
 def test_resources_of_another_version_are_compiled_anew(empty_cache):
-    """Its record is sound, but lacks what this version asks for."""
+    """The record is valid but lacks fields of this version."""
     first = compile_cubin(FASTEST, TURING)
     facts = {"registers": 1, "colours": 2}
     assert cache.keep(first.path.name, first.path.read_bytes(), facts) == first.path
@@ -352,7 +352,7 @@ def test_resources_of_another_version_are_compiled_anew(empty_cache):
 
 @nvrtc
 def test_a_warmed_folder_that_can_only_be_read_is_read(empty_cache, compilations, monkeypatch):
-    """What is not in it stays in memory, of which the user is told once."""
+    """New kernels stay in memory, with one warning."""
     warmed = compile_cubin(FASTEST, TURING)
     with read_only(empty_cache) as folder:
         monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(folder))
@@ -386,7 +386,7 @@ def test_a_damaged_file_in_a_folder_that_can_only_be_read(empty_cache, monkeypat
 
 @nvrtc
 def test_a_full_disk_costs_no_kernel(empty_cache, monkeypatch):
-    """Of temporary files neither: nothing is written."""
+    """No temporary files are left either."""
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -400,7 +400,7 @@ def test_a_full_disk_costs_no_kernel(empty_cache, monkeypatch):
 
 
 @nvrtc
-def test_a_folder_that_cannot_be_is_passed_by(empty_cache, tmp_path, monkeypatch):
+def test_unusable_cache_folder_is_not_used(empty_cache, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / "below"))

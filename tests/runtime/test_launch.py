@@ -1,4 +1,4 @@
-"""What a launch is given, and calls that are refused: nothing is launched, nothing is written."""
+"""Arguments of launches, and invalid calls, which launch and write nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_arguments_that_do_not_fit_start_nothing(change, message):
     assert not recorder.started
 
 
-def test_a_grid_of_nothing_starts_nothing():
+def test_empty_grid_starts_nothing():
     recorder = Recorder()
     launch(recorder, PROBE, 0, (X, None, 5, 0.1, 1, STRUCT))
     assert recorder.did_nothing
@@ -106,7 +106,7 @@ def test_the_largest_grid_and_one_more():
 
 @dataclass(slots=True)
 class ProbeArrays(Record[T]):
-    """Arrays of plans: what kernels read, what they write, and the workspace."""
+    """The arrays of a plan: inputs, results and the workspace."""
 
     x: T | None = None
     maybe: T | None = None
@@ -122,7 +122,7 @@ FILL = KernelSpec("fill", "fill.cu", (Pointer("x"),)).specialise(threads=32)
 
 
 def test_a_run_zeroes_what_its_plan_says_once():
-    """Zeroed are results that are given or made, and a piece of the workspace."""
+    """Given and allocated results and a part of the workspace are zeroed."""
     dw, workspace = np.ones(3, np.float32), np.ones(128, np.float32)
     arrays = ProbeArrays(dw=dw, workspace=workspace)
     planner = Planner(ProbeArrays, arrays, dict.fromkeys(("dw", "db", "out"), OUTPUT))
@@ -147,7 +147,7 @@ def started_by(planner, arrays, maybe=None):
 
 
 def test_kernels_get_the_arrays_of_their_slots_and_null_for_what_is_absent():
-    """The arrays are given, made, or within the workspace."""
+    """The arrays are given, allocated, or in the workspace."""
     arrays = ProbeArrays(X)
     (x, maybe), (filled,) = started_by(Planner(ProbeArrays, arrays, {}), arrays)
     assert (x is X, maybe, filled is X) == (True, None, True)
@@ -162,7 +162,7 @@ def test_kernels_get_the_arrays_of_their_slots_and_null_for_what_is_absent():
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_arrays_that_start_within_an_item_are_refused(recorder, dtype):
-    """A GPU cannot read them: it would fault, and take the process's context with it."""
+    """Reading them on a GPU faults and destroys the process's context."""
     aligned = [device_array((1, 2, 1, 8), dtype) for _ in range(4)]
     for crooked in range(4):
         arrays = list(aligned)
@@ -176,7 +176,7 @@ def test_arrays_that_start_within_an_item_are_refused(recorder, dtype):
 
 
 def test_a_scale_beyond_float32_is_refused(recorder):
-    """The kernels have it as float32: it would be infinite, and the result NaN."""
+    """As float32 the scale would be infinite, and the result NaN."""
     q = device_array((1, 2, 1, 8))
     with pytest.raises(ValueError, match="softmax_scale"):
         attention(q, q, q, softmax_scale=1e300, implementation="tiled")
@@ -199,7 +199,7 @@ def test_problems_beyond_what_a_launch_can_do(recorder, shape, passed):
     ("implementation", "name"),
     [("tiled", "softcap"), ("naive", "softcap"), ("naive", "mask_mod"), ("flash", "mask_mod")],
 )
-def test_what_has_no_kernel_says_so_and_does_nothing(recorder, implementation, name):
+def test_unsupported_options_are_refused_before_any_launch(recorder, implementation, name):
     q, k = device_array((2, 3, 4, 8)), device_array((2, 5, 2, 8))
     value = 0.5 if name == "softcap" else lambda b, h, i, j: j <= i
     with pytest.raises(NotImplementedError) as failure:
@@ -251,7 +251,7 @@ def test_the_flash_backward_refuses_rows_that_lie_too_far_apart(recorder, crooke
     ],
     ids=["small", "strided", "misaligned"],
 )
-def test_a_workspace_that_does_not_do_is_refused(recorder, make, message):
+def test_unsuitable_workspace_is_refused(recorder, make, message):
     arrays, options = backward_call()
     with pytest.raises(ValueError, match=rf"workspace has {message}"):
         attention_backward(*arrays.values(), **options, workspace=make())
@@ -268,8 +268,8 @@ def test_a_workspace_on_the_emulator_is_numpys():
         attention_backward(*arrays, **options)
 
 
-def test_a_backward_of_which_a_kernel_cannot_be_loaded_starts_none(recorder, monkeypatch):
-    """As where the second is the first of its kind within a capture: the results are as before."""
+def test_backward_starts_nothing_if_a_kernel_cannot_be_loaded(recorder, monkeypatch):
+    """For example, the second kernel may not be loaded in a capture. Results stay unchanged."""
     load = recorder.load
 
     def load_one(specialisation: Specialisation) -> Any:
@@ -284,7 +284,7 @@ def test_a_backward_of_which_a_kernel_cannot_be_loaded_starts_none(recorder, mon
     assert not recorder.started
 
 
-def test_a_backward_of_which_a_grid_is_too_large_starts_none(recorder):
+def test_backward_starts_nothing_if_a_grid_is_too_large(recorder):
     """The second kernel has a CTA for each 64 keys."""
     q = device_array((256, 1, 1, 8), np.float32)
     k = device_array((256, 2**29, 1, 8), np.float32, strides=(0, 0, 0, 4))
@@ -383,7 +383,7 @@ def test_many_heads_with_items_are_refused_before_memory_is_taken():
         cupyattn.attention(q, q, q)
 
 
-def test_fields_of_a_struct_refuse_what_they_do_not_hold():
+def test_struct_fields_refuse_integers_that_do_not_fit():
     inner = np.dtype([("count", np.uint32)])
     params = new_struct(
         np.dtype([("inner", inner), ("each", np.int32, (2,)), ("scale", np.float32)])
@@ -403,7 +403,7 @@ def test_fields_of_a_struct_refuse_what_they_do_not_hold():
     assert (filled["inner"]["count"], filled["scale"]) == (2**32 - 1, 1.5)
 
 
-def test_a_number_passed_by_value_refuses_what_it_does_not_hold():
+def test_values_refuse_integers_that_do_not_fit():
     spec = KernelSpec("copy", "copy.cu", (Scalar("count", np.dtype(np.int32)),))
     assert typed(spec, [2**31 - 1]) == [2**31 - 1]
     with pytest.raises(ValueError, match="count = 2147483648; kernels take count as int32"):
@@ -418,7 +418,7 @@ def backward_arrays(**options: Any) -> tuple[Any, ...]:
 
 
 @kernels_only
-def test_a_backward_option_without_a_kernel_says_so(side):
+def test_backward_option_without_a_kernel_is_refused(side):
     name = "mask_mod"
     options = {key: placed(side, value) for key, value in EVERY_OPTION[name].items()}
     dq = side.put(np.full((B, SQ, H, D), SENTINEL, np.float32))
@@ -430,8 +430,8 @@ def test_a_backward_option_without_a_kernel_says_so(side):
     assert (side.get(dq) == SENTINEL).all()
 
 
-def test_arrays_that_leave_too_many_axes_apart_are_named(recorder):
-    """Before anything is launched; without gaps, and on NumPy's arrays, any number of axes do."""
+def test_arrays_with_too_many_axes_are_named(recorder):
+    """Nothing is launched. Without gaps, and on the CPU, any number of axes is allowed."""
     gaps = device_array((6, 6, 6, 6, 6, 8))[::2, ::2, ::2, ::2, ::2]
     whole, labels = device_array((3, 3, 3, 3, 3, 8)), device_array((6,) * 5, int)
     labels = labels[::2, ::2, ::2, ::2, ::2]

@@ -1,4 +1,4 @@
-"""Float16 on a card without tensor cores: no kernel of any public function has mma."""
+"""Float16 on a device without tensor cores: no kernel of any public function has mma."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def single(*shape: int) -> np.ndarray:
 
 
 def attention(name: str, sq: int = 40, head_dim: int = 64, **options: Any) -> Any:
-    """Of 300 keys; the backward's call has what the forward would have returned."""
+    """Call attention or its backward with 300 keys."""
     q, out, dout = half(1, sq, 2, head_dim), half(1, sq, 2, head_dim), half(1, sq, 2, head_dim)
     k, v = half(2, 1, 300, 1, head_dim)
     if name == "attention_backward":
@@ -42,7 +42,7 @@ def causal_blocks(sq: int) -> cupyattn.BlockMask:
 
 
 def varlen(name: str, **options: Any) -> Any:
-    """Of two sequences, of 40 rows each."""
+    """Call packed attention or its backward with two sequences of 40 rows."""
     q, out, dout, k, v = half(5, 80, 2, 64)
     packed = np.array([0, 40, 80], np.int32), np.array([0, 40, 80], np.int32), 40, 40
     if name == "attention_varlen_backward":
@@ -56,7 +56,7 @@ LENGTHS = np.array([100], np.int32)
 
 
 def paged(sq: int, integers: bool = False, packed: bool = False) -> Any:
-    """Of 100 tokens in blocks of 16."""
+    """Call paged attention with 100 tokens in blocks of 16."""
     q = half(1, sq, 2, 64)
     k, v = half(2, 8, 16, 1, 64)
     scales = {}
@@ -69,7 +69,7 @@ def paged(sq: int, integers: bool = False, packed: bool = False) -> Any:
 
 
 def linear(rows: int, *, backward: bool = False, activation: str | None = "swiglu") -> Any:
-    """Of a width that tensor cores take, gated or not."""
+    """Call linear or its backward with a width for tensor cores, gated or not."""
     x, w, b = half(rows, 64), half(64, 128), half(128)
     if not backward:
         return cupyattn.linear(x, w, b, activation=activation)
@@ -192,14 +192,14 @@ RUN_NO_KERNEL = {"backend", "device_info", "explain", "rope_tables", "vjp"}
 
 
 def test_every_public_function_is_called():
-    """A new function with kernels wants a call in the table above."""
+    """A new function with kernels needs a call in the table above."""
     functions = {name for name in cupyattn.__all__ if name.islower() and name[0] != "_"}
     assert set(CALLS) == functions - RUN_NO_KERNEL
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch):
-    """Make the calls of a function on a card; returns the kernels that they launch."""
+    """Make the calls of a function on a device; return the kernels that they launch."""
 
     def record(name: str, tensor_cores: bool) -> list[Any]:
         recorder = LaunchRecorder(TURING, tensor_cores=tensor_cores)
@@ -223,5 +223,5 @@ def test_no_kernel_has_mma(name, recorded):
 
 @pytest.mark.parametrize("name", mostly_deep(sorted(HAVE_PRODUCTS), ["attention", "linear"]))
 def test_the_same_calls_have_it_on_tensor_cores(name, recorded):
-    """Otherwise the test above would say nothing."""
+    """Otherwise the test above would be vacuous."""
     assert any(map(has_mma, recorded(name, tensor_cores=True)))

@@ -1,4 +1,4 @@
-"""Questions about addresses against brute force: which bytes, overlapping what."""
+"""Spans and overlaps of arrays, compared with brute force."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(Record[T]):
 
 @dataclass
 class Addresses:
-    """What the library asks of an array: enough to stand for a CuPy array without a GPU."""
+    """A replacement of a CuPy array without a GPU."""
 
     start: int
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Addresses:
         return math.prod(self.shape)
 
     def items(self) -> list[int]:
-        """The address of every item, by walking all indices."""
+        """Return the address of every item, computed from all indices."""
         return [
             self.start + sum(i * stride for i, stride in zip(index, self.strides, strict=True))
             for index in np.ndindex(*self.shape)
@@ -61,7 +61,7 @@ class Addresses:
 
 @st.composite
 def any_arrays(draw: st.DrawFn) -> Addresses:
-    """Up to three axes with any strides at all, overlapping themselves or not."""
+    """Arrays of up to three axes with arbitrary strides."""
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     strides = draw(st.lists(st.integers(-40, 40), min_size=len(shape), max_size=len(shape)))
     return Addresses(
@@ -74,7 +74,7 @@ def any_arrays(draw: st.DrawFn) -> Addresses:
 
 @st.composite
 def views(draw: st.DrawFn) -> np.ndarray:
-    """What slicing, transposing and reversing make of one array: no item twice."""
+    """Views made by slicing, transposing and reversing: no item twice."""
     base = np.empty(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)), np.float32)
     slices = []
     for extent in base.shape:
@@ -169,7 +169,7 @@ def test_neighbours_in_a_large_array_do_not_overlap(shape, axis, order, reverse)
 @settings(max_examples=300)
 @given(any_arrays())
 def test_overlaps_itself_never_misses(a: Addresses):
-    """It may be too careful with strides that no view has, but never the other way round."""
+    """For strides that no view has the result may be True without an overlap."""
     places = [item + byte for item in a.items() for byte in range(a.itemsize)]
     if len(places) != len(set(places)):
         assert overlaps_itself(layout_of(a))
@@ -185,7 +185,7 @@ def test_no_view_of_an_array_overlaps_itself(view: np.ndarray):
     [((3, 0, 2, 8), (0, 0, 0, 0)), ((5, 0, 4), (0, 0, 4)), ((0, 3), (0, 0)), ((0,), (0,))],
 )
 def test_an_empty_array_does_not_overlap_itself(shape: tuple[int, ...], strides: tuple[int, ...]):
-    """CuPy gives empty arrays strides of 0; there are no items to lie on one another."""
+    """CuPy's empty arrays have strides of 0, but no items that overlap."""
     assert not overlaps_itself(Layout(shape, strides, np.dtype(np.float32)))
 
 

@@ -1,4 +1,4 @@
-"""The primitives of cuda_src/common, each tried by a small kernel of its own (probes/)."""
+"""The primitives of cuda_src/common, each tested by its own small kernel (probes/)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_conversions_and_base_2_functions(dtype, vector):
 
 
 def test_packed_float16():
-    """Every finite float16 from 0 up, numbers midway and just below, and NaN."""
+    """Every finite float16 from 0 on, midpoints, numbers just below midpoints, and NaN."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middle = (halves[:-1] + halves[1:]) / 2
     x = np.concatenate([halves, middle, np.nextafter(middle, np.float32(0))])
@@ -194,8 +194,8 @@ def test_distances_of_far_positions_are_integers_rounded_once():
 
 
 @pytest.mark.parametrize("offsets", [None, np.array([-9, 3, 7, 12, 20], np.int32)])
-def test_the_offset_of_queries_is_a_number_and_an_array_beside_it(offsets):
-    """Values of the array beyond its bounds count as the nearer bound."""
+def test_query_offset_is_a_number_plus_an_array(offsets):
+    """Values of the array outside its bounds are clamped."""
     batch, sq, sk = 5, 4, 12
     used = np.array([0, 3, 7, 12, 20], np.int32)
     params = np.zeros((), ATTENTION_PARAMS)
@@ -252,7 +252,7 @@ ACTIVATIONS = {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu": 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_and_their_derivatives(kind):
-    """Within their derived errors, densely and to both ends of float32."""
+    """Errors are within their bounds, on a dense grid and up to both ends of float32."""
     far = np.geomspace(2.0**-126, 3e38, 1000)
     edges = [0, -0.0, np.inf, -np.inf, np.nan]
     x = np.concatenate([np.linspace(-15, 15, 6001), np.linspace(-120, 120, 2001), far, -far, edges])
@@ -419,7 +419,7 @@ def test_keep_does_not_depend_on_which_scores_are_asked_for():
 
 
 def test_keep_is_random():
-    """The kept share is 1 - p within six standard deviations, and seed, b, h, i, j all matter."""
+    """The kept fraction is 1 - p within six standard deviations; seed, b, h, i and j all matter."""
     n, p = 256, 0.2
     index = np.arange(n)
     keep = attention_keep(2**64 - 1, p, 0, 0, index, index)

@@ -20,7 +20,7 @@ ROOT = Path(cupyattn.__file__).parent.parent
 
 
 def doubled(x, /, *, fail=False):
-    """It doubles."""
+    """Return twice x."""
     if fail:
         raise ValueError("no")
     return 2 * x
@@ -28,7 +28,7 @@ def doubled(x, /, *, fail=False):
 
 @pytest.fixture
 def ranges_of(monkeypatch):
-    """NVTX that notes what begins and ends."""
+    """A replacement of NVTX that records the beginnings and ends of ranges."""
     noted = []
     nvtx = types.SimpleNamespace(
         RangePush=lambda text: noted.append(text), RangePop=lambda: noted.append("end")
@@ -39,7 +39,7 @@ def ranges_of(monkeypatch):
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_without_being_asked_a_function_is_itself(monkeypatch, value):
+def test_ranges_are_off_by_default(monkeypatch, value):
     monkeypatch.delenv("CUPYATTN_NVTX", raising=False)
     if value is not None:
         monkeypatch.setenv("CUPYATTN_NVTX", value)
@@ -60,7 +60,7 @@ def test_a_range_ends_where_a_call_fails(ranges_of):
     assert ranges_of[-1] == "end"
 
 
-def test_without_cupy_there_are_none(monkeypatch):
+def test_no_ranges_without_cupy(monkeypatch):
     monkeypatch.setenv("CUPYATTN_NVTX", "1")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     assert cupy_library.loaded_nvtx() is None

@@ -45,7 +45,7 @@ READERS = {
 
 @posix
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_what_is_no_regular_file_is_refused_without_waiting(read, tmp_path):
+def test_other_than_regular_files_are_refused_without_waiting(read, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     link = tmp_path / "link"
@@ -58,7 +58,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(read, tmp_path):
 
 
 @posix
-def test_no_descriptor_stays_open_behind_a_refusal(tmp_path):
+def test_no_descriptor_stays_open_after_a_refusal(tmp_path):
     before = len(os.listdir("/dev/fd"))
     for _ in range(20):
         with pytest.raises(ValueError, match="a directory"):
@@ -100,7 +100,7 @@ def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit():
 
 @posix
 def test_memory_follows_the_size_of_a_file_that_grows(tmp_path, monkeypatch):
-    """It had less when its size was looked at."""
+    """The file grows after its size was read."""
     path = tmp_path / "grows"
     path.write_bytes(b"x" * 500_000)
     real = os.fstat
@@ -139,7 +139,7 @@ def test_json_that_is_nested_as_deeply_as_allowed_is_read():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1,]", "1" * 5000, b"\xff", b"\xff\xfe{"])
-def test_what_is_no_json_is_named(text):
+def test_invalid_json_is_named(text):
     with pytest.raises(ValueError, match=r"^m\.json: no JSON \("):
         parsed(text, "m.json", refuse)
 

@@ -80,7 +80,7 @@ class Work:
         cupy.cuda.Device().synchronize()
 
     def _call(self, name: str, given: bool) -> Any:
-        """Call a function; `given` says whether it is given where its results go."""
+        """Call a function, with out= or grads= if `given`."""
         out = self.out[FUNCTIONS.index(name)] if given else None
         if name == "softmax":
             return softmax(self.q, out=out)
@@ -108,7 +108,7 @@ class Work:
         )
 
     def results(self) -> list[np.ndarray]:
-        """What every function gives for the present contents of q."""
+        """Return the results of all functions for the current contents of q."""
         import cupy
 
         for function in self.calls.values():
@@ -125,7 +125,7 @@ def work() -> Work:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_work_is_queued_on_the_current_stream(work, spin, stream, name):
-    """Behind what the stream does first: new contents of q, which arrive late."""
+    """The call runs after the stream's earlier work, which writes new contents of q."""
     import cupy
 
     old = work.q.copy()
@@ -177,7 +177,7 @@ def test_nothing_waits_for_the_device(work, spin, stream, name, given_out):
 
 @contextmanager
 def count_allocations() -> Iterator[list[int]]:
-    """The sizes of what is taken from CuPy's memory pool meanwhile."""
+    """The sizes of allocations from CuPy's memory pool during the block."""
     import cupy
 
     sizes: list[int] = []
@@ -242,7 +242,7 @@ def test_a_captured_call_is_replayed_with_new_contents(work, stream, name):
     ("implementation", "dtype"), [("naive", "float16"), ("flash", "float16"), ("flash", "float32")]
 )
 def test_a_backward_can_be_captured_and_allocates_nothing(stream, implementation, dtype):
-    """With grads and a workspace; bias and sinks, which naive has not, bring every kernel."""
+    """With grads and a workspace. Bias and sinks, which naive does not have, use every kernel."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -285,7 +285,7 @@ def _is_array(gradient: Any) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 def test_a_loss_and_its_gradient_can_be_captured_and_allocate_nothing(stream, function):
-    """With out, grads and a workspace; in several chunks, where logits are made."""
+    """With out, grads and a workspace, and with several chunks of logits."""
     import cupy
 
     rng = np.random.default_rng(0)
@@ -334,8 +334,8 @@ def test_a_loss_and_its_gradient_can_be_captured_and_allocate_nothing(stream, fu
 
 
 @pytest.mark.gpu
-def test_a_first_call_within_a_capture_says_what_to_do(stream):
-    """And the same call outside, and then in a capture again, works."""
+def test_first_call_in_a_capture_error_has_the_fix(stream):
+    """After a call outside, the same call works in a capture."""
     import cupy
 
     q = cupy.ones((1, 3, 1, 239), np.float32)  # head dims that nothing else here has
@@ -369,7 +369,7 @@ def test_a_first_call_within_a_capture_says_what_to_do(stream):
 
 @pytest.fixture
 def stream() -> Iterator[Any]:
-    """A stream that does not wait for the default one, nor the other way round."""
+    """A stream that does not synchronise with the default stream."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)

@@ -52,7 +52,7 @@ def test_newer_gpus_have_them_whatever_they_are_called():
 
 
 @pytest.mark.parametrize(("text", "present"), [("0", False), ("1", True), (" 1 ", True)])
-def test_the_environment_overrides_all(monkeypatch, text, present):
+def test_environment_variable_overrides_names(monkeypatch, text, present):
     monkeypatch.setenv(TENSOR_CORES_VARIABLE, text)
     for capability, name in ((75, "Tesla T4"), (75, "GeForce GTX 1650"), (90, "NVIDIA H200")):
         expected = (present, f"CUPYATTN_TENSOR_CORES={text.strip()}")
@@ -62,7 +62,7 @@ def test_the_environment_overrides_all(monkeypatch, text, present):
 
 
 @pytest.mark.parametrize("text", [None, "", " "])
-def test_what_is_not_set_is_no_override(monkeypatch, text):
+def test_unset_variable_is_no_override(monkeypatch, text):
     if text is not None:
         monkeypatch.setenv(TENSOR_CORES_VARIABLE, text)
     assert tensor_cores_override() is None
@@ -85,7 +85,7 @@ def test_another_value_is_refused_without_a_gpu_too(monkeypatch, text):
 
 
 class FakeCupy:
-    """What of CuPy a device is described by; products take so many cycles there."""
+    """A replacement of CuPy for a device, whose products take the given number of cycles."""
 
     def __init__(self, name: str, cycles: int, *, capturing: bool = False) -> None:
         self.cycles, self.capturing, self.measurements = cycles, capturing, 0
@@ -103,7 +103,7 @@ class FakeCupy:
         )
 
     def kernel(self, device: Any, specialisation: Any) -> Any:
-        """Of the rate."""
+        """Return a kernel that reports the cycles as mma_rate does."""
         assert specialisation is mma_rate()
 
         def start(grid: Any, arrays: Any, values: Any) -> None:
@@ -168,7 +168,7 @@ def test_a_known_name_is_not_measured(gpu, name, present):
 
 
 def test_nothing_is_measured_in_a_capture(gpu):
-    """It is taken to have them, and asked again behind it."""
+    """Tensor cores are assumed, and measured after the capture."""
     device, cupy = gpu("Graphics Device", 640, capturing=True)
     for _ in range(2):
         assert device.tensor_cores is True and device.card.tensor_cores

@@ -47,7 +47,7 @@ class Kept(dict):
 
 @pytest.fixture
 def never_translated(monkeypatch):
-    """Translating is an error from here on."""
+    """Raise an error for any further translation."""
 
     def translate(*_):
         raise AssertionError("translated again")
@@ -57,7 +57,7 @@ def never_translated(monkeypatch):
 
 @pytest.fixture
 def forget(empty_cache, monkeypatch):
-    """What this process has loaded, forgotten; at the end too."""
+    """Clear the modules that this process has loaded, before and after the test."""
     emulated._module.cache_clear()
     yield emulated._module.cache_clear
     emulated._module.cache_clear()
@@ -86,7 +86,7 @@ def damage(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "empty"])
-def test_a_damaged_one_is_made_anew(empty_cache, forget, how):
+def test_damaged_translation_is_made_again(empty_cache, forget, how):
     expected, _ = call()
     (path,) = empty_cache.glob("*.translation")
     whole = path.read_bytes()
@@ -156,7 +156,7 @@ def test_faults_name_their_lines(monkeypatch):
 def test_a_warmed_folder_without_translations_that_can_only_be_read(
     empty_cache, forget, monkeypatch
 ):
-    """They are made in each process, and nobody is told: nothing is lost."""
+    """Each process makes its translations, without a warning: nothing is lost."""
     expected, _ = call()
     for path in empty_cache.glob("*.translation*"):
         path.unlink()

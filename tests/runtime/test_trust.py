@@ -34,8 +34,8 @@ def test_a_folder_that_others_can_write_is_not_trusted(tmp_path, mode):
     assert found.value.fix == fix
 
 
-def test_what_is_no_folder_is_not_to_be_closed():
-    """Its mode is none of the cache's business: nobody is told to change that of /dev/null."""
+def test_file_in_the_path_is_no_permission_error():
+    """The error must not advise to change the mode of /dev/null."""
     with pytest.raises(NotADirectoryError):
         require_trusted_folder(Path("/dev/null"))
 
@@ -51,7 +51,7 @@ def test_a_folder_below_one_that_others_can_write_is_not_trusted(tmp_path, mode)
 
 
 def test_a_folder_below_a_sticky_one_is_trusted(tmp_path):
-    """As below /tmp, where nobody can rename what belongs to somebody else."""
+    """For example /tmp, where nobody can rename another user's files."""
     below = tmp_path / "sticky" / "mine"
     below.mkdir(parents=True)
     (tmp_path / "sticky").chmod(0o1777)
@@ -84,7 +84,7 @@ def test_the_folder_that_a_link_leads_to_counts(tmp_path):
 
 
 def test_the_folder_that_holds_a_link_counts(tmp_path):
-    """A user who can write there can let the link lead elsewhere."""
+    """A user who can write to the folder can replace the link."""
     (tmp_path / "own").mkdir()
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "link").symlink_to(tmp_path / "own")
@@ -129,7 +129,7 @@ def test_a_file_of_another_user_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "FIFO", "folder", "device"])
-def test_what_is_no_regular_file_is_not_read(tmp_path, kind):
+def test_other_than_regular_files_are_not_read(tmp_path, kind):
     path = tmp_path / "file"
     if kind == "symbolic link":
         (tmp_path / "other").write_bytes(b"content")

@@ -1,4 +1,4 @@
-"""Choices among rows of a table: what is asked, what is kept for a device, who takes it."""
+"""Choices among candidate configurations: recording, storage for a device, use."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def pick(among, chosen, usual="a"):
     return Choices({"kernel 1 2": chosen}).pick("kernel", (1, 2), among, usual=usual)
 
 
-def test_the_usual_row_stands_where_nothing_was_chosen():
+def test_usual_candidate_without_a_choice():
     assert USUAL.pick("kernel", (1, 2), ROWS, usual="b") == 2
     assert pick(ROWS, "c") == 3
     assert Choices({"kernel 1 3": "c"}).pick("kernel", (1, 2), ROWS, usual="a") == 1
 
 
-def test_a_row_that_is_not_admissible_is_passed_over():
+def test_inadmissible_choice_is_ignored():
     assert pick({"a": 1, "b": 2}, "c", usual="b") == 2
 
 
-def test_questions_are_noted_once_the_usual_row_first():
+def test_questions_are_recorded_once_with_the_usual_candidate_first():
     asked = Asked({"kernel 2": "c"})
     assert [asked.pick("kernel", (n,), ROWS, usual="b") for n in (1, 2, 1)] == [2, 3, 2]
     assert asked.questions == [("kernel 1", ("b", "a", "c")), ("kernel 2", ("b", "a", "c"))]
 
 
 @pytest.mark.nvrtc
-def test_what_is_kept_is_taken_where_it_is_asked_for(monkeypatch):
+def test_stored_choices_are_used_if_enabled(monkeypatch):
     assert read(*CARD) is None
     path = keep(*CARD, {"kernel 1 2": "c"}, date="2026-11-23")
     assert path == file_of(*CARD)
@@ -64,7 +64,7 @@ def test_what_is_kept_is_taken_where_it_is_asked_for(monkeypatch):
 
 
 @pytest.mark.nvrtc
-def test_later_choices_stand_beside_earlier_ones():
+def test_later_choices_are_added_to_earlier_ones():
     keep(*CARD, {"one": "a", "two": "a"}, date="2026-11-22")
     keep(*CARD, {"two": "b"}, date="2026-11-23")
     kept = read(*CARD)
@@ -79,7 +79,7 @@ def test_later_choices_stand_beside_earlier_ones():
         {"made_from": "other kernels"}, {"chosen": {"one": ["a"]}}, {"chosen": [1]},
     ],
 )  # fmt: skip
-def test_what_is_damaged_or_of_other_kernels_is_not_taken(content, monkeypatch):
+def test_damaged_or_outdated_choices_are_not_used(content, monkeypatch):
     path = keep(*CARD, {"one": "a"})
     if isinstance(content, dict):
         content = json.dumps({**json.loads(path.read_text("utf-8")), **content})
@@ -90,7 +90,7 @@ def test_what_is_damaged_or_of_other_kernels_is_not_taken(content, monkeypatch):
 
 
 @pytest.mark.nvrtc
-def test_without_a_compiler_nothing_is_taken(monkeypatch):
+def test_choices_are_not_used_without_a_compiler(monkeypatch):
     keep(*CARD, {"one": "a"})
 
     def missing():
@@ -100,8 +100,14 @@ def test_without_a_compiler_nothing_is_taken(monkeypatch):
     assert read(*CARD) is None
 
 
+def test_digest_covers_configurations_and_cuda_sources():
+    names = {name for name, _ in choices._sources()}
+    assert names >= {"ops/norms/kernels.py", "ops/linear/tiles.py", "common/rows.cuh"}
+    assert any(name.startswith("ops/attention/kernels/") for name in names)
+
+
 @pytest.mark.nvrtc
-def test_it_is_made_from_tables_kernels_and_compiler(monkeypatch):
+def test_digest_depends_on_the_compiler(monkeypatch):
     before = choices._made_from.__wrapped__()
     assert choices._made_from.__wrapped__() == before
     monkeypatch.setattr(choices, "nvrtc_version", lambda: (99, 0))
@@ -117,7 +123,7 @@ def test_another_value_is_refused(monkeypatch, text):
 
 
 @pytest.mark.parametrize(("text", "says"), [("1", "CUPYATTN_TUNED 1"), ("0", "not set")])
-def test_info_tells(monkeypatch, capsys, text, says):
+def test_device_info_reports_tuning(monkeypatch, capsys, text, says):
     monkeypatch.setenv(TUNED_VARIABLE, text)
     assert device_info()["uses_tuned"] is (text == "1")
     assert main(["info"]) == 0

@@ -17,7 +17,7 @@ PROBLEM = AttentionProblem(B=2, Sq=130, Sk=150, H=4, G=2, D=64, Dv=64, dtype="fl
 
 
 def on_device(ordinal: int, problem: AttentionProblem = PROBLEM) -> list[Any]:
-    """q, k, v and dout there."""
+    """Return q, k, v and dout on a device."""
     import cupy
 
     with cupy.cuda.Device(ordinal):
@@ -27,7 +27,7 @@ def on_device(ordinal: int, problem: AttentionProblem = PROBLEM) -> list[Any]:
 
 @pytest.mark.parametrize("implementation", ["flash", "tiled", "naive"])
 def test_the_arrays_choose_the_device(implementation):
-    """Not the current one, which stays what it was."""
+    """The current device is another one and does not change."""
     import cupy
 
     q, k, v, _ = on_device(0)
@@ -60,7 +60,7 @@ def test_gradients_are_on_the_device_of_the_arrays(implementation):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_starts_from_zero_is_zeroed_on_the_device_of_the_arrays(deterministic):
+def test_accumulators_are_zeroed_on_the_device_of_the_arrays(deterministic):
     """dq of the one-pass float32 kernel, a bias's gradient, and the gradient of an unused lse."""
     import cupy
 
@@ -82,7 +82,7 @@ def test_what_starts_from_zero_is_zeroed_on_the_device_of_the_arrays(determinist
 
 
 def test_both_devices_and_several_streams_at_once():
-    """Eight calls on the way together, two streams on each device, give what one alone gives."""
+    """Eight concurrent calls, on two streams of each device, have the results of single calls."""
     import cupy
 
     problems = [AttentionProblem(B=2, Sq=500, Sk=700, H=4, G=2, D=64, Dv=64, dtype="float16",

@@ -30,14 +30,14 @@ COMPILERS = [compile_cubin, compile_ptx]
 
 @pytest.fixture
 def forget(empty_cache):
-    """Forget what this process has loaded, at the end too."""
+    """Clear the modules that this process has loaded, before and after the test."""
     emulated._module.cache_clear()
     yield
     emulated._module.cache_clear()
 
 
 def plant(folder: Path, name: str, code: bytes, facts: cache.Facts) -> None:
-    """Write code with the record that whoever can write there would write."""
+    """Write code with a valid record, as an attacker would."""
     record = {"code_bytes": len(code), "resources": facts, "digest": cache._digest(code, facts)}
     for path, content in ((name, code), (f"{name}.json", json.dumps(record).encode())):
         (folder / path).write_bytes(content)
@@ -95,7 +95,10 @@ def test_a_planted_translation_is_not_run(empty_cache, forget, tmp_path, spoil):
     plant(empty_cache, kept.name, harmful(kept.read_bytes(), mark), None)
     spoil(empty_cache)
     folders.cache_directory.cache_clear()
-    with backend("emulator"), pytest.warns(UserWarning, match="only where this user and root"):
+    with (
+        backend("emulator"),
+        pytest.warns(UserWarning, match="that only this user and root can write"),
+    ):
         np.testing.assert_array_equal(softmax(x), expected)
     assert not mark.exists()
     tmp_path.chmod(0o755)
@@ -103,7 +106,7 @@ def test_a_planted_translation_is_not_run(empty_cache, forget, tmp_path, spoil):
 
 @nvrtc
 def test_a_planted_translation_would_run(empty_cache, forget, tmp_path):
-    """The tests beside this one would notice."""
+    """This shows that the other tests can fail."""
     x, mark = np.zeros((2, 4), np.float32), tmp_path / "it ran"
     with backend("emulator"):
         softmax(x)
@@ -167,8 +170,8 @@ def test_a_folder_that_is_opened_later_is_not_used_from_then_on(empty_cache):
 
 
 @nvrtc
-def test_what_root_has_warmed_is_read(empty_cache, monkeypatch):
-    """By another user, who can write none of it."""
+def test_cache_filled_by_root_is_read(empty_cache, monkeypatch):
+    """Another user reads the folder, but cannot write to it."""
     first = compile_ptx(SMALL, TURING)
     if os.geteuid() != 0:
         pytest.skip("only root can write root's files")

@@ -55,7 +55,7 @@ NOT_QUICK = (
     "project/test_collection",
     "runtime/test_compile",
     "runtime/test_folders",
-    "runtime/test_fork.py::test_a_child_imports",
+    "runtime/test_fork.py::test_child_imports",
     "runtime/test_no_mma",
     "project/test_packaging",
     "ops/test_results",

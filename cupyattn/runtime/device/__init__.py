@@ -1,7 +1,7 @@
-"""A device: where arrays are allocated and kernels loaded and started.
+"""The protocols of devices, which allocate arrays and load and start kernels.
 
-Operations above this package see these protocols alone, so that whatever executes kernels can stand
-behind them: a GPU through CuPy (`CudaDevice`), or the emulator (`EmulatedDevice`).
+Operations use only these protocols. They are implemented for a GPU through CuPy (`CudaDevice`), for
+the emulator (`EmulatedDevice`) and for recording launches (`LaunchRecorder`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.arrays import Array, Operands
 from cupyattn.runtime.card import Card
-from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.spec import Specialisation, Value
 from cupyattn.runtime.tuning import Choices
 
 
@@ -24,69 +24,69 @@ class Kernel(Protocol):
     specialisation: Specialisation
 
     def start(
-        self, grid: tuple[int, int, int], arguments: Sequence[Any], values: tuple[Any, ...]
+        self, grid: tuple[int, int, int], arguments: Sequence[Any], values: tuple[Value, ...]
     ) -> None:
-        """Start it on the current stream; `values` are coerced already (see `launch`).
+        """Start the kernel on the current stream; `values` have their C types (see `launch`).
 
-        `arguments` are the device's for arrays, its `null` for those that are absent. The values
-        of a plan are the same tuple in each call.
+        `arguments` are the device's arguments for arrays, and its `null` for absent arrays. The
+        values of a plan are the same tuple in each call.
         """
 
 
 class Device(Protocol):
-    """What executes kernels."""
+    """A device that executes kernels."""
 
     arch: Arch
-    """The architecture that kernels are compiled for here."""
+    """The architecture for which kernels are compiled."""
     multiprocessors: int
-    """How many there are: what kernels that walk over their work choose their CTAs by."""
+    """The number of multiprocessors, which sets the grid of kernels that loop over their work."""
     l2_bytes: int
-    """The size of the cache that they share."""
+    """The size of the L2 cache."""
     choices: Choices
-    """Rows of the tables that calls take in place of the usual ones."""
+    """The configurations that calls use instead of the usual ones."""
 
     null: Any
-    """What kernels here are passed for an array that is absent."""
+    """The argument for an absent array."""
 
     @property
     def card(self) -> Card:
-        """All of these as plans see them: a key for caches, as they are now."""
+        """The current values of these attributes, as a key for caches of plans."""
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether it has any that are worth using: which kernels float16 takes."""
+        """Whether float16 uses kernels with tensor cores."""
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """The device's name in messages."""
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return an uninitialised C-contiguous array."""
 
-    def zero(self, array: Any) -> None:
+    def zero(self, array: Array) -> None:
         """Fill an array of this device with zeros, on the current stream."""
 
     def arguments(self, operands: Operands[Any]) -> list[Any]:
-        """Return what kernels here are passed for the arrays of a call, in a new list.
+        """Return the arguments for the arrays of a call, in a new list.
 
-        A GPU's kernels get addresses, which have been asked for already; the emulator has to know
-        where arrays end, so its kernels get the arrays themselves.
+        Kernels on a GPU get addresses, which `operands` has. Kernels on the emulator get the arrays
+        themselves, because it has to know where arrays end.
         """
 
     def argument(self, array: Any) -> Any:
         """Return the same of an array."""
 
     def argument_within(
-        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype
+        self, memory: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype
     ) -> Any:
-        """Return the same of an array in the memory of another (see `array_within`)."""
+        """Return the argument for an array in the memory of another (see `array_within`)."""
 
     def load(self, specialisation: Specialisation) -> Kernel:
-        """Return the kernel, compiled and loaded the first time it is asked for."""
+        """Return the kernel, which is compiled and loaded the first time."""
 
 
 def card_of(device: Device) -> Card:
-    """Describe a device as it is now."""
+    """Return the current properties of a device."""
     return Card(
         device.arch.number,
         device.multiprocessors,

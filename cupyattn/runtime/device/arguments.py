@@ -1,29 +1,28 @@
-"""The arguments of a kernel as ``cuLaunchKernel`` takes them: addresses of where each one lies."""
+"""Packing of a kernel's arguments for ``cuLaunchKernel``, which takes their addresses."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
 
-from cupyattn.runtime.spec import KernelSpec
+from cupyattn.runtime.spec import KernelSpec, Value
 
 _WORD = 8
-"""Bytes of an address, and the alignment of everything here."""
+"""Bytes of an address. All arguments have this alignment."""
 
 
 class PackedArguments:
-    """One kernel's arguments, packed anew for each launch into the same memory.
+    """Memory for one kernel's arguments, which each launch fills again.
 
-    CuPy's own packing looks at each argument's type, which takes longer than the launch. It copies
-    what it packs before a launch returns, and so does the driver: the memory may be filled again
-    then, but not by two threads at a time. Every thread has its own.
+    CuPy's own packing checks each argument's type, which takes longer than the launch. The driver
+    copies the arguments before a launch returns. After that the memory may be filled again, but not
+    by two threads at a time, so every thread has its own.
 
     Attributes
     ----------
     address : int
-        Of the array of addresses, one for each parameter.
+        The address of the array of addresses, one for each parameter.
     """
 
     def __init__(self, spec: KernelSpec) -> None:
@@ -35,15 +34,15 @@ class PackedArguments:
         places = [ctypes.addressof(self._memory) + start for start in starts]
         self._table = (ctypes.c_void_p * max(len(places), 1))(*places)
         self.address = ctypes.addressof(self._table)
-        self._packed = memoryview(self._memory)  # asked for once: a buffer of ctypes takes longer
+        self._packed = memoryview(self._memory)  # a memoryview is faster than a buffer of ctypes
         self._pack_pointers = struct.Struct(f"{pointers}P").pack_into
         self._value_places = places[pointers:]
-        self._values: tuple[Any, ...] = ()
+        self._values: tuple[Value, ...] = ()
 
-    def fill(self, addresses: Sequence[int], values: tuple[Any, ...]) -> None:
-        """Pack addresses of arrays, 0 for null, and what goes by value, which is typed already."""
+    def fill(self, addresses: Sequence[int], values: tuple[Value, ...]) -> None:
+        """Pack addresses of arrays, 0 for null, and values, which have their C types."""
         self._pack_pointers(self._packed, 0, *addresses)
-        if values is not self._values:  # mostly a plan's, the same each time
+        if values is not self._values:  # a plan's values are the same tuple in each call
             packed = self._values or (None,) * len(values)
             for place, value, there in zip(self._value_places, values, packed, strict=True):
                 if value is not there:

@@ -1,4 +1,4 @@
-"""A GPU, through CuPy: the only place that loads modules."""
+"""GPUs through CuPy: the only place that loads modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arch import TURING, Arch, arch_of
-from cupyattn.runtime.arrays import Operands
+from cupyattn.runtime.arrays import Array, Operands
 from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
 from cupyattn.runtime.cupy_library import load_cupy
@@ -24,7 +24,7 @@ from cupyattn.runtime.device.tensor_cores import (
 )
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.fork import no_fork
-from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.spec import Specialisation, Value
 from cupyattn.runtime.target import ARCH_VARIABLE, arch_override, target_of
 from cupyattn.runtime.tuning import choices_for
 
@@ -35,7 +35,7 @@ def device_count() -> int:
     Raises
     ------
     RuntimeError
-        If CuPy cannot be imported because CUPY_CACHE_DIR names what can be no folder.
+        If CuPy cannot be imported because CUPY_CACHE_DIR is no usable folder.
     """
     try:
         cupy = load_cupy()
@@ -58,7 +58,7 @@ def cuda_device(ordinal: int) -> CudaDevice:
 
 
 class CudaDevice:
-    """A GPU, through CuPy: kernels come as modules and start on the device's current stream."""
+    """A GPU through CuPy. Kernels are loaded as modules and start on its current stream."""
 
     null = 0
     _card: Card | None = None
@@ -84,38 +84,38 @@ class CudaDevice:
         self._kernels: dict[Specialisation, CudaKernel] = {}
         self._loading = threading.Lock()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a fact of the device; plans have to see it from then on."""
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a property of the device, and drop the cached `card` so that plans see it."""
         super().__setattr__(name, value)
         super().__setattr__("_card", None)
 
     @property
     def card(self) -> Card:
-        """What plans depend on, put together once: each call asks."""
+        """The properties that plans depend on, cached because each call needs them."""
         return self._card or self._make_card()
 
     def _make_card(self) -> Card:
         card = card_of(self)
-        if self._tensor_cores is not None:  # in a capture it is only taken to have them
+        if self._tensor_cores is not None:  # in a capture the answer is only an assumption
             super().__setattr__("_card", card)
         return card
 
     @property
     def name(self) -> str:
-        """The product name, as the driver has it."""
+        """The product name that the driver reports."""
         properties = self._cupy.cuda.runtime.getDeviceProperties(self.ordinal)
         return properties["name"].decode()
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether products of float16 run on them; otherwise in float32 arithmetic."""
+        """Whether matrix products of float16 use tensor cores instead of float32 arithmetic."""
         return (self._tensor_cores or self.find_tensor_cores()).present
 
     def find_tensor_cores(self) -> TensorCores:
-        """Return whether it has tensor cores, and how that is known.
+        """Return whether the device has tensor cores, and how that is known.
 
-        If its name does not tell, it is measured once: a kernel of at most 0.1 ms, for which this
-        waits. Within a CUDA graph capture nothing can wait: there it is taken to have them.
+        If the name does not decide, a kernel of at most 0.1 ms measures it once, and this waits for
+        the kernel. A CUDA graph capture cannot wait: there tensor cores are assumed.
         """
         if self._tensor_cores is None:
             with self._cupy.cuda.Device(self.ordinal):
@@ -126,18 +126,18 @@ class CudaDevice:
 
     @property
     def loaded(self) -> tuple[Specialisation, ...]:
-        """What this process has loaded here so far."""
+        """The kernels that this process has loaded on this device."""
         return tuple(self._kernels)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return an uninitialised array from CuPy's current memory pool."""
         if self._current_device() == self.ordinal:
             return self._cupy.ndarray(shape, dtype)
         with self._cupy.cuda.Device(self.ordinal):
             return self._cupy.ndarray(shape, dtype)
 
-    def zero(self, array: Any) -> None:
-        """Fill an array of this device with zeros; CuPy would do it on the current device."""
+    def zero(self, array: Array) -> None:
+        """Fill an array of this device with zeros, whichever device is current."""
         if self._current_device() == self.ordinal:
             array.fill(0)
             return
@@ -152,17 +152,17 @@ class CudaDevice:
         """Return the address of an array."""
         return array.data.ptr
 
-    def argument_within(self, memory: Any, offset: int, *_: Any) -> int:
+    def argument_within(self, memory: Array, offset: int, *_: object) -> int:
         """Return the address of an array in the memory of another, without making it."""
         return memory.data.ptr + offset
 
     def load(self, specialisation: Specialisation) -> CudaKernel:
-        """Return the kernel; the first time, compile it (or find it on disk) and load it.
+        """Return the kernel; the first time, compile it (or read it from the cache) and load it.
 
         Raises
         ------
         RuntimeError
-            If that first time falls into a CUDA graph capture, which loading would break.
+            If the first time is inside a CUDA graph capture, which loading would break.
         """
         kernel = self._kernels.get(specialisation)
         return kernel if kernel is not None else self._load(specialisation)
@@ -192,18 +192,18 @@ class CudaKernel:
         with no_fork():
             from cupy_backends.cuda.api import driver
 
-        # Looked up once: each dot of cupy.cuda.runtime.getDevice would cost every launch.
+        # Looked up once: attribute accesses would slow down every launch.
         self._launch = driver.launchKernel
         self._on_device = cupy.cuda.Device
         self._current_device = cupy.cuda.runtime.getDevice
         self._current_stream = cupy.cuda.get_current_stream
         self.specialisation = specialisation
         self._ordinal = device.ordinal
-        # Code for an older architecture goes to the driver as PTX, which it compiles for itself.
+        # For an older architecture than its own, the driver gets PTX and compiles it.
         compiler = compile_cubin if device.arch.number == device.capability else compile_ptx
         code = compiler(specialisation, device.arch).code
         self.target = target_of(code)
-        # Not RawModule, which reads a file by its path: this is the code that was checked.
+        # Not RawModule, which would read the file again: this code has been checked.
         module = cupy.cuda.function.Module()
         module.load(code)
         self._function = module.get_function(specialisation.spec.entry)
@@ -213,16 +213,16 @@ class CudaKernel:
                 self._address, _MOST_DYNAMIC_SHARED_BYTES, specialisation.shared_bytes
             )
         if specialisation.shared_bytes:
-            # Percent: without it the driver may leave Turing at 32 KB and one CTA an SM.
+            # In percent. Without it the driver may choose 32 KB on Turing, and one CTA per SM.
             driver.funcSetAttribute(self._address, _SHARED_MEMORY_CARVEOUT, 100)
         self._threads = specialisation.threads
         self._shared_bytes = specialisation.shared_bytes
         self._of_thread = threading.local()
 
     def start(
-        self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Any, ...]
+        self, grid: tuple[int, int, int], addresses: Sequence[int], values: tuple[Value, ...]
     ) -> None:
-        """Start it on the current stream of its device; nothing waits for it."""
+        """Start the kernel on the current stream of its device, without waiting."""
         if self._current_device() != self._ordinal:
             with self._on_device(self._ordinal):
                 self.start(grid, addresses, values)
@@ -244,7 +244,7 @@ class CudaKernel:
 
 
 def _arch_for(capability: int) -> Arch:
-    """Return what to compile for: the device's own architecture, or the one CUPYATTN_ARCH names."""
+    """Return the architecture to compile for: the device's own, or that of CUPYATTN_ARCH."""
     if capability < TURING.number:
         raise error(
             RuntimeError,

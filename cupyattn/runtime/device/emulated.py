@@ -1,4 +1,4 @@
-"""The emulator as a device: the same kernels, on NumPy arrays, without a GPU."""
+"""The emulator as a device: it runs the same kernels on NumPy arrays, without a GPU."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device.simulated import SimulatedDevice
 from cupyattn.runtime.source import source_root, texts_named_in
-from cupyattn.runtime.spec import Pointer, Specialisation
+from cupyattn.runtime.spec import Pointer, Specialisation, Value
 from cupyattn.runtime.target import arch_override, tensor_cores_override
 from cupyattn.runtime.tuning import tuned_override
 
 
 class EmulatedDevice(SimulatedDevice):
-    """Executes the PTX that a Turing GPU would get, under checks.
+    """A device that executes the kernels' PTX for Turing on the emulator, with checks.
 
     Parameters
     ----------
     checks : emulator.Checks
-        Which faults to look for.
+        The faults to look for.
     report : emulator.Report, optional
-        Filled with what the launches did.
+        Filled with metrics of the launches.
 
     Attributes
     ----------
     tensor_cores : bool
-        Whether it plays a card that has any. CUPYATTN_TENSOR_CORES=0 makes it one without.
+        Whether it emulates a device with tensor cores. CUPYATTN_TENSOR_CORES=0 disables them.
     """
 
     arch: Arch = TURING
     multiprocessors = 2
-    """Few: kernels walk over small problems here as they do over large ones on a GPU."""
+    """Few, so that kernels loop over small problems as they do over large ones on a GPU."""
 
     def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
-        # These are for GPUs; one that is wrong is not passed over here either.
+        # These variables are for GPUs, but invalid values raise here too.
         arch_override()
         tuned_override()
         self.tensor_cores = tensor_cores_override() is not False
@@ -51,46 +51,46 @@ class EmulatedDevice(SimulatedDevice):
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """The device's name in messages."""
         return f"emulated {self.arch.real}"
 
     def load(self, specialisation: Specialisation) -> EmulatedKernel:
-        """Return the kernel; all emulated devices share what has been parsed and translated."""
+        """Return the kernel; all emulated devices share parsed and translated modules."""
         return EmulatedKernel(self, specialisation, _module(specialisation))
 
 
 class _KeptTranslations:
-    """Translations beside the compiled kernels, in the same cache."""
+    """The emulator's translations, in the cache of compiled kernels."""
 
     def find(self, key: str) -> bytes | None:
-        """Return what is kept under a key, None if that is nothing, or damaged."""
+        """Return the translation of a key; None if it is missing or damaged."""
         found = cache.find(f"{key}.translation")
         return found and found.code
 
     def keep(self, key: str, translation: bytes) -> None:
-        """Keep a translation."""
+        """Store a translation."""
         cache.keep_if_possible(f"{key}.translation", translation)
 
 
-@lru_cache(maxsize=64)  # of 2 MB each; to read one again takes about a hundredth of a second
+@lru_cache(maxsize=64)  # 2 MB each; reading one again takes about 10 ms
 def _module(specialisation: Specialisation) -> emulator.Module:
     source = source_root() / specialisation.spec.source
     ptx = compile_ptx(specialisation, EmulatedDevice.arch).code.decode()
     return emulator.load(ptx, texts_named_in(ptx, source), translations=_KeptTranslations())
 
 
-_turn = threading.RLock()  # a signal's handler may launch within a launch
-"""Held by the launch that runs: ranks in threads take turns.
+_turn = threading.RLock()  # reentrant: a signal handler may launch within a launch
+"""The lock of the running launch: launches of several threads run one after the other.
 
-NumPy lets go of the interpreter's lock in each larger operation, and threads that wait for it
-change places each time. With turns the ring of eight ranks takes 2.5 seconds, without them 7.9 (2
-cores, 2026-11-26, `pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py -k
+NumPy releases the interpreter's lock in each larger operation, and waiting threads then switch. A
+ring of eight ranks takes 2.5 seconds with this lock, 7.9 without it (2 CPU cores, 2026-11-26,
+`pytest --deep -n 0 --durations 0 tests/distributed/test_ring_kernels.py -k
 within_bounds_of_one_device`).
 """
 
 
 def _free_turn() -> None:
-    """Make another lock: in a forked child, the thread that held it is gone."""
+    """Make a new lock in a forked child, where the thread that held the old one is gone."""
     global _turn
     _turn = threading.RLock()
 
@@ -110,11 +110,11 @@ class EmulatedKernel:
         self._module = module
 
     def start(
-        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Any, ...]
+        self, grid: tuple[int, int, int], arrays: Sequence[Any], values: tuple[Value, ...]
     ) -> None:
-        """Run it to its end, writing into the arrays themselves.
+        """Run the kernel to its end; it writes into the arrays themselves.
 
-        An array without items has no address here, as it has none on a GPU.
+        An array without items is passed as null, as on a GPU.
         """
         spec = self.specialisation.spec
         arguments = [

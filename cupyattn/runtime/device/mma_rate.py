@@ -1,4 +1,4 @@
-"""The kernel that times mma: what tells GPUs without tensor cores from others."""
+"""The kernel that times mma, to find GPUs without tensor cores."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ KERNEL = KernelSpec("mma_rate", "common/mma_rate.cu", (Pointer("cycles"),))
 KERNELS = (KERNEL,)
 
 FLOAT32_CYCLES = 16 * 8 * 8 // 16
-"""What the 16 float32 units of a sub-partition take for the multiply-adds of one mma.m16n8k8.
+"""Cycles that the 16 float32 units of a sub-partition need for the work of one mma.m16n8k8.
 
-Tensor cores of Turing take 8 cycles, or 16 on GeForce cards. Without them it is about 280 on a GTX
-1650, by the speeds of a network's float16 and float32 products (LeelaChessZero/lc0#849), and 640 on
-a GTX 1660 Super, by a matrix product's 0.5 TFLOP/s (pytorch/pytorch#121957).
+Turing's tensor cores need 8 cycles, or 16 on GeForce products. Without tensor cores mma needs about
+280 cycles on a GTX 1650, computed from the speeds of a network's float16 and float32 products
+(LeelaChessZero/lc0#849), and 640 on a GTX 1660 Super, computed from 0.5 TFLOP/s of a matrix product
+(pytorch/pytorch#121957).
 """
 IN_FLIGHT = 8
 _ROUNDS = 32
 LONG_ROUNDS = 2048
-"""For the rate of a whole card: a launch costs nothing beside them."""
+"""Rounds to measure the rate of a whole device: the launch time is negligible then."""
 PRODUCTS = IN_FLIGHT * _ROUNDS
-"""Of each warp: by these cycles at 1.6 GHz 1 to 3 us on tensor cores, 45 to 100 without."""
+"""Products of each warp. At 1.6 GHz they take 1 to 3 us with tensor cores, 45 to 100 us without."""
 
 
 @cache
@@ -35,5 +36,5 @@ def mma_rate(rounds: int = _ROUNDS) -> Specialisation:
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield the kernel."""
-    del arch  # one row serves all
+    del arch  # one configuration for all
     yield mma_rate()

@@ -1,4 +1,4 @@
-"""What devices without a GPU have in common: NumPy arrays, which their kernels get themselves."""
+"""The base of devices without a GPU: they use NumPy arrays, which kernels get as arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.runtime.arrays import Operands, array_within
+from cupyattn.runtime.arrays import Array, Operands, array_within
 from cupyattn.runtime.card import T4_L2_BYTES, Card
 from cupyattn.runtime.device import Device, card_of
 from cupyattn.runtime.records import values_of
@@ -14,7 +14,7 @@ from cupyattn.runtime.tuning import USUAL, Choices
 
 
 class SimulatedDevice:
-    """A `Device` but for its kernels, which get arrays, not addresses: arrays have ends."""
+    """A `Device` without `load`. Kernels get arrays instead of addresses, for their bounds."""
 
     l2_bytes = T4_L2_BYTES
     choices: Choices = USUAL
@@ -22,14 +22,14 @@ class SimulatedDevice:
 
     @property
     def card(self: Device) -> Card:
-        """What plans depend on."""
+        """The properties that plans depend on."""
         return card_of(self)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised NumPy array."""
         return np.empty(shape, dtype)
 
-    def zero(self, array: np.ndarray) -> None:
+    def zero(self, array: Array) -> None:
         """Fill an array with zeros."""
         array.fill(0)
 
@@ -42,7 +42,7 @@ class SimulatedDevice:
         return array
 
     def argument_within(
-        self, memory: Any, offset: int, shape: tuple[int, ...], dtype: np.dtype
-    ) -> Any:
+        self, memory: Array, offset: int, shape: tuple[int, ...], dtype: np.dtype
+    ) -> Array:
         """Return an array in the memory of another."""
         return array_within(memory, offset, shape, dtype)

@@ -1,14 +1,14 @@
-"""Whether a GPU has tensor cores that are worth using, and how that is known.
+"""Detection of tensor cores.
 
-All GPUs of compute capability 7.5 run the mma instructions, but those of dies TU116 and TU117 have
-no tensor cores, and run them about four times as slowly as the same products in float32. Nothing
-that CUDA says of a device tells them apart: their names do, and the rate of mma itself.
+All GPUs of compute capability 7.5 support the mma instructions. Those with the dies TU116 and TU117
+have no tensor cores, and mma is about four times slower there than the same products in float32.
+CUDA reports no property that differs; only the product name and the measured rate of mma do.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,25 +18,25 @@ from cupyattn.runtime.device.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
 from cupyattn.runtime.plan import launch
 from cupyattn.runtime.target import TENSOR_CORES_VARIABLE, tensor_cores_override
 
-# As drivers name them: cards of the dies TU102, TU104 and TU106, then of TU116 and TU117.
+# Product names with the dies TU102, TU104 and TU106, then with TU116 and TU117.
 _WITH = re.compile(r"\bRTX\b|\bT4G?$|\bT(10|40)$")
 _WITHOUT = re.compile(r"\bGTX 16\d0\b|\bMX[45]50\b|\bT(400|500|550|600|1000|1200|2000)\b")
 
 
 class TensorCores(NamedTuple):
-    """An answer."""
+    """Whether a GPU has tensor cores, and why."""
 
     present: bool
     because: str
-    """A clause, for people."""
+    """A clause for messages."""
 
 
 IN_CAPTURE = TensorCores(True, "not measured yet: in a CUDA graph capture it is taken to have them")
-"""Of a GPU that would have to be measured: mma is right on every one. It is asked again later."""
+"""The answer in a capture if the GPU has to be measured: mma is correct everywhere, only slower."""
 
 
 def without_measuring(capability: int, name: str) -> TensorCores | None:
-    """Tell by the environment, the compute capability and the product name; None if none tells.
+    """Decide by environment variable, compute capability and product name; None if none decides.
 
     Examples
     --------
@@ -61,8 +61,8 @@ def without_measuring(capability: int, name: str) -> TensorCores | None:
 
 
 def measured(device: Device) -> TensorCores:
-    """Time products on one multiprocessor by its own clock; waits for the current stream."""
-    cycles: Any = device.empty((SUB_PARTITIONS,), np.dtype(np.int64))
+    """Time products on one multiprocessor with its clock; waits for the current stream."""
+    cycles = device.empty((SUB_PARTITIONS,), np.dtype(np.int64))
     launch(device, mma_rate(), 1, (cycles,))
     each = max(cycles.tolist()) / PRODUCTS
     return TensorCores(
