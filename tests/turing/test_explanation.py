@@ -76,6 +76,31 @@ def test_reasons_say_why_attention_runs_its_kernels(queries, keys, options, reas
         assert all(f"\n  {reason}\n" in str(report) for reason in report.reasons)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "expected"),
+    [
+        ("float16", False, ["tensor cores", "adds to dq atomically"]),
+        ("float16", True, ["tensor cores", "deterministic=True excludes atomic"]),
+        ("float32", False, ["float32 arithmetic", "adds to dq atomically"]),
+    ],
+)
+def test_reasons_of_a_backward(dtype, deterministic, expected, not_modelled):
+    q, lse = ((1, 64, 2, 64), dtype), ((1, 2, 64), "float32")
+    arrays = (*[q] * 5, lse)
+    report = explain(cupyattn.attention_backward, *arrays, deterministic=deterministic)
+    assert len(report.reasons) == len(expected)
+    assert all(each in reason for each, reason in zip(expected, report.reasons, strict=True))
+
+
+def test_reasons_of_paged_attention(not_modelled):
+    cache = ((8, 16, 2, 64), "float16")
+    table, lengths = np.zeros((1, 4), np.int32), np.full(1, 40, np.int32)
+    for queries, expected in ((1, "are decoded"), (40, "run the kernels of a forward")):
+        q = ((1, queries, 4, 64), "float16")
+        report = explain(cupyattn.paged_attention, q, cache, cache, table, lengths, causal=True)
+        assert [expected in reason for reason in report.reasons] == [True]
+
+
 def test_configurations_of_attention_have_a_reason(not_modelled):
     report = explain(cupyattn.attention, Q, Q, Q)
     assert report.launches[0].reason.startswith("models 0.89")

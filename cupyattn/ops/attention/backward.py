@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.ops.attention.backward_tensor_core import sum_step, tensor_core_plan
 from cupyattn.ops.attention.block_mask import block_lists
-from cupyattn.ops.attention.choice import IMPLEMENTATIONS, interleaving, require_kernels
+from cupyattn.ops.attention.choice import ARITHMETIC, IMPLEMENTATIONS, interleaving, require_kernels
 from cupyattn.ops.attention.forward import place_queries, require_sizes, teaching_params
 from cupyattn.ops.attention.kernels import teaching
 from cupyattn.ops.attention.kernels.float32 import backward
@@ -89,9 +89,8 @@ def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate
     if problem.batch * problem.heads == 0:
         return _nothing_to_add(problem, planner, outputs, accumulate)
     place_queries(problem, planner)
-    plan_of = _plan_of(problem, card)
-    passes = "without atomic additions" if deterministic else "in one pass where there is one"
-    card.choices.because(f"{_REASONS[plan_of]}, {passes}")
+    plan_of, reasons = _choose(problem, card, deterministic)
+    card.choices.because(*reasons)
     how = {"deterministic": deterministic, "accumulate": accumulate}
     if problem.layouts.cos is not None:
         return _rotated(problem, planner, outputs, plan_of, card, how)
@@ -99,11 +98,32 @@ def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate
     return interleaved(plan, *interleaving(problem, card, backward=True))
 
 
-def _plan_of(problem: AttentionProblem, card: Card) -> _PlanOf:
-    """Choose the kernels: in one pass over the scores, or in two where that is deterministic."""
+def _choose(
+    problem: AttentionProblem, card: Card, deterministic: bool
+) -> tuple[_PlanOf, tuple[str, ...]]:
+    """Choose the kernels of a backward call; return what plans them, and why."""
     if problem.options.implementation == "naive":
-        return _naive_plan
-    return tensor_core_plan if card.has_mma(problem.dtype.name) else _float32_plan
+        return _naive_plan, ("implementation='naive' was passed",)
+    dtype = problem.dtype.name
+    on_tensor_cores = card.has_mma(dtype)
+    if deterministic:
+        passes = "dq has a kernel of its own: deterministic=True excludes atomic additions"
+    elif on_tensor_cores or _float32_in_one_pass(problem):
+        passes = "one kernel computes dk and dv, and adds to dq atomically"
+    else:
+        passes = f"dq has a kernel of its own: packed rows of {dtype} are not summed in float32"
+    return tensor_core_plan if on_tensor_cores else _float32_plan, (
+        ARITHMETIC[on_tensor_cores].format(dtype=dtype),
+        passes,
+    )
+
+
+def _float32_in_one_pass(problem: AttentionProblem) -> bool:
+    """Return whether float32 arithmetic has kernels of one pass for a call.
+
+    What rounds its sums to other dtypes has dense arrays alone.
+    """
+    return not problem.packed or problem.dtype == _FLOAT32
 
 
 def _rotated(
@@ -201,8 +221,7 @@ def _float32_plan(
     dense = backward_params(problem, laid, accumulate=accumulate, dbias=target)
     params = gradient_params(problem, dense)
 
-    # (What rounds the sums of one pass has dense arrays alone, too.)
-    one_pass = not deterministic and (not packed or problem.dtype == _FLOAT32)
+    one_pass = not deterministic and _float32_in_one_pass(problem)
     rounded = one_pass and problem.dtype != _FLOAT32
     scratch: dict[str, int] = {"delta": planner.scratch(rows)}
     places, in_one_pass, zero_first = {**scratch}, params, []
@@ -262,10 +281,3 @@ def _float32_plan(
         zero_first += [slots.dq] if dense_sums else []
         zero_first += [slots.dbias] if every_score else []
     return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)
-
-
-_REASONS = {
-    _naive_plan: "implementation='naive' was passed",
-    tensor_core_plan: "float16 runs on tensor cores",
-    _float32_plan: "this dtype runs in float32 arithmetic on this GPU",
-}

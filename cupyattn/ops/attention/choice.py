@@ -118,7 +118,7 @@ def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> F
         return ForwardChoice("decode", (reason,), inner, laid, rotated)
     dtype = problem.dtype.name
     on_tensor_cores = card.has_mma(dtype)
-    reasons = [_ARITHMETIC[on_tensor_cores].format(dtype=dtype)]
+    reasons = [ARITHMETIC[on_tensor_cores].format(dtype=dtype)]
     inner, rotated = problem, ()
     if rotary and on_tensor_cores and _rotates_queries(problem, card):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
@@ -140,10 +140,11 @@ def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> F
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
 
 
-_ARITHMETIC = {
+ARITHMETIC = {
     True: "{dtype} runs on tensor cores",
     False: "{dtype} runs in float32 arithmetic on this GPU",
 }
+"""The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
 
 
 def require_kernels(problem: AttentionProblem, table: Implementations, function: str) -> None:
