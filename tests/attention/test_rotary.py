@@ -205,9 +205,9 @@ def test_vjp_differentiates_through_the_rotation(changed):
 @pytest.mark.parametrize(
     ("rows", "changed", "message"),
     [
-        (69, {}, "keys stand at positions 0 to 69; the rotary tables have positions 0 to 68"),
-        (70, {"q_offset": 50}, "queries that see a key stand at positions 50 to 70"),
-        (70, {"q_offset": -1}, "queries that see a key stand at positions -1 to 19"),
+        (69, {}, "keys are at positions 0 to 69; the rotary tables have positions 0 to 68"),
+        (70, {"q_offset": 50}, "queries that see a key are at positions 50 to 70"),
+        (70, {"q_offset": -1}, "queries that see a key are at positions -1 to 19"),
     ],
 )
 def test_tables_that_are_too_short(rows, changed, message):

@@ -312,7 +312,7 @@ def test_longest_lengths_that_are_refused(longest, kind, message):
         ({"sinks": np.ones(3, "float32")}, ValueError, "sinks has shape (3,)"),
         ({"dropout_p": 0.5}, ValueError, "dropout_p = 0.5 without a seed"),
         ({"window_size": 3}, TypeError, "window_size = 3"),
-        ({"rotary": (np.ones((6, 4), "float32"),) * 2}, ValueError, "stand at positions"),
+        ({"rotary": (np.ones((6, 4), "float32"),) * 2}, ValueError, "are at positions"),
         ({"score_mod": 3}, TypeError, "score_mod is a int"),
         ({"return_lse": 1}, TypeError, "return_lse = 1"),
         ({"out": np.zeros((2, 5, 4, 6), "float32")}, ValueError, "out is "),

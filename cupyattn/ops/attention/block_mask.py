@@ -141,7 +141,7 @@ def require_fitting_blocks(problem: AttentionProblem) -> None:
             f"mask_mod is a block mask for q_offset = {blocks.q_offset}, and the call's is "
             f"{'another in each sequence' if first is None else first}",
             "they are the same, or the block mask was made without q_offset",
-            "make another one, or leave q_offset out: expressions are told the numbers of queries, "
+            "make another one, or leave q_offset out: expressions get the numbers of queries, "
             "whatever their positions",
         )
 

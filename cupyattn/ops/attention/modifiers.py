@@ -235,7 +235,7 @@ _REFUSED = (
     (
         re.compile(r"/(?:\\\r?\n)*/"),
         "in C++ that begins a comment; / divides integers and rounds toward 0",
-        "write one slash to divide; a comment stands between /* and */",
+        "write one slash to divide; a comment is between /* and */",
     ),
     (
         re.compile(r"\\(?=\s*$)"),

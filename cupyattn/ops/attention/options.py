@@ -267,7 +267,7 @@ def checked_seed(given: Any) -> DropoutSeed:
                 f"{name} of a DropoutSeed = {shown(place)}",
                 f"it is from 0 to {_MAX_PLACE - 1}"
                 + (f", and a multiple of {_KEYS_OF_A_DRAW}" if name == "key" else ""),
-                "pass where the call's first one stands in the whole",
+                "pass the number of the call's first one in the whole",
             )
     return DropoutSeed(seed, batch, query, key)
 

@@ -286,7 +286,7 @@ def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:
             f"block_table[{b}, {column}] = {table[b, column]}",
             f"the caches have blocks 0 to {problem.num_blocks - 1}, and sequence {b} of "
             f"{lengths[b]} tokens reads this entry",
-            "pass the ids of blocks that hold the tokens; -1 may stand only where a window hides "
+            "pass the ids of blocks that hold the tokens; -1 is for entries where a window hides "
             "all of a block",
         )
     if arrays.sinks is not None:

@@ -155,7 +155,7 @@ def _require_rotary_positions(
         if first < 0 or last >= positions:
             raise error(
                 ValueError,
-                f"{name} stand at positions {first} to {last}",
+                f"{name} are at positions {first} to {last}",
                 f"the rotary tables have positions 0 to {positions - 1}",
                 "pass another q_offset" if first < 0 else "pass longer tables, or another q_offset",
             )
