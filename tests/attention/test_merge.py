@@ -151,7 +151,12 @@ def test_views_and_given_results():
         (1, lambda x: x.astype("float16"), TypeError, "lse_a has dtype float16"),
         (3, lambda x: np.swapaxes(x, 1, 2), ValueError, "lse_b has shape (2, 3, 4)"),
         (2, lambda x: x.astype("float64"), TypeError, "out_a has float16, out_b has float64"),
-        (2, lambda x: x.astype(dtype_of("bfloat16")), TypeError, "share one dtype, or are float32"),
+        (
+            2,
+            lambda x: x.astype(dtype_of("bfloat16")),
+            TypeError,
+            "share one dtype, or some are float32",
+        ),
         (0, lambda x: None, TypeError, "out_a is None"),
     ],
 )

@@ -131,8 +131,8 @@ def _require_kin(layouts: dict[str, Layout]) -> None:
         raise error(
             TypeError,
             listed,
-            f"{', '.join(names)} share one dtype, or some are float32 and the others one dtype of 16 "
-            "bits",
+            f"{', '.join(names)} share one dtype, or some are float32 and the others share one of "
+            "16 bits",
             "convert them with .astype(...)",
         )
 
