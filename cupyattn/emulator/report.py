@@ -8,7 +8,7 @@ What is counted, and how far to trust it:
   them would have held its data. Exact, without caches.
 - Bytes that lanes asked for, and divergence (a warp that ran with only some of its live lanes).
   Exact.
-- Instructions by *pipe*, the part of a multiprocessor that they keep busy (`pipe`; ``lds``,
+- Instructions by *pipe*, the part of a multiprocessor that they keep busy (``pipe``; ``lds``,
   ``ldsm``, ``ldg`` and others share the load-store unit, LSU). They are those of the PTX, of which
   the assembler fuses and removes some.
 
@@ -216,7 +216,7 @@ class LineReport:
     Attributes
     ----------
     instructions : Counter
-        Executed warp instructions by pipe (see `pipe`).
+        Executed warp instructions by pipe (see ``pipe``).
     accesses : list of Access
         Its loads and stores.
     diverged_steps : int
@@ -296,7 +296,7 @@ class Report:
 
     @property
     def instruction_mix(self) -> dict[str, int]:
-        """Executed warp instructions by pipe (see `pipe`)."""
+        """Executed warp instructions by pipe (see ``pipe``)."""
         return dict(sum((line.instructions for line in self.lines), Counter()))
 
     @property

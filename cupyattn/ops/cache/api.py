@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-from numpy.typing import NDArray
+import numpy as np
 
 from cupyattn.ops.attention.paged import TABLE_FIXES
 from cupyattn.ops.cache import reference
@@ -145,12 +145,12 @@ def append_kv(
     problem = append_problem(operands, interleaved=interleaved)
     device = device_of(operands)
     if device is None:
-        _append_on_cpu(problem, cast("AppendArrays[NDArray[Any]]", operands.arrays))
+        _append_on_cpu(problem, cast("AppendArrays[np.ndarray]", operands.arrays))
     else:
         run_append(device, problem, operands)
 
 
-def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[NDArray[Any]]) -> None:
+def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[np.ndarray]) -> None:
     k, q, slots = arrays.k, arrays.q, arrays.slot_mapping
     cos, sin, positions = arrays.cos, arrays.sin, arrays.positions
     if cos is not None and sin is not None and positions is not None:
@@ -231,7 +231,7 @@ def copy_blocks(
     if device is not None:
         run_copies(device, problem, operands, pairs)
         return
-    host = cast("CopyArrays[NDArray[Any]]", arrays)
+    host = cast("CopyArrays[np.ndarray]", arrays)
     pools = [p for p in (host.k_cache, host.v_cache, host.k_scales, host.v_scales) if p is not None]
     by_block = [pool.swapaxes(0, 1) if problem.pooled else pool for pool in pools]
     reference.copy_blocks(by_block, pairs or () if host.copies is None else host.copies)
@@ -320,17 +320,17 @@ def gather(
     device = device_of(operands)
     if device is not None:
         return run_gather(device, problem, operands)
-    host = cast("GatherArrays[NDArray[Any]]", operands.arrays)
+    host = cast("GatherArrays[np.ndarray]", operands.arrays)
     k = _gather_on_cpu(problem, host, host.k_cache, host.k_scales, host.k)
     return k, _gather_on_cpu(problem, host, host.v_cache, host.v_scales, host.v)
 
 
 def _gather_on_cpu(
     problem: GatherProblem,
-    arrays: GatherArrays[NDArray[Any]],
-    cache: NDArray[Any],
-    scales: NDArray[Any] | None,
-    given: NDArray[Any] | None,
+    arrays: GatherArrays[np.ndarray],
+    cache: np.ndarray,
+    scales: np.ndarray | None,
+    given: np.ndarray | None,
 ) -> Array:
     length = problem.output.shape[1]
     tokens = reference.gather(cache, arrays.block_table, arrays.seqlens_k, length, scales)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,10 +12,10 @@ from cupyattn.runtime.precision import U32, precision_of
 
 
 def append_kv_bound(
-    x: NDArray[Any],
+    x: np.ndarray,
     dtype: str,
-    rotary: tuple[NDArray[Any], NDArray[Any]] | None = None,
-    positions: NDArray[Any] | None = None,
+    rotary: tuple[np.ndarray, np.ndarray] | None = None,
+    positions: np.ndarray | None = None,
     *,
     interleaved: bool = False,
 ) -> NDArray[np.float64]:

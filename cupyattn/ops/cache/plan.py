@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyattn.ops.cache.kernels import (
     APPEND_PARAMS,
@@ -104,7 +103,7 @@ def _append_launch(problem: AppendProblem) -> AppendLaunch:
     )
 
 
-def _append_params(problem: AppendProblem) -> NDArray[Any]:
+def _append_params(problem: AppendProblem) -> np.ndarray:
     layouts, caches = problem.layouts, problem.caches
     params = new_struct(APPEND_PARAMS)
     params["q"], params["k"], params["v"] = map(_slot_strides, (layouts.q, layouts.k, layouts.v))
@@ -184,7 +183,7 @@ class BlockBytes(NamedTuple):
 class CopyLaunches(NamedTuple):
     """The part of a plan that all launches of a call of copy_blocks share."""
 
-    params: NDArray[Any]
+    params: np.ndarray
     """The C struct, without copies that are passed by value."""
     ctas: int
     word: int
@@ -336,7 +335,7 @@ def gather_plan(problem: GatherProblem) -> Plan:
     return planner.plan(Step.of(specialisation, -(-threads // THREADS), slots, params[()]))
 
 
-def _gather_params(problem: GatherProblem, k: Layout, v: Layout) -> NDArray[Any]:
+def _gather_params(problem: GatherProblem, k: Layout, v: Layout) -> np.ndarray:
     layouts, (batch, length, *_) = problem.layouts, problem.output.shape
     params = new_struct(GATHER_PARAMS)
     params["k_cache"], params["v_cache"] = map(_slot_strides, (layouts.k_cache, layouts.v_cache))

@@ -8,7 +8,6 @@ strides.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +22,10 @@ from cupyattn.ops.rope.reference import rotate
 
 
 def rotated(
-    x: NDArray[Any],
-    cos: NDArray[Any],
-    sin: NDArray[Any],
-    positions: NDArray[Any],
+    x: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    positions: np.ndarray,
     *,
     interleaved: bool = False,
 ) -> NDArray[np.float64]:
@@ -44,9 +43,9 @@ def rotated(
 
 
 def append_kv(
-    cache: NDArray[Any],
+    cache: np.ndarray,
     exact: NDArray[np.floating],
-    slot_mapping: NDArray[Any],
+    slot_mapping: np.ndarray,
     scales: NDArray[np.float32] | None = None,
 ) -> None:
     """Write tokens (..., G, D) to their slots (...), rounded or quantised; others are skipped.
@@ -65,7 +64,7 @@ def append_kv(
         cache[blocks, places] = items.astype(cache.dtype)
 
 
-def copy_blocks(arrays: Iterable[NDArray[Any]], copies: Iterable[Iterable[int]]) -> None:
+def copy_blocks(arrays: Iterable[np.ndarray], copies: Iterable[Iterable[int]]) -> None:
     """Copy blocks in order: array (num_blocks, ...), for each (src, dst); others are skipped."""
     pairs = [(int(src), int(dst)) for src, dst in copies]
     for array in arrays:
@@ -75,12 +74,12 @@ def copy_blocks(arrays: Iterable[NDArray[Any]], copies: Iterable[Iterable[int]])
 
 
 def gather(
-    cache: NDArray[Any],
-    block_table: NDArray[Any],
-    seqlens_k: NDArray[Any],
+    cache: np.ndarray,
+    block_table: np.ndarray,
+    seqlens_k: np.ndarray,
     length: int,
     scales: NDArray[np.float32] | None = None,
-) -> NDArray[Any]:
+) -> np.ndarray:
     """Take the first `length` tokens of each sequence, (B, length, G, D), then zeros.
 
     Their dtype is float64 for a quantised cache, otherwise the cache's. Blocks of the table that do

@@ -18,6 +18,7 @@ from cupyattn.ops.linear.problem import (
     LinearPlan,
     LinearProblem,
     Matrix,
+    Plans,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
@@ -248,7 +249,7 @@ def specialise_for(
     return specialise_tile(spec, dtype, config, *kind, vec, vec_out, own_bytes, **more)
 
 
-def forward_params(problem: ForwardProblem) -> Any:
+def forward_params(problem: ForwardProblem) -> np.ndarray:
     """Fill the C struct FloatProductParams of a forward."""
     return float_params(
         a=problem.x,
@@ -260,7 +261,7 @@ def forward_params(problem: ForwardProblem) -> Any:
     )
 
 
-def dx_params(problem: BackwardProblem) -> Any:
+def dx_params(problem: BackwardProblem) -> np.ndarray:
     """Fill the C struct FloatProductParams of dx."""
     return float_params(
         a=problem.dout,
@@ -440,7 +441,7 @@ def float_params(
     residual: Matrix | None = None,
     half: int = 0,
     accumulate: bool = False,
-) -> Any:
+) -> np.ndarray:
     """Fill the C struct FloatProductParams."""
     params = new_struct(FLOAT_PRODUCT_PARAMS)
     params["a_stride"], params["b_stride"] = a.leading, b.leading
@@ -454,7 +455,7 @@ def float_params(
     return params[()]
 
 
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     LinearPlan("forward", tuple(STORAGE), _skinny_steps, _is_skinny),
     LinearPlan("forward", tuple(STORAGE), _forward_steps),
     LinearPlan("dx", tuple(STORAGE), _dx_steps),

@@ -472,7 +472,7 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
     return planner.plan(*before, step, transposed=transposed)
 
 
-def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> Any:
+def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> np.ndarray:
     """Fill the fields that the structs of both kernels have in common."""
     params = new_struct(dtype)
     itemsize = weight.dtype.itemsize

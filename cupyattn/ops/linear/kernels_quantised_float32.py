@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from cupyattn.ops.linear.problem import (
     ForwardProblem,
     LinearPlan,
     LinearProblem,
+    Plans,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
@@ -207,7 +207,7 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     return (Step.of(kernel, float32.dx_ctas(problem, config), arrays, params),)
 
 
-def _passed(params: Any, problem: LinearProblem) -> Any:
+def _passed(params: np.ndarray, problem: LinearProblem) -> np.ndarray:
     """Return the C struct QuantisedFloatParams."""
     own, blocks = new_struct(QUANTISED_FLOAT_PARAMS), row_blocks(problem)
     own["product"], own["blocks"], own["block_log2"] = params, blocks.blocks, blocks.block_log2
@@ -239,7 +239,7 @@ def _skinny_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     return (Step.of(kernel, ctas, arrays, skinny_params(problem)),)
 
 
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     LinearPlan("forward", tuple(STORAGE), _skinny_steps, _takes_skinny),
     LinearPlan("forward", tuple(STORAGE), _forward_steps),
     LinearPlan("dx", tuple(STORAGE), _dx_steps),

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS
 from cupyattn.ops.linear.kernels_skinny import EPILOGUE, Epilogue, product_epilogue, product_steps
-from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan
+from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan, Plans
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
@@ -383,6 +383,4 @@ def _whole_spans(problem: ForwardProblem) -> bool:
     return weight.scales.vector >= blocks * form.numbers
 
 
-PLANS: tuple[LinearPlan[Any], ...] = (
-    LinearPlan("forward", ("float16",), _forward_steps, _takes, tensor_cores=True),
-)
+PLANS: Plans = (LinearPlan("forward", ("float16",), _forward_steps, _takes, tensor_cores=True),)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS, RowBlocks, row_blocks
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
-from cupyattn.ops.linear.problem import STRUCTS, BackwardDraft, ForwardDraft, LinearPlan
+from cupyattn.ops.linear.problem import STRUCTS, BackwardDraft, ForwardDraft, LinearPlan, Plans
 from cupyattn.ops.linear.tiles import (
     PRODUCT_PARAMS,
     PRODUCT_STRUCT,
@@ -274,7 +274,7 @@ class QuantisedProduct(TensorCoreProduct):
         name, along = self.blocks.format, self.lines.b
         return product(arch, name, shape, self.vec, out_vec, along=along, split=split)
 
-    def passed(self, params: Any) -> Any:
+    def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct QuantisedTileParams."""
         own = new_struct(QUANTISED_TILE_PARAMS)
         own["product"] = params
@@ -346,7 +346,7 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
 
 
 _DTYPES = ("float16",)
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
     LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
     LinearPlan("db", _DTYPES, db_steps, tensor_cores=True),

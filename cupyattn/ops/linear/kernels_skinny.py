@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan
+from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan, Plans
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation, Struct, inputs
@@ -364,7 +364,9 @@ def product_steps(
     )
 
 
-def skinny_params(problem: ForwardProblem, *, splits: int = 1, outer: int | None = None) -> Any:
+def skinny_params(
+    problem: ForwardProblem, *, splits: int = 1, outer: int | None = None
+) -> np.ndarray:
     """Fill the C struct ThinParams; rows of a quantised weight are contiguous."""
     params = new_struct(SKINNY_PARAMS)
     for name in ("x", "residual", "preactivation", "out"):
@@ -420,7 +422,7 @@ def _is_row(problem: ForwardProblem) -> bool:
 
 
 _DTYPES = ("float16",)
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     LinearPlan("forward", _DTYPES, _forward_steps, _is_row),
     LinearPlan("forward", _DTYPES, _forward_steps, _takes, tensor_cores=True),
 )

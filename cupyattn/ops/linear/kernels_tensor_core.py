@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from cupyattn.ops.linear.problem import (
     ForwardDraft,
     LinearPlan,
     Matrix,
+    Plans,
 )
 from cupyattn.ops.linear.tiles import (
     PRODUCT_STRUCT,
@@ -304,7 +304,7 @@ class Float16Product(TensorCoreProduct):
         """Specialise the product without an epilogue, or with `split` one part of its sum."""
         return product(arch, shape, self.lines, self.vec, out_vec, split=split)
 
-    def passed(self, params: Any) -> Any:
+    def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct that the kernel takes."""
         return params[()]
 
@@ -457,7 +457,7 @@ def _form_gradient(draft: BackwardDraft) -> FormedGradient:
 
 
 _DTYPES = ("float16",)
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
     LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
     LinearPlan("dw", _DTYPES, _dw_steps, takes, tensor_cores=True),

@@ -24,8 +24,8 @@ from cupyattn.ops.linear.problem import (
     ForwardDraft,
     LinearArrays,
     LinearBackwardArrays,
-    LinearPlan,
     Matrix,
+    Plans,
     weight_fields,
 )
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
@@ -36,7 +36,7 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Plan, Planner, Step
 from cupyattn.runtime.records import fields_of, given_of
 
-PLANS: tuple[LinearPlan[Any], ...] = (
+PLANS: Plans = (
     *kernels_skinny.PLANS,
     *kernels_tensor_core.PLANS,
     *kernels_float32.PLANS,
@@ -46,7 +46,7 @@ PLANS: tuple[LinearPlan[Any], ...] = (
 The last ones take every problem: float16 too, on devices without tensor cores.
 """
 
-QUANTISED_PLANS: tuple[LinearPlan[Any], ...] = (
+QUANTISED_PLANS: Plans = (
     *kernels_quantised_skinny.PLANS,
     *kernels_quantised_tile.PLANS,
     *kernels_quantised_float32.PLANS,

@@ -339,7 +339,7 @@ class BackwardDraft:
 D = TypeVar("D", ForwardDraft, BackwardDraft)
 
 
-def _always(problem: Any) -> bool:
+def _always(problem: object) -> bool:
     del problem
     return True
 
@@ -376,3 +376,7 @@ class LinearPlan(Generic[D]):
     takes: Callable[[Any], bool] = _always
     tensor_cores: bool = False
     """Whether its kernels need tensor cores."""
+
+
+Plans = tuple[LinearPlan[Any], ...]
+"""Implementations by preference."""

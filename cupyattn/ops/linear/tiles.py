@@ -240,7 +240,7 @@ class TensorCoreProduct(ABC):
         """Specialise the product without an epilogue, or with `split` one part of its sum."""
 
     @abstractmethod
-    def passed(self, params: Any) -> Any:
+    def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct that the kernel takes, which contains ProductParams."""
 
     @property
@@ -304,7 +304,7 @@ class TensorCoreProduct(ABC):
         wave = config.ctas_per_sm * config.tile_rows * config.tile_columns * items
         return -(-ctas // (card.multiprocessors * config.ctas_per_sm)) * wave
 
-    def geometry(self, arch: int, tiling: Tiling) -> tuple[int, Any]:
+    def geometry(self, arch: int, tiling: Tiling) -> tuple[int, np.ndarray]:
         """Return the number of CTAs, and the C struct ProductParams without the results.
 
         The CTAs of a tile are a power of two; some of them may have no part of the sum.

@@ -97,22 +97,25 @@ def sample(
     RuntimeError
         As `attention`.
 
-    Notes ----- The filters act in this order: repetition_penalty (Keskar et al., "CTRL",
-    arXiv:1909.05858, section 4.1); temperature; top_k; top_p of the probability that top_k leaves
-    (nucleus sampling, Holtzman et al., "The curious case of neural text degeneration",
+    Notes
+    -----
+    The filters act in this order: repetition_penalty (Keskar et al., "CTRL",
+    arXiv:1909.05858, section 4.1); temperature; top_k; top_p of the probability that top_k
+    leaves (nucleus sampling, Holtzman et al., "The curious case of neural text degeneration",
     arXiv:1904.09751, section 3.1); min_p relative to the largest probability (Nguyen et al.,
-    "Turning up the heat", arXiv:2407.01082, section 3). Each filter keeps the largest scores, and
-    all that are equal to the smallest one kept. Scores that differ by less than 2**-24 in base 2
-    are equal. Because float32 logits, scores and sums are rounded, a sum reaches top_p at ``top_p *
-    (1 - 2**-18)``, and a score reaches that of min_p at 2**-18 below it. From the probabilities .5,
-    .3, .1 and .1 a top_p of .8 keeps two tokens, and so does a min_p of .6.
+    "Turning up the heat", arXiv:2407.01082, section 3). Each filter keeps the largest scores,
+    and all that are equal to the smallest one kept. Scores that differ by less than 2**-24 in
+    base 2 are equal. Because float32 logits, scores and sums are rounded, a sum reaches top_p
+    at ``top_p * (1 - 2**-18)``, and a score reaches that of min_p at 2**-18 below it. From the
+    probabilities .5, .3, .1 and .1 a top_p of .8 keeps two tokens, and so does a min_p of .6.
 
-    The kept token with the largest ``s - log2(-log2(u))`` is taken, which draws each token with its
-    probability (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* sampling", arXiv:1411.0030,
-    section 2). s is the token's score in base 2: its logit minus the row's largest, times ``log2(e)
-    / temperature``. u is ``(word | 1) / 2**32``, where token j has word j % 4 of Philox4x32-10 with
-    the seed as key and the counter ``(j // 4, step % 2**32, step // 2**32, 2**31 + 1)``. With these
-    31 bits a token that is 2**37 times less probable than the first is never drawn.
+    The kept token with the largest ``s - log2(-log2(u))`` is taken, which draws each token with
+    its probability (the Gumbel-max trick: Maddison, Tarlow and Minka, "A* sampling",
+    arXiv:1411.0030, section 2). s is the token's score in base 2: its logit minus the row's
+    largest, times ``log2(e) / temperature``. u is ``(word | 1) / 2**32``, where token j has word
+    j % 4 of Philox4x32-10 with the seed as key and the counter
+    ``(j // 4, step % 2**32, step // 2**32, 2**31 + 1)``. With these 31 bits a token that is
+    2**37 times less probable than the first is never drawn.
 
     A draw depends only on a row's logits and options, not on other rows, strides or the device.
     Sums are integers and the float32 arithmetic is that of NumPy to the last bit, so
