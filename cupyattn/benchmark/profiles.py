@@ -300,7 +300,7 @@ def show(result: Result, terminal: Terminal) -> None:
     )
     if result["compute_capability"] != f"{TURING.number / 10:.1f}":
         terminal.text(
-            "  Turing cards have fewer GB/s for each multiprocessor: more of these kernels wait "
+            "  Turing devices have fewer GB/s for each multiprocessor: more of these kernels wait "
             "for memory there."
         )
     counts = Counter(binding(row, multiprocessors)[0] for row in rows)

@@ -93,7 +93,7 @@ def add_parser(commands: Any) -> None:
         choices=tuple(MACHINES),
         default=T4.name,
         metavar="NAME",
-        help=f"the card: {', '.join(MACHINES)} (default: %(default)s)",
+        help=f"the device: {', '.join(MACHINES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--all-loops", action="store_true", help="show every loop with products, not the main alone"
@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(
     rows: list[Specialisation], *, simulate: bool, all_loops: bool, machine: Machine = T4
 ) -> Result:
-    """Model the rows on a card, one after the other."""
+    """Model the rows on a device, one after the other."""
     versions = {
         "nvrtc": ".".join(map(str, nvrtc_version())),
         "nvdisasm": disassembler_version(),
@@ -237,7 +237,7 @@ def show(result: Result, terminal: Terminal) -> None:
         "cores, or in a kernel without them in float32; the utilisation of their pipe that no "
         "schedule exceeds, and what binds if it is another"
         + (
-            "; one simulated at the card's rates, and its range over CTAs' starts: a model, "
+            "; one simulated at the device's rates, and its range over CTAs' starts: a model, "
             f"+-{MARGIN}; the speed of all SMs at their boost clock."
             if simulated
             else "."

@@ -1,4 +1,4 @@
-"""Attention over several GPUs: longer sequences than one card holds.
+"""Attention over several GPUs: longer sequences than one device holds.
 
 Each rank holds some tokens of every sequence. Keys and values go round a ring of ranks
 (`ring_attention`) on what carries bytes already: NCCL, MPI, copies between the GPUs of one process,

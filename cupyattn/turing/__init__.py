@@ -21,7 +21,7 @@ For the main loop of each kernel that shows:
 which pipe executes an instruction. ``counts`` adds up what an iteration asks of each pipe.
 ``simulation`` finds the loops that do the work and plays them on one SM. `analyse` puts the figures
 of a kernel together: one of the library's by its `row`, or of your own, the ``specialisation`` of a
-`cupyattn.Kernel`. For another card than a T4 it takes one of `MACHINES`, as the command does
+`cupyattn.Kernel`. For another device than a T4 it takes one of `MACHINES`, as the command does
 (``--machine "RTX 2080 Ti"``), or any `Machine`::
 
     kernel = row("attention_forward", HEAD_DIM=64)
@@ -31,7 +31,7 @@ Kernels that move bytes
 -----------------------
 Most kernels' work is to read and write memory: layers, elements, caches, decoding, products with
 few rows. From what the emulator counts of one (`cupyattn.emulator.Report`), `memory_figures` tells
-the sectors of memory that a call touches for each byte that has to move, and the share of a card's
+the sectors of memory that a call touches for each byte that has to move, and the share of a GPU's
 bandwidth that its instructions leave possible. It needs no disassembler.
 
 How far to trust them
@@ -39,7 +39,7 @@ How far to trust them
 All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size and as an upper limit. Its rates and latencies come from public
-micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing card has been
+micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing device has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
 clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do

@@ -72,7 +72,7 @@ def analyse(
         Simulate the main loop too: some tenths of a second.
     machine : Machine
         What to simulate: ``Machine(shared_rate=128)`` tells what a newer GPU would make of the
-        same code, ``Machine(hmma_f32=16)`` is a GeForce card.
+        same code, ``Machine(hmma_f32=16)`` is a GeForce device.
 
     Raises
     ------
@@ -92,7 +92,9 @@ def analyse(
     )
 
 
-@lru_cache(maxsize=1)  # for a row on one card after the other: to list it takes as long as to play
+@lru_cache(
+    maxsize=1
+)  # for a row on one device after the other: to list it takes as long as to play
 def _code(cubin: bytes, entry: str) -> Sequence[SassInstruction]:
     return parse_listing(disassemble(cubin))[entry]
 
@@ -107,7 +109,7 @@ def code_figures(
 ) -> tuple[LoopFigures, ...]:
     """Count each working loop; with `simulate`, play the main one on an SM that holds `ctas`.
 
-    Products on tensor cores that the card lacks are not played: they bind, whatever else there is.
+    Products on tensor cores that the GPU lacks are not played: they bind, whatever else there is.
     """
     warps = -(-threads // WARP_SIZE)
     work, bodies = working_loops(code)
@@ -184,9 +186,9 @@ class MemoryFigures:
         return max(seconds, key=seconds.__getitem__)
 
     def bandwidth_share(self, machine: Machine = T4) -> float | None:
-        """Return the share of the card's bandwidth that no schedule of these kernels exceeds.
+        """Return the share of the device's bandwidth that no schedule of these kernels exceeds.
 
-        None for products on tensor cores of a card that has none: other kernels run there.
+        None for products on tensor cores of a device that has none: other kernels run there.
         """
         if self.instructions.get("tensor") and not machine.tensor_cores:
             return None
@@ -195,7 +197,7 @@ class MemoryFigures:
 
 
 def memory_figures(report: Report, least_bytes: int) -> MemoryFigures:
-    """Return what a call asks of a Turing card, of what the emulator counted.
+    """Return what a call asks of a Turing device, of what the emulator counted.
 
     Parameters
     ----------

@@ -14,23 +14,23 @@ from cupyattn.turing.sass import SassInstruction
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of an SM, and how many a card has. By default those of a T4.
+    """The rates of an SM, and how many a device has. By default those of a T4.
 
     An *interval* is the number of cycles for which one instruction of a warp occupies its pipe of
     a sub-partition. Sources, all public: [1] Jia, Maggioni, Smith and Scarpazza, "Dissecting the
     NVidia Turing T4 GPU via microbenchmarking", arXiv:1903.07486; [2] NVIDIA Turing architecture
     whitepaper; [3] the configuration of an RTX 2060 in accel-sim (Khairy et al., ISCA 2020); [4]
     CUDA C++ Programming Guide; [5] Yan, Wang and Chu, "Demystifying tensor cores to optimize
-    half-precision matrix multiply", IPDPS 2020; [6] NVIDIA's specifications of each card, of the
+    half-precision matrix multiply", IPDPS 2020; [6] NVIDIA's specifications of each device, of the
     reference model: makers and laptops differ by some per cent; [7] LeelaChessZero/lc0#849, a
     network's float16 and float32 speeds on a GTX 1650. What has no source is assumed, and says so.
 
     Attributes
     ----------
     name : str
-        Of the card.
+        Of the device.
     multiprocessors, clock_mhz : int
-        SMs, and their boost clock [6], which a card may not hold under load: a T4 has 70 W.
+        SMs, and their boost clock [6], which a device may not hold under load: a T4 has 70 W.
     memory_gb_s : int
         Of its DRAM [6]; the model of loops does not use it.
     tensor_cores : bool
@@ -40,7 +40,7 @@ class Machine:
     hmma_f32, hmma_f16, imma : int
         Intervals of HMMA.1688 with float32 and with float16 accumulators, and of IMMA.8816: 65
         TFLOP/s of a T4 are 512 multiply-adds a cycle and SM; integers twice that [2]. The assembler
-        spaces HMMAs of a warp by the same 8 cycles. GeForce cards have 16 for hmma_f32 [2] [3];
+        spaces HMMAs of a warp by the same 8 cycles. GeForce devices have 16 for hmma_f32 [2] [3];
         without tensor cores a product takes 4.3 times as long as in FFMA, 275 [7], whatever its
         accumulators (assumed, and of IMMA too).
     fma, alu : int
@@ -119,7 +119,7 @@ MACHINES = {
         replace(_EMULATED, name="GTX 1650 Ti", multiprocessors=16, clock_mhz=1485, memory_gb_s=192),
     )
 }
-"""Cards by name."""
+"""Devices by name."""
 
 
 MEMORY = ("LDSM", "LDS", "STS", "LDG", "STG", "LDL", "STL", "SHFL")

@@ -313,7 +313,7 @@ SPLIT = ["attention_forward_split", "attention_combine_parts"]
         (1, 4096, {"dropout_p": 0.5, "seed": 0}, SPLIT),
         (1, 4096, {"dtype": np.float32}, DECODE),
         (17, 4096, {"dtype": np.float32}, ["attention_forward_split_f32", SPLIT[1]]),
-        # A grid that fills the card: one pass over the keys always, more of them for a few tokens.
+        # A grid that fills the GPU: one pass over the keys always, more of them for a few tokens.
         (1, 4096, {"B": 64, "H": 2}, DECODE),
         (16, 4096, {"B": 64, "H": 2}, DECODE),
         (12, 4096, {"B": 64}, DECODE),

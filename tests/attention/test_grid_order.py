@@ -31,33 +31,33 @@ from cupyattn.ops.attention.problem import AttentionArrays
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.runtime.arrays import adopt, contiguous
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Planner, run
 from cupyattn.runtime.spec import Pointer, Scalar
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
-T4 = Card(75, 40)
+T4 = DeviceTraits(75, 40)
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("card", CARDS)
-def test_a_small_causal_call_is_nearly_twice_as_fast(card, head_dim, kind):
+@pytest.mark.parametrize("traits", CARDS)
+def test_a_small_causal_call_is_nearly_twice_as_fast(traits, head_dim, kind):
     """By simulation, of 2,048 tokens and 32 heads."""
-    grid = Grid.of(CARDS[card], head_dim, 2048, 32, kind)
+    grid = Grid.of(CARDS[traits], head_dim, 2048, 32, kind)
     problem = causal_problem(2048, 32, head_dim)
-    together = interleaving(problem, CARDS[card], backward=kind == "backward").kv_heads
+    together = interleaving(problem, CARDS[traits], backward=kind == "backward").kv_heads
     plain = grid.seconds(1, causal=False)
     assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
     # Never worse than one head behind the other; which on many multiprocessors wastes nearly half.
     before = plain / grid.seconds(1, causal=True)
     assert plain / grid.seconds(together, causal=True) >= before
-    if card == "H200" and kind == "forward":
+    if traits == "H200" and kind == "forward":
         assert before < 1.5
 
 
 @pytest.mark.parametrize(
-    ("changed", "card", "together"),
+    ("changed", "traits", "together"),
     [
         ({}, T4, 8),  # K and V of a head have 1 MiB
         ({"length": 8192}, T4, 2),
@@ -71,17 +71,17 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(card, head_dim, kind):
         # Whole groups: they share their keys.
         ({"kv_heads": 8}, T4, 4),
         ({"kv_heads": 1}, T4, 1),
-        ({"kv_heads": 8}, Card(75, 2), 1),
+        ({"kv_heads": 8}, DeviceTraits(75, 2), 1),
         ({"batch": 0}, T4, 0),
         ({"heads": 0, "kv_heads": 0}, T4, 0),
     ],
 )
-def test_how_many_heads_take_turns(changed, card, together):
+def test_how_many_heads_take_turns(changed, traits, together):
     sizes = {"length": 2048, "heads": 32, "head_dim": 128}
     named = {name: changed.get(name, size) for name, size in sizes.items()}
     others = {name: size for name, size in changed.items() if name not in sizes}
     problem = causal_problem(*named.values(), **others)
-    assert interleaving(problem, card).kv_heads == together
+    assert interleaving(problem, traits).kv_heads == together
     if together:
         assert problem.batch * problem.kv_heads % together == 0
 

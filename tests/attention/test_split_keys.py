@@ -101,7 +101,7 @@ LONG = replace(BASE, B=1, Sq=17, Sk=3000)
     ids=str,
 )
 def test_long_keys_without_a_pin(problem: AttentionProblem):
-    """By the rule itself, on a card of eight multiprocessors."""
+    """By the rule itself, on a device of eight multiprocessors."""
     with multiprocessors(8):
         check(problem, "flash")
 
@@ -230,7 +230,7 @@ def launched(recorder: LaunchRecorder, sq: int, sk: int, **changed: Any) -> list
         (16, 65_536, {}, DECODE),
         (16, 65_536, {"dropout_p": 0.5, "seed": 0}, SPLIT),
         (0, 65_536, {}, []),
-        # Tiles that fill the card: none of it is left.
+        # Tiles that fill the device: none of it is left.
         (128, 4096, {"H": ONE_CARD}, FLASH),
         (128, 4096, {"H": ONE_CARD // 2}, SPLIT),
         (128 * 10, 4096, {"H": 8}, FLASH),

@@ -1,4 +1,4 @@
-"""float16 on cards without tensor cores: the float32 kernels, within float32's bounds."""
+"""float16 on devices without tensor cores: the float32 kernels, within float32's bounds."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_the_record_is_shown(capsys):
     assert f"adamw {row['microseconds']:.1f} {row['registers']}" in text
     assert f"memory, {100 * row['dram']:.0f} %" in text
     assert f"of {len(ROWS)}: memory" in text
-    assert "Turing cards have fewer GB/s" in text
+    assert "Turing devices have fewer GB/s" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``python -m cupyattn report``: which card it models, what it says of each row, what it prints."""
+"""``python -m cupyattn report``: which GPU it models, what it says of each row, what it prints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gpu:
 
 @pytest.fixture(autouse=True)
 def attributes(monkeypatch):
-    """A driver that describes a card with a bus of 192 bits at 7 GHz."""
+    """A driver that describes a device with a bus of 192 bits at 7 GHz."""
     said = {"GlobalMemoryBusWidth": 192, "MemoryClockRate": 7_001_000, "ClockRate": 1_710_000}
     device = types.SimpleNamespace(attributes=said)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda ordinal: device))

@@ -1,7 +1,7 @@
 """The emulator against a GPU: the vectors of ``support/golden``, case by case.
 
 They come from an H200 that executed PTX for compute_75 (its driver made machine code for sm_90 of
-it), not from a Turing card: they show that the emulator executes PTX as NVIDIA does. The file's
+it), not from a Turing device: they show that the emulator executes PTX as NVIDIA does. The file's
 metadata name the device, the driver and the PTX target.
 
 Exact where the PTX ISA fixes the result, bit for bit; within the documented error where it does

@@ -44,7 +44,7 @@ def launch_forward(case, saved=False, **more):
     x, w, b = case.inputs()
     operands = adopt(LinearArrays(x, w, b=b, **more))
     call = forward_call(operands, case.activation, saved, None)
-    return recorder, run(recorder, forward_plan(call, recorder.card), operands)
+    return recorder, run(recorder, forward_plan(call, recorder.traits), operands)
 
 
 def launch_backward(case, saved=True, **more):
@@ -54,7 +54,7 @@ def launch_backward(case, saved=True, **more):
     z = case.normal("z", *case.M, case.width) if saved and case.activation else None
     operands = adopt(LinearBackwardArrays(dout, x, w, b=b, preactivation=z, **more))
     call = backward_call(operands, case.activation, case.accumulate, None)
-    return recorder, run(recorder, backward_plan(call, recorder.card), operands)
+    return recorder, run(recorder, backward_plan(call, recorder.traits), operands)
 
 
 @pytest.mark.parametrize(("rows", "entry"), [(1, "thin"), (16, "thin"), (17, "forward")])

@@ -24,7 +24,7 @@ from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.reference import error_ratio
 from cupyattn.registry import catalogue
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -48,9 +48,9 @@ def case(
     return LinearCase((rows,), inner, outer, dtype, activation, weights=weights, **options)
 
 
-def steps_of(problem: LinearCase, card: Card) -> tuple[str, ...]:
+def steps_of(problem: LinearCase, traits: DeviceTraits) -> tuple[str, ...]:
     """Return the kernels of a call."""
-    steps = forward_steps(*problem.inputs(), problem.activation, card)
+    steps = forward_steps(*problem.inputs(), problem.activation, traits)
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
@@ -71,7 +71,7 @@ def test_every_format(rows, weights):
     activation = next(kind for limit, kind in ACTIVATIONS.items() if rows <= limit)
     view = "odd" if rows == 5 else "contiguous"  # scalar loads
     problem = case(rows, 37, inner, weights, activation, residual=True, view=view)
-    assert steps_of(problem, Card(75, 2))[0] == "linear_quantised_thin"
+    assert steps_of(problem, DeviceTraits(75, 2))[0] == "linear_quantised_thin"
     require_right(problem)
 
 
@@ -121,8 +121,8 @@ def test_drawn_problems(data):
 )
 def test_long_k_is_split_and_repeats_its_bits(problem):
     """There are two multiprocessors without a GPU: few columns leave one of them idle."""
-    card = KERNELS.device.card
-    assert steps_of(problem, card) == ("linear_quantised_thin", "linear_thin_merge")
+    traits = KERNELS.device.traits
+    assert steps_of(problem, traits) == ("linear_quantised_thin", "linear_thin_merge")
     require_right(problem)
     arrays = tuple(map(put, problem.inputs()))
     first, second = (
@@ -139,7 +139,7 @@ def test_float32_arithmetic(rows, dtype, weights):
     """K takes two iterations and has a tail; the tile of rows is not full."""
     inner = 1024 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 96)
     problem = case(rows, 37, inner, weights, "swiglu", dtype=dtype, residual=True, view="padded")
-    assert steps_of(problem, Card(75, 2)) == ("linear_quantised_thin_f32",)
+    assert steps_of(problem, DeviceTraits(75, 2)) == ("linear_quantised_thin_f32",)
     require_right(problem)
 
 
@@ -148,14 +148,16 @@ def test_float32_arithmetic(rows, dtype, weights):
 def test_float16_without_tensor_cores(view, weights, block_size):
     inner = -(-576 // block_size) * block_size
     problem = case(1, 35, inner, weights, "gelu", view=view, block_size=block_size)
-    assert steps_of(problem, Card(75, 2, tensor_cores=False)) == ("linear_quantised_thin_f32",)
+    assert steps_of(problem, DeviceTraits(75, 2, tensor_cores=False)) == (
+        "linear_quantised_thin_f32",
+    )
     with without_tensor_cores():
         require_right(problem)
 
 
 def test_more_rows_go_to_other_kernels():
     def first(rows: int, dtype: str) -> str:
-        return steps_of(case(rows, 40, 64, "nf4", dtype=dtype), Card(75, 40))[0]
+        return steps_of(case(rows, 40, 64, "nf4", dtype=dtype), DeviceTraits(75, 40))[0]
 
     limits = {"float16": quantised_skinny.MAX_ROWS, "float32": float32.MAX_SKINNY_ROWS}
     for dtype, most in limits.items():

@@ -25,7 +25,7 @@ from cupyattn.ops.linear import kernels_quantised_float32, plan
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
 from cupyattn.reference import error_ratio
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.tuning import Asked, Choices
 
 pytestmark = pytest.mark.nvrtc
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.nvrtc
 # Those that the kernels read; of others scales are expanded before.
 FORMATS = {name: form for name, form in ALL_FORMATS.items() if form.group is None}
 
-T4 = Card(75, 40)
+T4 = DeviceTraits(75, 40)
 
 
 def case(
@@ -126,10 +126,10 @@ def test_backward(shape, problem):
         assert 0 < backward_ratio(problem) <= 1
 
 
-def launches_of(problem: LinearCase, card: Card) -> tuple[tuple[str, int], ...]:
+def launches_of(problem: LinearCase, traits: DeviceTraits) -> tuple[tuple[str, int], ...]:
     """Return the kernels of a forward on a device, with their grids."""
     with tensor_core_alone():
-        steps = forward_steps(*problem.inputs(), problem.activation, card)
+        steps = forward_steps(*problem.inputs(), problem.activation, traits)
     return tuple((step.specialisation.label, step.ctas) for step in steps)
 
 
@@ -181,11 +181,11 @@ def test_split_sum_has_no_empty_part():
 def test_tuned_tiling_is_used(problem, monkeypatch):
     """Any candidate of `cupyattn tune` gives right results."""
     with KERNELS.running(), tensor_core_alone():
-        card, asked = KERNELS.device.card, Asked()
-        usual = launches_of(problem, card._replace(choices=asked))
+        traits, asked = KERNELS.device.traits, Asked()
+        usual = launches_of(problem, traits._replace(choices=asked))
         (asks,) = asked.questions
         others = [
-            launches_of(problem, card._replace(choices=Choices({asks.text: name})))
+            launches_of(problem, traits._replace(choices=Choices({asks.text: name})))
             for name in asks.among
         ]
         assert others[0] == usual

@@ -92,7 +92,7 @@ def case(
 def steps_of(problem: Case) -> tuple[str, ...]:
     """Return the kernels of a call."""
     given = (problem.x, problem.w, problem.b, problem.activation)
-    steps = forward_steps(*given, KERNELS.device.card)
+    steps = forward_steps(*given, KERNELS.device.traits)
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
@@ -132,7 +132,7 @@ def test_every_admissible_configuration(monkeypatch, rows, along_k, name):
     problem = case(rows, 328, 200, along_k=along_k, activation=None)
     layout = "nk" if along_k else "kn"
     choose(monkeypatch, f"linear_thin {rows} 200 328 plain {layout} 8", name)
-    (step, *_) = forward_steps(problem.x, problem.w, problem.b, None, KERNELS.device.card)
+    (step, *_) = forward_steps(problem.x, problem.w, problem.b, None, KERNELS.device.traits)
     macros, config = (
         dict(step.specialisation.macros),
         configurations(75, along_k=along_k, rows=rows)[1][name],

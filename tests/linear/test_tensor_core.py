@@ -28,14 +28,14 @@ from cupyattn.ops.linear.kernels_tensor_core import Float16Product
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Tiling, tile_bytes
 from cupyattn.runtime.arch import TURING, arch_of
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.spec import Specialisation
 
 pytestmark = pytest.mark.nvrtc
 
-T4 = Card(75, 40)
+T4 = DeviceTraits(75, 40)
 
 
 def case(rows, outer, inner, activation=None, **options) -> LinearCase:
@@ -219,7 +219,7 @@ def test_scalar_loads_use_the_narrow_tile():
 def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits):
     x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
     product = Float16Product(configs.PRODUCT, x, dz)
-    tiling = product.tiling(Card(75, multiprocessors), may_split=True)
+    tiling = product.tiling(DeviceTraits(75, multiprocessors), may_split=True)
     assert tiling.splits == splits
     assert product.part(splits) * (splits - 1) < inner, "a part has nothing"
 

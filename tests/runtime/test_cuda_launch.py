@@ -187,15 +187,15 @@ def test_gpu_arguments_are_addresses_read_once(cuda_device):
 
 def test_card_follows_changes_of_the_device(cuda_device):
     """The properties are cached until one of them is set."""
-    card = cuda_device.card
-    assert cuda_device.card is card
-    assert card == (90, 132, True, 132, cuda_device.choices)
+    traits = cuda_device.traits
+    assert cuda_device.traits is traits
+    assert traits == (90, 132, True, 132, cuda_device.choices)
     cuda_device.choices = chosen = Choices()
-    assert cuda_device.card.choices is chosen
+    assert cuda_device.traits.choices is chosen
     cuda_device.multiprocessors = 5
-    assert cuda_device.card.multiprocessors == 5
+    assert cuda_device.traits.multiprocessors == 5
     cuda_device._tensor_cores = TensorCores(False, "a test")
-    assert not cuda_device.card.tensor_cores
+    assert not cuda_device.traits.tensor_cores
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_environment_variable_overrides_names(monkeypatch, text, present):
         expected = (present, f"CUPYATTN_TENSOR_CORES={text.strip()}")
         assert without_measuring(capability, name) == expected
     assert device_info()["tensor_cores_override"] == text.strip()
-    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores is present
+    assert EmulatedDevice(emulator.Checks.all()).traits.tensor_cores is present
 
 
 @pytest.mark.parametrize("text", [None, "", " "])
@@ -67,7 +67,7 @@ def test_unset_variable_is_no_override(monkeypatch, text):
         monkeypatch.setenv(TENSOR_CORES_VARIABLE, text)
     assert tensor_cores_override() is None
     assert device_info()["tensor_cores_override"] is None
-    assert EmulatedDevice(emulator.Checks.all()).card.tensor_cores
+    assert EmulatedDevice(emulator.Checks.all()).traits.tensor_cores
 
 
 @pytest.mark.parametrize("text", ["2", "yes", "true", "-1", "01", "0.0", "1" * 500, "\u0661"])
@@ -152,7 +152,7 @@ def test_an_unknown_name_is_measured_once(gpu, cycles, present):
     device, cupy = gpu("Graphics Device", cycles)
     assert cupy.measurements == 0, "before anyone asks"
     for _ in range(3):
-        assert device.card[:4] == (75, 16, present, 16)
+        assert device.traits[:4] == (75, 16, present, 16)
     assert cupy.measurements == 1
     found = device.find_tensor_cores()
     assert found.because == (
@@ -171,11 +171,11 @@ def test_nothing_is_measured_in_a_capture(gpu):
     """Tensor cores are assumed, and measured after the capture."""
     device, cupy = gpu("Graphics Device", 640, capturing=True)
     for _ in range(2):
-        assert device.tensor_cores is True and device.card.tensor_cores
+        assert device.tensor_cores is True and device.traits.tensor_cores
         assert "capture" in device.find_tensor_cores().because
     assert cupy.measurements == 0
     cupy.capturing = False
-    assert not device.card.tensor_cores
+    assert not device.traits.tensor_cores
     assert device.tensor_cores is False
     cupy.capturing = True
     assert device.tensor_cores is False

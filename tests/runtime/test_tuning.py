@@ -21,7 +21,7 @@ from cupyattn.runtime.tuning import (
 )
 
 ROWS = {"a": 1, "b": 2, "c": 3}
-CARD = ("A Card (8 GB)", "sm_75")
+CARD = ("A Device (8 GB)", "sm_75")
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
@@ -55,7 +55,7 @@ def test_stored_choices_are_used_if_enabled(monkeypatch):
     assert read(*CARD) is None
     path = keep(*CARD, {"kernel 1 2": "c"}, date="2026-11-23")
     assert path == file_of(*CARD)
-    assert path.name == "tuned-a-card-8-gb-sm_75.json"
+    assert path.name == "tuned-a-device-8-gb-sm_75.json"
     assert choices_for(*CARD) is USUAL
     monkeypatch.setenv(TUNED_VARIABLE, "1")
     assert choices_for(*CARD).chosen == {"kernel 1 2": "c"}

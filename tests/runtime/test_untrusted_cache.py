@@ -181,18 +181,18 @@ def test_cache_filled_by_root_is_read(empty_cache, monkeypatch):
 
 @nvrtc
 def test_tuned_choices_that_others_can_write_are_not_read(empty_cache):
-    path = choices.keep("a card", "sm_75", {"kernel 1": "row"})
-    assert choices.read("a card", "sm_75")["chosen"] == {"kernel 1": "row"}
+    path = choices.keep("a device", "sm_75", {"kernel 1": "row"})
+    assert choices.read("a device", "sm_75")["chosen"] == {"kernel 1": "row"}
     path.chmod(0o666)
     with pytest.warns(UserWarning, match=r"not read: anyone can write .*tuned"):
-        assert choices.read("a card", "sm_75") is None
+        assert choices.read("a device", "sm_75") is None
     empty_cache.chmod(0o777)
     folders.cache_directory.cache_clear()
     with (
         pytest.warns(UserWarning, match="is not used"),
         pytest.raises(RuntimeError, match=r"no folder to keep choices in; .*; set CUPYATTN_CACHE"),
     ):
-        choices.keep("a card", "sm_75", {})
+        choices.keep("a device", "sm_75", {})
 
 
 @nvrtc

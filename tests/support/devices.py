@@ -193,7 +193,7 @@ _MMA = re.compile(r"^\s*mma\.", re.MULTILINE)
 
 @contextmanager
 def without_tensor_cores() -> Iterator[None]:
-    """Inside, the public functions run the kernels of a card without them."""
+    """Inside, the public functions run the kernels of a device without them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TENSOR_CORES_VARIABLE, "0")
         if device_count():

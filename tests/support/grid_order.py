@@ -17,12 +17,12 @@ import numpy as np
 from cupyattn.ops.attention.choice import interleaving
 from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv
 from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 
 CARDS = {
-    "T4": Card(75, 40),
-    "RTX 2080 Ti": Card(75, 68, l2_bytes=5632 * 2**10),
-    "H200": Card(90, 132, l2_bytes=50 * 2**20),
+    "T4": DeviceTraits(75, 40),
+    "RTX 2080 Ti": DeviceTraits(75, 68, l2_bytes=5632 * 2**10),
+    "H200": DeviceTraits(90, 132, l2_bytes=50 * 2**20),
 }
 HEAD_DIMS = (64, 80, 128, 192, 256)
 FIXED = 64
@@ -37,10 +37,10 @@ class Grid(NamedTuple):
     step: int
     heads: int
     slots: int
-    """CTAs that the card takes at once."""
+    """CTAs that the device takes at once."""
 
     @classmethod
-    def of(cls, card: Card, head_dim: int, length: int, heads: int, kind: str) -> Grid:
+    def of(cls, traits: DeviceTraits, head_dim: int, length: int, heads: int, kind: str) -> Grid:
         """The grid of the forward, or of the first kernel of a backward in one pass."""
         if kind == "forward":
             row = forward_rows.flash_row(75, head_dim, head_dim)
@@ -48,7 +48,7 @@ class Grid(NamedTuple):
         else:
             row = backward_dkdv.dkdv_row(75, head_dim, head_dim, one_pass=True)
             sizes = row.tile_keys, row.tile_q
-        return cls(length, *sizes, heads, card.multiprocessors * row.ctas_per_sm)
+        return cls(length, *sizes, heads, traits.multiprocessors * row.ctas_per_sm)
 
     def seconds(self, together: int, *, causal: bool) -> float:
         """How long it takes, in steps of a CTA's walk."""
@@ -85,15 +85,15 @@ def causal_problem(length: int, heads: int, head_dim: int, **changed: int) -> An
 
 
 def main() -> None:
-    """Print a line for each card, kernel and head dim."""
-    for name, card in CARDS.items():
+    """Print a line for each device, kernel and head dim."""
+    for name, traits in CARDS.items():
         for kind in ("forward", "backward"):
             for head_dim in HEAD_DIMS:
                 cells = []
                 for length, heads in ((2048, 32), (4096, 32), (1024, 64)):
                     problem = causal_problem(length, heads, head_dim)
-                    grid = Grid.of(card, head_dim, length, heads, kind)
-                    together = interleaving(problem, card, backward=kind == "backward").kv_heads
+                    grid = Grid.of(traits, head_dim, length, heads, kind)
+                    together = interleaving(problem, traits, backward=kind == "backward").kv_heads
                     plain = grid.seconds(1, causal=False)
                     before, now = (plain / grid.seconds(n, causal=True) for n in (1, together))
                     cells.append(f"{heads} x {length}: {before:.2f} -> {now:.2f} ({together})")

@@ -26,7 +26,7 @@ from cupyattn.ops.linear.problem import LinearArrays, weight_fields
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.reference import error_ratio
 from cupyattn.runtime.arrays import adopt
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Step
 
 Array = NDArray[Any]
@@ -123,11 +123,13 @@ def put(array: Any) -> Any:
     return None if array is None else KERNELS.put(array)
 
 
-def forward_steps(x: Any, w: Any, b: Any, activation: str | None, card: Card) -> tuple[Step, ...]:
+def forward_steps(
+    x: Any, w: Any, b: Any, activation: str | None, traits: DeviceTraits
+) -> tuple[Step, ...]:
     """Return the launches of a forward on a device."""
     weight, form = weight_fields(w)
     call = forward_call(adopt(LinearArrays(x, *weight, b=b)), activation, False, form)
-    return forward_plan(call, card).steps
+    return forward_plan(call, traits).steps
 
 
 def forward_ratio(case: LinearCase) -> tuple[float, Array | None]:

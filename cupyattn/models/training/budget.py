@@ -263,7 +263,7 @@ def require_room(training: Training, free: int) -> Budget:
         f"this training needs {budget.needed / 1e9:.2f} GB, of which the largest part is "
         f"{max(budget.lines, key=lambda line: line.size).what}",
         f"{free / 1e9:.2f} GB are free",
-        f"with {least} it fits" if least else "take a smaller model, or a larger card",
+        f"with {least} it fits" if least else "take a smaller model, or a larger device",
     )
 
 

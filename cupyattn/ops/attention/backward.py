@@ -43,9 +43,9 @@ from cupyattn.ops.attention.rotary import (
 )
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS
 from cupyattn.runtime.arrays import Array, Operands, contiguous
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Plan, Planner, run
 
 _FLOAT32 = np.dtype(np.float32)
@@ -68,7 +68,7 @@ def attention_backward(
     AttentionBackwardArrays
         With the gradients; dbias and dsinks only where there are bias and sinks.
     """
-    plan = _plan(problem, device.card, deterministic, accumulate)
+    plan = _plan(problem, device.traits, deterministic, accumulate)
     if problem.options.dropout_p:
         plan = seeded(plan, seed)
     try:
@@ -78,7 +78,9 @@ def attention_backward(
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate: bool) -> Plan:
+def _plan(
+    problem: AttentionProblem, traits: DeviceTraits, deterministic: bool, accumulate: bool
+) -> Plan:
     """Choose the kernels and fill in their parameters."""
     function = "attention_varlen_backward" if problem.packed else "attention_backward"
     require_kernels(problem, IMPLEMENTATIONS[function], function)
@@ -89,23 +91,23 @@ def _plan(problem: AttentionProblem, card: Card, deterministic: bool, accumulate
     if problem.batch * problem.heads == 0:
         return _nothing_to_add(problem, planner, outputs, accumulate)
     place_queries(problem, planner)
-    plan_of, reasons = _choose(problem, card, deterministic)
-    card.choices.because(*reasons)
+    plan_of, reasons = _choose(problem, traits, deterministic)
+    traits.choices.because(*reasons)
     how = {"deterministic": deterministic, "accumulate": accumulate}
     if problem.layouts.cos is not None:
-        return _rotated(problem, planner, outputs, plan_of, card, how)
-    plan = plan_of(problem, planner, outputs, card, **how)
-    return interleaved(plan, *interleaving(problem, card, backward=True))
+        return _rotated(problem, planner, outputs, plan_of, traits, how)
+    plan = plan_of(problem, planner, outputs, traits, **how)
+    return interleaved(plan, *interleaving(problem, traits, backward=True))
 
 
 def _choose(
-    problem: AttentionProblem, card: Card, deterministic: bool
+    problem: AttentionProblem, traits: DeviceTraits, deterministic: bool
 ) -> tuple[_PlanOf, tuple[str, ...]]:
     """Choose the kernels of a backward call; return what plans them, and why."""
     if problem.options.implementation == "naive":
         return _naive_plan, ("implementation='naive' was passed",)
     dtype = problem.dtype.name
-    on_tensor_cores = card.has_mma(dtype)
+    on_tensor_cores = traits.has_mma(dtype)
     if deterministic:
         passes = "dq has a kernel of its own: deterministic=True excludes atomic additions"
     elif on_tensor_cores or _float32_in_one_pass(problem):
@@ -131,7 +133,7 @@ def _rotated(
     planner: AttentionPlanner,
     outputs: Outputs,
     plan_of: _PlanOf,
-    card: Card,
+    traits: DeviceTraits,
     how: dict[str, bool],
 ) -> Plan:
     """Plan a call with rotary: dq and dk are rotated back in place.
@@ -143,8 +145,8 @@ def _rotated(
     inner = in_scratch(problem, ("q", "k", *apart))
     given = {name: getattr(slots, name) for name in ("q", "k", "dq", "dk")}
     take_scratch(planner, inner, ("q", "k", *apart))
-    plan = plan_of(inner, planner, outputs, card, **how)
-    plan = interleaved(plan, *interleaving(problem, card, backward=True))
+    plan = plan_of(inner, planner, outputs, traits, **how)
+    plan = interleaved(plan, *interleaving(problem, traits, backward=True))
     made, results = with_results(inner, outputs), with_results(problem, outputs)
     gradients = []
     for name in ("dq", "dk"):
@@ -152,8 +154,8 @@ def _rotated(
         source = getattr(made, name), 0 if apart else start, getattr(slots, name)
         gradients.append(Rotated(*source, getattr(results, name), start, given[name]))
     inputs = {name: given[name] for name in ("q", "k")}
-    first = rotate_inputs(problem, inner, inputs, planner, card.arch)
-    last = rotate_gradients(problem, gradients, planner, card.arch, how["accumulate"])
+    first = rotate_inputs(problem, inner, inputs, planner, traits.arch)
+    last = rotate_gradients(problem, gradients, planner, traits.arch, how["accumulate"])
     return plan._replace(
         steps=(first, *plan.steps, last),
         zero_first=(*plan.zero_first, *(getattr(slots, name) for name in apart)),
@@ -177,13 +179,13 @@ def _naive_plan(
     problem: AttentionProblem,
     planner: AttentionPlanner,
     outputs: Outputs,
-    card: Card,
+    traits: DeviceTraits,
     *,
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
     """Plan the kernel to be read, one CTA per query row and one per key; always the same bits."""
-    del card, deterministic
+    del traits, deterministic
     kernel = teaching.backward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
     params = teaching_params(TEACHING_BACKWARD_PARAMS, problem, with_results(problem, outputs))
     params["batch"], params["accumulate"] = problem.batch, accumulate
@@ -195,7 +197,7 @@ def _float32_plan(
     problem: AttentionProblem,
     planner: AttentionPlanner,
     outputs: Outputs,
-    card: Card,
+    traits: DeviceTraits,
     *,
     deterministic: bool,
     accumulate: bool,
@@ -206,7 +208,7 @@ def _float32_plan(
     """
     laid: AttentionBackwardArrays[Any] = with_results(problem, outputs)
     slots: Any = planner.slots
-    arch, packed = card.arch, problem.packed
+    arch, packed = traits.arch, problem.packed
     options = score_options(problem)._replace(sinks="void")
     dims = problem.head_dim, problem.head_dim_v
     dtype, rows = problem.dtype.name, math.prod(problem.lse_shape)

@@ -37,7 +37,7 @@ from cupyattn.ops.attention.problem import (
 )
 from cupyattn.ops.attention.structs import DBIAS_PARAMS
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step
 from cupyattn.runtime.storage import vector_items
@@ -46,7 +46,10 @@ from cupyattn.runtime.tables import round_up
 
 _FLOAT32 = np.dtype(np.float32)
 _ENOUGH_CTAS = 512
-"""Two waves of two on each multiprocessor of the largest cards, whatever the card: so are bits."""
+"""Two waves of two CTAs on each multiprocessor of the largest devices.
+
+It is the same for every device, so that results are too, to the bit.
+"""
 
 
 class SummedDbias(NamedTuple):
@@ -137,13 +140,13 @@ def tensor_core_plan(
     problem: AttentionProblem,
     planner: AttentionPlanner,
     outputs: Outputs,
-    card: Card,
+    traits: DeviceTraits,
     *,
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
     """Plan the backward."""
-    arch = card.arch
+    arch = traits.arch
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS)
     laid: AttentionBackwardArrays[Layout] = with_results(problem, outputs)
     rows, dbias = _countable_rows(problem), laid.dbias

@@ -46,8 +46,8 @@ from cupyattn.ops.attention.params import (
 from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem, Outputs, with_results
 from cupyattn.ops.attention.rotary import in_scratch
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_kernel_dtype
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 
@@ -104,35 +104,37 @@ class ForwardChoice(NamedTuple):
     splits: int = 1
 
 
-def choose_forward(problem: AttentionProblem, outputs: Outputs, card: Card) -> ForwardChoice:
+def choose_forward(
+    problem: AttentionProblem, outputs: Outputs, traits: DeviceTraits
+) -> ForwardChoice:
     """Choose the kernels of a forward call, of a batch or of packed sequences."""
     chosen = problem.options.implementation
     if chosen != "flash":
         laid = with_results(problem, outputs)
         return ForwardChoice(chosen, (f"implementation={chosen!r} was passed",), problem, laid)
     rotary = problem.layouts.cos is not None
-    if reason := _reason_to_decode(problem, card):
+    if reason := _reason_to_decode(problem, traits):
         rotated: tuple[str, ...] = ("q", "k") if rotary else ()
         inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
         return ForwardChoice("decode", (reason,), inner, laid, rotated)
     dtype = problem.dtype.name
-    on_tensor_cores = card.has_mma(dtype)
+    on_tensor_cores = traits.has_mma(dtype)
     reasons = [ARITHMETIC[on_tensor_cores].format(dtype=dtype)]
     inner, rotated = problem, ()
-    if rotary and on_tensor_cores and _rotates_queries(problem, card):
+    if rotary and on_tensor_cores and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
         reasons.append("the kernel rotates queries as it loads them, a launch before it the keys")
     elif rotary:
         inner, rotated = in_scratch(problem, ("q", "k")), ("q", "k")
         reasons.append("a launch before rotates queries and keys")
     laid = with_results(inner, outputs)
-    together = interleaving(problem, card)
+    together = interleaving(problem, traits)
     if together.kv_heads:
         reasons.append(f"tiles of {together.kv_heads} key-value heads are interleaved in the grid")
     configure = _tensor_core_configuration if on_tensor_cores else _float32_configuration
-    configuration, options, vec = configure(inner, laid, card)
-    splits = 1 if inner.layouts.cos is not None else num_splits(inner, configuration, card)
+    configuration, options, vec = configure(inner, laid, traits)
+    splits = 1 if inner.layouts.cos is not None else num_splits(inner, configuration, traits)
     if splits > 1:
         reasons.append(f"query tiles are too few to fill the GPU: keys are split {splits} ways")
     kernels = "tensor_core" if on_tensor_cores else "float32"
@@ -213,9 +215,9 @@ _PASSES_OF_A_FLOAT_WALK = 2.0
 _FLASH_CTAS_PER_SM = 2
 
 
-def _reason_to_decode(problem: AttentionProblem, card: Card) -> str:
+def _reason_to_decode(problem: AttentionProblem, traits: DeviceTraits) -> str:
     """Return why the decode kernels run a call; nothing where they have not all of it, or lose."""
-    if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, card):
+    if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, traits):
         return ""
     keys = _keys_seen(problem)
     return f"{problem.sq} queries (up to {MAX_QUERIES}) see up to {keys} keys: they are decoded"
@@ -230,18 +232,18 @@ def _has_decode_kernels(problem: AttentionProblem) -> bool:
     )
 
 
-def _decodes_faster(problem: AttentionProblem, card: Card) -> bool:
+def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
     """Compare passes over K and V with flash's tile loops, one for each head.
 
-    Those use no more of the card than their grid fills.
+    Those use no more of the device than their grid fills.
     """
     if problem.sq > MAX_QUERIES or _keys_seen(problem) < LEAST_DECODED_KEYS:
         return False
-    launch = launch_of(problem, card)
+    launch = launch_of(problem, traits)
     if units_of(problem, launch) > MOST_UNITS:
         return False
-    filled = min(1.0, problem.batch * problem.heads / (card.multiprocessors * _FLASH_CTAS_PER_SM))
-    on_tensor_cores = card.has_mma(problem.dtype.name)
+    filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
+    on_tensor_cores = traits.has_mma(problem.dtype.name)
     walk = _PASSES_OF_A_WALK if on_tensor_cores else _PASSES_OF_A_FLOAT_WALK
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, walk * group)
@@ -294,17 +296,17 @@ class TileRow(Protocol):
         """CTAs that a multiprocessor takes at once."""
 
 
-def num_splits(problem: AttentionProblem, row: TileRow, card: Card) -> int:
+def num_splits(problem: AttentionProblem, row: TileRow, traits: DeviceTraits) -> int:
     """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
 
     CTAs run in waves, and a wave is as long as a split: of the numbers of splits that leave
     LEAST_KEYS to each, the one with the least waves * (keys of a split + its fixed cost), if
     it saves more than _COMBINE_KEYS. Packed sequences are not split, nor are tiles that fill the
-    card, nor what a block mask leaves.
+    device, nor what a block mask leaves.
     """
     if problem.packed or problem.layouts.block_mask is not None:
         return 1
-    heads, slots = problem.batch * problem.heads, card.multiprocessors * row.ctas_per_sm
+    heads, slots = problem.batch * problem.heads, traits.multiprocessors * row.ctas_per_sm
     tiles = heads * -(-problem.sq // row.tile_q)
     keys = _keys_of_tiles(problem, row.tile_q) if 0 < tiles < slots else ()
     longest = max(keys, default=0)
@@ -341,16 +343,20 @@ def _keys_of_tiles(problem: AttentionProblem, tile_q: int) -> tuple[int, ...]:
 
 
 def _float32_configuration(
-    problem: AttentionProblem, laid: AttentionArrays[Layout], card: Card
+    problem: AttentionProblem, laid: AttentionArrays[Layout], traits: DeviceTraits
 ) -> tuple[FloatFlashConfig, FlashOptions, int]:
     """Return the configuration of float32 arithmetic, its options, and the items of a load."""
     vec = whole_vectors(float32.forward.VECTOR_ITEMS, problem, laid, ("q", "k", "v", "out"))
     options = flash_options(problem, _SCORES_TOGETHER)
-    return float32.forward.flash_row(card.arch, problem.head_dim, problem.head_dim_v), options, vec
+    return (
+        float32.forward.flash_row(traits.arch, problem.head_dim, problem.head_dim_v),
+        options,
+        vec,
+    )
 
 
 def _tensor_core_configuration(
-    problem: AttentionProblem, laid: AttentionArrays[Layout], card: Card
+    problem: AttentionProblem, laid: AttentionArrays[Layout], traits: DeviceTraits
 ) -> tuple[FlashConfig, FlashOptions, int]:
     """Return the configuration on tensor cores, its options, and the items of a load.
 
@@ -358,13 +364,13 @@ def _tensor_core_configuration(
     not under dropout, for whose random numbers tiles are whole or half of 32 keys.
     """
     dims = problem.head_dim, problem.head_dim_v
-    require_near_rows(problem, ("k", "v"), flash_longest_tile(card.arch, *dims))
+    require_near_rows(problem, ("k", "v"), flash_longest_tile(traits.arch, *dims))
     vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
     together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
     options = flash_options(problem, together)
-    among = admissible_rows(card.arch, *dims)
+    among = admissible_rows(traits.arch, *dims)
     (name, plain), *_ = among.items()
-    usual = flash_row(card.arch, *dims, options)
+    usual = flash_row(traits.arch, *dims, options)
     layouts = problem.layouts
     fixed = problem.packed or layouts.cos is not None or layouts.block_mask is not None
     if fixed or options.dropout or usual is not plain:
@@ -372,7 +378,7 @@ def _tensor_core_configuration(
     tall = among.get(TALL)
     if tall and vec > 1 and _gains_from_tall_tiles(problem.sq, plain, tall, options):
         name = TALL
-    chosen = card.choices.pick(tensor_core.KERNEL.entry, dims, among, usual=name)
+    chosen = traits.choices.pick(tensor_core.KERNEL.entry, dims, among, usual=name)
     return chosen, options, vec
 
 
@@ -386,7 +392,7 @@ def _gains_from_tall_tiles(
     return computed <= _TALL_GAIN * in_plain
 
 
-def _rotates_queries(problem: AttentionProblem, card: Card) -> bool:
+def _rotates_queries(problem: AttentionProblem, traits: DeviceTraits) -> bool:
     """Tell whether the kernel rotates query rows as it loads them: whole chunks.
 
     Where keys are split several CTAs would rotate the same rows. With a block mask it does not.
@@ -394,8 +400,8 @@ def _rotates_queries(problem: AttentionProblem, card: Card) -> bool:
     starts, cos, sin = problem.starts, problem.layouts.cos, problem.layouts.sin
     if cos is None or sin is None or problem.layouts.block_mask is not None:
         return False
-    row = flash_row(card.arch, problem.head_dim, problem.head_dim_v)
-    if num_splits(problem, row, card) > 1:
+    row = flash_row(traits.arch, problem.head_dim, problem.head_dim_v)
+    if num_splits(problem, row, traits) > 1:
         return False
     rotated = cos.shape[1] * (2 if problem.options.interleaved else 1)
     aligned = all(
@@ -418,7 +424,11 @@ in two may miss."""
 
 
 def interleaving(
-    problem: AttentionProblem, card: Card, *, backward: bool = False, prompts: bool = False
+    problem: AttentionProblem,
+    traits: DeviceTraits,
+    *,
+    backward: bool = False,
+    prompts: bool = False,
 ) -> Interleaving:
     """Return how many key-value heads are interleaved in the grid, of how many batch elements.
 
@@ -443,8 +453,8 @@ def interleaving(
     group = problem.heads // problem.kv_heads
     rows = max(problem.sk, group * problem.sq if backward else 0)
     row_bytes = (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    room = card.multiprocessors // 2 // group
-    most = max(1, min(room, _TIMES_L2 * card.l2_bytes // max(rows * row_bytes, 1)))
+    room = traits.multiprocessors // 2 // group
+    most = max(1, min(room, _TIMES_L2 * traits.l2_bytes // max(rows * row_bytes, 1)))
     batches = _largest_divisor(sharing, most)
     if not uneven:
         return Interleaving(batches if batches > 1 else 0, batches)

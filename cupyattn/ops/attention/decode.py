@@ -19,7 +19,7 @@ from cupyattn.ops.attention.params import (
 from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
 from cupyattn.ops.attention.structs import DECODE_PARAMS
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
@@ -67,19 +67,19 @@ def shared_keys_steps(
     ]
 
 
-def launch_of(problem: AttentionProblem, card: Card) -> decode.DecodeLaunch:
+def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeLaunch:
     """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     together = problem.sq * (problem.heads // problem.kv_heads)
     vec = _integer_items(problem, cache) if cache in decode.INTEGER_BITS else _floats(problem)
     return decode.decode_launch(
-        card.arch,
+        traits.arch,
         dtype,
         problem.head_dim,
         together,
         vec,
         cache,
-        tensor_cores=card.has_mma(dtype),
+        tensor_cores=traits.has_mma(dtype),
     )
 
 

@@ -44,9 +44,9 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.rotary import rotate_inputs, take_scratch
 from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS
 from cupyattn.runtime.arrays import Array, Layout, Operands
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import Record
@@ -63,7 +63,7 @@ def attention_forward(
     return_lse: bool,
 ) -> AttentionArrays[Array]:
     """Run attention forward, into `out` and `lse` where they are given."""
-    plan = _plan(problem, device.card, return_lse)
+    plan = _plan(problem, device.traits, return_lse)
     if problem.options.dropout_p:
         plan = seeded(plan, seed)
     try:
@@ -73,25 +73,25 @@ def attention_forward(
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: AttentionProblem, card: Card, return_lse: bool) -> Plan:
+def _plan(problem: AttentionProblem, traits: DeviceTraits, return_lse: bool) -> Plan:
     """Choose the kernels and their grids, and fill in their parameters."""
     function = "attention_varlen" if problem.packed else "attention"
     require_kernels(problem, IMPLEMENTATIONS[function], function)
     require_sizes(problem)
     outputs = forward_outputs(problem, return_lse)
-    choice = choose_forward(problem, outputs, card)
-    card.choices.because(*choice.reasons)
+    choice = choose_forward(problem, outputs, traits)
+    traits.choices.because(*choice.reasons)
     planner = Planner(type(problem.given), problem.given, outputs)
     place_queries(problem, planner)
     given = {name: getattr(planner.slots, name) for name in choice.rotated}
     if choice.rotated:
         take_scratch(planner, choice.problem, choice.rotated)
     plan = interleaved(
-        planner.plan(*_STEPS[choice.kernels](choice, planner, card)), *choice.interleaving
+        planner.plan(*_STEPS[choice.kernels](choice, planner, traits)), *choice.interleaving
     )
     if not given:
         return plan
-    rotation = rotate_inputs(problem, choice.problem, given, planner, card.arch)
+    rotation = rotate_inputs(problem, choice.problem, given, planner, traits.arch)
     return plan._replace(steps=(rotation, *plan.steps))
 
 
@@ -115,14 +115,16 @@ def place_queries(problem: AttentionProblem, planner: AttentionPlanner) -> None:
         planner.slots.q_offset = planner.slots.seqused_k
 
 
-def _teaching_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
+def _teaching_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
     problem = choice.problem
     shape = problem.dtype.name, problem.head_dim, problem.head_dim_v
     if choice.kernels == "naive":
         kernel, rows = teaching.forward.naive(*shape), 1
     else:
-        kernel = teaching.forward.tiled(card.arch, *shape)
-        rows = teaching.forward.tiled_row(card.arch, *shape[1:]).tile_q
+        kernel = teaching.forward.tiled(traits.arch, *shape)
+        rows = teaching.forward.tiled_row(traits.arch, *shape[1:]).tile_q
     params = teaching_params(TEACHING_PARAMS, problem, choice.laid)
     ctas = problem.heads * problem.query_tiles(rows)
     return [step_of(kernel, ctas, planner.slots, params)]
@@ -144,16 +146,20 @@ def teaching_params(struct: np.dtype, problem: AttentionProblem, laid: Record[La
     return params
 
 
-def _decode_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
-    problem, sms = choice.problem, card.multiprocessors
-    launch = launch_of(problem, card)
+def _decode_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
+    problem, sms = choice.problem, traits.multiprocessors
+    launch = launch_of(problem, traits)
     feed: dict[str, Any] = {"feed": "DenseFeed", "fields": {}}
     return shared_keys_steps(problem, choice.laid, planner, launch, sms, **feed)
 
 
-def _float32_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
+def _float32_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
     problem, options = choice.problem, choice.options
-    shape = card.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
+    shape = traits.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
     if choice.splits > 1:
         kernel = float32.forward.split(*shape, options._replace(sinks="void"))
         return _split_steps(choice, planner, kernel)
@@ -161,11 +167,13 @@ def _float32_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card)
     return _whole_steps(choice, planner, specialise(*shape, options))
 
 
-def _tensor_core_steps(choice: ForwardChoice, planner: AttentionPlanner, card: Card) -> list[Step]:
+def _tensor_core_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
     problem, options = choice.problem, choice.options
     forward, cos = tensor_core.forward, problem.layouts.cos
     row: Any = choice.configuration
-    shape = card.arch, problem.head_dim, problem.head_dim_v, choice.vec
+    shape = traits.arch, problem.head_dim, problem.head_dim_v, choice.vec
     if cos is not None:
         tables = cos.dtype.name, problem.options.interleaved, problem.packed
         kernel = forward.rotary(*shape, options, *tables)

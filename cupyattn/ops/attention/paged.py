@@ -36,7 +36,6 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.structs import PAGED_PARAMS
 from cupyattn.ops.attention.values import counts_of, require_alibi, require_sinks
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
@@ -53,6 +52,7 @@ from cupyattn.runtime.checks import (
     require_workspace,
 )
 from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import given_of
@@ -308,7 +308,7 @@ WHOLE_KEYS = 512
 GPT-2 and of Llama 3.2 1B gains 7 and 3 % by it with up to 256 tokens each, and loses 11 and 7 %
 with 850 (one sequence, `Generator.generate` with this set to 0, 512 or 1024, an H200 as compute_75
 code, 2026-11-22). Without tensor cores one CTA is too slow for that: Phi-2's heads of 80 lose 5 %,
-but for as many of them as the card has multiprocessors, where 32 sequences gain 2 %."""
+but for as many of them as the device has multiprocessors, where 32 sequences gain 2 %."""
 _GROUP_KEYS = 16  # kGroupKeys in paged_keys.cuh: blocks are whole groups of tokens
 _LARGEST_UNIT = 2**20
 _INT32 = 2**31
@@ -328,13 +328,13 @@ def paged_forward(
     return_lse: bool,
 ) -> PagedArrays[Array]:
     """Run paged attention, into `out` and `lse` where they are given."""
-    return run(device, _plan(problem, device.card, return_lse), operands)
+    return run(device, _plan(problem, device.traits, return_lse), operands)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: PagedProblem, card: Card, return_lse: bool) -> Plan:
+def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan:
     decoded, reason = _choose(problem)
-    card.choices.because(reason)
+    traits.choices.because(reason)
     require_kernel_dtype("q", problem.dtype)
     require_lengths(problem)
     require_aligned_items(problem)
@@ -343,21 +343,21 @@ def _plan(problem: PagedProblem, card: Card, return_lse: bool) -> Plan:
     planner.slots.q_offset = planner.slots.seqused_k  # it decides where queries are
     laid = with_results(problem, outputs)
     if not decoded:
-        plan = planner.plan(_prefill_step(problem, laid, planner, card))
-        return interleaved(plan, *interleaving(problem, card, prompts=problem.packed))
+        plan = planner.plan(_prefill_step(problem, laid, planner, traits))
+        return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
     if problem.batch == 0 or problem.heads == 0:
         return planner.plan()
-    launch = launch_of(problem, card)
+    launch = launch_of(problem, traits)
     _require_units(problem, units_of(problem, launch))
     steps = shared_keys_steps(
         problem,
         laid,
         planner,
         launch,
-        card.multiprocessors,
+        traits.multiprocessors,
         feed="BlockFeed",
         fields=_table_fields(problem),
-        whole=_is_whole(problem, launch, card),
+        whole=_is_whole(problem, launch, traits),
     )
     return planner.plan(*steps)
 
@@ -399,10 +399,10 @@ def _choose(problem: PagedProblem) -> tuple[bool, str]:
     return False, f"more than {MAX_QUERIES} queries of a sequence run the kernels of a forward"
 
 
-def _is_whole(problem: PagedProblem, launch: decode.DecodeLaunch, card: Card) -> bool:
+def _is_whole(problem: PagedProblem, launch: decode.DecodeLaunch, traits: DeviceTraits) -> bool:
     """Return whether each key-value head of each sequence has a CTA for itself."""
     heads = problem.batch * problem.kv_heads
-    busy = launch.tensor_cores or heads >= card.multiprocessors
+    busy = launch.tensor_cores or heads >= traits.multiprocessors
     return busy and problem.sk <= WHOLE_KEYS
 
 
@@ -449,10 +449,13 @@ def _alike(k: tuple[int, ...], v: tuple[int, ...], blocks: int) -> bool:
 
 
 def _prefill_step(
-    problem: PagedProblem, laid: PagedArrays[Layout], planner: AttentionPlanner, card: Card
+    problem: PagedProblem,
+    laid: PagedArrays[Layout],
+    planner: AttentionPlanner,
+    traits: DeviceTraits,
 ) -> Step:
     """Return the launch of the forward kernel, whose keys come from blocks."""
-    kernel, tile_q = _prefill_kernel(problem, laid, card)
+    kernel, tile_q = _prefill_kernel(problem, laid, traits)
     slots = planner.slots
     places = {"k_cache": slots.k, "v_cache": slots.v, "seqlens_k": slots.seqused_k}
     ctas = problem.heads * problem.query_tiles(tile_q)
@@ -460,18 +463,18 @@ def _prefill_step(
 
 
 def _prefill_kernel(
-    problem: PagedProblem, laid: PagedArrays[Layout], card: Card
+    problem: PagedProblem, laid: PagedArrays[Layout], traits: DeviceTraits
 ) -> tuple[Specialisation, int]:
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     dim, options = problem.head_dim, score_options(problem)
-    if card.has_mma(dtype):
+    if traits.has_mma(dtype):
         vec = _together(problem, laid, vector_items(dtype))
-        row = tensor_core.forward.paged_row(card.arch, dim, cache)
-        return tensor_core.forward.paged(card.arch, dim, vec, options, cache), row.tile_q
+        row = tensor_core.forward.paged_row(traits.arch, dim, cache)
+        return tensor_core.forward.paged(traits.arch, dim, vec, options, cache), row.tile_q
     vec = _together(problem, laid, float32.forward.VECTOR_ITEMS)
-    tile_q = float32.forward.flash_row(card.arch, dim, dim).tile_q
-    return float32.forward.paged(card.arch, dtype, dim, vec, options, cache), tile_q
+    tile_q = float32.forward.flash_row(traits.arch, dim, dim).tile_q
+    return float32.forward.paged(traits.arch, dtype, dim, vec, options, cache), tile_q
 
 
 def _together(problem: PagedProblem, laid: PagedArrays[Layout], items: int) -> int:

@@ -204,7 +204,7 @@ def linear(
     if device is None:
         _on_cpu(arrays, call, w)
     else:
-        run(device, forward_plan(call, device.card), operands)
+        run(device, forward_plan(call, device.traits), operands)
     return (arrays.out, arrays.preactivation) if return_preactivation else arrays.out
 
 
@@ -331,7 +331,7 @@ def linear_backward(
     if device is None:
         _backward_on_cpu(arrays, call, w)
     else:
-        run(device, backward_plan(call, device.card), operands)
+        run(device, backward_plan(call, device.traits), operands)
     return LinearGrads(arrays.dx, arrays.dw, arrays.db)
 
 

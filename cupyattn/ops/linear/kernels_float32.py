@@ -282,7 +282,7 @@ def result_vector(problem: ForwardProblem) -> int:
 def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan out and preactivation: one launch."""
     problem, slots = draft.problem, draft.slots
-    config = product_config(draft.card.arch, problem.rows, problem.weight_columns)
+    config = product_config(draft.traits.arch, problem.rows, problem.weight_columns)
     kernel = specialise_for(
         FORWARD,
         problem,
@@ -325,7 +325,7 @@ def _is_skinny(problem: ForwardProblem) -> bool:
 def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     """Plan dx: one launch."""
     problem, slots = draft.problem, draft.slots
-    config = product_config(draft.card.arch, problem.rows, problem.inner, GRADIENT_PRODUCTS)
+    config = product_config(draft.traits.arch, problem.rows, problem.inner, GRADIENT_PRODUCTS)
     kernel = specialise_for(
         DX,
         problem,
@@ -353,7 +353,7 @@ def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     if problem.inner == 0:
         return after
     table = GRADIENT_PRODUCTS if transposed else PRODUCTS
-    config = product_config(draft.card.arch, result.rows, result.columns, table)
+    config = product_config(draft.traits.arch, result.rows, result.columns, table)
     kernel = specialise_for(
         DW,
         problem,

@@ -164,7 +164,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
 def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan out and preactivation: one launch."""
     problem, slots = draft.problem, draft.slots
-    config = float32.product_config(draft.card.arch, problem.rows, problem.weight_columns)
+    config = float32.product_config(draft.traits.arch, problem.rows, problem.weight_columns)
     kernel = float32.specialise_for(
         FORWARD,
         problem,
@@ -187,7 +187,7 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     """Plan dx: one launch."""
     problem, slots = draft.problem, draft.slots
     config = float32.product_config(
-        draft.card.arch, problem.rows, problem.inner, float32.GRADIENT_PRODUCTS
+        draft.traits.arch, problem.rows, problem.inner, float32.GRADIENT_PRODUCTS
     )
     kernel = float32.specialise_for(
         DX,

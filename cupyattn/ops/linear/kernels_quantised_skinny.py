@@ -353,8 +353,8 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan the forward."""
     problem, slots, weight = draft.problem, draft.slots, draft.problem.quantised
     launch = skinny_launch(
-        draft.card.arch,
-        draft.card.multiprocessors,
+        draft.traits.arch,
+        draft.traits.multiprocessors,
         weight.format,
         weight.block_size,
         _vector(problem),

@@ -293,15 +293,15 @@ _WORTH_SPLITTING = 0.8
 
 def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan the forward: usually one launch, if columns of w are rows of codes."""
-    problem, slots, card = draft.problem, draft.slots, draft.card
+    problem, slots, traits = draft.problem, draft.slots, draft.traits
     blocks, x, w = row_blocks(problem), problem.x, problem.w
     operands = (slots.x, slots.codes, slots.scales, slots.super_scales)
     plain = QuantisedProduct(PRODUCT, x, w, blocks=blocks)
     if w.along_columns and problem.activation is None and not problem.biased:
         return product_steps(
             plain,
-            plain.chosen(card, may_split=True),
-            card,
+            plain.chosen(traits, may_split=True),
+            traits,
             draft.planner,
             operands,
             result=(slots.out, problem.out),
@@ -311,13 +311,13 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
     whole = QuantisedProduct(FORWARD, x, w, halves, out_vec, blocks=blocks)
     if w.along_columns:
-        tiling = plain.chosen(card, may_split=True)
+        tiling = plain.chosen(traits, may_split=True)
     else:
-        tiling = forward_tiling(whole, plain, card, _WORTH_SPLITTING)
+        tiling = forward_tiling(whole, plain, traits, _WORTH_SPLITTING)
     if w.along_columns or tiling.splits > 1:
         return split_forward(draft, plain, tiling, operands)
     specialisation = forward(
-        card.arch,
+        traits.arch,
         blocks.format,
         tiling.shape,
         whole.vec,
@@ -335,8 +335,8 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     before, dz_slot = dz_for_dx(draft)
     steps = product_steps(
         dx,
-        dx.chosen(draft.card, may_split=True),
-        draft.card,
+        dx.chosen(draft.traits, may_split=True),
+        draft.traits,
         draft.planner,
         (dz_slot, slots.codes, slots.scales, slots.super_scales),
         result=(slots.dx, problem.dx),

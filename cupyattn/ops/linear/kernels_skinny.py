@@ -391,17 +391,17 @@ def _takes(problem: ForwardProblem) -> bool:
 
 def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan the forward."""
-    problem, card = draft.problem, draft.card
+    problem, traits = draft.problem, draft.traits
     launch = skinny_launch(
-        card.arch,
-        card.multiprocessors,
+        traits.arch,
+        traits.multiprocessors,
         _vector(problem),
         along_k=not problem.w.along_columns,
         rows=problem.rows,
         inner=problem.inner,
         outer=problem.outer,
         gated=problem.gated,
-        choices=card.choices,
+        choices=traits.choices,
     )
     product = skinny(launch.kernel, product_epilogue(problem, launch.splits))
     ctas, operands = launch.splits * launch.tiles, (draft.slots.x, draft.slots.w)

@@ -318,11 +318,11 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
     whole = Float16Product(FORWARD, problem.x, problem.w, halves, out_vec)
     split = Float16Product(PRODUCT, problem.x, problem.w)
-    tiling = forward_tiling(whole, split, draft.card, _WORTH_SPLITTING)
+    tiling = forward_tiling(whole, split, draft.traits, _WORTH_SPLITTING)
     if tiling.splits > 1:
         return split_forward(draft, split, tiling, operands)
     specialisation = forward(
-        draft.card.arch,
+        draft.traits.arch,
         tiling.shape,
         whole.vec,
         out_vec,
@@ -342,8 +342,8 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     before, dz_slot = dz_for_dx(draft)
     steps = product_steps(
         dx,
-        dx.chosen(draft.card),
-        draft.card,
+        dx.chosen(draft.traits),
+        draft.traits,
         draft.planner,
         (dz_slot, slots.w),
         result=(slots.dx, problem.dx),
@@ -365,8 +365,8 @@ def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
         dw = Float16Product(PRODUCT, dw.b.transposed, dw.a.transposed)
     steps = product_steps(
         dw,
-        dw.chosen(draft.card, may_split=True),
-        draft.card,
+        dw.chosen(draft.traits, may_split=True),
+        draft.traits,
         draft.planner,
         operands,
         result=(slots.dw, result),

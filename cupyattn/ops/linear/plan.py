@@ -30,9 +30,9 @@ from cupyattn.ops.linear.problem import (
 )
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.runtime.arrays import Array, Layout, adopt
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
 from cupyattn.runtime.device import Device
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Plan, Planner, Step
 from cupyattn.runtime.records import fields_of, given_of
 
@@ -60,7 +60,7 @@ def _steps(product: str, draft: D) -> tuple[Step, ...]:
     plans = PLANS if problem.weight is None else QUANTISED_PLANS
     # Without anything to sum over, K = 0, only the kernels that take everything are right.
     for entry in plans if problem.inner else kernels_float32.PLANS:
-        runs = draft.card.tensor_cores or not entry.tensor_cores
+        runs = draft.traits.tensor_cores or not entry.tensor_cores
         fits = entry.product == product and problem.dtype.name in entry.dtypes
         if runs and fits and entry.takes(problem):
             return entry.plan(draft)
@@ -68,20 +68,20 @@ def _steps(product: str, draft: D) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=4096)
-def forward_plan(call: ForwardCall, card: Card) -> Plan:
+def forward_plan(call: ForwardCall, traits: DeviceTraits) -> Plan:
     """Return the launches of a forward call."""
     problem = call.problem
     _require_for_kernels(call)
     planner = Planner(LinearArrays, call.layouts, call.outputs)
     if problem.rows * problem.outer == 0:
         return planner.plan()
-    draft = ForwardDraft(problem, planner.slots, card, planner)
+    draft = ForwardDraft(problem, planner.slots, traits, planner)
     before, draft = _with_expanded_scales(draft)
     return planner.plan(*before, *_steps("forward", draft))
 
 
 @lru_cache(maxsize=4096)
-def backward_plan(call: BackwardCall, card: Card) -> Plan:
+def backward_plan(call: BackwardCall, traits: DeviceTraits) -> Plan:
     """Return the launches of a backward call."""
     problem = call.problem
     _require_for_kernels(call)
@@ -91,7 +91,7 @@ def backward_plan(call: BackwardCall, card: Card) -> Plan:
     if problem.rows * problem.outer == 0:  # nothing to add up: no kernel runs
         zero = () if problem.accumulate else [made.slot for made in planner.results]
         return planner.plan(zero_first=zero, zero_new=problem.accumulate, transposed=transposed)
-    draft = BackwardDraft(problem, slots, card, planner)
+    draft = BackwardDraft(problem, slots, traits, planner)
     before, draft = _with_expanded_scales(draft)
     if problem.activation is not None and slots.preactivation is None:
         size = problem.rows * problem.weight_columns * problem.dtype.itemsize
@@ -116,7 +116,7 @@ def _recomputing(draft: BackwardDraft) -> ForwardDraft:
     slots = draft.slots
     weight = (slots.w, slots.codes, slots.scales, slots.super_scales)
     arrays = LinearArrays(slots.x, *weight, b=slots.b, out=slots.preactivation)
-    return ForwardDraft(draft.problem.recomputed, arrays, draft.card, draft.planner)
+    return ForwardDraft(draft.problem.recomputed, arrays, draft.traits, draft.planner)
 
 
 def _with_expanded_scales(draft: D) -> tuple[tuple[Step, ...], D]:
@@ -164,7 +164,7 @@ def workspace_bytes(device: Device, x: Array, w: Array | QuantizedWeight, out: L
     description = [*adopt(LinearArrays(x, *weight)).description]
     description[fields_of(LinearArrays).index("out")] = (*out, 0)
     call = described_forward(tuple(description), None, False, form)
-    return forward_plan(call, device.card).workspace_bytes
+    return forward_plan(call, device.traits).workspace_bytes
 
 
 def backward_workspace_bytes(
@@ -186,4 +186,4 @@ def backward_workspace_bytes(
     arrays.dx, arrays.dw = dx, dw
     description = ((*dout, 0), *adopt(arrays).description[1:])
     call = described_backward(description, None, accumulate, form)
-    return backward_plan(call, device.card).workspace_bytes
+    return backward_plan(call, device.traits).workspace_bytes

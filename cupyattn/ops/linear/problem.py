@@ -12,8 +12,8 @@ import numpy as np
 
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.runtime.arrays import Array, Layout
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.checks import Overlaps
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Output, Planner, Step
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.storage import VECTOR_BYTES
@@ -308,7 +308,7 @@ class ForwardDraft:
 
     problem: ForwardProblem
     slots: LinearArrays[int]
-    card: Card
+    traits: DeviceTraits
     planner: Planner[Any]
     """Hands out slots of scratch memory."""
 
@@ -329,7 +329,7 @@ class BackwardDraft:
 
     problem: BackwardProblem
     slots: LinearBackwardArrays[int]
-    card: Card
+    traits: DeviceTraits
     planner: Planner[Any]
     """Hands out slots of scratch memory."""
     formed: FormedGradient | None = None

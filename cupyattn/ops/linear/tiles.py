@@ -18,7 +18,7 @@ from cupyattn.ops.linear.problem import (
     Matrix,
 )
 from cupyattn.runtime.arch import WARP_SIZE
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Planner, Step
 from cupyattn.runtime.spec import (
     Gates,
@@ -266,22 +266,24 @@ class TensorCoreProduct(ABC):
         config = self.config(arch, shape)
         return -(-self.a.rows // config.tile_rows), -(-self.b.columns // config.tile_columns)
 
-    def chosen(self, card: Card, *, may_split: bool = False) -> Tiling:
+    def chosen(self, traits: DeviceTraits, *, may_split: bool = False) -> Tiling:
         """Return the tiling tuned for the device, otherwise the fastest by the model."""
-        usual = self.tiling(card, may_split=may_split)
-        near = self.near(card, self.duration(card, usual), may_split=may_split)
+        usual = self.tiling(traits, may_split=may_split)
+        near = self.near(traits, self.duration(traits, usual), may_split=may_split)
         among = {usual.name: usual, **near}
         problem = *self.key, "parts" if may_split else "whole"
-        return card.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
+        return traits.choices.pick(self.kernel.entry, problem, among, usual=usual.name)
 
-    def tiling(self, card: Card, *, may_split: bool = False) -> Tiling:
+    def tiling(self, traits: DeviceTraits, *, may_split: bool = False) -> Tiling:
         """Choose the tiling that takes the least time on a device by the model of Turing."""
-        return min(self._tilings(may_split), key=lambda tiling: self.duration(card, tiling))
+        return min(self._tilings(may_split), key=lambda tiling: self.duration(traits, tiling))
 
-    def near(self, card: Card, least: float, *, may_split: bool = False) -> dict[str, Tiling]:
+    def near(
+        self, traits: DeviceTraits, least: float, *, may_split: bool = False
+    ) -> dict[str, Tiling]:
         """Return by name the tilings that the model puts near a duration: those worth timing."""
         tilings = self._tilings(may_split)
-        return {t.name: t for t in tilings if self.duration(card, t) <= _WORTH_TIMING * least}
+        return {t.name: t for t in tilings if self.duration(traits, t) <= _WORTH_TIMING * least}
 
     def _tilings(self, may_split: bool) -> list[Tiling]:
         inner = self.a.columns
@@ -293,16 +295,16 @@ class TensorCoreProduct(ABC):
             if splits <= most and self.part(splits) * (splits - 1) < max(inner, 1)
         ]
 
-    def duration(self, card: Card, tiling: Tiling) -> float:
+    def duration(self, traits: DeviceTraits, tiling: Tiling) -> float:
         """Return the time on a device, in items of the sum of an item of the result."""
-        config = self.config(card.arch, tiling.shape)
-        down, across = self.tiles(card.arch, tiling.shape)
+        config = self.config(traits.arch, tiling.shape)
+        down, across = self.tiles(traits.arch, tiling.shape)
         ctas = down * across * tiling.splits
         outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
         item = 1 / config.models + _FROM_L2 * (1 / config.tile_rows + 1 / config.tile_columns)
         items = self.part(tiling.splits) * item + outside / config.ctas_per_sm
         wave = config.ctas_per_sm * config.tile_rows * config.tile_columns * items
-        return -(-ctas // (card.multiprocessors * config.ctas_per_sm)) * wave
+        return -(-ctas // (traits.multiprocessors * config.ctas_per_sm)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, np.ndarray]:
         """Return the number of CTAs, and the C struct ProductParams without the results.
@@ -331,17 +333,17 @@ class TensorCoreProduct(ABC):
 
 
 def forward_tiling(
-    product: TensorCoreProduct, split_product: TensorCoreProduct, card: Card, worth: float
+    product: TensorCoreProduct, split_product: TensorCoreProduct, traits: DeviceTraits, worth: float
 ) -> Tiling:
     """Choose a forward's tiling: split only if that takes less than `worth` of the time."""
-    usual, parts = product.tiling(card), split_product.tiling(card, may_split=True)
-    least = product.duration(card, usual)
-    if parts.splits > 1 and split_product.duration(card, parts) < worth * least:
-        usual, least = parts, split_product.duration(card, parts)
-    among = {usual.name: usual, **product.near(card, least)}
-    split = split_product.near(card, least, may_split=True)
+    usual, parts = product.tiling(traits), split_product.tiling(traits, may_split=True)
+    least = product.duration(traits, usual)
+    if parts.splits > 1 and split_product.duration(traits, parts) < worth * least:
+        usual, least = parts, split_product.duration(traits, parts)
+    among = {usual.name: usual, **product.near(traits, least)}
+    split = split_product.near(traits, least, may_split=True)
     among |= {name: tiling for name, tiling in split.items() if tiling.splits > 1}
-    return card.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
+    return traits.choices.pick(product.kernel.entry, product.key, among, usual=usual.name)
 
 
 def whole_vector(*items: int) -> int:
@@ -355,7 +357,7 @@ Slot = int | None
 def product_steps(
     product: TensorCoreProduct,
     tiling: Tiling,
-    card: Card,
+    traits: DeviceTraits,
     planner: Planner[Any],
     operands: tuple[Slot, ...],
     *,
@@ -379,9 +381,9 @@ def product_steps(
     out, matrix = result
     added = added or matrix
     split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)
-    ctas, params = product.geometry(card.arch, tiling)
+    ctas, params = product.geometry(traits.arch, tiling)
     params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
-    specialisation = product.specialise(card.arch, tiling.shape, out_vec, split=split)
+    specialisation = product.specialise(traits.arch, tiling.shape, out_vec, split=split)
     passed = product.passed(params)
     if not split:
         return (Step.of(specialisation, ctas, (*operands, addend, None, out), passed),)
@@ -407,9 +409,9 @@ def split_forward(
     """Plan a forward whose sum is split, perhaps in one part; the epilogue follows the sum."""
     problem, slots = draft.problem, draft.slots
     columns = problem.outer
-    ctas, params = product.geometry(draft.card.arch, tiling)
+    ctas, params = product.geometry(draft.traits.arch, tiling)
     vec = whole_vector(problem.weight_columns)
-    specialisation = product.specialise(draft.card.arch, tiling.shape, vec, split=True)
+    specialisation = product.specialise(draft.traits.arch, tiling.shape, vec, split=True)
     partials = draft.planner.scratch(product.a.rows * product.b.columns * tiling.splits)
     results = (problem.residual, problem.preactivation, problem.out)
     items = math.gcd(columns, problem.vector(*results, problem.b))
@@ -437,7 +439,7 @@ def whole_forward(
 ) -> tuple[Step, ...]:
     """Plan a forward whose kernel has the epilogue: one launch."""
     problem, slots = draft.problem, draft.slots
-    ctas, params = product.geometry(draft.card.arch, tiling)
+    ctas, params = product.geometry(draft.traits.arch, tiling)
     params["out_stride"] = problem.out.leading
     if problem.residual is not None:
         params["addend_stride"] = problem.residual.leading

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.runtime.arch import Arch
 from cupyattn.runtime.arrays import Array, Operands
-from cupyattn.runtime.card import Card
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.spec import Specialisation, Value
 from cupyattn.runtime.tuning import Choices
 
@@ -49,7 +49,7 @@ class Device(Protocol):
     """The argument for an absent array."""
 
     @property
-    def card(self) -> Card:
+    def traits(self) -> DeviceTraits:
         """The current values of these attributes, as a key for caches of plans."""
 
     @property
@@ -85,9 +85,9 @@ class Device(Protocol):
         """Return the kernel, which is compiled and loaded the first time."""
 
 
-def card_of(device: Device) -> Card:
+def traits_of(device: Device) -> DeviceTraits:
     """Return the current properties of a device."""
-    return Card(
+    return DeviceTraits(
         device.arch.number,
         device.multiprocessors,
         device.tensor_cores,

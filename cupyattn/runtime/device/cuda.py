@@ -11,10 +11,9 @@ import numpy as np
 
 from cupyattn.runtime.arch import TURING, Arch, arch_of
 from cupyattn.runtime.arrays import Array, Operands
-from cupyattn.runtime.card import Card
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
 from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device import card_of
+from cupyattn.runtime.device import traits_of
 from cupyattn.runtime.device.arguments import PackedArguments
 from cupyattn.runtime.device.tensor_cores import (
     IN_CAPTURE,
@@ -22,6 +21,7 @@ from cupyattn.runtime.device.tensor_cores import (
     measured,
     without_measuring,
 )
+from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.spec import Specialisation, Value
@@ -61,7 +61,7 @@ class CudaDevice:
     """A GPU through CuPy. Kernels are loaded as modules and start on its current stream."""
 
     null = 0
-    _card: Card | None = None
+    _card: DeviceTraits | None = None
 
     def __init__(self, ordinal: int) -> None:
         cupy = load_cupy()
@@ -90,15 +90,15 @@ class CudaDevice:
         super().__setattr__("_card", None)
 
     @property
-    def card(self) -> Card:
+    def traits(self) -> DeviceTraits:
         """The properties that plans depend on, cached because each call needs them."""
         return self._card or self._make_card()
 
-    def _make_card(self) -> Card:
-        card = card_of(self)
+    def _make_card(self) -> DeviceTraits:
+        traits = traits_of(self)
         if self._tensor_cores is not None:  # in a capture the answer is only an assumption
-            super().__setattr__("_card", card)
-        return card
+            super().__setattr__("_card", traits)
+        return traits
 
     @property
     def name(self) -> str:

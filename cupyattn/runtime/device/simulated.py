@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.arrays import Array, Operands, array_within
-from cupyattn.runtime.card import T4_L2_BYTES, Card
-from cupyattn.runtime.device import Device, card_of
+from cupyattn.runtime.device import Device, traits_of
+from cupyattn.runtime.device.traits import T4_L2_BYTES, DeviceTraits
 from cupyattn.runtime.records import values_of
 from cupyattn.runtime.tuning import USUAL, Choices
 
@@ -21,9 +21,9 @@ class SimulatedDevice:
     null = None
 
     @property
-    def card(self: Device) -> Card:
+    def traits(self: Device) -> DeviceTraits:
         """The properties that plans depend on."""
-        return card_of(self)
+        return traits_of(self)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialised NumPy array."""

@@ -109,7 +109,7 @@ def test_the_goals_of_phi_2():
         (QLORA._replace(lora=LoraOptions(rank=4096)), 4e9, "with --lora-rank 32 it fits"),
         (QLORA._replace(lora=LoraOptions(rank=4096), state="8bit", batch_tokens=128), 2.4e9,
          "with --lora-rank 4 it fits"),
-        (QLORA, 1e9, "take a smaller model, or a larger card"),
+        (QLORA, 1e9, "take a smaller model, or a larger device"),
     ],
 )  # fmt: skip
 def test_what_would_fit(training, free, would):

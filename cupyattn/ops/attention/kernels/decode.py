@@ -108,7 +108,7 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
 # The same of caches of integers and float16 queries, by their dtype first. Of 8 rows of D 128 the
 # loop has 395 instructions for a tile of int8 and 344 for one of 4 bits, 277 of float16. By the
 # model of `python -m cupyattn turing` an SM of a T4 could so take 20 and 11 bytes a cycle (NVRTC
-# 12.9, 2026-11-23); the card's memory brings 5.
+# 12.9, 2026-11-23); the device's memory brings 5.
 INTEGER_TENSOR_CORES: Mapping[
     int, Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]
 ] = {
@@ -190,7 +190,7 @@ def decode_launch(
 
     `cache` is the dtype of the caches, q's by default. `vec` is 16 bytes' worth of their items,
     where every row starts at a multiple of that and q's too; of integers INTEGER_ITEMS, where rows
-    allow no more; otherwise what a byte or an item has. `tensor_cores`: whether the card has any.
+    allow no more; otherwise what a byte or an item has. `tensor_cores`: whether the device has any.
     """
     cache = dtype if cache is None else cache
     by_rows = None

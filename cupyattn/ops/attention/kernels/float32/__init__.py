@@ -1,4 +1,4 @@
-"""Float32 arithmetic: float32, bfloat16, and float16 on cards without tensor cores."""
+"""Float32 arithmetic: float32, bfloat16, and float16 on devices without tensor cores."""
 
 from cupyattn.ops.attention.kernels.float32 import backward, forward
 

@@ -114,7 +114,7 @@ class PairedConfig:
 
 # In each table: the first row whose head dim is not below max(D, Dv). "Models" is the tensor
 # utilisation of the main loop on a T4 by a static model of the machine code (NVRTC 12.9.86,
-# 2026-11-20 and 21, +-0.05): no Turing card has been measured. Keys and values stay in registers
+# 2026-11-20 and 21, +-0.05): no Turing device has been measured. Keys and values stay in registers
 # with their gradients, 3 registers for every two columns of 16 keys: 32 keys a warp to 64 columns,
 # 16 to 128, and beyond that 16 keys of two warps. With options, tiles of 16 queries spill less at
 # head dims 64 and 128, and model up to 0.10 less. (8 queries at once of head dim 80, with dQ by

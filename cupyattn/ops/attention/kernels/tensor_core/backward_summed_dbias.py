@@ -86,7 +86,7 @@ class SummedDbiasConfig:
 
 
 # "Models" is the tensor utilisation of the main loop on a T4 by a static model of the machine code,
-# with a bias of float16 (NVRTC 12.9.86, 2026-11-26, +-0.05): no Turing card has been measured. Two
+# with a bias of float16 (NVRTC 12.9.86, 2026-11-26, +-0.05): no Turing GPU has been measured. Two
 # products have as many scores to make as the five of dk, dv and dq: that binds, and the load/store
 # unit, as all four operands of a product are new each time. Large tiles read the least: on an H100
 # that of head dim 64 took 697 us where 48 keys by warps of 32 rows took 856, that of 96 took 949

@@ -60,10 +60,10 @@ class FlashConfig:
 
 # The first row whose head dim is not below max(D, Dv). "Models" is the tensor utilisation of the
 # main loop on a T4 by a static model of the machine code (NVRTC 12.9.86, 2026-11-21, +-0.05): no
-# Turing card has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
+# Turing device has been measured. Two CTAs of 4 warps keep an SM's tensor cores busier than one of
 # 8, whose warps go through their phases together; 32 rows a warp halve the shared-memory traffic,
 # which binds otherwise.
-# GeForce cards run mma with float16 accumulators at twice the rate. Promoted to float32 every 8
+# GeForce devices run mma with float16 accumulators at twice the rate. Promoted to float32 every 8
 # steps of 8 columns, that models 1.42 to 1.62 of these rows at head dim 64 and 1.25 to 1.29 at 128
 # (RTX 2060 Super, 2026-11-22): too little there for another error bound.
 _TURING = {
@@ -170,7 +170,7 @@ _INTEGERS_GATES = {
 # tokens, 16 heads of 128, took 203.7 ms with tiles brought to L2 two ahead, 209.4 four ahead and
 # 231.2 without; where all keys are seen 52.3, 53.7 and 66.8 (32,768 queries, 65,536 keys; sm_90
 # code, 2026-11-24, by edits of the source before there was a macro). At head dim 64, with tiles of
-# 64 keys, it made no difference. A Turing card's tiles take longer; none has been measured.
+# 64 keys, it made no difference. A Turing device's tiles take longer; none has been measured.
 FLASH = with_l2_ahead(with_gates(_TURING, _GATES), {128: 2})
 FLASH_TALL = with_mma_k(_TURING_TALL)
 FLASH_WITH = {

@@ -9,7 +9,7 @@ from cupyattn.runtime.tuning import USUAL, Choices
 T4_L2_BYTES = 4 * 2**20
 
 
-class Card(NamedTuple):
+class DeviceTraits(NamedTuple):
     """The properties of a device that plans depend on.
 
     The architecture decides the configuration, the number of multiprocessors the grid, and tensor
@@ -30,9 +30,9 @@ class Card(NamedTuple):
 
         Examples
         --------
-        >>> [Card(75, 40).has_mma(dtype) for dtype in ("float16", "bfloat16", "float32")]
+        >>> [DeviceTraits(75, 40).has_mma(dtype) for dtype in ("float16", "bfloat16", "float32")]
         [True, False, False]
-        >>> Card(75, 16, tensor_cores=False).has_mma("float16")
+        >>> DeviceTraits(75, 16, tensor_cores=False).has_mma("float16")
         False
         """
         return self.tensor_cores and dtype == "float16"
