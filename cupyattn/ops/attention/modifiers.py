@@ -6,7 +6,7 @@ import keyword
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field, make_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -100,12 +100,17 @@ def with_arrays_of(record: R, functions: UserFunctions, arrays: Mapping[str, Any
     if not arrays:
         return record
     kind: Any = type(record)
-    extended: type[R] = _extended(kind, tuple(functions.shown_names.items()))
-    return extended(*values_of(record), **arrays)
+    extended: type[R] = _extended(kind, functions)
+    return extended(*values_of(record), *arrays.values())
 
 
-@cache
-def _extended(kind: type[R], shown_names: tuple[tuple[str, str], ...]) -> type[R]:
+@lru_cache(maxsize=4096)
+def _extended(kind: type[R], functions: UserFunctions) -> type[R]:
+    return _with_fields(kind, tuple(functions.shown_names.items()))  # type: ignore[arg-type]
+
+
+@cache  # a class for all expressions whose arrays have these names
+def _with_fields(kind: type[R], shown_names: tuple[tuple[str, str], ...]) -> type[R]:
     fields = [(name, object, field(default=None)) for name, _ in shown_names]
     shown_as = {"SHOWN_AS": {**kind.SHOWN_AS, **dict(shown_names)}}
     return make_dataclass(kind.__name__, fields, bases=(kind,), namespace=shown_as, slots=True)
