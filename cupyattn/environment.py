@@ -10,11 +10,11 @@ import numpy as np
 
 from cupyattn.registry import KERNELS
 from cupyattn.runtime import tuning as choices
+from cupyattn.runtime.arch import arch_override, tensor_cores_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.folders import cache_directory
-from cupyattn.runtime.target import arch_override, tensor_cores_override
 
 
 def device_info() -> dict[str, Any]:

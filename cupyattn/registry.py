@@ -30,7 +30,7 @@ from cupyattn.ops.optimizer import kernels as optimizer
 from cupyattn.ops.rope import kernels as rope
 from cupyattn.ops.sampling import kernels as sampling
 from cupyattn.ops.softmax import kernels as softmax
-from cupyattn.runtime import column_sums
+from cupyattn.runtime import row_kernel
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.device import mma_rate
 from cupyattn.runtime.spec import KernelSpec, Specialisation
@@ -59,7 +59,7 @@ _MODULES = (
     sampling,
     cross_entropy,
     norms,
-    column_sums,
+    row_kernel,
     linear_float32,
     mma_rate,
     skinny,

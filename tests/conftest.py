@@ -19,11 +19,11 @@ from support.recording_device import Recorder
 
 from cupyattn.runtime import compile, folders
 from cupyattn.runtime import kernel_cache as cache
+from cupyattn.runtime.arch import ARCH_VARIABLE
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.folders import cache_directory, temporary_directory
 from cupyattn.runtime.source import Unit
-from cupyattn.runtime.target import ARCH_VARIABLE
 
 COMPILED = ("cupyattn.runtime.backend.backend", "cupyattn.runtime.kernel.Kernel")
 """Doctests that compile a kernel."""

@@ -109,7 +109,7 @@ class SelfAttentionProblem:
 
         Examples
         --------
-        >>> problem = Problem(4, 32, 4096, 64, 64, "float16", causal=False, window=512)
+        >>> problem = SelfAttentionProblem(4, 32, 4096, 64, 64, "float16", causal=False, window=512)
         >>> forward = 4 * 4 * 32 * 4096**2 * 64
         >>> [problem.flops(what, "plain") / forward for what in ("forward", "backward", "step")]
         [1.0, 2.5, 3.5]

@@ -16,11 +16,11 @@ import numpy as np
 
 import cupyattn
 from cupyattn.cli.terminal import Result
+from cupyattn.runtime.arch import arch_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.target import arch_override
 
 
 def this_host() -> dict[str, Any]:

@@ -23,11 +23,10 @@ from cupyattn.cli.configurations import (
     without_rows,
 )
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
-from cupyattn.runtime.arch import ARCHS, TURING, Arch
+from cupyattn.runtime.arch import ARCHS, TURING, Arch, arch_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.progress import progress
 from cupyattn.runtime.spec import Specialisation
-from cupyattn.runtime.target import arch_override
 from cupyattn.runtime.tuning import tuned_override
 
 

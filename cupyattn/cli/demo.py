@@ -25,7 +25,7 @@ from cupyattn.emulator import Checks, Report
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
-from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arch import TURING, Arch, tensor_cores_override
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.cupy_library import load_cupy
@@ -33,7 +33,6 @@ from cupyattn.runtime.device.cuda import CudaDevice, cuda_device, device_count
 from cupyattn.runtime.device.recorder import Launch
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
-from cupyattn.runtime.target import tensor_cores_override
 
 
 @dataclass(frozen=True)

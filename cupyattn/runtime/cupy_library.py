@@ -13,9 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.folders import CACHE_VARIABLE, cache_directory, temporary_directory
+from cupyattn.runtime.folders import (
+    CACHE_VARIABLE,
+    cache_directory,
+    make_private_folder,
+    require_trusted_folder,
+    temporary_directory,
+)
 from cupyattn.runtime.fork import no_fork
-from cupyattn.runtime.trust import make_private_folder, require_trusted_folder
 
 _VARIABLE = "CUPY_CACHE_DIR"
 _DEFAULT = "~/.cupy/kernel_cache"

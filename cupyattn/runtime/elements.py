@@ -44,10 +44,9 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, made_beforehand
-from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.outputs import require_grads, round_into
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, given_of
-from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 from cupyattn.runtime.structs import element_params, elements_struct, merge_axes

@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from cupyattn.runtime.folders import (
-    cache_directory,
-    remove_temporary_directory,
-    tell_untrusted_file,
-    tell_unused,
-)
-from cupyattn.runtime.fork import no_fork
-from cupyattn.runtime.trust import (
     UntrustedError,
+    cache_directory,
     make_private_folder,
     read_trusted,
+    remove_temporary_directory,
     require_trusted_folder,
+    tell_untrusted_file,
+    tell_unused,
     write_private,
 )
+from cupyattn.runtime.fork import no_fork
 
 _writing = threading.Lock()
 

@@ -1,10 +1,14 @@
-"""The options out= and grads=: several results are a tuple, gradients are a named tuple."""
+"""Results as the caller wants them: out=, grads=, dtype=, and the rounding of the reference's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
-from cupyattn.runtime.errors import error
+import numpy as np
+
+from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.checks import CPU_FLOATS
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.records import R
 
 
@@ -100,3 +104,65 @@ def require_grads(
     if accumulate and grads is None:
         passed = f"accumulate=True without {shown}"
         raise error(ValueError, passed, f"it adds to what is in {shown}", fix)
+
+
+@overload
+def round_into(
+    given: None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> np.ndarray: ...
+@overload
+def round_into(
+    given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> Array: ...
+def round_into(
+    given: Array | None, exact: np.ndarray, dtype: np.dtype, *, transposed: bool = False
+) -> Array:
+    """Round once, into the given array or a new one. Values too large for the dtype become inf.
+
+    A new array is in C order, or with `transposed` the transpose of an array in C order.
+    """
+    target = given
+    if target is None:
+        target = np.empty(exact.shape, dtype, order="F" if transposed else "C")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if dtype.name == "bfloat16":  # ml_dtypes converts through float32, which would round twice
+            exact = _float32_to_odd(exact)
+        target[...] = exact.astype(dtype)
+    return target
+
+
+def _float32_to_odd(exact: np.ndarray) -> np.ndarray:
+    """Round to float32, to the odd neighbour if inexact, so that a second rounding does no harm.
+
+    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+    rounding to odd" (IEEE Transactions on Computers, 2008).
+    """
+    nearest = exact.astype(np.float32)
+    bits = nearest.view(np.uint32)
+    wide = nearest.astype(np.float64)
+    inexact = (wide != exact) & ~np.isnan(exact)
+    bits -= inexact & (np.abs(wide) > np.abs(exact))  # towards zero
+    bits |= inexact
+    return nearest
+
+
+def float_dtype(given: Any) -> np.dtype:
+    """Return a floating-point dtype that is given as a dtype, a name or a scalar type.
+
+    Raises
+    ------
+    TypeError
+        For anything else.
+    """
+    try:
+        dtype = dtype_of(given) if isinstance(given, str) else np.dtype(given)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.name not in CPU_FLOATS:
+        raise error(
+            TypeError,
+            f"dtype = {shown(given)}",
+            f"allowed are {', '.join(CPU_FLOATS)}",
+            "pass one of them, 'float32' most often",
+        )
+    return dtype

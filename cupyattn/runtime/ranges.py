@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
+from cupyattn.runtime.arch import flag
 from cupyattn.runtime.cupy_library import loaded_nvtx
-from cupyattn.runtime.target import flag
 
 NVTX_VARIABLE = "CUPYATTN_NVTX"
 

@@ -339,3 +339,12 @@ def column_sums(dtype: str) -> Specialisation:
         static_shared_bytes=_COLUMN_SUMS_THREADS * FLOAT_BYTES,
         DTYPE=dtype,
     )
+
+
+KERNELS = (COLUMN_SUMS,)
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield the kernel for each dtype of the result."""
+    del arch  # one configuration for all
+    yield from map(column_sums, STORAGE)

@@ -45,9 +45,9 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.outputs import round_into
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, given_of, made, values_of
-from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.row_kernel import (
     COLUMN_SUMS_COLUMNS,
     OF_THE_PLAN,

@@ -15,14 +15,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cupyattn.runtime.arch import flag
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.folders import CACHE_VARIABLE, cache_directory, tell_untrusted_file
+from cupyattn.runtime.folders import (
+    CACHE_VARIABLE,
+    UntrustedError,
+    cache_directory,
+    read_trusted,
+    require_trusted_folder,
+    tell_untrusted_file,
+)
 from cupyattn.runtime.kernel_cache import write_atomically
 from cupyattn.runtime.reading import parsed
 from cupyattn.runtime.source import source_root
-from cupyattn.runtime.target import flag
-from cupyattn.runtime.trust import UntrustedError, read_trusted, require_trusted_folder
 
 TUNED_VARIABLE = "CUPYATTN_TUNED"
 

@@ -175,7 +175,7 @@ def access_bytes(instruction: SassInstruction) -> int:
     --------
     An 8x8 matrix of float16 is 128 bytes, 4 of each thread:
 
-    >>> [access_bytes(Instruction(0, opcode)) for opcode in ("LDSM.16.M88.4", "LDG.E.128.SYS")]
+    >>> [access_bytes(SassInstruction(0, opcode)) for opcode in ("LDSM.16.M88.4", "LDG.E.128.SYS")]
     [16, 16]
     """
     modifiers = instruction.modifiers

@@ -18,10 +18,9 @@ from cupyattn.ops.attention.kernels.teaching import forward as teaching
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime import compile, source
-from cupyattn.runtime.arch import arch_of
+from cupyattn.runtime.arch import arch_of, target_of
 from cupyattn.runtime.compile import CompilationError, compile_cubin, compile_ptx
 from cupyattn.runtime.spec import KernelSpec, Specialisation
-from cupyattn.runtime.target import target_of
 
 nvrtc = pytest.mark.nvrtc
 TURING = arch_of(75)

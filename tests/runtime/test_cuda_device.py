@@ -9,9 +9,8 @@ import pytest
 from numpy.testing import assert_allclose
 
 from cupyattn import attention, backend, device_info
-from cupyattn.runtime.arch import ARCHS, TURING, arch_of
+from cupyattn.runtime.arch import ARCHS, TURING, arch_of, arch_override
 from cupyattn.runtime.device import cuda as device_module
-from cupyattn.runtime.target import arch_override
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from support.readme import ROOT
 from cupyattn import Kernel, backend
 from cupyattn.emulator import Report
 from cupyattn.registry import KERNELS
-from cupyattn.runtime import includes, source
+from cupyattn.runtime import source
+from cupyattn.runtime import source as includes
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import CompilationError, compile_cubin, compile_ptx
 from cupyattn.runtime.device import emulated

@@ -10,13 +10,12 @@ import pytest
 
 from cupyattn import backend, device_info, emulator
 from cupyattn.cli import info, main
-from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING, tensor_cores_override
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import cuda, tensor_cores
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
 from cupyattn.runtime.device.tensor_cores import without_measuring
-from cupyattn.runtime.target import TENSOR_CORES_VARIABLE, tensor_cores_override
 
 WITH = (
     "Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2060 SUPER", "GeForce RTX 2080 Ti", "TITAN RTX",

@@ -9,7 +9,7 @@ import pytest
 from support.permissions import NOBODY, give_away
 
 from cupyattn.runtime import kernel_cache as cache
-from cupyattn.runtime.trust import UntrustedError, read_trusted, require_trusted_folder
+from cupyattn.runtime.folders import UntrustedError, read_trusted, require_trusted_folder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="owners and modes are POSIX")
 

@@ -15,7 +15,8 @@ from support.permissions import NOBODY, give_away
 
 from cupyattn import backend, softmax
 from cupyattn.benchmark import ceiling_kernels
-from cupyattn.runtime import folders, trust
+from cupyattn.runtime import folders
+from cupyattn.runtime import folders as trust
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime import tuning as choices
 from cupyattn.runtime.arch import TURING

@@ -14,7 +14,7 @@ from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import round_into
 
 GRADIENTS = AttentionGrads._fields
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
-from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING
 from cupyattn.runtime.arrays import Layout, span
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import Device
@@ -35,7 +35,6 @@ from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.tensor_cores import TensorCores
 from cupyattn.runtime.source import include_closure, source_root
 from cupyattn.runtime.spec import Specialisation
-from cupyattn.runtime.target import TENSOR_CORES_VARIABLE
 from cupyattn.runtime.tuning import Choices
 
 SENTINEL = 77.0

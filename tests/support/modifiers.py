@@ -17,7 +17,7 @@ from support.varlen import VarlenProblem
 import cupyattn
 from cupyattn import AttentionGrads, BlockMask, MaskMod, ScoreMod, block_mask, reference
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import round_into
 
 Put = Callable[[np.ndarray], Any]
 CAP = 2.0

@@ -16,7 +16,7 @@ from cupyattn import reference
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.reference.varlen import PackedSequence, score_index, sequences
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import round_into
 
 Arrays = tuple[np.ndarray, ...]
 

@@ -29,8 +29,7 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import named_grads
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import named_grads, round_into
 
 
 @overload

@@ -15,8 +15,7 @@ from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, require_bool
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import named_out, take_out
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import named_out, round_into, take_out
 
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
 

@@ -25,9 +25,7 @@ from cupyattn.ops.rope.api import Rotary, checked_rotary
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, require_given
-from cupyattn.runtime.float_dtypes import float_dtype
-from cupyattn.runtime.outputs import take_out
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import float_dtype, round_into, take_out
 
 _APPEND_FIXES = {
     "slot_mapping": "pass an int32 array with a slot for each token, of shape k.shape[:-2]",

@@ -19,8 +19,7 @@ from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.differentiable import differentiable
-from cupyattn.runtime.outputs import require_grads
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import require_grads, round_into
 
 _FIXES = fixes_of_results("out")
 

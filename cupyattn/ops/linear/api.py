@@ -26,9 +26,8 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.outputs import take_grads
+from cupyattn.runtime.outputs import round_into, take_grads
 from cupyattn.runtime.plan import run
-from cupyattn.runtime.rounding import round_into
 
 _FIXES = {
     "b": "pass an array of shape (N,), an item for each column of w",

@@ -21,8 +21,7 @@ from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.float_dtypes import float_dtype
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import float_dtype, round_into
 
 _FIXES = fixes_of_results("out")
 

@@ -30,10 +30,9 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.outputs import require_grads
+from cupyattn.runtime.outputs import require_grads, round_into
 from cupyattn.runtime.plan import Output, allot
 from cupyattn.runtime.records import R, given_of
-from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.rows import (
     RowOptions,
     call_rows,

@@ -24,7 +24,7 @@ from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.elements import call_elements
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import round_into
 
 _NORM_FIXES = fixes_of_results("out")
 _UNPACKED = "unpack it, as in global_norm(*arrays)"

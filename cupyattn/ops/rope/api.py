@@ -29,9 +29,7 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, real, require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.float_dtypes import float_dtype
-from cupyattn.runtime.outputs import require_grads
-from cupyattn.runtime.rounding import round_into
+from cupyattn.runtime.outputs import float_dtype, require_grads, round_into
 
 _FIXES = {
     "positions": "pass an int32 array of shape (S,) or (B, S), for example numpy.arange(S)",

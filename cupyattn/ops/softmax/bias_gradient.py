@@ -32,9 +32,9 @@ from cupyattn.runtime.checks import (
     require_kernel_dtype,
 )
 from cupyattn.runtime.errors import error, made_beforehand
+from cupyattn.runtime.outputs import round_into
 from cupyattn.runtime.plan import Output, allot
 from cupyattn.runtime.records import Record, T
-from cupyattn.runtime.rounding import round_into
 from cupyattn.runtime.rows import RowOptions, broadcast_layout, call_rows
 
 _BYTES = np.dtype(np.uint8)

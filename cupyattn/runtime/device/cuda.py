@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.runtime.arch import TURING, Arch, arch_of
+from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of, arch_override, target_of
 from cupyattn.runtime.arrays import Array, Operands
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
 from cupyattn.runtime.cupy_library import load_cupy
@@ -25,7 +25,6 @@ from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.spec import Specialisation, Value
-from cupyattn.runtime.target import ARCH_VARIABLE, arch_override, target_of
 from cupyattn.runtime.tuning import choices_for
 
 

@@ -12,12 +12,11 @@ import numpy as np
 
 from cupyattn import emulator
 from cupyattn.runtime import kernel_cache as cache
-from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arch import TURING, Arch, arch_override, tensor_cores_override
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device.simulated import SimulatedDevice
 from cupyattn.runtime.source import source_root, texts_named_in
 from cupyattn.runtime.spec import Pointer, Specialisation, Value
-from cupyattn.runtime.target import arch_override, tensor_cores_override
 from cupyattn.runtime.tuning import tuned_override
 
 

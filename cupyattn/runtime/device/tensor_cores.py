@@ -12,11 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.runtime.arch import SUB_PARTITIONS, TURING
+from cupyattn.runtime.arch import (
+    SUB_PARTITIONS,
+    TENSOR_CORES_VARIABLE,
+    TURING,
+    tensor_cores_override,
+)
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
 from cupyattn.runtime.plan import launch
-from cupyattn.runtime.target import TENSOR_CORES_VARIABLE, tensor_cores_override
 
 # Product names with the dies TU102, TU104 and TU106, then with TU116 and TU117.
 _WITH = re.compile(r"\bRTX\b|\bT4G?$|\bT(10|40)$")
