@@ -22,7 +22,7 @@ from cupyattn.runtime.array_protocol import CudaArray as CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import RefusalError, error, made_beforehand, shown
 from cupyattn.runtime.fork import no_fork
-from cupyattn.runtime.records import R, made
+from cupyattn.runtime.records import R, Record, made
 
 ALIGNMENT = 16
 """Bytes. A vector load or store of a thread starts at a multiple of this."""
@@ -131,35 +131,55 @@ def adopt(record: R, fixes: Mapping[str, str] = MappingProxyType({})) -> Operand
         For arrays on different devices.
     """
     # One pass: in a call on a GPU this loop costs more than anything but the driver.
-    values = record.VALUES(record)
-    places = [0] * len(values)
-    description: list[Described | None] = [None] * len(values)
-    devices: set[int | None] = set()
-    for slot, array in enumerate(values):
+    places: list[int] = []
+    description: list[Described | None] = []
+    first: int | None = _NO_ARRAY
+    mixed = False
+    device_kind = _device_array
+    for array in record.VALUES(record):
         if array is None:
+            places.append(0)
+            description.append(None)
             continue
-        if type(array) is not _device_array and type(array) is not _host_array:
-            name = record.FIELDS[slot]
-            array = adopt_one(record.SHOWN_AS.get(name, name), array, fixes)
-            setattr(record, name, array)
-        strides: tuple[int, ...] | None
-        if type(array) is _host_array:
-            device_id, place, strides = None, array.ctypes.data, array.strides
-        else:
+        if type(array) is device_kind:
             pointer = array.data
             device_id, place = pointer.device_id, pointer.ptr
             strides = None if array._c_contiguous else array.strides
-        devices.add(device_id)
-        places[slot] = place
-        description[slot] = array.shape, strides, array.dtype, place % ALIGNMENT
-    if len(devices) > 1:
-        named = zip(record.FIELDS, record.VALUES(record), strict=True)
-        shown_as = record.SHOWN_AS
-        shown = {shown_as.get(name, name): array for name, array in named if array is not None}
-        raise _mixed_libraries(shown) if None in devices else _mixed_devices(shown)
-    return Operands(devices.pop() if devices else None, record, places, tuple(description))
+        else:
+            if type(array) is not _host_array:
+                name = record.FIELDS[len(places)]
+                array = adopt_one(record.SHOWN_AS.get(name, name), array, fixes)
+                setattr(record, name, array)
+            device_id, place, strides = _where(array)
+        if device_id != first:
+            mixed, first = first != _NO_ARRAY, device_id
+        places.append(place)
+        description.append((array.shape, strides, array.dtype, place % ALIGNMENT))
+    if mixed:
+        raise _mixed(record)
+    return Operands(None if first == _NO_ARRAY else first, record, places, tuple(description))
 
 
+def _where(array: Any) -> tuple[int | None, int, tuple[int, ...] | None]:
+    """Return the device, the address and the strides of an array as `Described` has them."""
+    if type(array) is _host_array:
+        return None, array.ctypes.data, array.strides
+    pointer = array.data
+    return pointer.device_id, pointer.ptr, None if array._c_contiguous else array.strides
+
+
+def _mixed(record: Record[Any]) -> TypeError | ValueError:
+    """Return what to raise for arrays of two libraries or devices."""
+    named = zip(record.FIELDS, record.VALUES(record), strict=True)
+    shown_as = record.SHOWN_AS
+    arrays = {shown_as.get(name, name): array for name, array in named if array is not None}
+    if any(isinstance(array, np.ndarray) for array in arrays.values()):
+        return _mixed_libraries(arrays)
+    return _mixed_devices(arrays)
+
+
+_NO_ARRAY = -1
+"""Stands for the device of a call before its first array."""
 _host_array = np.ndarray
 _device_array: Any = None
 """cupy.ndarray, once a call had one. Arrays of exactly these two types need no conversion."""
