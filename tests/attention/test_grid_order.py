@@ -27,7 +27,7 @@ import cupyattn
 from cupyattn.ops.attention.block_mask import block_lists
 from cupyattn.ops.attention.choice import interleaving
 from cupyattn.ops.attention.kernels.block_mask import LIST_HEAD, TILE
-from cupyattn.ops.attention.problem import AttentionArrays
+from cupyattn.ops.attention.problem import WholeAttentionArrays
 from cupyattn.ops.attention.structs import ATTENTION_PARAMS, BACKWARD_PARAMS, BACKWARD_STRUCT
 from cupyattn.runtime.arrays import adopt, contiguous
 from cupyattn.runtime.backend import device_of
@@ -329,12 +329,14 @@ def find_lists(tiles: np.ndarray, group: int, sizes: dict[str, Any]) -> np.ndarr
     """(matrices, owned tiles, items, 2), as the kernels write them."""
     layout = contiguous(tiles.shape, tiles.dtype)
     heads = tiles.shape[1] if tiles.shape[1] > 1 else 4 * group
-    layouts: Any = AttentionArrays(None, None, None, block_mask=layout)
+    layouts: Any = WholeAttentionArrays(None, None, None, block_mask=layout)
     problem: Any = SimpleNamespace(layouts=layouts, heads=heads, kv_heads=heads // group)
-    planner = Planner(AttentionArrays, layouts, {})
+    planner = Planner(WholeAttentionArrays, layouts, {})
     plan = planner.plan(*block_lists(problem, planner, **sizes).steps)
     workspace = KERNELS.put(np.zeros(plan.workspace_bytes // 4, np.uint32))
-    given = AttentionArrays(None, None, None, workspace=workspace, block_mask=KERNELS.put(tiles))
+    given = WholeAttentionArrays(
+        None, None, None, workspace=workspace, block_mask=KERNELS.put(tiles)
+    )
     operands = adopt(given)
     device = device_of(operands)
     assert device is not None

@@ -19,6 +19,7 @@ from cupyattn.ops.attention.problem import (
     AttentionArrays,
     AttentionBackwardArrays,
     AttentionProblem,
+    WholeAttentionArrays,
 )
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import Rotary
@@ -226,7 +227,7 @@ def attention_varlen(
     True
     """
     require_bool("return_lse", return_lse)
-    arrays: AttentionArrays[Any] = AttentionArrays(
+    arrays: AttentionArrays[Any] = WholeAttentionArrays(
         *(q, k, v, seqused_k, mask, bias, alibi_slopes, sinks),
         workspace=workspace,
         cu_seqlens_q=cu_seqlens_q,

@@ -29,6 +29,7 @@ from cupyattn.ops.attention.problem import (
     AttentionBackwardArrays,
     AttentionProblem,
     as_batch,
+    whole,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
 from cupyattn.ops.rope.api import checked_rotary
@@ -94,15 +95,18 @@ def attention_call(
         As the public functions document.
     """
     if q_offset is not None and exports_memory(q_offset):
+        arrays = whole(arrays)
         arrays.q_offset = q_offset
         q_offset = None
     interleaved = False
     if rotary is not None:
+        arrays = whole(arrays)
         arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
     functions = _NO_FUNCTIONS
     if score_mod is not None or mask_mod is not None:
         blocks = None
         if isinstance(mask_mod, BlockMask):
+            arrays = whole(arrays)
             arrays.block_mask, blocks = mask_mod.tiles_beside(arrays.q), mask_mod.blocks
             mask_mod = mask_mod.mask_mod
         of_mask = user_function("mask_mod", mask_mod)

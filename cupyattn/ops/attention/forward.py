@@ -40,6 +40,7 @@ from cupyattn.ops.attention.problem import (
     AttentionArrays,
     AttentionProblem,
     forward_outputs,
+    whole,
 )
 from cupyattn.ops.attention.rotary import rotate_inputs, take_scratch
 from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS
@@ -112,6 +113,7 @@ def require_sizes(problem: AttentionProblem) -> None:
 def place_queries(problem: AttentionProblem, planner: AttentionPlanner) -> None:
     """Have kernels read where queries are from seqused_k, if it decides that."""
     if problem.ends_with_keys_in_use and not problem.packed:
+        planner.slots = whole(planner.slots)
         planner.slots.q_offset = planner.slots.seqused_k
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, Attent
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.checks import Overlaps, fixes_of_results
 from cupyattn.runtime.plan import Output
-from cupyattn.runtime.records import Record, T, given_of
+from cupyattn.runtime.records import Record, T, given_of, values_of
 
 LSE_DTYPE = np.dtype(np.float32)
 MAX_LENGTH = 2**30 - 2**10  # a row of the last tile stays below kFar (masks.cuh)
@@ -45,7 +45,10 @@ FORWARD_FIXES = {**ARRAY_FIXES, **fixes_of_results(*FORWARD_RESULTS)}
 
 @dataclass(slots=True)
 class AttentionArrays(Record[T]):
-    """The arrays of one forward call, of a batch or of packed sequences."""
+    """The arrays of one forward call of a batch, without those of rarer options.
+
+    Each field costs every call some time: those options have `WholeAttentionArrays`.
+    """
 
     q: T
     k: T
@@ -58,6 +61,25 @@ class AttentionArrays(Record[T]):
     out: T | None = None
     lse: T | None = None
     workspace: T | None = None
+    if TYPE_CHECKING:
+        cu_seqlens_q: T | None = None
+        cu_seqlens_k: T | None = None
+        q_offset: T | None = None
+        cos: T | None = None
+        sin: T | None = None
+        block_mask: T | None = None
+    else:
+        cu_seqlens_q = cu_seqlens_k = q_offset = cos = sin = block_mask = None
+
+    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({"block_mask": "mask_mod's tiles"})
+    FIXES: ClassVar[Mapping[str, str]] = FORWARD_FIXES
+    """The fixes that errors propose for a field that is no array."""
+
+
+@dataclass(slots=True)
+class WholeAttentionArrays(AttentionArrays[T]):
+    """The arrays of one forward call, of a batch or of packed sequences."""
+
     cu_seqlens_q: T | None = None
     cu_seqlens_k: T | None = None
     q_offset: T | None = None
@@ -67,13 +89,19 @@ class AttentionArrays(Record[T]):
     block_mask: T | None = None
     """The tiles that a mask_mod leaves."""
 
-    SHOWN_AS: ClassVar[Mapping[str, str]] = MappingProxyType({"block_mask": "mask_mod's tiles"})
-    FIXES: ClassVar[Mapping[str, str]] = FORWARD_FIXES
-    """The fixes that errors propose for a field that is no array."""
+
+A = TypeVar("A", bound=AttentionArrays[Any])
+
+
+def whole(arrays: A) -> A:
+    """Return a record that has a field for the arrays of every option."""
+    if type(arrays) is not AttentionArrays:
+        return arrays
+    return cast("A", WholeAttentionArrays(*values_of(arrays)))
 
 
 @dataclass(slots=True)
-class AttentionBackwardArrays(AttentionArrays[T]):
+class AttentionBackwardArrays(WholeAttentionArrays[T]):
     """The arrays of one backward call: out and lse are what the forward gave."""
 
     dout: T | None = None
@@ -91,7 +119,7 @@ class AttentionBackwardArrays(AttentionArrays[T]):
 
 
 @dataclass(slots=True)
-class PagedArrays(AttentionArrays[T]):
+class PagedArrays(WholeAttentionArrays[T]):
     """The arrays of one call over a paged cache: k and v are the caches, seqused_k the lengths."""
 
     block_table: T | None = None
