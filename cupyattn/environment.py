@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from typing import Any
 
 import numpy as np
 
 from cupyattn.registry import KERNELS
 from cupyattn.runtime import tuning as choices
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import arch_override, tensor_cores_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
@@ -17,7 +17,7 @@ from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.folders import cache_directory
 
 
-def device_info() -> dict[str, Any]:
+def device_info() -> Json:
     """Describe the GPUs, the compiler and the cache of compiled kernels.
 
     Returns
@@ -66,7 +66,7 @@ def device_info() -> dict[str, Any]:
     True
     """
     override, tensor_cores = arch_override(), tensor_cores_override()
-    info: dict[str, Any] = {
+    info: Json = {
         "devices": [],
         "cuda_driver": None,
         "cuda_runtime": None,
@@ -94,7 +94,7 @@ def device_info() -> dict[str, Any]:
     return info
 
 
-def _device(ordinal: int) -> dict[str, Any]:
+def _device(ordinal: int) -> Json:
     cupy = load_cupy()
     device = cupy.cuda.Device(ordinal)
     info = {
@@ -118,7 +118,7 @@ def _device(ordinal: int) -> dict[str, Any]:
     return info
 
 
-def _cache() -> dict[str, Any]:
+def _cache() -> Json:
     folder = cache_directory()
     if folder is None:
         return {"folder": None, "files": 0, "bytes": 0}

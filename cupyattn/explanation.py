@@ -120,7 +120,7 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Explanation:
+def explain(function: Callable[..., Any], /, *arrays: object, **options: object) -> Explanation:
     """Report which kernels a call would launch, in which configuration, and why.
 
     Nothing is launched, and no array is written. The kernels are compiled to find their number of
@@ -186,7 +186,7 @@ def explain(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> Ex
     return Explanation(name, title, launches, tuple(choices.reasons))
 
 
-def _stand_in(value: Any, devices: set[int]) -> Any:
+def _stand_in(value: Any, devices: set[int]) -> object:
     """Replace arrays on a GPU, and shapes, in an argument by NumPy arrays; collect the devices."""
     if isinstance(value, np.ndarray):
         return value

@@ -15,6 +15,7 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import Rule, names, recorder
@@ -83,7 +84,7 @@ class Call(NamedTuple):
     """A recorded call with its arguments and all its results."""
 
     rule: Rule
-    arguments: dict[str, Any]
+    arguments: Keywords
     results: dict[str, Array]
     """Results by name, including those that are only saved for the backward."""
     visible: tuple[str, ...]
@@ -132,7 +133,7 @@ class Recording:
         self._stand_ins.append(stand_in)
         return stand_in
 
-    def run(self, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
+    def run(self, args: tuple[Any, ...], options: dict[str, object]) -> Call:
         """Call the function and return the call that it made.
 
         Raises
@@ -169,7 +170,7 @@ class Recording:
                 raise self.refusal(f"does not pass {stand_in._name} on")
         return self._call
 
-    def _record(self, rule: Rule, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _record(self, rule: Rule, args: tuple[object, ...], options: dict[str, object]) -> object:
         """Make a call of a differentiable function; record it if stand-ins are among its arrays."""
         passed_on = self._passed_on
         taken = [self._take(rule, *given) for given in zip(rule.parameters, args, strict=False)]
@@ -183,7 +184,7 @@ class Recording:
         )
         return self._returned
 
-    def _take(self, rule: Rule, parameter: str, value: Any, index: int | None = None) -> Any:
+    def _take(self, rule: Rule, parameter: str, value: object, index: int | None = None) -> object:
         """Return the array of a stand-in, or of those in a tuple, and save its place."""
         if isinstance(value, StandIn):
             self._pass_on(rule, value, parameter, index)
@@ -205,7 +206,7 @@ class Recording:
         self._passed_on += 1
 
 
-def _call(rule: Rule, args: list[Any], options: dict[str, Any]) -> Call:
+def _call(rule: Rule, args: list[object], options: dict[str, Any]) -> Call:
     if options.get("out") is not None:
         raise error(
             TypeError,
@@ -256,7 +257,7 @@ def place_of(value: object) -> Place | None:
     return value._place if isinstance(value, StandIn) else None
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """Return the name of a function for messages; of a partial, the name of its function."""
     while isinstance(function, partial):
         function = function.func
@@ -268,7 +269,7 @@ def is_array(value: object) -> bool:
     return hasattr(value, "__dlpack__") or hasattr(value, "__cuda_array_interface__")
 
 
-def _one_or_all(values: list[Any]) -> Any:
+def _one_or_all(values: list[object]) -> object:
     return values[0] if len(values) == 1 else tuple(values)
 
 

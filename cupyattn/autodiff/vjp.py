@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.autodiff.recording import Call, Place, Recording, each, is_array, place_of
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.errors import error
@@ -16,7 +17,11 @@ from cupyattn.runtime.records import record_of
 
 
 def vjp(
-    function: Callable[..., Any], /, *arrays: object, wrt: tuple[str, ...] = (), **options: object
+    function: Callable[..., object],
+    /,
+    *arrays: object,
+    wrt: tuple[str, ...] = (),
+    **options: object,
 ) -> tuple[Any, Pullback]:
     r"""Call a function and return its result and the pullback, which computes its gradients.
 
@@ -128,7 +133,7 @@ def vjp(
 class Pullback:
     """The second result of `vjp`, which computes gradients of arrays from gradients of results."""
 
-    def __init__(self, call: Call, places: list[Any], wrt: dict[str, Any]) -> None:
+    def __init__(self, call: Call, places: list[Any], wrt: dict[str, object]) -> None:
         self._call = call
         self._places = places
         self._wrt = wrt
@@ -143,7 +148,7 @@ class Pullback:
         if place is not None:
             self._asked.add(place.gradient)
 
-    def __call__(self, *result_gradients: Any, **backward_options: Any) -> tuple[Any, ...]:
+    def __call__(self, *result_gradients: Any, **backward_options: object) -> tuple[Any, ...]:
         """Return the gradients. `vjp` documents the arguments and the result."""
         gradients = self._backward(self._by_name(result_gradients), self._own(backward_options))
 
@@ -159,8 +164,8 @@ class Pullback:
         return (*entries, {name: each(at, place) for name, place in self._wrt.items()})
 
     def _backward(
-        self, result_gradients: dict[str, Any], backward_options: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, result_gradients: dict[str, object], backward_options: dict[str, object]
+    ) -> Keywords:
         """Call the backward with arguments found by name; return its gradients by name."""
         rule = self._call.rule
         results = self._call.results
@@ -185,7 +190,7 @@ class Pullback:
         gradients = dict(zip(rule.gradients, values, strict=not rule.on_demand))
         return gradients | {name: gradients[other] for name, other in rule.same.items()}
 
-    def _by_name(self, given: tuple[Any, ...]) -> dict[str, Any]:
+    def _by_name(self, given: tuple[Any, ...]) -> dict[str, object]:
         """Return the results' gradients by name; zeros for None if the backward needs an array."""
         call = self._call
         names = tuple([f"d{name}" for name in call.visible])
@@ -224,7 +229,7 @@ class Pullback:
             else f"pass one tuple ({listed}), with None for a result that was not used",
         )
 
-    def _own(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _own(self, options: dict[str, object]) -> dict[str, Any]:
         """Return the options; raise TypeError unless only the backward has them."""
         rule = self._call.rule
         others = [name for name in options if name not in rule.backward_options]

@@ -11,15 +11,16 @@ import random
 import time
 import timeit
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn.benchmark.command import Option
 from cupyattn.benchmark.results import this_host
-from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.arguments import Commands, add_json_option, integer
 from cupyattn.cli.terminal import Result, Terminal, emit
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
+from cupyattn.runtime.annotations import Json
 
 PAIRS_GOAL = 1_000_000  # allocate and free, a second
 TABLE_GOAL_MS = 1.0
@@ -66,7 +67,7 @@ class Trace(NamedTuple):
     seconds: float
 
 
-def add_parser(benchmarks: Any) -> None:
+def add_parser(benchmarks: Commands) -> None:
     """Add the benchmark to the command line."""
     parser = benchmarks.add_parser(
         "allocator",
@@ -117,7 +118,7 @@ def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
     return fastest(lambda: tables.update(every)) * 1e3
 
 
-def fastest(call: Callable[[], Any], calls: int = 7) -> float:
+def fastest(call: Callable[[], object], calls: int = 7) -> float:
     """Return the least CPU seconds of a call, without the garbage collector, as timeit does."""
     return min(timeit.repeat(call, timer=time.process_time, repeat=calls, number=1))
 
@@ -195,7 +196,7 @@ def show(result: Result, terminal: Terminal) -> None:
     )
 
 
-def _cells(trace: dict[str, Any]) -> tuple[str, ...]:
+def _cells(trace: Json) -> tuple[str, ...]:
     return (
         *(f"{trace[name]:,}" for name in Trace._fields[:7]),
         *(f"{trace[name]:.2%}" for name in ("waste", "worst_waste")),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from cupyattn.ops.attention.modifiers import ScoreMod
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.ops.rope.api import rope_tables
+from cupyattn.runtime.annotations import Json, Keywords
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -70,7 +71,7 @@ class SelfAttentionProblem:
     """Documents in each sequence, for the options mask_mod and block_mask."""
 
     @property
-    def labels(self) -> dict[str, Any]:
+    def labels(self) -> Json:
         """The labels of a row."""
         found = asdict(self)
         return {name: value for name, value in found.items() if value is not None}
@@ -167,15 +168,15 @@ class AttentionInputs:
         return Tensors(q, k, v, dout, out, xp.empty((batch, heads, queries), np.float32))
 
     @cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> Keywords:
         """The option's keyword arguments; raises MemoryError if its arrays have no room."""
         return arguments_of(self.option, self.problem, self.harness.xp)
 
 
-def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> dict[str, Any]:
+def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> Keywords:
     """Return an option's keyword arguments of a call, with arrays of its size."""
     heads, sq, window = problem.heads, problem.shapes["q"][1], problem.window
-    make: dict[str, Callable[[], dict[str, Any]]] = {
+    make: dict[str, Callable[[], Json]] = {
         "causal": lambda: {"causal": True},
         "window": lambda: {"window_size": (window, 0 if problem.causal else window)},
         "softcap": lambda: {"softcap": _SOFTCAP},
@@ -350,7 +351,7 @@ def _composed(inputs: AttentionInputs) -> Round:
     rows, keys = xp.arange(q.shape[2])[:, None], xp.arange(k.shape[2])
     kept = keys <= rows + k.shape[2] - q.shape[2]
 
-    def call() -> Any:
+    def call() -> object:
         scores = xp.matmul(q, k.swapaxes(2, 3)).astype(np.float32)
         scores *= scale
         if causal:
@@ -471,7 +472,7 @@ BACKWARD = replace(
     cases=partial(cases, "backward"),
     baselines=("eager", *BACKENDS, "compile", "triton"),
 )
-_PHI_2: dict[str, Any] = {"batch": [8], "seqlen": [2048], "heads": 32, "head_dim": [80]}
+_PHI_2: Keywords = {"batch": [8], "seqlen": [2048], "heads": 32, "head_dim": [80]}
 TRAINING_STEP = replace(
     BACKWARD,
     name="training_step",
@@ -486,7 +487,7 @@ TRAINING_STEP = replace(
     baselines=("eager", "compile"),
     quick={},
 )
-_DOCUMENTS: dict[str, Any] = {
+_DOCUMENTS: Keywords = {
     **{"seqlen": [16384], "batch": [1], "heads": 16, "head_dim": [64, 128]},
     **{"dtype": ["float16"], "implementation": ["flash"], "options": BLOCK_MASKED},
 }

@@ -17,13 +17,15 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn.benchmark.libraries import ARRAY_CODE, BASELINES, SLOW, NotAskedError, float_array
-from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ, Call, Round, Samples
+from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ, Call, Round, Samples, Tensor
+from cupyattn.runtime.annotations import Json, Keywords
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.progress import progress
 
-Row = dict[str, Any]
+Row = Json
 
 FIGURES = frozenset(
     (
@@ -77,7 +79,7 @@ class Case:
     own: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
     """``flops`` and ``bytes`` of implementations that do other work, by name."""
 
-    def work_of(self, name: str) -> dict[str, Any]:
+    def work_of(self, name: str) -> Keywords:
         """Return the work of one implementation."""
         return {"flops": self.flops, "bytes": self.bytes, **self.own.get(name, {})}
 
@@ -97,7 +99,7 @@ class Arrays:
         drawn = self._rng.standard_normal(_few(shape), np.float32) * np.float32(scale)
         return self._repeated(drawn.astype(dtype_of(dtype)), shape)
 
-    def integers(self, low: int, high: int, *shape: int, dtype: Any = np.int64) -> Array:
+    def integers(self, low: int, high: int, *shape: int, dtype: DTypeLike = np.int64) -> Array:
         """Return integers from `low` to below `high`."""
         return self._repeated(self._rng.integers(low, high, _few(shape)).astype(dtype), shape)
 
@@ -121,9 +123,9 @@ class Harness:
 
     xp: ModuleType
     """The array library: CuPy on a GPU."""
-    times: Callable[[Round, Any], Samples] = lambda calls, torch: Samples([])
+    times: Callable[[Round, ModuleType | None], Samples] = lambda calls, torch: Samples([])
     """See `Timer.times`."""
-    memory: Callable[[Call, Any], int | None] = lambda call, torch: None
+    memory: Callable[[Call, ModuleType | None], int | None] = lambda call, torch: None
     """See `peak_bytes`."""
     torch: Any = None
     """PyTorch, or the error that its import raised."""
@@ -150,7 +152,7 @@ class Harness:
         """Return how many sets of arrays of so many bytes exceed any cache, `most` at most."""
         return max(1, min(most, -(-COLD_BYTES // max(traffic, 1)))) if self.cold else 1
 
-    def library_of(self, implementation: TimedImplementation) -> Any:
+    def library_of(self, implementation: TimedImplementation) -> ModuleType | None:
         """Return PyTorch if the implementation needs it; raise RuntimeError if it is missing."""
         if implementation.baseline is None or implementation.baseline in ARRAY_CODE:
             return None
@@ -158,9 +160,9 @@ class Harness:
             raise self.torch
         return self.torch
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a function of tensors that PyTorch compiles for each shape."""
-        found: Callable[..., Any] = self.torch.compile(
+        found: Callable[..., Tensor] = self.torch.compile(
             function, dynamic=False, mode=self.compile_mode
         )
         return found
@@ -187,7 +189,7 @@ def measured(cases: Iterable[Case], harness: Harness) -> Iterator[Row]:
 
 def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
     """Yield the rows of a case; results are compared before they are timed."""
-    expected: list[Any] | None = None
+    expected: list[Array] | None = None
     for implementation in case.implementations:
         try:
             harness.require_time_for(implementation.baseline)
@@ -220,13 +222,13 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
         del calls
 
 
-def _floats(result: object, xp: ModuleType) -> list[Any]:
+def _floats(result: object, xp: ModuleType) -> list[Array]:
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [float_array(each, xp) for each in results if each is not None]
 
 
 def _require_agreement(
-    found: Sequence[Any], expected: Sequence[Any], tolerance: float, xp: ModuleType
+    found: Sequence[Array], expected: Sequence[Array], tolerance: float, xp: ModuleType
 ) -> None:
     for index, (one, other) in enumerate(zip(found, expected, strict=False)):
         if one.shape != other.shape:
@@ -267,7 +269,7 @@ def times_of(seconds: Sequence[float], calls_per_sample: int = 1) -> dict[str, f
 
 
 def row_of(
-    labels: Mapping[str, Any],
+    labels: Mapping[str, object],
     implementation: str,
     seconds: Sequence[float],
     *,
@@ -277,7 +279,7 @@ def row_of(
     ceiling: str | None = None,
     ceilings: Mapping[str, float | None] | None = None,
     peak_bytes: int | None = None,
-    also: Mapping[str, Any] | None = None,
+    also: Mapping[str, object] | None = None,
 ) -> Row:
     """Return a row of measured times: those of each call, or means of several.
 
@@ -305,7 +307,7 @@ def rates_of(
     bytes: float | None,
     ceiling: str | None,
     ceilings: Mapping[str, float | None],
-) -> dict[str, Any]:
+) -> Json:
     """Return the work of a row, its rates, and their share of the ceiling that binds."""
     limit = None if ceiling is None else ceilings.get(binding(ceiling, ceilings))
     tflops = flops / seconds / 1e12 if flops is not None and seconds else None
@@ -328,7 +330,7 @@ def without(labels: Mapping[str, Any], implementation: str, reason: Exception | 
     return row
 
 
-def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def labels_of(row: Mapping[str, object]) -> Json:
     """Return what distinguishes a row from others, its implementation included."""
     return {name: value for name, value in row.items() if name not in FIGURES}
 

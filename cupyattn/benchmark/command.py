@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from cupyattn.benchmark.cases import Case, Harness, Row, measured
@@ -33,8 +34,9 @@ from cupyattn.benchmark.libraries import (
 from cupyattn.benchmark.results import measured_on, require_writable, this_host, write_json
 from cupyattn.benchmark.table import show_result
 from cupyattn.benchmark.timer import Timer, measured_ceilings, peak_bytes
-from cupyattn.cli.arguments import integer, positive
+from cupyattn.cli.arguments import Commands, integer, positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
@@ -45,7 +47,7 @@ NO_GPU = (
 )
 FAILURES = (RuntimeError, ValueError, MemoryError, OSError)
 """A GPU that is too old, a wrong CUPYATTN_ARCH, arrays without room, files without leave."""
-Kind = Callable[[str], Any]
+Kind = Callable[[str], object]
 _COUNT: Kind = integer(1)
 
 
@@ -58,7 +60,7 @@ class Option:
     """A list takes several values; False is a flag."""
     help: str
     kind: Kind = _COUNT
-    choices: Sequence[Any] | None = None
+    choices: Sequence[object] | None = None
     metavar: str | tuple[str, ...] | None = "N"
     repeated: int | None = None
     """It takes so many values, and may be given several times."""
@@ -68,9 +70,9 @@ class Option:
         """The name of its value."""
         return self.name.replace("-", "_")
 
-    def add(self, parser: Any) -> None:
+    def add(self, parser: argparse._ActionsContainer) -> None:
         """Add it to a command; its value is absent if it was not given."""
-        given: dict[str, Any] = {"default": argparse.SUPPRESS, "help": self.help}
+        given: Keywords = {"default": argparse.SUPPRESS, "help": self.help}
         if self.default is False:
             parser.add_argument(f"--{self.name}", action="store_true", **given)
             return
@@ -139,14 +141,14 @@ class Benchmark:
     """The keys of `BASELINES` that compute the same."""
     beside: str | None = None
     """A label: the table compares each value's time with that of its first value."""
-    quick: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, object] = field(default_factory=dict)
     """Values of options with --quick."""
     gpus: int = 1
     """How many it takes."""
     variants: Mapping[str, Benchmark] = field(default_factory=dict)
     """Benchmarks that run instead with a flag, by its name."""
 
-    def add_parser(self, benchmarks: Any) -> None:
+    def add_parser(self, benchmarks: Commands) -> None:
         """Add the benchmark to the command line."""
         lacking = "its rows are modelled" if self.modelled else "exit code 1"
         epilog = (
@@ -259,7 +261,7 @@ class Benchmark:
         return {**about, **modes, "ceilings": ceilings}, found
 
 
-def every(arguments: argparse.Namespace, *names: str) -> Iterator[dict[str, Any]]:
+def every(arguments: argparse.Namespace, *names: str) -> Iterator[Keywords]:
     """Yield every combination of the values of some options, the last one varying fastest."""
     values = (getattr(arguments, name) for name in names)
     lists = [value if isinstance(value, list) else [value] for value in values]
@@ -301,7 +303,7 @@ def rows_until_failure(rows: Iterable[Row]) -> Result:
     return {"rows": found}
 
 
-def _torch_for(baselines: Iterable[str]) -> Any:
+def _torch_for(baselines: Iterable[str]) -> ModuleType | RuntimeError | None:
     """Return PyTorch if a baseline needs it, or the error of its import; otherwise None."""
     if not set(baselines) - set(ARRAY_CODE):
         return None

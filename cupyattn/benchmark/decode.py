@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ from cupyattn.cli.arguments import integer
 from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.reference.cache_formats import quantise
-from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.annotations import Keywords
+from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -86,7 +87,7 @@ class DecodingStep(NamedTuple):
         seen = self.queries * self.context - self.queries * (self.queries - 1) // 2
         return 4 * self.batch * self.heads * self.head_dim * seen
 
-    def arrays(self, xp: ModuleType) -> tuple[Any, ...]:
+    def arrays(self, xp: ModuleType) -> tuple[Array, ...]:
         """Return q, the caches, the table and lengths; blocks are anywhere in the pool.
 
         Dense keys and values are blocks as long as the longest sequence, without a table. Caches of
@@ -139,7 +140,7 @@ class DecodingStep(NamedTuple):
         return [calls[layer % len(calls)] for layer in range(layers)]
 
 
-def _pool(xp: ModuleType, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> Any:
+def _pool(xp: ModuleType, block: np.ndarray, num_blocks: int, *, heads_first: bool) -> Array:
     """Return that many copies of a block (1, block_size, G, ...)."""
     shape = (num_blocks, *block.shape[1:])
     if heads_first:
@@ -214,7 +215,7 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
     for each in every(arguments, *names):
         labels = {**each, "queries": min(arguments.queries, each["context"])}
         chunk = DecodingStep(**labels, ragged=False)
-        calls: dict[str, Callable[[Any], Call]] = {
+        calls: dict[str, Callable[[ModuleType], Call]] = {
             "dense": chunk._replace(block_size=None).call,
             "paged": chunk.call,
             "packed": chunk.packed_call,
@@ -230,7 +231,7 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
         )
 
 
-def _alone(call: Callable[[Any], Call], xp: ModuleType) -> Round:
+def _alone(call: Callable[[ModuleType], Call], xp: ModuleType) -> Round:
     return [call(xp)]
 
 
@@ -271,7 +272,7 @@ class CacheOperation(NamedTuple):
         """Make the arrays, and return the call on them."""
         return [getattr(self, f"_{self.operation}")(xp)]
 
-    def _caches(self, xp: ModuleType, *shape: int) -> tuple[list[Any], dict[str, Any]]:
+    def _caches(self, xp: ModuleType, *shape: int) -> tuple[list[Array], Keywords]:
         stored = self.head_dim // 2 if self.cache == "int4" else self.head_dim
         names = {"int8": "int8", "int4": "uint8"}
         dtype = np.dtype(names[self.cache]) if self.cache in names else dtype_of(self.dtype)

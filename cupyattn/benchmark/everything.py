@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyattn.benchmark.command import FAILURES, JSON, Benchmark
 from cupyattn.benchmark.libraries import baseline_names
 from cupyattn.benchmark.results import require_writable, results_of, write_json
-from cupyattn.cli.arguments import positive
+from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.folders import temporary_directory
@@ -59,7 +59,7 @@ class Everything:
 
     benchmarks: Sequence[Benchmark]
 
-    def add_parser(self, commands: Any) -> None:
+    def add_parser(self, commands: Commands) -> None:
         """Add it to the command line."""
         names = list(parts_of(self.benchmarks))
         parser = commands.add_parser(

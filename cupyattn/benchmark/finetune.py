@@ -27,6 +27,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.models import training
 from cupyattn.models.training.budget import Training, budget_of
 from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.progress import progress
 
@@ -61,7 +62,7 @@ def samples_of(vocabulary: int, size: TrainingSize) -> list[training.Sample]:
     return [training.Sample.of(ids, [True] * size.length) for ids in drawn.tolist()]
 
 
-def timed(step: Callable[[], Any], plan: FinetunePlan) -> list[float]:
+def timed(step: Callable[[], object], plan: FinetunePlan) -> list[float]:
     """Return the seconds of each step; a step waits for its loss, so the host's clock does.
 
     A step waits for the loss of the one before, while that one's update still runs.
@@ -76,9 +77,7 @@ def timed(step: Callable[[], Any], plan: FinetunePlan) -> list[float]:
     return plan.timer.waited(once, once())
 
 
-def own(
-    plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Callable[[], int]
-) -> dict[str, Any]:
+def own(plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Callable[[], int]) -> Json:
     """Time this library's steps, and return their budget; `held` returns the bytes in use."""
     make = models.random if plan.model in models.PRESETS else models.load
     made = make(plan.model, quantize=plan.quantize, xp=xp)
@@ -107,7 +106,7 @@ PEFT = "peft"
 _LOSS_SCALE = 2.0**10
 
 
-def baseline(plan: FinetunePlan, size: TrainingSize) -> dict[str, Any]:
+def baseline(plan: FinetunePlan, size: TrainingSize) -> Json:
     """Time PEFT's steps: gradient checkpointing, LoRA on all linear layers, fused AdamW.
 
     Raises RuntimeError if it is not installed, or cannot train this model.
@@ -198,9 +197,7 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
             step(f"{name}, {size.samples}x{size.length}")
 
 
-def _row(
-    labels: dict[str, Any], implementation: str, found: dict[str, Any], harness: Harness
-) -> Row:
+def _row(labels: Json, implementation: str, found: Json, harness: Harness) -> Row:
     """Return the row of steps; what is held counts weights too, and is no ``peak_bytes``."""
     tokens = labels["samples"] * labels["length"]
     also = {"held_mb": found["held_bytes"] / 1e6}
@@ -211,7 +208,7 @@ def _row(
     return row
 
 
-def _held_alone(work: Callable[[Held], dict[str, Any]]) -> dict[str, Any]:
+def _held_alone(work: Callable[[Held], Json]) -> Json:
     """Run work in a memory pool of its own, which gives nothing back before it ends."""
     cupy = load_cupy()
     gc.collect()  # the model before it, if something in it knows itself

@@ -27,7 +27,8 @@ from cupyattn.cli.arguments import integer
 from cupyattn.models.forward import activated
 from cupyattn.models.loading import QUANTIZE, quantises_to
 from cupyattn.models.weights import empty
-from cupyattn.runtime.arrays import dtype_of
+from cupyattn.runtime.annotations import Json, Keywords
+from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.progress import progress
 
 T4_GB_PER_S = 320.0
@@ -60,7 +61,7 @@ def own(model: Any, size: PromptSize, **options: Any) -> Generate:
     return generate
 
 
-def timed(generate: Generate, size: PromptSize, vocab_size: int, runs: int) -> dict[str, Any]:
+def timed(generate: Generate, size: PromptSize, vocab_size: int, runs: int) -> Json:
     """Return the times of runs after a first one, which compiles and captures.
 
     Returns
@@ -84,7 +85,7 @@ class DecodeCall(NamedTuple):
 
     name: str
     bytes: int
-    call: Callable[[], Any]
+    call: Callable[[], object]
 
 
 def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCall]:
@@ -96,7 +97,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
     xp, config, weights = model.xp, model.config, model.weights
     rows, kind = tables.num_sequences, dtype_of(model.dtype)
 
-    def drawn(*shape: int) -> Any:
+    def drawn(*shape: int) -> Array:
         some = np.random.default_rng(0).standard_normal(shape, np.float32)
         return xp.asarray((0.1 * some).astype(kind))
 
@@ -111,7 +112,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
     cached = 2 * rows * groups * cache.nbytes // (2 * cache.k[..., 0].size)  # a token of a layer
 
     def weighted(
-        name: str, of: Any, given: Any, residual: Any = None, **options: Any
+        name: str, of: Any, given: Array, residual: Array | None = None, **options: object
     ) -> DecodeCall:
         moved = _nbytes(of.weight, of.bias, given, residual)
         out = rows * len(of.weight) // (2 if "glu" in str(options.get("activation")) else 1)
@@ -191,19 +192,17 @@ def time_parts(parts: list[DecodeCall], xp: ModuleType, runs: int) -> list[list[
     return [list(times) for times in zip(*found[1:], strict=True)]
 
 
-def summary(
-    parts: list[DecodeCall], seconds: list[list[float]], gb_per_s: float
-) -> list[dict[str, Any]]:
+def summary(parts: list[DecodeCall], seconds: list[list[float]], gb_per_s: float) -> list[Json]:
     """Return calls, bytes and seconds of each name, and of all together; a T4's time is modelled.
 
     On a T4 a call is assumed to last what it lasts here beyond its bytes at this GPU's rate, and
     its bytes at 320 GB/s.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Json] = {}
     for part, runs in zip(parts, seconds, strict=True):
         beyond = max(0.0, statistics.median(runs) - part.bytes / gb_per_s / 1e9)
         for name in (part.name, _ALL):
-            empty: dict[str, Any] = {"part": name, "calls": 0, "bytes": 0, "t4_s": 0.0}
+            empty: Json = {"part": name, "calls": 0, "bytes": 0, "t4_s": 0.0}
             row = rows.setdefault(name, {**empty, "seconds": [0.0] * len(runs)})
             row["calls"] += 1
             row["bytes"] += part.bytes
@@ -212,7 +211,7 @@ def summary(
     return [*(row for row in rows.values() if row["part"] != _ALL), rows[_ALL]]
 
 
-def _nbytes(*arrays: Any) -> int:
+def _nbytes(*arrays: Array | None) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
 
 
@@ -236,7 +235,7 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
 
 
 def _generations(
-    model: models.Model, folder: str | None, size: PromptSize, labels: dict[str, Any],
+    model: models.Model, folder: str | None, size: PromptSize, labels: Json,
     arguments: argparse.Namespace, harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of this library's generation, then of the other libraries'."""
@@ -257,7 +256,7 @@ def _generations(
         also = {"tokens_per_s": found["tokens_per_s"]}
         if who is None:
             also["weights_mb"] = model.nbytes / 1e6
-        given: dict[str, Any] = {"ceiling": COPY, "ceilings": harness.ceilings}
+        given: Keywords = {"ceiling": COPY, "ceilings": harness.ceilings}
         first = {**labels, "operation": "first token"}
         yield row_of(first, implementation, found["first_s"], flops=None)
         token = {**labels, "operation": "new token"}
@@ -268,7 +267,7 @@ def _generations(
 
 
 def _parts(
-    model: models.Model, size: PromptSize, labels: dict[str, Any], arguments: argparse.Namespace,
+    model: models.Model, size: PromptSize, labels: Json, arguments: argparse.Namespace,
     harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Time the kernels of a step in the middle of the generation; the last row is all of them."""

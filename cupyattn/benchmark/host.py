@@ -20,6 +20,7 @@ from cupyattn.benchmark.cases import Harness, Row, row_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.ops.attention.options import AttentionOptions
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
 from cupyattn.runtime.plan import start
@@ -34,7 +35,7 @@ class HostCall(NamedTuple):
     """One thing to call, and the most microseconds that it should take."""
 
     name: str
-    call: Callable[[], Any]
+    call: Callable[[], object]
     goal_us: float | None
 
 
@@ -61,7 +62,7 @@ def _timed(device: CudaDevice) -> list[HostCall]:
     q, k, v = (cupy.asarray(rng.standard_normal(_SHAPE).astype(np.float16)) for _ in range(3))
     batch, length, heads, _ = _SHAPE
     out, lse = cupy.empty_like(q), cupy.empty((batch, heads, length), np.float32)
-    options: dict[str, Any] = {"causal": True, "implementation": "tiled"}
+    options: Keywords = {"causal": True, "implementation": "tiled"}
     attend = partial(cupyattn.attention, q, k, v, **options)
     # The start of the same kernel with arguments that are ready, as a plan has them.
     recorded = attention_launch(device.arch, q, k, v, AttentionOptions(**options))
@@ -80,7 +81,7 @@ def _timed(device: CudaDevice) -> list[HostCall]:
     ]  # fmt: skip
 
 
-def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[HostCall]:
+def _layers(q: Any, out: object, x: object, y: object) -> Iterator[HostCall]:
     """Yield layers of one launch, which put results of q into out, and those of rows x into y."""
     cupy = load_cupy()
     _, length, _, width = _SHAPE
@@ -98,7 +99,7 @@ def _layers(q: Any, out: Any, x: Any, y: Any) -> Iterator[HostCall]:
 
 
 def microseconds_per_call(
-    call: Callable[[], Any], synchronize: Callable[[], Any], calls: int, batches: int
+    call: Callable[[], object], synchronize: Callable[[], object], calls: int, batches: int
 ) -> list[float]:
     """Time batches of calls, each on an idle GPU; one batch before them is not counted."""
     per_call = []

@@ -20,7 +20,8 @@ from cupyattn.benchmark import libraries
 from cupyattn.benchmark.cases import Arrays, Case, Harness, TimedImplementation, products_of
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
-from cupyattn.benchmark.timer import COPY, Call, Round, torch_stream
+from cupyattn.benchmark.timer import COPY, Call, Round, Tensor, torch_stream
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.storage import STORAGE
 
@@ -61,7 +62,7 @@ class LayerCall:
     """Its name in `cupyattn`."""
     arrays: Callable[[RowSize, Arrays], Values]
     """Make its positional arguments."""
-    torch: Callable[..., Any]
+    torch: Callable[..., Tensor]
     """Compute it in PyTorch, from torch and the tensors."""
     forward_arrays: int
     """How many arrays of rows the forward reads and writes."""
@@ -71,7 +72,7 @@ class LayerCall:
     """Bytes of other arrays that the forward, and the backward, read and write."""
     flops: Callable[[RowSize], tuple[int, int]] | None = None
     """Operations of forward and backward, if products take the time."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     by_name: tuple[str, ...] = ()
     """Options that take the last of `arrays`."""
     tolerance: float = 0.02
@@ -89,7 +90,7 @@ class LayerCall:
         rows = self.backward_arrays if backward else self.forward_arrays
         return (rows or 0) * size.array_bytes + self.more_bytes(size)[backward]
 
-    def given(self, arrays: Values) -> tuple[Values, dict[str, Any]]:
+    def given(self, arrays: Values) -> tuple[Values, Keywords]:
         """Return the positional and the keyword arguments of a call."""
         cut = len(arrays) - len(self.by_name)
         named = dict(zip(self.by_name, arrays[cut:], strict=True))
@@ -160,30 +161,30 @@ def _heads(size: RowSize, source: Arrays) -> Values:
 # The same in PyTorch
 
 
-def _torch_rope(torch: ModuleType, x: Any, cos: Any, sin: Any) -> Any:
+def _torch_rope(torch: ModuleType, x: Tensor, cos: object, sin: object) -> object:
     """Rotate halves of x, with tables in its dtype, as models do."""
     cos, sin = (torch.cat((t, t), -1)[None, :, None].to(x.dtype) for t in (cos, sin))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def _torch_gated(activation: str, torch: ModuleType, packed: Any) -> Any:
+def _torch_gated(activation: str, torch: ModuleType, packed: Tensor) -> object:
     gate, up = packed.chunk(2, -1)
     return getattr(torch.nn.functional, activation)(gate) * up
 
 
-def _torch_norm(name: str, eps: float, torch: ModuleType, x: Any, *parameters: Any) -> Any:
+def _torch_norm(name: str, eps: float, torch: ModuleType, x: Tensor, *parameters: object) -> Tensor:
     norm = getattr(torch.nn.functional, name)
     return norm(x, x.shape[-1:], *parameters, **({"eps": eps} if name == "rms_norm" else {}))
 
 
-def _torch_add_norm(name: str, eps: float, torch: ModuleType, x: Any, *others: Any) -> Any:
+def _torch_add_norm(name: str, eps: float, torch: ModuleType, x: Tensor, *others: object) -> object:
     *parameters, residual = others
     total = x + residual
     return _torch_norm(name, eps, torch, total, *parameters), total
 
 
-_ADAMW: dict[str, Any] = {
+_ADAMW: Keywords = {
     "step": 1000,
     "lr": 1e-3,
     "betas": (0.9, 0.999),
@@ -192,7 +193,7 @@ _ADAMW: dict[str, Any] = {
 }
 
 
-def _torch_adamw(torch: ModuleType, param: Any, grad: Any, m: Any, v: Any) -> Any:
+def _torch_adamw(torch: ModuleType, param: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> object:
     """Step in place with means in float32, which ``torch.optim`` keeps in the parameters' dtype."""
     beta1, beta2 = _ADAMW["betas"]
     grad = grad.float()
@@ -205,13 +206,13 @@ def _torch_adamw(torch: ModuleType, param: Any, grad: Any, m: Any, v: Any) -> An
     return param, m, v
 
 
-def _functional(name: str, **options: object) -> Callable[..., Any]:
+def _functional(name: str, **options: object) -> Callable[..., object]:
     """Return a function of ``torch.nn.functional``."""
     return lambda torch, *tensors: getattr(torch.nn.functional, name)(*tensors, **options)
 
 
 _LN, _RMS = ("layer_norm", 1e-5), ("rms_norm", 1e-6)
-_RESIDUAL: dict[str, Any] = {"by_name": ("residual",)}
+_RESIDUAL: Keywords = {"by_name": ("residual",)}
 OPERATIONS = (
     LayerCall("layer_norm", "layer_norm", partial(_norm, 2), partial(_torch_norm, *_LN), 2, 3),
     LayerCall("rms_norm", "rms_norm", partial(_norm, 1), partial(_torch_norm, *_RMS), 2, 3),
@@ -284,7 +285,7 @@ class LayerInputs:
         """Return a call of PyTorch for each set, eager or compiled."""
         torch, compute = self.harness.torch, self.operation.torch
 
-        def function(*tensors: object) -> Any:
+        def function(*tensors: object) -> Tensor:
             return compute(torch, *tensors)
 
         if name == "compile":
@@ -295,7 +296,7 @@ class LayerInputs:
 
 def own_call(operation: LayerCall, direction: str, arrays: Values, harness: Harness) -> Call:
     """Return this library's call."""
-    function: Callable[..., Any] = getattr(cupyattn, operation.function)
+    function: Callable[..., object] = getattr(cupyattn, operation.function)
     positional, named = operation.given(arrays)
     if direction == "backward":
         result, pullback = cupyattn.vjp(function, *positional, **named)
@@ -310,14 +311,14 @@ def own_call(operation: LayerCall, direction: str, arrays: Values, harness: Harn
 
 
 def torch_forward(
-    torch: ModuleType, function: Callable[..., Any], arrays: Values, harness: Harness
+    torch: ModuleType, function: libraries.Attend, arrays: Values, harness: Harness
 ) -> Call:
     """Return a call of PyTorch's function that records no gradients."""
     return libraries.forward_calls(torch, function, _tensors(torch, arrays))[0]
 
 
 def torch_backward(
-    torch: ModuleType, function: Callable[..., Any], arrays: Values, harness: Harness
+    torch: ModuleType, function: libraries.Attend, arrays: Values, harness: Harness
 ) -> Call:
     """Return a call of ``torch.autograd.grad`` with the same gradients."""
     tensors = _tensors(torch, arrays)
@@ -338,7 +339,7 @@ def torch_backward(
     return partial(grad, results, wanted, gradients, retain_graph=True, allow_unused=True)
 
 
-def _tensors(torch: ModuleType, arrays: Values) -> list[Any]:
+def _tensors(torch: ModuleType, arrays: Values) -> list[Tensor]:
     return [tensor_of(torch, a).detach() if hasattr(a, "dtype") else a for a in arrays]
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from cupyattn.benchmark.timer import Round, torch_stream
+from cupyattn.benchmark.timer import Round, Tensor, torch_stream
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
@@ -70,7 +69,7 @@ def names_among(known: Sequence[str], text: str) -> list[str]:
     return names
 
 
-def load_torch() -> Any:
+def load_torch() -> ModuleType:
     """Import PyTorch; it works on CuPy's current stream, as both do by default.
 
     Raises
@@ -120,7 +119,7 @@ def free_memory(torch: ModuleType | None) -> None:
         torch.cuda.empty_cache()
 
 
-def tensor_of(torch: ModuleType, array: Array) -> Any:
+def tensor_of(torch: ModuleType, array: Array) -> Tensor:
     """Return a tensor on the memory of an array."""
     name = array.dtype.name
     if name == "bfloat16":  # CuPy cannot export it by DLPack
@@ -130,34 +129,34 @@ def tensor_of(torch: ModuleType, array: Array) -> Any:
     return torch.from_dlpack(array)
 
 
-def float_array(result: Any, xp: ModuleType) -> Array:
+def float_array(result: Array | Tensor, xp: ModuleType) -> Array:
     """Return a float32 copy of an array or a tensor, by the array library `xp`."""
     if hasattr(result, "detach"):
         result = xp.from_dlpack(result.detach().float().contiguous())
     return result.astype(np.float32)
 
 
-def swapped(tensor: Any) -> Any:
+def swapped(tensor: Tensor) -> Tensor:
     """Return (B, S, H, D) of (B, H, S, D), or the reverse."""
     return tensor.transpose(1, 2)
 
 
-def all_swapped(tensors: Any) -> tuple[Any, ...]:
+def all_swapped(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Swap the axes of the first three tensors, dq, dk and dv."""
     return tuple(map(swapped, tensors[:3]))
 
 
-Attend = Callable[..., Any]
-Within = Callable[[], AbstractContextManager[Any]]
+Attend = Callable[..., Tensor]
+Within = Callable[[], AbstractContextManager[object]]
 ANYWHERE: Within = nullcontext
 
 
 def forward_calls(
-    torch: ModuleType, function: Attend, tensors: Sequence[Any], within: Within = ANYWHERE
+    torch: ModuleType, function: Attend, tensors: Sequence[object], within: Within = ANYWHERE
 ) -> Round:
     """Return a call of PyTorch's function that records no gradients."""
 
-    def call() -> Any:
+    def call() -> Tensor:
         with torch.no_grad(), within():
             return function(*tensors)
 
@@ -167,7 +166,7 @@ def forward_calls(
 def backward_calls(
     torch: ModuleType,
     function: Attend,
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     within: Within = ANYWHERE,
     *,
     dout: object,
@@ -185,7 +184,7 @@ def backward_calls(
 def step_calls(
     torch: ModuleType,
     function: Attend,
-    tensors: Sequence[Any],
+    tensors: Sequence[Tensor],
     within: Within = ANYWHERE,
     *,
     dout: object,
@@ -194,7 +193,7 @@ def step_calls(
     for tensor in tensors:
         tensor.requires_grad_()
 
-    def call() -> Any:
+    def call() -> Tensor:
         with within():
             return torch.autograd.grad(function(*tensors), tensors, dout)
 
@@ -207,7 +206,7 @@ def torch_attention(torch: ModuleType, name: str, **options: object) -> tuple[At
     The function takes q, k, v and optionally a bias.
     """
 
-    def attend(*tensors: object) -> Any:
+    def attend(*tensors: object) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 
     if name not in BACKENDS:
@@ -216,7 +215,9 @@ def torch_attention(torch: ModuleType, name: str, **options: object) -> tuple[At
     return attend, partial(torch.nn.attention.sdpa_kernel, backend)
 
 
-def flex_attention(torch: ModuleType, seen: Callable[..., Any] | None, sq: int, sk: int) -> Attend:
+def flex_attention(
+    torch: ModuleType, seen: Callable[..., object] | None, sq: int, sk: int
+) -> Attend:
     """Return flex_attention of q, k and v (B, H, S, D), which Inductor compiles by Triton.
 
     `seen` tells whether query i of head h and batch b sees key j; tiles without any such pair are

@@ -21,7 +21,7 @@ from cupyattn.benchmark.cases import Case, Harness, TimedImplementation, product
 from cupyattn.benchmark.ceiling_kernels import CTAS_PER_SM, read_weight
 from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
-from cupyattn.benchmark.timer import READ, Round
+from cupyattn.benchmark.timer import READ, Round, Tensor
 from cupyattn.ops.linear.problem import ACTIVATIONS
 from cupyattn.ops.linear.quantized_weight import QuantizedWeight, empty
 from cupyattn.ops.linear.weight_formats import FORMATS, blocks_for, pieces
@@ -130,7 +130,7 @@ class LinearInputs:
         m, n, k = product.M, product.N, product.K
         normal = partial(source.normal, dtype=product.dtype)
 
-        def weight() -> Any:
+        def weight() -> Array | QuantizedWeight:
             if product.weights is not None:
                 return self._quantised(product.weights)
             return normal(*((n, k) if product.layout == "nk" else (k, n)), scale=k**-0.5)
@@ -142,7 +142,7 @@ class LinearInputs:
         out = self.harness.xp.empty(shape, dtype_of(product.dtype))
         return ProductArrays(normal(m, k), weights, normal(n), normal(m, n), out)
 
-    def _quantised(self, name: str) -> Any:
+    def _quantised(self, name: str) -> QuantizedWeight:
         product, source = self.product, self.harness.arrays()
         if not self.harness.filled:
             return empty(blocks_for(name, product.K), product.N, product.K, np)
@@ -177,7 +177,7 @@ class LinearInputs:
         sink = xp.zeros(1, np.uint32)
         grid = getattr(on, "multiprocessors", 1) * CTAS_PER_SM
 
-        def read(weight: Any) -> None:
+        def read(weight: Array) -> None:
             count = weight.nbytes // VECTOR_BYTES
             launch(on, read_weight(), grid, (weight, sink, count))
 
@@ -190,7 +190,7 @@ class LinearInputs:
         """Return the calls of PyTorch, eager or compiled, on the same memory."""
         torch, product = self.harness.torch, self.product
         functional = torch.nn.functional
-        after: dict[str | None, Callable[[Any], Any]] = {
+        after: dict[str | None, Callable[[Tensor], Tensor]] = {
             None: lambda z: z,
             "gelu": functional.gelu,
             "gelu_tanh": partial(functional.gelu, approximate="tanh"),
@@ -199,7 +199,7 @@ class LinearInputs:
         }
         activation = after[product.activation]
 
-        def linear(x: object, w: object, b: object) -> Any:
+        def linear(x: object, w: object, b: object) -> Tensor:
             return activation(functional.linear(x, w, b))
 
         function = self.harness.compiled(linear) if name == "compile" else linear
@@ -274,11 +274,11 @@ def _baselines(
             yield TimedImplementation.of(name, inputs.product_calls, lambda result: None)
 
 
-def _same(result: object) -> Any:
+def _same(result: object) -> object:
     return result
 
 
-def _kn(grads: Any) -> Any:
+def _kn(grads: tuple[Array, Array, Array]) -> object:
     """Return the gradients with dw as (K, N)."""
     dx, dw, db = grads
     return dx, dw.T, db

@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyattn.benchmark.libraries import missing_library
 from cupyattn.models import Config, Model
+from cupyattn.runtime.annotations import Keywords
 
 GENERATING = ("transformers", "static")
 """transformers as it is, and with its static cache and compiled."""
@@ -62,7 +63,7 @@ def baseline(name: str, model: Model, folder: str | None) -> Generate:
     )
     device = "cpu" if model.xp is np else "cuda"
     theirs = theirs.to(device).eval()
-    options: dict[str, Any] = {} if name == "transformers" else {"cache_implementation": "static"}
+    options: Keywords = {} if name == "transformers" else {"cache_implementation": "static"}
 
     def generate(ids: list[list[int]], new: int) -> list[list[int]]:
         given = torch.tensor(ids, device=device)
@@ -101,7 +102,7 @@ def transformers_config(transformers: ModuleType, config: Config) -> Any:
             n_head=config.num_heads, n_inner=config.intermediate_size,
             layer_norm_epsilon=config.norm_eps, activation_function="gelu_new", **shared,
         )  # fmt: skip
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
         scaling: Any = config.rope_scaling
         rope |= {

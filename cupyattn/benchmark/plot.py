@@ -13,15 +13,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupyattn.benchmark.cases import Row, binding, labels_of, median_of, products_of
 from cupyattn.benchmark.libraries import BASELINES
 from cupyattn.benchmark.results import device_of, place_of, results_of
 from cupyattn.benchmark.table import label_text, seconds_text
 from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ
+from cupyattn.cli.arguments import Commands
 from cupyattn.cli.terminal import Result, fail
 from cupyattn.runtime.errors import error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 FORMATS = ["svg", "png"]
 TEACHING = ("cupyattn naive", "cupyattn tiled")
@@ -77,7 +83,7 @@ def _of(command: str, results: list[Result]) -> Iterator[Measured]:
             ValueError, f"figures of {command} on {len(devices)} devices: {', '.join(devices)}",
             "a picture is of one", "draw each device's results with an --out of its own",
         )  # fmt: skip
-    rows: dict[Any, Row] = {}
+    rows: dict[object, Row] = {}
     for row in (row for result in results for row in result["rows"] if "implementation" in row):
         if rows.setdefault(key := (case_of(row), row["implementation"]), row) is not row:
             raise error(
@@ -187,7 +193,7 @@ def _speed_up(one: Measured, own: str, names: list[str]) -> Chart | None:
     return chart_of(one, title, times, three, names, logarithmic=True, reference=(1.0, "as fast"))
 
 
-def _figure(title: str, source: str, height: float) -> tuple[Any, Any]:
+def _figure(title: str, source: str, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.6, height + 1.4), layout="constrained")
@@ -197,11 +203,11 @@ def _figure(title: str, source: str, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _legend(figure: Any, handles: Sequence[Any]) -> None:
+def _legend(figure: Figure, handles: Sequence[object]) -> None:
     figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=8)
 
 
-def draw(chart: Chart) -> Iterator[Any]:
+def draw(chart: Chart) -> Iterator[Figure]:
     """Yield figures of a page each: bars, or points on a logarithmic axis; a cross was refused."""
     page: list[Case] = []
     for case in chart.values:
@@ -212,7 +218,7 @@ def draw(chart: Chart) -> Iterator[Any]:
     yield _page(chart, page)
 
 
-def _page(chart: Chart, cases: Sequence[Case]) -> Any:
+def _page(chart: Chart, cases: Sequence[Case]) -> Figure:
     from matplotlib.patches import Patch
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -249,7 +255,7 @@ def _page(chart: Chart, cases: Sequence[Case]) -> Any:
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(lambda value, _: chart.show(value) if value > 0 else "0")
     axes.grid(axis="x", alpha=0.3)
-    handles: list[Any] = [
+    handles: list[object] = [
         Patch(color=f"C{n % 6}", label=name, hatch="//" * (n // 6)) for n, name in enumerate(names)
     ]
     if any(None in chart.values[case].values() for case in cases):
@@ -261,7 +267,7 @@ def _page(chart: Chart, cases: Sequence[Case]) -> Any:
     return figure
 
 
-def roofline(one: Measured) -> Iterator[Any]:
+def roofline(one: Measured) -> Iterator[Figure]:
     """Yield the roofline of rows with products (Williams et al., CACM 2009), if there are any.
 
     Points are TFLOP/s over operations for each byte, the fastest case of each implementation.
@@ -310,7 +316,7 @@ def write(
 
     more = {"svg.fonttype": "none", "svg.hashsalt": "cupyattn"}  # the same figures, the same file
     for one in measured(results):
-        draws: dict[str, Callable[[], Iterator[Any]]] = {
+        draws: dict[str, Callable[[], Iterator[Figure]]] = {
             name: partial(draw, chart) for name, chart in charts_of(one).items()
         }
         draws["roofline"] = partial(roofline, one)
@@ -326,7 +332,7 @@ def write(
                         yield path
 
 
-def add_parser(benchmarks: Any) -> None:
+def add_parser(benchmarks: Commands) -> None:
     """Add the command to the command line."""
     parser = benchmarks.add_parser(
         "plot",

@@ -15,14 +15,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from cupyattn.benchmark.command import invocation, run_on_gpu
 from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.benchmark.table import show_machine
+from cupyattn.cli.arguments import Commands
 from cupyattn.cli.configurations import kernel_name
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
 from cupyattn.registry import KERNELS
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.errors import error
@@ -82,13 +83,13 @@ _SHOWN_STALL = 0.02  # of a warp's cycles: shorter ones are left out
 Numbers = Mapping[str, float | None]
 
 
-def parse(lines: Iterable[str]) -> list[dict[str, Any]]:
+def parse(lines: Iterable[str]) -> list[Json]:
     """Return a row for each kernel that ``ncu --csv --page raw --print-units base`` printed."""
     table = csv.reader(line for line in lines if line.startswith('"'))
     header = next(table, [])
     if "Kernel Name" not in header:
         raise ValueError('no line of it begins with "ID" and has a "Kernel Name"')
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Json] = {}
     for cells in table:
         row = dict(zip(header, cells, strict=False))
         if row["ID"]:  # the line below the header only has units
@@ -105,7 +106,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _figures(numbers: Numbers) -> dict[str, Any]:
+def _figures(numbers: Numbers) -> Json:
     def scaled(metric: str, by: float) -> float | None:
         number = numbers.get(metric)
         return None if number is None else round(number * by, 3)
@@ -136,7 +137,7 @@ _PIPE_NAMES = {"tensor": "tensor cores", "fma": "float32 products", "lsu": "load
                "alu": "integers and comparisons", "xu": "special functions"}  # fmt: skip
 
 
-def binding(row: Mapping[str, Any], multiprocessors: int) -> tuple[str, float]:
+def binding(row: Json, multiprocessors: int) -> tuple[str, float]:
     """Return what binds a kernel, for people, and its share of its peak or of the warps' time.
 
     Busy memory binds: everything that it moves passes the caches too. Otherwise the busiest unit
@@ -159,7 +160,7 @@ def binding(row: Mapping[str, Any], multiprocessors: int) -> tuple[str, float]:
 # The command
 
 
-def take(words: Sequence[str], kernels: Sequence[str], folder: Path) -> dict[str, Any]:
+def take(words: Sequence[str], kernels: Sequence[str], folder: Path) -> Json:
     """Profile the first launch of each kernel, or of some, that a benchmark launches.
 
     `words` are the benchmark's name and options. Raises RuntimeError if ncu is missing or may not
@@ -214,7 +215,7 @@ def take(words: Sequence[str], kernels: Sequence[str], folder: Path) -> dict[str
     }
 
 
-def add_parser(benchmarks: Any) -> None:
+def add_parser(benchmarks: Commands) -> None:
     """Add the command to the command line."""
     parser = benchmarks.add_parser(
         _COMMAND,
@@ -309,7 +310,7 @@ def show(result: Result, terminal: Terminal) -> None:
     terminal.text(f"  {result['invocation']}, ncu {result['ncu']}")
 
 
-def _cells(row: dict[str, Any], multiprocessors: int) -> tuple[Cell, ...]:
+def _cells(row: Json, multiprocessors: int) -> tuple[Cell, ...]:
     what, share = binding(row, multiprocessors)
     shares = ("occupancy", "dram", "l2", "l1", "compute", "issue")
     time = row["microseconds"]

@@ -10,9 +10,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,9 @@ from cupyattn.benchmark.command import Benchmark, add_json_file, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
 from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, Call, copy_rate
-from cupyattn.cli.arguments import positive
+from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.cupy_library import load_cupy
@@ -71,7 +71,7 @@ CALLS = ("--calls", "20", "--warm-up", "5")
 MINUTES = 10.0
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "report",
@@ -142,7 +142,7 @@ def _measured(
     model: TuringModel | None,
     ends: float,
     clock: Clock,
-) -> dict[str, Any]:
+) -> Json:
     """Return the rows of a part with the model's figures, and whether time ended them."""
     _, arguments = benchmark.parse(*words, *CALLS)
     cases: dict[str, Case] = {}
@@ -153,7 +153,7 @@ def _measured(
         return {"command": benchmark.name, "words": [*words, *CALLS], "cut": True, "rows": []}
     cut = False
 
-    def rows_within(arguments: argparse.Namespace, harness: Any) -> Iterator[Row]:
+    def rows_within(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
         nonlocal cut
         for row in benchmark.harness_rows(arguments, harness):
             yield {**row, "modelled": figure(row, cases, model)}
@@ -324,7 +324,7 @@ def markdown(result: Result) -> Iterator[str]:
         )
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: Json) -> tuple[str, ...]:
     labels = {k: v for k, v in labels_of(row).items() if k not in ("window", "head_dim_v")}
     seconds, call = median_of(row), label_text(labels)
     if seconds is None:
@@ -341,7 +341,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _table(columns: tuple[str, ...], rows: Any) -> Iterator[str]:
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
     for row in rows:

@@ -6,16 +6,15 @@ import datetime
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
 import cupyattn
 from cupyattn.cli.terminal import Result
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import arch_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
@@ -23,7 +22,7 @@ from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.runtime.errors import error, shown
 
 
-def this_host() -> dict[str, Any]:
+def this_host() -> Json:
     """Describe the host of every result.
 
     Returns
@@ -61,7 +60,7 @@ def _driver_version() -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> dict[str, Any]:
+def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> Json:
     """Describe what the loaded kernels of a device ran on, and what they are compiled for.
 
     Returns
@@ -92,14 +91,14 @@ def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> dict[str
     }
 
 
-def device_of(result: Mapping[str, Any]) -> str:
+def device_of(result: Json) -> str:
     """Return the device of the figures, or the machine that they are modelled for."""
     if result.get("modelled"):
         return f"modelled: {result.get('machine', 'a Turing GPU')}"
     return result.get("device") or result.get("cpu") or "this machine's CPU"
 
 
-def place_of(result: Mapping[str, Any]) -> str:
+def place_of(result: Json) -> str:
     """Return device and code of a result."""
     codes = result.get("code") or ()
     return device_of(result) + (f" running {', '.join(codes)} code" if codes else "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,8 @@ from cupyattn.benchmark.timer import PRODUCTS, Timer
 from cupyattn.cli.arguments import integer
 from cupyattn.distributed.placement import PLACEMENTS
 from cupyattn.distributed.threads import TRANSPORTS
+from cupyattn.runtime.annotations import Json, Keywords, Undescribed
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.errors import error
@@ -83,7 +85,7 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
 
 
 def compared(
-    labels: dict[str, Any], alone: list[float], ranks: list[Any], difference: float,
+    labels: Json, alone: list[float], ranks: list[Any], difference: float,
     harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of one GPU and of all: a call is as slow as its slowest rank."""
@@ -91,7 +93,7 @@ def compared(
     together = [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]
     scores = labels["tokens"] ** 2 * (0.5 if labels["causal"] else 1.0)
     flops = _FLOPS[name] * scores * labels["heads"] * labels["head_dim"]
-    given: dict[str, Any] = {"flops": flops, "ceiling": PRODUCTS}
+    given: Keywords = {"flops": flops, "ceiling": PRODUCTS}
     one = row_of(labels, "cupyattn one GPU", alone, ceilings=harness.ceilings, **given)
     limits = {name: rate and gpus * rate for name, rate in harness.ceilings.items()}
     ring = row_of(labels, "cupyattn ring", together, ceilings=limits, **given)
@@ -103,7 +105,7 @@ def compared(
     yield from (one, ring)
 
 
-def drawn(arguments: argparse.Namespace, xp: ModuleType) -> list[Any]:
+def drawn(arguments: argparse.Namespace, xp: ModuleType) -> list[Array]:
     """Return q, k, v and dout: one head's numbers, scaled differently for each other head."""
     rng = np.random.default_rng(0)
     arrays = []
@@ -115,8 +117,11 @@ def drawn(arguments: argparse.Namespace, xp: ModuleType) -> list[Any]:
 
 
 def time_rank(
-    arguments: argparse.Namespace, timer: Timer, shards: list[list[Any]], group: distributed.Group
-) -> dict[str, Any]:
+    arguments: argparse.Namespace,
+    timer: Timer,
+    shards: list[list[np.ndarray]],
+    group: distributed.Group,
+) -> Json:
     """Time one rank's calls, all ranks at once."""
     cupy = load_cupy()
     q, k, v, dout = (cupy.asarray(x) for x in shards[group.rank])
@@ -128,21 +133,26 @@ def time_rank(
         group.all_gather(cupy.zeros(1))
         cupy.cuda.get_current_stream().synchronize()
 
-    found: dict[str, Any] = {"out": forward()[0].get(), "transport": group.transport}
+    found: Json = {"out": forward()[0].get(), "transport": group.transport}
     for name, call in zip(GOALS, (forward, both), strict=True):
         found[name] = timed(call, timer, cupy, meet, group)
     return found
 
 
-def _both(forward: Callable[[], Any], backward: Any, arrays: Any, options: Any) -> Any:
+def _both(
+    forward: Callable[[], Undescribed],
+    backward: Callable[..., object],
+    arrays: Sequence[Array],
+    options: Keywords,
+) -> Undescribed:
     out, lse = forward()
     return backward(*arrays, out, lse, **options)
 
 
 def timed(
-    call: Callable[[], Any],
+    call: Callable[[], object],
     timer: Timer,
-    cupy: Any,
+    cupy: ModuleType,
     meet: Callable[[], None],
     group: distributed.Group | None = None,
 ) -> list[float]:

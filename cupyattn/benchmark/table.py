@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from cupyattn.benchmark.cases import CEILINGS, Row, labels_of, median_of
 from cupyattn.cli.terminal import Result, Terminal
@@ -167,7 +166,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3f} ms"
 
 
-def _also(row: Row) -> Mapping[str, Any]:
+def _also(row: Row) -> Mapping[str, object]:
     """Return the single values among a row's own figures."""
     figures = row.get("also", {}).items()
     return {name: value for name, value in figures if not isinstance(value, (dict, list))}
@@ -202,7 +201,7 @@ def _value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def label_text(labels: Mapping[str, Any]) -> str:
+def label_text(labels: Mapping[str, object]) -> str:
     """Return labels in a line.
 
     Examples

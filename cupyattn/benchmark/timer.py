@@ -19,13 +19,17 @@ import numpy as np
 
 from cupyattn.benchmark import ceiling_kernels
 from cupyattn.runtime.arch import SUB_PARTITIONS
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import mma_rate
 from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.runtime.plan import launch
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import VECTOR_BYTES
 
-Call = Callable[[], Any]
+Tensor = Any
+"""A tensor of PyTorch, which is not a dependency."""
+Call = Callable[[], object]
 Round = Sequence[Call]
 """Calls of one case that run one after the other, each with its own arrays."""
 
@@ -130,7 +134,7 @@ def _graph(calls: Round) -> Call:
 
 
 @cache
-def torch_stream(torch: ModuleType) -> Any:
+def torch_stream(torch: ModuleType) -> object:
     """Return the stream that PyTorch's calls are captured on.
 
     PyTorch computes gradients on the stream of their forward, which has to be this one.
@@ -182,12 +186,12 @@ def peak_bytes(call: Call, torch: ModuleType | None = None) -> int:
     return max(0, taken - new)
 
 
-def _arrays(result: object) -> list[Any]:
+def _arrays(result: object) -> list[Array | Tensor]:
     results = result if isinstance(result, (tuple, list)) else (result,)
     return [each for each in results if hasattr(each, "nbytes")]
 
 
-def _address(array: Any) -> int:
+def _address(array: Array | Tensor) -> int:
     return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)
 
 
@@ -206,7 +210,7 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
     empty = load_cupy().empty
     found: dict[str, float | None] = {COPY: copy_rate()}
 
-    def seconds(kernel: Any, grid: int, *arguments: Any) -> float:
+    def seconds(kernel: Specialisation, grid: int, *arguments: object) -> float:
         return statistics.median(_TIMER.queued(partial(launch, device, kernel, grid, arguments)))
 
     source, sink = (load_cupy().zeros(*each) for each in ((_BYTES, np.uint8), (1, np.uint32)))

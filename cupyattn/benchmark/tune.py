@@ -11,7 +11,7 @@ import argparse
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyattn.benchmark import attention, linear
 from cupyattn.benchmark.cases import Harness
@@ -19,8 +19,9 @@ from cupyattn.benchmark.command import Option, add_json_file, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import show_machine
 from cupyattn.benchmark.timer import Round, Timer
-from cupyattn.cli.arguments import integer
+from cupyattn.cli.arguments import Commands, integer
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
@@ -62,7 +63,7 @@ Seconds = Callable[[Round], float]
 """Return the seconds of a call."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "tune",
@@ -126,7 +127,7 @@ def tuned_calls(arguments: argparse.Namespace, harness: Harness) -> Iterator[Tun
             yield TunedCall(name, case.implementations[0].prepare)
 
 
-def tune(device: Device, tuned_calls: Iterable[TunedCall], timer: Seconds) -> list[dict[str, Any]]:
+def tune(device: Device, tuned_calls: Iterable[TunedCall], timer: Seconds) -> list[Json]:
     """Time every answer to what the plans of calls ask on a device.
 
     Returns
@@ -137,7 +138,7 @@ def tune(device: Device, tuned_calls: Iterable[TunedCall], timer: Seconds) -> li
         not change.
     """
     waiting, before = deque(tuned_calls), device.choices  # each allocates when it is prepared
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     chosen: dict[str, str] = {}
     try:
         with progress("timing", len(waiting)) as step:
@@ -155,7 +156,7 @@ def tune(device: Device, tuned_calls: Iterable[TunedCall], timer: Seconds) -> li
 
 def _answers(
     device: Device, calls: Round, chosen: Mapping[str, str], timer: Seconds
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Json]:
     device.choices = asked = Asked()
     calls[0]()
     taken = dict(chosen)
@@ -189,7 +190,7 @@ def show(result: Result, terminal: Terminal) -> None:
     )
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: Json) -> tuple[str, ...]:
     seconds, usual, chosen = row["seconds"], row["usual"], row["chosen"]
     same = chosen == usual
     return (

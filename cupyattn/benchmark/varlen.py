@@ -76,13 +76,13 @@ def call_of(
     q, k, v, dout = (x.reshape(*shape, *x.shape[1:]) for x in arrays)
     bounds = xp.asarray(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     most = int(lengths.max())
-    packed: tuple[Any, ...] = () if layout == "dense" else (bounds, bounds, most, most)
+    packed: tuple[object, ...] = () if layout == "dense" else (bounds, bounds, most, most)
     attend: Callable[..., Any] = cupyattn.attention_varlen if packed else cupyattn.attention
     forward = partial(attend, q, k, v, *packed, causal=problem.causal, return_lse=True)
     results = forward()
     if direction == "forward":
         return partial(forward, out=results)
-    gradients: Callable[..., Any] = (
+    gradients: Callable[..., object] = (
         cupyattn.attention_varlen_backward if packed else cupyattn.attention_backward
     )
     backward = partial(gradients, dout, q, k, v, *results, *packed, causal=problem.causal)
@@ -129,7 +129,7 @@ def _calls(problem: PackedAttentionProblem, layout: str, direction: str, harness
     return [call_of(problem, layout, direction, arrays, harness.xp)]
 
 
-def _packed(problem: PackedAttentionProblem, direction: str, result: Any) -> Any:
+def _packed(problem: PackedAttentionProblem, direction: str, result: Any) -> object:
     """Return out, or the gradients, in the packed shapes."""
     q, k, v, out = problem.shapes
     shapes = (out,) if direction == "forward" else (q, k, v)

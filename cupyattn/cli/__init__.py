@@ -19,7 +19,7 @@ from cupyattn.cli.arguments import Parser, print_help_of
 INTERRUPTED = 130  # what shells report for SIGINT
 
 
-def main(argv: Sequence[str] | None = None, more: Iterable[Any] = ()) -> int:
+def main(argv: Sequence[str] | None = None, more: Iterable[object] = ()) -> int:
     """Run a command of the command line and return its exit code.
 
     Parameters

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""The object that `argparse.ArgumentParser.add_subparsers` returns."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,7 +19,7 @@ class Parser(argparse.ArgumentParser):
 
     _parts = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
         """Parse options first, and what is left as positionals."""
         if self._parts or not any(each.nargs == "?" for each in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from cupyattn import models
-from cupyattn.cli.arguments import integer
+from cupyattn.cli.arguments import Commands, integer
 from cupyattn.cli.models import (
     MODEL_FAILURES,
     TimedPieces,
@@ -21,7 +20,7 @@ from cupyattn.cli.terminal import fail
 ASKS = "> "
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "chat",

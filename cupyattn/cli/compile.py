@@ -11,10 +11,9 @@ from itertools import groupby
 from operator import itemgetter
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.arguments import Commands, add_json_option, integer
 from cupyattn.cli.configurations import (
     add_row_options,
     compiled_kernel,
@@ -23,6 +22,7 @@ from cupyattn.cli.configurations import (
     without_rows,
 )
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import ARCHS, TURING, Arch, arch_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.progress import progress
@@ -30,7 +30,7 @@ from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tuning import tuned_override
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "compile",
@@ -106,7 +106,7 @@ def compile_rows(rows: Sequence[Specialisation], arch: Arch, jobs: int) -> Resul
 
 def _compile_side_by_side(
     rows: Sequence[Specialisation], arch: Arch, jobs: int, step: Callable[[], None]
-) -> list[dict[str, Any] | Exception]:
+) -> list[Json | Exception]:
     """Return what `compiled_kernel` gives for each row, or raises.
 
     NVRTC releases the interpreter lock, so threads compile side by side. It cannot be stopped, and
@@ -114,7 +114,7 @@ def _compile_side_by_side(
     nothing more.
     """
     waiting = deque(enumerate(rows))
-    done: SimpleQueue[tuple[int, dict[str, Any] | Exception]] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Json | Exception]] = SimpleQueue()
 
     def work() -> None:
         while True:
@@ -127,7 +127,7 @@ def _compile_side_by_side(
             except Exception as failure:
                 done.put((at, failure))
 
-    outcomes: dict[int, dict[str, Any] | Exception] = {}
+    outcomes: dict[int, Json | Exception] = {}
     try:
         for _ in range(min(jobs, len(rows))):
             Thread(target=work, daemon=True).start()
@@ -146,7 +146,7 @@ def _compile_side_by_side(
 _COLUMNS = ("row", "threads", "regs", "spills", "shared B", "CTAs", "time")
 
 
-def _cells(kernel: dict[str, Any]) -> tuple[Cell, ...]:
+def _cells(kernel: Json) -> tuple[Cell, ...]:
     return (
         kernel["row"],
         kernel["threads"],

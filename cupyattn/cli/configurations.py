@@ -7,10 +7,10 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
-from typing import Any
 
 from cupyattn.cli.arguments import integer
 from cupyattn.registry import KERNELS, catalogue
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.compile import compile_cubin
 from cupyattn.runtime.errors import error
@@ -179,7 +179,7 @@ def configuration(macros: Macros) -> str:
     )
 
 
-def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any]:
+def compiled_kernel(specialisation: Specialisation, arch: Arch) -> Json:
     """Compile to machine code, or find it in the cache, and tell what it takes of an SM.
 
     Returns
@@ -217,6 +217,6 @@ def compiled_kernel(specialisation: Specialisation, arch: Arch) -> dict[str, Any
     }
 
 
-def spill_bytes(kernel: dict[str, Any]) -> int:
+def spill_bytes(kernel: Json) -> int:
     """Return the bytes that a thread stores and loads because registers did not suffice."""
     return int(kernel["spill_store_bytes"] + kernel["spill_load_bytes"])

@@ -17,7 +17,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.arguments import Commands, add_json_option, integer
 from cupyattn.cli.configurations import compiled_kernel, configuration, spill_bytes
 from cupyattn.cli.recorder import attention_launch
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
@@ -25,6 +25,7 @@ from cupyattn.emulator import Checks, Report
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
+from cupyattn.runtime.annotations import Json, Undescribed
 from cupyattn.runtime.arch import TURING, Arch, tensor_cores_override
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.compile import CompilationError
@@ -75,7 +76,7 @@ class Expected:
         bounds = reference.attention_bound(q, k, v, dtype=q.dtype, tile_k=tile_k, causal=True)
         return cls(*reference.attention(q, k, v, causal=True), *bounds)
 
-    def errors(self, out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
+    def errors(self, out: np.ndarray, lse: np.ndarray) -> Json:
         """Compare a result with them."""
         return {
             "out": compare(out, self.out, self.out_bound),
@@ -83,7 +84,7 @@ class Expected:
         }
 
 
-def compare(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> dict[str, Any]:
+def compare(actual: np.ndarray, exact: np.ndarray, bound: np.ndarray) -> Json:
     """Find the largest error, the bound at its place, and the largest error / bound.
 
     Returns
@@ -135,7 +136,7 @@ def on_gpu(problem: DemoProblem) -> Result:
         )
         for implementation, launch in launches.items():
 
-            def call(implementation: str = implementation) -> Any:
+            def call(implementation: str = implementation) -> tuple[Array, Array]:
                 return _attention(q, k, v, implementation)
 
             began = time.perf_counter()
@@ -189,7 +190,7 @@ def kernels_of(
     return launches
 
 
-def _on_emulator(problem: DemoProblem, launches: dict[str, dict[str, Any]]) -> Result:
+def _on_emulator(problem: DemoProblem, launches: dict[str, Json]) -> Result:
     q, k, v = problem.arrays()
     expected = Expected.of(TURING, q, k, v)
     checks = Checks.all()
@@ -236,11 +237,11 @@ def _on_numpy(problem: DemoProblem, why: str) -> Result:
     return _result(problem, "numpy", [run], not_compiled_because=why)
 
 
-def _attention(q: Array, k: Array, v: Array, implementation: str) -> Any:
+def _attention(q: Array, k: Array, v: Array, implementation: str) -> Undescribed:
     return cupyattn.attention(q, k, v, causal=True, implementation=implementation, return_lse=True)
 
 
-def _result(problem: DemoProblem, place: str, runs: list[dict[str, Any]], **more: object) -> Result:
+def _result(problem: DemoProblem, place: str, runs: list[Json], **more: object) -> Result:
     within = all(error["within_bound"] for run in runs for error in run["errors"].values())
     return {
         "command": "demo",
@@ -253,7 +254,7 @@ def _result(problem: DemoProblem, place: str, runs: list[dict[str, Any]], **more
     }
 
 
-def _describe(launch: Launch, arch: Arch) -> dict[str, Any]:
+def _describe(launch: Launch, arch: Arch) -> Json:
     return {"grid": list(launch.grid), **compiled_kernel(launch.specialisation, arch)}
 
 
@@ -263,7 +264,7 @@ def _require_loaded(device: CudaDevice, launch: Launch) -> None:
         raise AssertionError(f"{launch.specialisation.label} was recorded but did not run")
 
 
-def _median_gpu_seconds(call: Callable[[], Any]) -> float:
+def _median_gpu_seconds(call: Callable[[], object]) -> float:
     """Time calls by CUDA events on the current stream."""
     cupy = load_cupy()
 
@@ -284,7 +285,7 @@ EMULATED_SEQLEN = 128  # about half a second for the tiled kernel
 _ERROR_COLUMNS = ("max_error", "bound", "max_ratio")
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     default = DemoProblem()
     parser = commands.add_parser(
@@ -434,7 +435,7 @@ def _show_numpy(result: Result, terminal: Terminal) -> None:
     )
 
 
-def _show_launches(launches: list[dict[str, Any]], terminal: Terminal) -> None:
+def _show_launches(launches: list[Json], terminal: Terminal) -> None:
     for launch in launches:
         terminal.title(f"{launch['kernel']} for {launch['arch']}")
         terminal.facts(

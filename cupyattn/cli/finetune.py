@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 from cupyattn import models
-from cupyattn.cli.arguments import add_json_option, integer, positive
+from cupyattn.cli.arguments import Commands, add_json_option, integer, positive
 from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.cli.training_run import planned, prepared, trained
@@ -154,7 +153,7 @@ _CHOICES = (
 )
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "finetune",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import numpy as np
 
 from cupyattn import models
-from cupyattn.cli.arguments import add_json_option, integer
+from cupyattn.cli.arguments import Commands, add_json_option, integer
 from cupyattn.cli.models import (
     MODEL_FAILURES,
     TimedPieces,
@@ -25,7 +24,7 @@ from cupyattn.cli.terminal import Result, Terminal, emit, fail
 _IN_WORDS = {"file": "the file's blocks"}
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "generate",

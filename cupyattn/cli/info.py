@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.arguments import Commands, add_json_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.runtime.annotations import Json
 
 _ABSENT = "not found"
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "info",
@@ -87,19 +87,19 @@ def show(result: Result, terminal: Terminal) -> None:
     )
 
 
-def _device_row(device: dict[str, Any]) -> tuple[str, ...]:
+def _device_row(device: Json) -> tuple[str, ...]:
     memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
     target = f"sm_{device['arch']}" if device["arch"] else f"none: {device['unusable_because']}"
     return device["name"], device["compute_capability"], memory, target
 
 
-def _float16(device: dict[str, Any]) -> str:
+def _float16(device: Json) -> str:
     """Say what float16 runs on, and how that is known."""
     where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
     return f"float16 runs {where} ({device['tensor_cores_because']})"
 
 
-def _tuned(device: dict[str, Any], used: bool) -> str:
+def _tuned(device: Json, used: bool) -> str:
     """Say what was tuned for a device, and whether calls take it."""
     if device["tuned"] is None:
         return "rows of the tables as they are (python -m cupyattn tune times others)"

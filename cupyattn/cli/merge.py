@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cupyattn import models
-from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.arguments import Commands, add_json_option
 from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.models.checkpoints.hugging_face import read_object
@@ -20,7 +19,7 @@ from cupyattn.models.training import LoraAdapters
 from cupyattn.runtime.errors import error, explaining, size_text
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "merge",

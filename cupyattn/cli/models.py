@@ -15,6 +15,7 @@ from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.models.loading import DTYPES, OF_THE_FILE, QUANTIZE, quantises_to
 from cupyattn.models.training import LoraAdapters
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.errors import size_text
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
@@ -107,7 +108,7 @@ def loaded(arguments: argparse.Namespace) -> models.Model:
     return LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).model
 
 
-def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def drawing_of(arguments: argparse.Namespace) -> Keywords:
     """Return the options of a generation that a command was given."""
     names = [name.replace("-", "_") for name, *_ in _NUMBERS]
     return {name: getattr(arguments, name) for name in ("max_new_tokens", *names)}
@@ -116,7 +117,7 @@ def drawing_of(arguments: argparse.Namespace) -> dict[str, Any]:
 class TimedPieces:
     """A generation's pieces as they come, and when they came."""
 
-    def __init__(self, generator: models.Generator, prompt: Any, **options: Any) -> None:
+    def __init__(self, generator: models.Generator, prompt: object, **options: Any) -> None:
         self._generator = generator
         self._began = time.perf_counter()
         self._first = self._last = self._began

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option, integer, print_help_of
+from cupyattn.cli.arguments import Commands, add_json_option, integer, print_help_of
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.emulator import Checks, Report
 from cupyattn.emulator.report import Access, LineReport
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
+from cupyattn.runtime.annotations import Json, Keywords
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.source import source_root
 from cupyattn.runtime.storage import STORAGE
@@ -53,7 +54,7 @@ _CYCLES_PER_SECTOR = 0.5  # L1 to registers: 64 bytes a cycle (Jia et al., arXiv
 _ASM = re.compile(r'\basm\b[^"]*"\s*([a-z][\w.:]*)')
 
 
-def figures(report: Report) -> dict[str, Any]:
+def figures(report: Report) -> Json:
     """Return the totals of a report, and its lines."""
     lines = [_line(line) for line in report.lines]
     return {
@@ -80,7 +81,7 @@ def busy_cycles(line: LineReport) -> float:
     return arithmetic + passes + _CYCLES_PER_SECTOR * sectors
 
 
-def _line(line: LineReport) -> dict[str, Any]:
+def _line(line: LineReport) -> Json:
     file, source = source_of(line.file)
     return {
         "file": file,
@@ -94,7 +95,7 @@ def _line(line: LineReport) -> dict[str, Any]:
     }
 
 
-def _access(access: Access) -> dict[str, Any]:
+def _access(access: Access) -> Json:
     described = {
         "instruction": access.instruction.opcode,
         "space": access.space,
@@ -156,10 +157,10 @@ class ProfiledCall(NamedTuple):
     """A call of the library, ready to be made."""
 
     description: str
-    run: Callable[[], Any]
+    run: Callable[[], object]
 
 
-def add_attention_parser(calls: Any) -> argparse.ArgumentParser:
+def add_attention_parser(calls: Commands) -> argparse.ArgumentParser:
     """Add ``profile attention``."""
     parser: argparse.ArgumentParser = calls.add_parser(
         "attention",
@@ -171,7 +172,7 @@ def add_attention_parser(calls: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def add_attention_backward_parser(calls: Any) -> argparse.ArgumentParser:
+def add_attention_backward_parser(calls: Commands) -> argparse.ArgumentParser:
     """Add ``profile attention_backward``."""
     parser: argparse.ArgumentParser = calls.add_parser(
         "attention_backward",
@@ -243,7 +244,7 @@ def _window_side(text: str) -> int | None:
     return None if text == "none" else integer(0)(text)
 
 
-def add_softmax_parser(calls: Any) -> argparse.ArgumentParser:
+def add_softmax_parser(calls: Commands) -> argparse.ArgumentParser:
     """Add ``profile softmax``."""
     parser: argparse.ArgumentParser = calls.add_parser(
         "softmax",
@@ -312,7 +313,7 @@ def _attention_backward(arguments: argparse.Namespace) -> ProfiledCall:
     )
 
 
-def _problem(arguments: argparse.Namespace) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+def _problem(arguments: argparse.Namespace) -> tuple[tuple[np.ndarray, ...], Keywords]:
     """Return q, k and v, and the options."""
     a = arguments
     rng = np.random.default_rng(0)
@@ -323,7 +324,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[tuple[np.ndarray, ...], dic
     return arrays, _attention_options(a, rng)
 
 
-def _description(what: str, arguments: argparse.Namespace, options: dict[str, Any]) -> str:
+def _description(what: str, arguments: argparse.Namespace, options: Keywords) -> str:
     a = arguments
     extra = [name for name in options if name != "causal"]
     return (
@@ -334,11 +335,11 @@ def _description(what: str, arguments: argparse.Namespace, options: dict[str, An
     )
 
 
-def _attention_options(arguments: argparse.Namespace, rng: np.random.Generator) -> dict[str, Any]:
+def _attention_options(arguments: argparse.Namespace, rng: np.random.Generator) -> Keywords:
     """Return the options that were asked for, as `cupyattn.attention` takes them."""
     a = arguments
     scores = (a.heads, a.seqlen, a.seqlen)
-    options: dict[str, Any] = {"causal": True} if a.causal else {}
+    options: Json = {"causal": True} if a.causal else {}
     if a.window_size is not None:
         options["window_size"] = tuple(a.window_size)
     if a.mask:
@@ -374,7 +375,7 @@ SHOWN_LINES = 12
 """The most source lines that are shown of each kernel."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "profile",
@@ -443,10 +444,10 @@ def show(result: Result, terminal: Terminal) -> None:
         _show_kernel(kernel, result, terminal)
 
 
-def _show_kernel(kernel: dict[str, Any], result: Result, terminal: Terminal) -> None:
+def _show_kernel(kernel: Json, result: Result, terminal: Terminal) -> None:
     share = kernel["busy_cycles"] / (result["totals"]["busy_cycles"] or 1)
     terminal.title(f"{kernel['kernel']}, {share:.1%} of the busy cycles")
-    mix = Counter(kernel["instructions"])
+    mix: Counter[str] = Counter(kernel["instructions"])
     terminal.facts(
         {
             "warp instructions": f"{mix.total():,}: {_mix(mix)}",
@@ -469,7 +470,7 @@ def _show_kernel(kernel: dict[str, Any], result: Result, terminal: Terminal) -> 
         _show_line(line, line["busy_cycles"] / (kernel["busy_cycles"] or 1), terminal)
 
 
-def _show_line(line: dict[str, Any], share: float, terminal: Terminal) -> None:
+def _show_line(line: Json, share: float, terminal: Terminal) -> None:
     where = f"{line['file']}:{line['line']}"
     terminal.facts({f"{share:6.1%}": line["instruction"] or line["source"] or where})
     terminal.text(f"{'':10}{where}: {_mix(Counter(line['instructions']))}")
@@ -483,7 +484,7 @@ def _mix(instructions: Counter[str]) -> str:
     return ", ".join(f"{pipe} {n:,}" for pipe, n in instructions.most_common())
 
 
-def _cost(access: dict[str, Any]) -> str:
+def _cost(access: Json) -> str:
     text = f"{access['instruction']}: {access['requests']:,} requests, {access['bytes']:,} bytes, "
     if access["space"] == "shared":
         ways = f"{access['ways']:.2f} ways"

@@ -12,8 +12,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.progress import has_rich
 
 Cell = str | int
@@ -58,7 +58,7 @@ def folded_command(text: str, width: int) -> list[str]:
     return lines
 
 
-def folded_facts(pairs: Mapping[str, Any], width: int) -> list[str]:
+def folded_facts(pairs: Mapping[str, object], width: int) -> list[str]:
     """Write names and values, one pair a line; a value is folded next to its name.
 
     Examples
@@ -201,7 +201,7 @@ def _folded(line: str, width: int) -> list[str]:
     ) or [""]
 
 
-Result = dict[str, Any]
+Result = Json
 
 
 class Terminal:
@@ -234,7 +234,7 @@ class Terminal:
         """Print a line that says whether all is well."""
         self._print(paragraphs(text, self._width), "green" if good else "bold red")
 
-    def facts(self, facts: Mapping[str, Any]) -> None:
+    def facts(self, facts: Mapping[str, object]) -> None:
         """Print names and values, one pair a line."""
         self._print(folded_facts(facts, self._width))
 

@@ -26,6 +26,7 @@ from cupyattn.models.training import checkpoint, curve
 from cupyattn.models.training.batches import digest
 from cupyattn.models.training.budget import Training, budget_of, require_room
 from cupyattn.models.training.lora_options import LoraOptions
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, explaining, size_text
 from cupyattn.runtime.progress import progress
 from cupyattn.runtime.reading import open_regular
@@ -275,9 +276,7 @@ def _rate(arguments: argparse.Namespace) -> float:
     return _LR["full" if arguments.full else "adapters"]
 
 
-def _names(
-    base: models.Model, held: list[training.Sample], arguments: argparse.Namespace
-) -> dict[str, Any]:
+def _names(base: models.Model, held: list[training.Sample], arguments: argparse.Namespace) -> Json:
     adapters = {
         "--lora-rank": arguments.lora_rank,
         "--lora-targets": sorted(arguments.lora_targets),
@@ -372,7 +371,7 @@ def _generating(arguments: argparse.Namespace) -> list[str]:
     return command
 
 
-def _losses(rows: list[dict[str, Any]]) -> Result:
+def _losses(rows: list[Json]) -> Result:
     steps = [row for row in rows if "loss" in row]
     return {
         "first_loss": steps[0]["loss"] if steps else None,
@@ -382,7 +381,7 @@ def _losses(rows: list[dict[str, Any]]) -> Result:
     }
 
 
-def _row(step: training.TrainedStep) -> dict[str, Any]:
+def _row(step: training.TrainedStep) -> Json:
     """Return a step as JSON has it, which knows no NaN."""
     fields = {name: value for name, value in step._asdict().items() if name != "number"}
     return {
@@ -427,7 +426,7 @@ def _interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _drawn(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> str | None:
+def _drawn(rows: list[Json], arguments: argparse.Namespace) -> str | None:
     path = arguments.out / "losses.png"
     try:
         curve.draw(rows, path, f"fine-tuning {Path(arguments.model).name}")

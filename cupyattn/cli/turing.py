@@ -6,12 +6,12 @@ import argparse
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import cupyattn
-from cupyattn.cli.arguments import add_json_option
+from cupyattn.cli.arguments import Commands, add_json_option
 from cupyattn.cli.configurations import add_row_options, row_name, rows_of, without_rows
 from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.progress import progress
 from cupyattn.runtime.spec import Specialisation
@@ -73,7 +73,7 @@ LIKE_FLOAT32 = (
 _DIGITS = 4  # of the ratios: the simulation is not that exact
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "turing",
@@ -156,7 +156,7 @@ def kernel_row(
     simulate: bool = True,
     all_loops: bool = False,
     machine: Machine = T4,
-) -> dict[str, Any]:
+) -> Json:
     """Tell what a specialisation takes of a Turing SM, and what its loops make of it.
 
     Returns
@@ -179,7 +179,7 @@ def kernel_row(
     }
 
 
-def _summary(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
+def _summary(loop: LoopFigures, machine: Machine) -> Json:
     utilisation = None
     if loop.utilisation is not None:
         utilisation = {name: round(x, _DIGITS) for name, x in asdict(loop.utilisation).items()}
@@ -200,7 +200,7 @@ def _rounded(ratio: float | None) -> float | None:
     return None if ratio is None else round(ratio, _DIGITS)
 
 
-def _everything(loop: LoopFigures, machine: Machine) -> dict[str, Any]:
+def _everything(loop: LoopFigures, machine: Machine) -> Json:
     return {
         "start": loop.start,
         "end": loop.end,
@@ -247,7 +247,7 @@ def show(result: Result, terminal: Terminal) -> None:
         terminal.verdict(False, f"  {nothing}")
 
 
-def _cells(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
+def _cells(row: Json) -> list[tuple[Cell, ...]]:
     resources = (row["row"], row["registers"], row["shared_bytes"], row["ctas_per_sm"])
     loops = row.get("loops", [row["main"]] if row["main"] else [])
     if not loops:
@@ -255,7 +255,7 @@ def _cells(row: dict[str, Any]) -> list[tuple[Cell, ...]]:
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
-def _loop_cells(loop: dict[str, Any]) -> tuple[Cell, ...]:
+def _loop_cells(loop: Json) -> tuple[Cell, ...]:
     if loop["bound"] is None:
         return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "")
     played, binds = loop["utilisation"], loop["binding_pipe"]

@@ -27,6 +27,7 @@ from cupyattn.distributed.options import (
 )
 from cupyattn.distributed.plan import AttentionCall
 from cupyattn.distributed.problem import RingProblem
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 
@@ -102,9 +103,9 @@ class RingCalls:
         bounds = self._plan.cu_seqlens.tolist()
         return [(b, slice(*rows)) for b, rows in enumerate(pairwise(bounds))]
 
-    def _common(self, call: AttentionCall) -> dict[str, Any]:
+    def _common(self, call: AttentionCall) -> Keywords:
         options = self._options
-        given: dict[str, Any] = {
+        given: dict[str, object] = {
             **options.of_scores,
             "sinks": options.sinks if call.own else None,
         }
@@ -118,7 +119,7 @@ class RingCalls:
         banded = call.left is not None or call.right is not None
         return banded or self._options.alibi_slopes is not None
 
-    def _dense(self, call: AttentionCall, b: int) -> dict[str, Any]:
+    def _dense(self, call: AttentionCall, b: int) -> Keywords:
         """Return the options of a batch of sequences of one length, or of one that was packed."""
         options, given = self._options, self._common(call)
         alone = slice(b, b + 1) if self._problem.packed else slice(None)
@@ -147,7 +148,7 @@ class RingCalls:
             )
         return given
 
-    def _packed(self, call: AttentionCall) -> dict[str, Any]:
+    def _packed(self, call: AttentionCall) -> Keywords:
         options, given = self._options, self._common(call)
         bounds = tuple(self._plan.cu_seqlens.tolist())
         extents = tuple(after - before for before, after in pairwise(bounds))
@@ -166,7 +167,7 @@ class RingCalls:
         step = self._plan.placement.step
         return self._xp.clip((used - start + (step - 1)) // step, 0, extent)
 
-    def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> dict[str, Any]:
+    def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> Keywords:
         """Return the expressions, told where their calls begin: see `ScoreOffsets`."""
         given = self._options.expressions
         if not given:

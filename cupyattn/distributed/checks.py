@@ -59,7 +59,9 @@ class Adopted(NamedTuple):
     """CUDA ordinal; None for NumPy arrays."""
 
 
-def adopted(given: Mapping[str, Any], fixes: Mapping[str, str] = MappingProxyType({})) -> Adopted:
+def adopted(
+    given: Mapping[str, object], fixes: Mapping[str, str] = MappingProxyType({})
+) -> Adopted:
     """Take arrays as `cupyattn.runtime.arrays.adopt` does; None is an array that was left out."""
     operands = adopt(record_of(*given)(*given.values()), fixes)
     pairs = zip(given, values_of(operands.arrays), strict=True)
@@ -98,7 +100,7 @@ def require_device(group: Group, device: int | None) -> None:
         )
 
 
-def refuse(function: str, others: Mapping[str, Any]) -> None:
+def refuse(function: str, others: Mapping[str, object]) -> None:
     """Raise for options that a function has not.
 
     Raises

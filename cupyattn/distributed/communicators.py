@@ -17,6 +17,7 @@ import numpy as np
 
 from cupyattn.distributed.mailbox import ThreadCommunicator
 from cupyattn.distributed.nccl import NCCLCommunicator, aside, load_nccl
+from cupyattn.runtime.annotations import Stream
 from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
@@ -131,15 +132,15 @@ class CupyxCommunicator:
         self.rank, self.size = int(backend.rank), int(backend._n_devices)
         self.device = int(backend._comm.device_id())
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: Stream) -> None:
         """Send an array to a rank."""
         self._backend.send(_bytes(array), peer, stream)
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: Stream) -> None:
         """Receive into an array what a rank sends."""
         self._backend.recv(_bytes(array), peer, stream)
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: Stream) -> None:
         """Fill out with the array of each rank."""
         self._backend.all_gather(_bytes(array), _bytes(out), array.nbytes, stream)
 
@@ -167,15 +168,15 @@ class NCCL4PyCommunicator:
         self.rank, self.size = int(communicator.rank), int(communicator.nranks)
         self.device = int(communicator.device.device_id)
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: Stream) -> None:
         """Send an array to a rank."""
         self._communicator.send(_bytes(array), peer, stream=stream.ptr)
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: Stream) -> None:
         """Receive into an array what a rank sends."""
         self._communicator.recv(_bytes(array), peer, stream=stream.ptr)
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: Stream) -> None:
         """Fill out with the array of each rank."""
         self._communicator.allgather(_bytes(array), _bytes(out), stream=stream.ptr)
 
@@ -205,7 +206,7 @@ class MPICommunicator:
         """A duplicate, whose messages are no other's; made with the first of them."""
         self._failed = False
         self.rank, self.size = int(communicator.Get_rank()), int(communicator.Get_size())
-        self._pending: list[tuple[Any, Any]] | None = None
+        self._pending: list[tuple[object, object]] | None = None
         """Inside of `together`: requests, and what is to be done behind each."""
 
     def send(self, array: Array, peer: int, stream: object) -> None:
@@ -281,7 +282,7 @@ class MPICommunicator:
             raise
 
 
-def _to_host(array: Array, stream: Any) -> Any:
+def _to_host(array: Array, stream: Stream) -> Any:
     if stream is None:
         return array
     on_host = load_cupy().asnumpy(array, stream=stream)
@@ -373,7 +374,7 @@ class Carrier:
             for array in arrays:
                 act(array, peer, stream)
 
-    def _carry(self, move: Callable[[], None], stream: Any) -> None:
+    def _carry(self, move: Callable[[], None], stream: Stream) -> None:
         if not may_keep_the_host(self._communicator):
             move()
             return

@@ -24,6 +24,7 @@ from cupyattn.distributed.communicators import Carrier, communicator_of
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures, seconds_of
 from cupyattn.distributed.mailbox import ThreadCommunicator
 from cupyattn.distributed.watch import Watch
+from cupyattn.runtime.annotations import Stream
 from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
@@ -110,7 +111,7 @@ class Group:
         self.agreed: set[tuple[str, ...]] = set()
         """Descriptions of calls that all ranks have agreed on: each is compared once."""
         self.gathers_on_host = bool(getattr(self._communicator, "gathers_on_host", False))
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, Stream] = {}
 
     def _channel(self, folder: str | os.PathLike[str] | None) -> Failures:
         """Return where this group's ranks post a failure; without any, this rank for itself."""
@@ -132,7 +133,7 @@ class Group:
         to: int,
         incoming: Sequence[Array],
         source: int,
-        stream: Any = None,
+        stream: Stream = None,
     ) -> None:
         """Send arrays to one rank, and receive as many from another.
 
@@ -326,7 +327,7 @@ class Group:
                 self._aborted = True
                 abort()
 
-    def on_device(self, device: int | None) -> AbstractContextManager[Any]:
+    def on_device(self, device: int | None) -> AbstractContextManager[object]:
         """Make a device the current one, if it is a GPU."""
         return nullcontext() if device is None else load_cupy().cuda.Device(device)
 

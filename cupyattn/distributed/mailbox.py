@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.distributed.failures import SharedFailures
+from cupyattn.runtime.annotations import Stream
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
@@ -27,7 +28,7 @@ class Parcel:
     """An array on its way."""
 
     array: Array
-    ready: Any
+    ready: object
     """On a GPU the event behind what fills the array."""
     copied: Any = None
     """On a GPU the event behind the copy."""
@@ -117,7 +118,7 @@ class ThreadCommunicator:
         else:
             self._sent.append((parcel, peer, stream))
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: Stream) -> None:
         """Receive into an array what a rank sends."""
         parcel = self._office.take(self.rank, peer)
         source = parcel.array
@@ -140,7 +141,7 @@ class ThreadCommunicator:
             parcel.copied = _mark(stream)
         self._office.confirm(parcel)
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: Stream) -> None:
         """Fill out with the array of each rank."""
         peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
         with self.together():
@@ -166,14 +167,14 @@ class ThreadCommunicator:
         finally:
             self._sent = None
 
-    def _collect(self, parcel: Parcel, peer: int, stream: Any) -> None:
+    def _collect(self, parcel: Parcel, peer: int, stream: Stream) -> None:
         """Hold whatever comes behind until a parcel is copied."""
         self._office.wait_until_taken(parcel, self.rank, peer)
         if stream is not None:
             stream.wait_event(parcel.copied)
 
 
-def _mark(stream: object) -> Any:
+def _mark(stream: object) -> object:
     event = load_cupy().cuda.Event(disable_timing=True)
     event.record(stream)
     return event

@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from cupyattn.distributed.failures import Failures, FolderFailures, SharedFailures
+from cupyattn.runtime.annotations import Stream
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
@@ -156,19 +157,19 @@ class NCCLCommunicator:
         self.rank, self.size = int(communicator.rank_id()), int(communicator.size())
         self.device = int(communicator.device_id())
 
-    def send(self, array: Array, peer: int, stream: Any) -> None:
+    def send(self, array: Array, peer: int, stream: Stream) -> None:
         """Send an array to a rank."""
         self._communicator.send(
             array.data.ptr, array.nbytes, self._nccl.NCCL_INT8, peer, stream.ptr
         )
 
-    def receive(self, array: Array, peer: int, stream: Any) -> None:
+    def receive(self, array: Array, peer: int, stream: Stream) -> None:
         """Receive into an array what a rank sends."""
         self._communicator.recv(
             array.data.ptr, array.nbytes, self._nccl.NCCL_INT8, peer, stream.ptr
         )
 
-    def all_gather(self, array: Array, out: Array, stream: Any) -> None:
+    def all_gather(self, array: Array, out: Array, stream: Stream) -> None:
         """Fill out with the array of each rank."""
         if stream is None and self._meeting is not None:
             out[...] = self._meeting(self.rank, array.copy())

@@ -18,6 +18,7 @@ from cupyattn import BlockMask, MaskMod, ScoreMod
 from cupyattn.distributed.group import fingerprint
 from cupyattn.distributed.placement import Placement
 from cupyattn.distributed.plan import AttentionCall
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 
@@ -74,7 +75,7 @@ class ScoreOffsets(NamedTuple):
     step: int
     """How many positions lie between two neighbours."""
 
-    def __call__(self, b: Any, q_idx: Any, k_idx: Any) -> tuple[Any, Any, Any]:
+    def __call__(self, b: object, q_idx: Any, k_idx: Any) -> tuple[Any, Any, Any]:
         """Return where scores stand in the whole, of where they do in the call."""
         batch, query, key = (row[b if self.packed else 0] for row in self.at)
         return b + batch, query + self.step * q_idx, key + self.step * k_idx
@@ -104,17 +105,19 @@ def moved(given: Any, places: ScoreOffsets) -> Any:
             f'#line 1 "{shown_as}"\n{text}\n;}}({", ".join(arguments)})'
         )
 
-    def function(of_whole: Callable[..., Any] | None) -> Any:
+    def function(of_whole: Callable[..., Any] | None) -> object:
         return of_whole and _moved_function(of_whole, places, name)
 
     return given._rewritten(expression, function, {**given.arrays, name: places.at})
 
 
-def _moved_function(of_whole: Callable[..., Any], places: ScoreOffsets, unknown: str = "") -> Any:
+def _moved_function(
+    of_whole: Callable[..., object], places: ScoreOffsets, unknown: str = ""
+) -> object:
     """Return a Python function of a call's scores; `unknown` is an array that it does not take."""
 
     @wraps(of_whole)  # errors name the user's
-    def of_call(*operands: object, **arrays: object) -> Any:
+    def of_call(*operands: object, **arrays: object) -> object:
         *others, b, h, q_idx, k_idx = operands
         arrays.pop(unknown, None)
         b, q_idx, k_idx = places(b, q_idx, k_idx)
@@ -145,8 +148,8 @@ class RingOptions:
     dropout_p: float = 0.0
     seed: int | None = None
     rotary: Any = None
-    score_mod: ScoreMod | Callable[..., Any] | None = None
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None
+    score_mod: ScoreMod | Callable[..., object] | None = None
+    mask_mod: MaskMod | BlockMask | Callable[..., object] | None = None
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -155,7 +158,7 @@ class RingOptions:
         return {name: array for name, array in given.items() if array is not None}
 
     @property
-    def expressions(self) -> dict[str, Any]:
+    def expressions(self) -> Keywords:
         """score_mod and mask_mod that were given, by name; of a block mask its mask_mod."""
         mask_mod = self.mask_mod.mask_mod if isinstance(self.mask_mod, BlockMask) else self.mask_mod
         given = {"score_mod": self.score_mod, "mask_mod": mask_mod}
@@ -169,12 +172,12 @@ class RingOptions:
         return self.dropout_p > 0 or given or bool(self.expressions)
 
     @property
-    def of_scores(self) -> dict[str, Any]:
+    def of_scores(self) -> Keywords:
         """Those that change scores in every call alike, by name."""
         names = ("softmax_scale", "alibi_slopes", "softcap")
         return {name: getattr(self, name) for name in names}
 
-    def of_no_tokens(self) -> dict[str, Any]:
+    def of_no_tokens(self) -> Keywords:
         """Return what a call of no tokens takes: it checks what does not depend on them."""
         return {
             "causal": self.causal,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.distributed.placement import Placement
+from cupyattn.runtime.annotations import Keywords
 
 Integers = NDArray[np.int64]
 
@@ -321,7 +322,7 @@ def _joined(calls: list[AttentionCall], alike: str, neighbours: str) -> list[Att
         # A query meets itself once; one that does and one that does not are no one call.
         if joined and whole and adjacent and same and (alike == "queries" or last.own == call.own):
             both = RankRows(getattr(last, neighbours).start, getattr(call, neighbours).stop)
-            rows: dict[str, Any] = {neighbours: both}
+            rows: Keywords = {neighbours: both}
             joined[-1] = last._replace(own=last.own or call.own, **rows)
         else:
             joined.append(call)

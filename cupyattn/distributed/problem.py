@@ -35,6 +35,7 @@ from cupyattn.distributed.placement import (
     token_positions,
 )
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
@@ -123,7 +124,7 @@ def ring_problem(
     arrays: dict[str, Array | None],
     options: RingOptions,
     placement: str,
-    cu_seqlens: Any,
+    cu_seqlens: object,
     *,
     part_own: bool = False,
 ) -> RingProblem:
@@ -152,7 +153,7 @@ def ring_problem(
     require_own_seed(options.seed)
     require_expressions(options)
     taken, device_id = adopted({**arrays, **options.arrays})
-    own: dict[str, Any] = {name: taken[name] for name in options.arrays}
+    own: Keywords = {name: taken[name] for name in options.arrays}
     options = replace(options, **own)
     require_device(group, device_id)
     lifted = {name: _lifted(name, array, packed) for name, array in taken.items() if name in arrays}

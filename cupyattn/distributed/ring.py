@@ -43,7 +43,7 @@ def ring_attention_backward(
     *,
     group: Group,
     placement: str = "zigzag",
-    cu_seqlens: Any = None,
+    cu_seqlens: object = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -56,13 +56,13 @@ def ring_attention_backward(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreMod | Callable[..., object] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., object] | None = None,
     dlse: Array | None = None,
     deterministic: bool = False,
     grads: AttentionGrads | None = None,
     accumulate: bool = False,
-    **others: Any,
+    **others: object,
 ) -> AttentionGrads:
     r"""Gradients of `ring_attention` with respect to its arrays.
 
@@ -156,7 +156,7 @@ def ring_attention_backward(
         )
         steps, later = plan.parted
 
-        def shares_of(step_calls: tuple[AttentionCall, ...], block: tuple[Array, ...]) -> Any:
+        def shares_of(step_calls: tuple[AttentionCall, ...], block: tuple[Array, ...]) -> object:
             of_block = _ordered(own, *block)
             return [(call, calls.backward(call, of_block, deterministic)) for call in step_calls]
 
@@ -261,8 +261,8 @@ def ring_attention(
     dropout_p: float = 0.0,
     seed: int | None = None,
     rotary: tuple[Array, Array] | Rotary | None = None,
-    score_mod: ScoreMod | Callable[..., Any] | None = None,
-    mask_mod: MaskMod | BlockMask | Callable[..., Any] | None = None,
+    score_mod: ScoreMod | Callable[..., object] | None = None,
+    mask_mod: MaskMod | BlockMask | Callable[..., object] | None = None,
     return_lse: bool = False,
     out: Array | tuple[Array, Array] | None = None,
     **others: object,

@@ -6,8 +6,6 @@ one: between them nothing is sent (Shoeybi et al., "Megatron-LM", arXiv:1909.080
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupyattn import LinearGrads, QuantizedWeight, linear, linear_backward
@@ -257,7 +255,7 @@ def _sum(x: Array, group: Group, *added: Array) -> Array:
     x = _taken(x, group)
     parts = group.all_gather(x)
     dtype = x.dtype
-    exact: Any = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    exact: object = np.float32 if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
     total = parts[0].astype(exact)
     for part in (*parts[1:], *added):
         total += part

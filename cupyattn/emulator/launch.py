@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import LaunchError
@@ -46,7 +47,7 @@ class Struct:
     16
     """
 
-    def __init__(self, dtype: Any, values: Mapping[str, Any]) -> None:
+    def __init__(self, dtype: DTypeLike, values: Mapping[str, object]) -> None:
         try:
             self.dtype = np.dtype(dtype)
         except TypeError as error:
@@ -64,7 +65,7 @@ class Struct:
             )
         self.values = {name: self._named(name, value) for name, value in values.items()}
 
-    def _named(self, name: str, value: object) -> Any:
+    def _named(self, name: str, value: object) -> object:
         """Wrap arrays that become pointers, under the name of their field."""
         is_pointer = self.dtype[name] == np.uint64
         if is_pointer and isinstance(value, np.ndarray) and value.ndim:
@@ -98,7 +99,9 @@ class Struct:
         return record.tobytes()
 
 
-def collect_arrays(function: Function, args: Sequence[Any]) -> tuple[list[Any], list[Argument]]:
+def collect_arrays(
+    function: Function, args: Sequence[object]
+) -> tuple[list[object], list[Argument]]:
     """Check number and kind of the arguments; wrap arrays, and list all that is pointed to.
 
     Raises
@@ -112,7 +115,7 @@ def collect_arrays(function: Function, args: Sequence[Any]) -> tuple[list[Any], 
             f"{function.name} takes {len(function.parameters)} arguments, got {len(args)}; "
             f"its parameters: {names or 'none'}"
         )
-    wrapped: list[Any] = []
+    wrapped: list[object] = []
     arrays: list[Argument] = []
     for i, (parameter, value) in enumerate(zip(function.parameters, args, strict=True)):
         value = _check_argument(function, i, parameter, value)
@@ -124,7 +127,7 @@ def collect_arrays(function: Function, args: Sequence[Any]) -> tuple[list[Any], 
     return wrapped, arrays
 
 
-def _check_argument(function: Function, i: int, parameter: Parameter, value: object) -> Any:
+def _check_argument(function: Function, i: int, parameter: Parameter, value: object) -> object:
     where = f"{function.name}, argument {i} ({parameter.name}, .{parameter.type})"
     is_pointer = parameter.type in ("u64", "b64", "s64") and not parameter.is_array
     if isinstance(value, np.ndarray) and value.ndim:
@@ -166,7 +169,7 @@ def _check_argument(function: Function, i: int, parameter: Parameter, value: obj
     return value
 
 
-def pack_parameters(function: Function, values: Sequence[Any], memory: DeviceMemory) -> bytes:
+def pack_parameters(function: Function, values: Sequence[object], memory: DeviceMemory) -> bytes:
     """Return the parameter buffer."""
     buffer = bytearray(function.parameter_bytes)
     for parameter, value in zip(function.parameters, values, strict=True):
@@ -213,11 +216,16 @@ def _three(
 
 
 def _check_types(
-    module: Any, entry: Any, args: Any, shared_bytes: Any, checks: Any, report: Any
+    module: object,
+    entry: object,
+    args: object,
+    shared_bytes: object,
+    checks: object,
+    report: object,
 ) -> None:
     """Refuse what is not of the type that `launch` documents."""
 
-    def refuse(name: str, value: object, allowed: str) -> None:
+    def refuse(name: str, value: object, allowed: str) -> NoReturn:
         raise LaunchError(f"{name} is {value!r:.60} ({type(value).__name__}); allowed: {allowed}")
 
     if not isinstance(module, Module):
@@ -284,7 +292,7 @@ def launch(
     entry: str,
     grid: int | Sequence[int],
     block: int | Sequence[int],
-    args: Sequence[Any],
+    args: Sequence[object],
     *,
     shared_bytes: int = 0,
     checks: Checks | None = None,
@@ -375,7 +383,7 @@ def run(
     entry: str,
     grid: int | Sequence[int],
     block: int | Sequence[int],
-    args: Sequence[Any],
+    args: Sequence[object],
     *,
     shared_bytes: int = 0,
     checks: Checks | None = None,

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -72,7 +72,7 @@ class Translation:
         program = self.program
         locations = list(dict.fromkeys(x.location for x in program.instructions))
         place = {location: i for i, location in enumerate(locations)}
-        parts: tuple[Any, ...] = (
+        parts = (
             program.code,
             [(name, x.dtype.str, x.tobytes()) for name, x in program.constants.items()],
             locations,

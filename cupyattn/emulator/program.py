@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class MemoryLayout:
         self.local_bytes = self._place([v for v in variables if v.space == "local"])
 
     @classmethod
-    def restored(cls, attributes: dict[str, Any]) -> MemoryLayout:
+    def restored(cls, attributes: dict[str, object]) -> MemoryLayout:
         """Return the layout that has these attributes."""
         layout = cls.__new__(cls)
         vars(layout).update(attributes)
@@ -105,7 +104,7 @@ class Program:
 
     header: Function
     instructions: list[Statement]
-    run: Callable[[Any], None]
+    run: Callable[[object], None]
     code: CodeType
     constants: dict[str, np.ndarray]
     packed_source: bytes

@@ -21,11 +21,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from cupyattn.emulator.machine.lanes import Lanes, Positions
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, Positions
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.model import RECEIPT, Statement
 
@@ -38,9 +37,6 @@ __all__ = [
     "pipe",
     "sector_counts",
 ]
-
-
-Array = Any
 
 
 _XU = frozenset(
@@ -412,9 +408,7 @@ class Report:
             data.accesses[site] = Access(x, space, x.root in ("st", "red", "atom"))
         return data.accesses[site]
 
-    def shared_access(
-        self, site: int, address: Array, size: int, mask: Array, lanes: Lanes
-    ) -> None:
+    def shared_access(self, site: int, address: Array, size: int, mask: Mask, lanes: Lanes) -> None:
         """Count a shared access of `size` bytes per lane."""
         address = np.asarray(address)
         if mask is None and (address.ndim < 2 or address.shape[0] == 1):  # every block alike
@@ -438,7 +432,7 @@ class Report:
             used = active[..., :count].reshape(-1, count)
         self._wavefronts(site, rows.reshape(-1, count), 16, used, times)
 
-    def _wavefronts(self, site: int, offsets: Array, size: int, active: Array, times: int) -> None:
+    def _wavefronts(self, site: int, offsets: Array, size: int, active: Mask, times: int) -> None:
         """Add what warps with these `offsets` cost, each standing for `times` warps."""
         wavefronts, phases = bank_wavefronts(offsets, size, active)
         access = self._access(site, "shared")
@@ -452,9 +446,7 @@ class Report:
         count = offsets.size if active is None else int(np.count_nonzero(active))
         access.bytes += times * size * count
 
-    def global_access(
-        self, site: int, address: Array, size: int, mask: Array, lanes: Lanes
-    ) -> None:
+    def global_access(self, site: int, address: Array, size: int, mask: Mask, lanes: Lanes) -> None:
         """Count a global access of `size` bytes per lane."""
         addresses = np.broadcast_to(address, lanes.shape).reshape(-1, 32)
         active = None if mask is None else np.broadcast_to(mask, lanes.shape).reshape(-1, 32)

@@ -285,7 +285,7 @@ def as_swaps(preempt: object) -> bool:
 
 
 def as_sampled(
-    batch: list[Work], lengths: list[int], returned: Iterable[Iterable[Any]]
+    batch: list[Work], lengths: list[int], returned: Iterable[Iterable[object]]
 ) -> list[list[list[int]]]:
     """Read what a `forward` returned: of each work the next tokens of each sample.
 
@@ -335,7 +335,7 @@ def as_sampled(
     return sampled
 
 
-def _of_samples(tokens: Iterable[Any]) -> list[list[int]]:
+def _of_samples(tokens: Iterable[object]) -> list[list[int]]:
     """Read a work's next tokens: one for each sample, or a list of several."""
     if isinstance(tokens, list) and any(isinstance(each, list) for each in tokens):
         return [as_tokens(each) if isinstance(each, list) else as_tokens([each]) for each in tokens]

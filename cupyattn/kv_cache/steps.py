@@ -15,6 +15,7 @@ from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.tables import StepTables, as_counts, lengths_of, require_tables
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array, adopt_one
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.outputs import named_out
@@ -232,7 +233,7 @@ class CacheSteps:
         }
         return _attend(arrays, tables, slice(first, batch), q, queries | options)
 
-    def _results(self, q: Array, options: dict[str, Any]) -> Any:
+    def _results(self, q: Array, options: dict[str, object]) -> object:
         """Return out of calls that each write a part of it: what is given, if it fits, or zeros."""
         shapes = {"out": q.shape}
         if with_lse := bool(options.get("return_lse")):
@@ -278,7 +279,7 @@ def _require_axes(name: str, array: Array, tables: StepTables, packed: str, alik
 
 
 def _attend(
-    arrays: dict[str, Array], tables: StepTables, rows: slice, q: Array, options: dict[str, Any]
+    arrays: dict[str, Array], tables: StepTables, rows: slice, q: Array, options: Keywords
 ) -> Any:
     """Call paged_attention for the sequences in these rows of the tables."""
     slopes: Any = options.get("alibi_slopes")
@@ -297,7 +298,7 @@ def _attend(
 
 
 def _decode(
-    arrays: dict[str, Array], tables: StepTables, rows: slice, q: Array, options: dict[str, Any]
+    arrays: dict[str, Array], tables: StepTables, rows: slice, q: Array, options: dict[str, object]
 ) -> Any:
     """Do the same of packed queries, one a sequence: the kernels that decode are made for these."""
     given: Any = options.get("out")

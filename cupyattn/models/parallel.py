@@ -236,7 +236,9 @@ def require_group(group: object, xp: ModuleType) -> None:
         )
 
 
-def agreed(group: Group | None, alike: Mapping[str, Any], xp: ModuleType, number: int = 0) -> int:
+def agreed(
+    group: Group | None, alike: Mapping[str, object], xp: ModuleType, number: int = 0
+) -> int:
     """Return the smallest number that a rank has; what this one has where there is no group.
 
     Ranks make the same steps, in the same room and from the same seed: `alike` is what has to be

@@ -147,7 +147,7 @@ class Backend(ContextDecorator):
 _RUN_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
 
 
-def device_of(operands: Operands[Any]) -> Device | None:
+def device_of(operands: Operands) -> Device | None:
     """Return the device that a call's arrays run on; None stands for the reference."""
     if operands.device_id is not None:
         return cuda_device(operands.device_id)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, wraps
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -450,7 +450,7 @@ class Overlaps(NamedTuple):
         names = tuple(layouts.SHOWN_AS.get(field, field) for field in fields)
         return cls(tuple((*pair,) for pair in pairs), results, names)
 
-    def check(self, operands: Operands[Any]) -> None:
+    def check(self, operands: Operands) -> None:
         """Raise ValueError if a result is read-only or shares an item with another array.
 
         Addresses decide almost every pair without looking at the layouts.
@@ -465,7 +465,7 @@ class Overlaps(NamedTuple):
             for result in self.results:
                 require_writable(self.names[result], arrays[result])
 
-    def _check_items(self, operands: Operands[Any], result: int, other: int) -> None:
+    def _check_items(self, operands: Operands, result: int, other: int) -> None:
         kind = type(operands.arrays)
         layouts = values_of(layouts_of(kind, operands.description))
         distance = operands.places[other] - operands.places[result]
@@ -481,7 +481,7 @@ class Overlaps(NamedTuple):
             )
 
 
-def require_apart(operands: Operands[Any], writes: Mapping[str, Output | None]) -> None:
+def require_apart(operands: Operands, writes: Mapping[str, Output | None]) -> None:
     """Raise unless results and scratch memory fit and share no item with other arrays.
 
     `writes` maps the fields of results to the required shape and dtype, or to None if those are
@@ -494,7 +494,7 @@ def require_apart(operands: Operands[Any], writes: Mapping[str, Output | None]) 
 
 @lru_cache(maxsize=4096)
 def _apart(
-    kind: type[Record[Any]], description: Description, writes: tuple[tuple[str, Output | None], ...]
+    kind: type[Record], description: Description, writes: tuple[tuple[str, Output | None], ...]
 ) -> Overlaps:
     layouts = layouts_of(kind, description)
     for name, output in writes:

@@ -25,7 +25,7 @@ class Rule:
     def __init__(
         self,
         function: Callable[..., Any],
-        backward: Callable[[], Callable[..., Any]],
+        backward: Callable[[], Callable[..., object]],
         *,
         gradients: tuple[str, ...],
         results: tuple[str, ...],
@@ -95,7 +95,7 @@ names: list[str] = []
 
 
 def differentiable(
-    backward: Callable[[], Callable[..., Any]],
+    backward: Callable[[], Callable[..., object]],
     *,
     gradients: tuple[str, ...],
     results: tuple[str, ...] = ("out",),

@@ -276,7 +276,7 @@ class ElementProblem:
 
 def element_problem(
     kernel: ElementKernel,
-    operands: Operands[Any],
+    operands: Operands,
     *,
     parts: Mapping[str, Part] | None = None,
     decided: Mapping[str, str] | None = None,
@@ -306,7 +306,7 @@ def element_problem(
 @lru_cache(maxsize=4096)
 def _cached_problem(
     kernel: ElementKernel,
-    kind: type[Record[Any]],
+    kind: type[Record],
     description: Description,
     given_parts: tuple[tuple[str, Part], ...],
     given_decisions: tuple[tuple[str, str], ...],
@@ -384,7 +384,7 @@ def _shape_of_items(
 
 
 @cache
-def _fixes(kernel: ElementKernel, kind: type[Record[Any]]) -> Mapping[str, str]:
+def _fixes(kernel: ElementKernel, kind: type[Record]) -> Mapping[str, str]:
     """Return what errors propose for each array that is written, by its name in errors."""
     return fixes_of_results(*kernel.updated, *kernel.results, *kind.SHOWN_AS.values())
 

@@ -211,7 +211,7 @@ def _within(name: str, value: object, least: int, most: int) -> int:
     return number
 
 
-def _require_addresses_to_be_enough(operands: Operands[Record[Any]]) -> None:
+def _require_addresses_to_be_enough(operands: Operands[Record]) -> None:
     """Raise ValueError unless the kernel can read each array from its address alone."""
     kind, names = type(operands.arrays), operands.arrays.SHOWN_AS.values()
     layouts, starts = (

@@ -82,7 +82,7 @@ def take_out(arrays: R, out: object, names: tuple[str, ...]) -> R:
     return arrays
 
 
-def take_grads(arrays: R, kind: type[Any], grads: object, accumulate: bool) -> R:
+def take_grads(arrays: R, kind: type[object], grads: object, accumulate: bool) -> R:
     """Put the arrays of grads=, a named tuple of this kind, into a record's fields.
 
     Raises

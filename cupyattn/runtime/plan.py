@@ -159,7 +159,7 @@ def _number(parameter: Scalar) -> _Coercion:
 def _struct_check(entry: str, parameter: Struct) -> _Coercion:
     expected = parameter.dtype
 
-    def struct(value: object) -> Any:
+    def struct(value: object) -> object:
         dtype = getattr(value, "dtype", None)
         if dtype is not expected and dtype != expected:
             raise TypeError(f"{parameter.name} of {entry} is another struct: {value!r}")
@@ -185,7 +185,7 @@ class Step(NamedTuple):
     """Arguments that are passed by value, after the arrays, typed as the kernel declares."""
     slots: tuple[int, ...]
     """Slots of the arrays, in the order of the parameters."""
-    take: Callable[[Sequence[Any]], Sequence[Any]]
+    take: Callable[[Sequence[object]], Sequence[object]]
     """Returns the arguments in these slots; all at once, which takes half the time."""
 
     @classmethod
@@ -206,7 +206,7 @@ class Step(NamedTuple):
         return cls(specialisation, ctas, tuple(by_value), taken, _taking(taken))
 
 
-def _taking(slots: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _taking(slots: tuple[int, ...]) -> Callable[[Sequence[object]], Sequence[object]]:
     return itemgetter(*slots) if len(slots) > 1 else lambda of: [of[slot] for slot in slots]
 
 
@@ -270,7 +270,7 @@ class Planner(Generic[R]):
         The results of the plan.
     """
 
-    def __init__(self, kind: type[R], given: Record[Any], outputs: Mapping[str, Output]) -> None:
+    def __init__(self, kind: type[R], given: Record, outputs: Mapping[str, Output]) -> None:
         """Take the kind of record, the record of what is given, and the outputs by field."""
         self._fields = fields_of(kind)
         numbers = {field: slot for slot, field in enumerate(self._fields)}

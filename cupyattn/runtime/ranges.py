@@ -29,7 +29,7 @@ def ranged(function: _Function) -> _Function:
         return function
 
     @wraps(function)
-    def in_range(*args: object, **options: object) -> Any:
+    def in_range(*args: object, **options: object) -> object:
         nvtx = loaded_nvtx()
         if nvtx is None:
             return function(*args, **options)
@@ -42,8 +42,8 @@ def ranged(function: _Function) -> _Function:
     return in_range  # type: ignore[return-value]
 
 
-def _title(name: str, args: tuple[Any, ...]) -> str:
-    first: Any = args[0] if args else None
+def _title(name: str, args: tuple[object, ...]) -> str:
+    first: object = args[0] if args else None
     if not hasattr(first, "shape") or not hasattr(first, "dtype"):
         return name
     return f"{name} {first.shape} {first.dtype}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import size_text
 
 Refuse = Callable[[str, str], Exception]
@@ -121,7 +122,7 @@ def lines_of(path: Path, longest: int, refuse: Refuse) -> Iterator[tuple[int, by
             number += 1
 
 
-def _containers(value: list[Any] | dict[str, Any]) -> list[Any]:
+def _containers(value: list[object] | Json) -> list[Any]:
     """Return the items of a list or an object that are lists or objects."""
     items = value.values() if isinstance(value, dict) else value
     return [each for each in items if isinstance(each, list | dict)]

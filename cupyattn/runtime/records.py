@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, get_origin
 
 T = TypeVar("T")
-R = TypeVar("R", bound="Record[Any]")
+R = TypeVar("R", bound="Record")
 
 
-def _getter(names: tuple[str, ...]) -> Any:
+def _getter(names: tuple[str, ...]) -> object:
     if len(names) > 1:
         return attrgetter(*names)
     return staticmethod(lambda record: tuple(getattr(record, name) for name in names))
@@ -53,13 +53,13 @@ class Record(Generic[T]):
         """Collect the names of the fields, from which a dataclass is made; a base's come first."""
         hints = get_annotations(cls)
         own = (name for name, hint in hints.items() if "ClassVar" not in str(hint))
-        base: type[Record[Any]] = cls.__mro__[1]
+        base: type[Record] = cls.__mro__[1]
         cls.FIELDS = (*base.FIELDS, *own)
         cls.VALUES = _getter(cls.FIELDS)
 
 
 @cache
-def record_of(*names: str) -> Callable[..., Record[Any]]:
+def record_of(*names: str) -> Callable[..., Record]:
     """Return a class of records for arrays with names that are known only at run time.
 
     Examples
@@ -73,12 +73,12 @@ def record_of(*names: str) -> Callable[..., Record[Any]]:
     return make_dataclass("Arrays", shown, bases=(Record,), namespace=space, slots=True)
 
 
-def fields_of(kind: type[Record[Any]]) -> tuple[str, ...]:
+def fields_of(kind: type[Record]) -> tuple[str, ...]:
     """Return the names of a record's fields."""
     return (get_origin(kind) or kind).FIELDS
 
 
-def values_of(record: Record[Any]) -> tuple[Any, ...]:
+def values_of(record: Record) -> tuple[Any, ...]:
     """Return the values of a record's fields."""
     return record.VALUES(record)
 
@@ -88,13 +88,13 @@ def made(kind: type[R], values: Iterable[Any]) -> R:
     return kind(*values)
 
 
-def given_of(record: Record[Any]) -> dict[str, Any]:
+def given_of(record: Record) -> dict[str, Any]:
     """Return the values that are not None by field, for kernel patterns that use names."""
     pairs = zip(record.FIELDS, record.VALUES(record), strict=True)
     return {name: value for name, value in pairs if value is not None}
 
 
-def slots_of(kind: type[R], present: Iterable[Any]) -> R:
+def slots_of(kind: type[R], present: Iterable[object]) -> R:
     """Return a record whose fields have their own number, or None where `present` has None.
 
     Examples

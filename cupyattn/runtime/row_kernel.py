@@ -138,7 +138,7 @@ class RowKernel:
 
     entry: str
     source: str
-    record: type[Record[Any]]
+    record: type[Record]
     rows: tuple[str, ...]
     results: Mapping[str, Result]
     columns: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class RowKernel:
     optional: tuple[str, ...] = ()
     follows: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
-    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     table: RowTable = field(default_factory=lambda: ROWS)
     fixes: Mapping[str, str] = field(init=False, repr=False)

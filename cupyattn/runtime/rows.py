@@ -68,7 +68,7 @@ class RowOptions(NamedTuple):
 
     choices: tuple[tuple[str, Any], ...] = ()
     """A value for each choice of the kernel, without those in `OF_THE_PLAN`."""
-    scalars: tuple[tuple[str, Any], ...] = ()
+    scalars: tuple[tuple[str, object], ...] = ()
     """A number for each scalar of the kernel, without those in `OF_THE_PLAN`."""
     wanted: tuple[str, ...] = ()
     """Optional results that are made where the call gives no array for them."""
@@ -190,7 +190,7 @@ class RowProblem:
     shape: tuple[int, ...]
     dtype: np.dtype
     scalars: Mapping[str, Any]
-    choices: Mapping[str, Any]
+    choices: Mapping[str, object]
     accumulate: bool
     """Whether gradients are added to the contents of their arrays."""
     arrays: Record[Layout]
@@ -251,7 +251,7 @@ def statistics_dtype(dtype: np.dtype) -> np.dtype:
     return dtype if dtype == np.float64 else _FLOAT32
 
 
-def row_problem(kernel: RowKernel, operands: Operands[Any], options: RowOptions) -> RowProblem:
+def row_problem(kernel: RowKernel, operands: Operands, options: RowOptions) -> RowProblem:
     """Check the arrays of a call, or find that arrays of this description were checked before.
 
     Raises

@@ -91,7 +91,7 @@ def beyond(name: str, value: object, dtype: np.dtype) -> ValueError:
     )
 
 
-class _CheckedStruct(np.ndarray[Any, Any]):
+class _CheckedStruct(np.ndarray):
     """A struct that `new_struct` returns, or a field of it that is a struct or an array."""
 
     field = ""
@@ -102,7 +102,7 @@ class _CheckedStruct(np.ndarray[Any, Any]):
             found.field = str(key)
         return found
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Any, value: object) -> None:
         try:
             super().__setitem__(key, value)
         except OverflowError:

@@ -34,7 +34,7 @@ def rows_for(table: Mapping[int, _Row], arch: int) -> _Row:
     return table[max(number for number in table if number <= arch)]
 
 
-def limit_of(rows: Mapping[int, Any], head_dim: int, head_dim_v: int) -> int:
+def limit_of(rows: Mapping[int, object], head_dim: int, head_dim_v: int) -> int:
     """Return the key of a configuration: the first that is not below either head dim."""
     largest = max(head_dim, head_dim_v)
     return next(limit for limit in rows if largest <= limit)
@@ -62,7 +62,7 @@ def with_mma_k(rows: Mapping[int, Any]) -> ByArch[Any]:
     return {75: rows, 80: {limit: replace(row, mma_k=16) for limit, row in rows.items()}}
 
 
-def with_l2_ahead(rows: Mapping[int, Any], tiles: Mapping[int, int]) -> ByArch[Any]:
+def with_l2_ahead(rows: Mapping[int, object], tiles: Mapping[int, int]) -> ByArch[Any]:
     """Add to `with_mma_k` the number of tiles that sm_80 or later prefetches into L2, by key."""
     table = with_mma_k(rows)
     ahead = {limit: replace(table[80][limit], l2_ahead=count) for limit, count in tiles.items()}

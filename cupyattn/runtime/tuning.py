@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import flag
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.errors import error
@@ -159,7 +160,7 @@ def file_of(device: str, arch: str) -> Path:
     return folder / f"tuned-{name}-{arch}.json"
 
 
-def read(device: str, arch: str) -> dict[str, Any] | None:
+def read(device: str, arch: str) -> Json | None:
     """Return the stored choices for a device; None if there are none for this code and NVRTC.
 
     A file that somebody else could have written is not read, with a warning.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=Fa
 """Whether values are checked on a GPU too; set by `backend`."""
 
 
-def checks_values(operands: Operands[Any]) -> bool:
+def checks_values(operands: Operands) -> bool:
     """Tell whether to: always, but on a GPU only where asked, for it has to be waited for.
 
     Examples

@@ -148,11 +148,11 @@ def _assemble(gen: CodeGenerator, bodies: list[list[str]]) -> str:
     return "\n".join(out) + "\n"
 
 
-def executable(code: CodeType, constants: dict[str, np.ndarray]) -> Callable[[Any], None]:
+def executable(code: CodeType, constants: dict[str, np.ndarray]) -> Callable[[object], None]:
     """Return the function of a kernel."""
     namespace: dict[str, Any] = {**RUNTIME_NAMES.namespace, **constants}
     exec(code, namespace)
-    function: Callable[[Any], None] = namespace["kernel"]
+    function: Callable[[object], None] = namespace["kernel"]
     return function
 
 

@@ -13,14 +13,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.codegen.control_flow import ControlFlow
 from cupyattn.emulator.errors import UnsupportedPTXError
 from cupyattn.emulator.machine import floating, integer, stacks
-from cupyattn.emulator.machine.lanes import EXITED
+from cupyattn.emulator.machine.lanes import EXITED, Array, Mask
 from cupyattn.emulator.machine.warp_sync import warp_bits
 from cupyattn.emulator.program import MemoryLayout
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable, register_dtype
@@ -95,14 +94,14 @@ _AXES = "xyz"
 _UNWRITTEN = b"\xff\x7f" * 4
 
 
-def _guarded(predicate: Any, mask: Any, shape: tuple[int, int]) -> Any:
+def _guarded(predicate: Array, mask: Mask, shape: tuple[int, int]) -> Array:
     """Return the mask of the lanes that run and whose predicate is true."""
     if mask is None:
         return np.broadcast_to(predicate, shape)
     return mask & predicate
 
 
-def _merged(merge: Any, value: Any, before: Any) -> Any:
+def _merged(merge: Mask, value: Array, before: Array) -> Array:
     """Return a value for the lanes that run, for others what was there before.
 
     A function: written out in each statement, a kernel would be a fifth longer to compile.
@@ -110,7 +109,7 @@ def _merged(merge: Any, value: Any, before: Any) -> Any:
     return value if merge is None else np.where(merge, value, before)
 
 
-def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
+def _pack(parts: tuple[Array, ...], dtype: np.dtype, width: int) -> Array:
     """Return the concatenation of `parts`, `width` bits each, the first one lowest."""
     result = np.asarray(parts[0]).astype(dtype)
     for i, part in enumerate(parts[1:], 1):
@@ -118,13 +117,13 @@ def _pack(parts: tuple[Any, ...], dtype: Any, width: int) -> Any:
     return result
 
 
-def _active_mask(mask: object, shape: tuple[int, int]) -> Any:
+def _active_mask(mask: Mask, shape: tuple[int, int]) -> Array:
     """Return the lanes that run, one uint32 per warp (``activemask``)."""
     return np.repeat(warp_bits(True if mask is None else mask, shape), 32).reshape(shape)
 
 
-def _namespace() -> dict[str, Any]:
-    names: dict[str, Any] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
+def _namespace() -> dict[str, object]:
+    names: dict[str, object] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
     names.update(active_mask=_active_mask, merged=_merged)
     for module in (floating, integer, stacks):
         names.update({name: getattr(module, name) for name in module.__all__})
@@ -139,7 +138,7 @@ def _namespace() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _RuntimeNames:
-    namespace: dict[str, Any] = field(default_factory=_namespace)
+    namespace: dict[str, object] = field(default_factory=_namespace)
     special_registers: frozenset[str] = frozenset(
         [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in _AXES]
         + [f"%lanemask_{which}" for which in ("eq", "lt", "le", "gt", "ge")]

@@ -7,20 +7,18 @@ depends on the order is not deterministic on a GPU either.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.machine.floating import flush
-from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask
 from cupyattn.emulator.machine.memory import MemoryPiece, MemorySpace
 from cupyattn.emulator.report import Report
 
 __all__ = ["AtomicOperations"]
 
-Array = Any
 
-_UFUNCS: dict[str, Callable[..., Any]] = {
+_UFUNCS: dict[str, Callable[..., Array]] = {
     "add": np.add,
     "min": np.minimum,
     "max": np.maximum,
@@ -34,7 +32,7 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 _NEVER_TINY = np.float32(2.0**-103)
 
 
-def _step(operation: str, old: Any, operands: tuple[Any, ...]) -> Any:
+def _step(operation: str, old: Array, operands: tuple[Array, ...]) -> Array:
     value = operands[0]
     if operation == "exch":
         return value
@@ -69,10 +67,10 @@ class AtomicOperations:
         kind: str,
         address: Array,
         operands: tuple[Array, ...],
-        mask: Array,
+        mask: Mask,
         site: int,
         wants_old: bool,
-    ) -> Array:
+    ) -> Array | None:
         """Apply `operation` at every lane's address.
 
         Parameters
@@ -112,7 +110,7 @@ class AtomicOperations:
     def _apply(
         piece: MemoryPiece,
         operation: str,
-        dtype: np.dtype[Any],
+        dtype: np.dtype,
         values: tuple[np.ndarray, ...],
         old: np.ndarray,
         wants_old: bool,

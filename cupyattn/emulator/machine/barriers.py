@@ -8,18 +8,15 @@ its way; in straight-line code all lanes are there and it costs nothing. (``bar.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError
-from cupyattn.emulator.machine.lanes import EXITED, Lanes, Positions, Step
+from cupyattn.emulator.machine.lanes import EXITED, Array, Lanes, Positions, Step
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 
 __all__ = ["Barriers", "barrier_fault"]
 
-Array = Any
 
 _IDS = 16  # hardware barriers of a block
 

@@ -12,7 +12,6 @@ lanes that do not run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from cupyattn.emulator.machine.block_memory import (
     SharedMemory,
 )
 from cupyattn.emulator.machine.global_memory import DeviceMemory, GlobalMemory, Region
-from cupyattn.emulator.machine.lanes import EXITED, WAITING, Lanes, Positions, Step
+from cupyattn.emulator.machine.lanes import EXITED, WAITING, Array, Lanes, Mask, Positions, Step
 from cupyattn.emulator.machine.matrix import MatrixOperations
 from cupyattn.emulator.machine.memory import SlicedBuffer
 from cupyattn.emulator.machine.races import SharedMemoryTracker
@@ -36,9 +35,6 @@ from cupyattn.emulator.program import Program
 from cupyattn.emulator.report import Report
 
 __all__ = ["BlockBatch", "LaneScheduler", "LaunchState", "special_registers"]
-
-
-Array = Any
 
 
 def special_registers(
@@ -93,7 +89,7 @@ class LaneScheduler:
         return 0, self.positions.alive, None
 
     def branch(
-        self, predicate: Array, target: int, otherwise: int, mask: Array, merge: Array
+        self, predicate: Array, target: int, otherwise: int, mask: Mask, merge: Array
     ) -> Step:
         """Send the lanes with a true predicate to `target`, the others to `otherwise`."""
         if merge is not None:
@@ -113,7 +109,7 @@ class LaneScheduler:
         self.positions.diverge(np.where(predicate, target, otherwise), mask)
         return self.pick()
 
-    def branch_table(self, index: Array, table: Array, mask: Array, merge: Array) -> Step:
+    def branch_table(self, index: Array, table: Array, mask: Mask, merge: Array) -> Step:
         """Send every lane to the block that `table` holds at its index (``brx.idx``)."""
         target = table.take(np.asarray(index).astype(np.int64), mode="clip")
         if merge is None:
@@ -124,14 +120,14 @@ class LaneScheduler:
             np.copyto(self.positions.each, target, where=mask)
         return self.pick()
 
-    def goto(self, target: int, mask: Array, merge: Array) -> Step:
+    def goto(self, target: int, mask: Mask, merge: Array) -> Step:
         """Send the running lanes to `target`."""
         if merge is None:
             return (target, mask, None) if target != EXITED else (-1, None, None)
         self.positions.each[mask] = target
         return self.pick()
 
-    def exit(self, mask: Array, merge: Array) -> Step:
+    def exit(self, mask: Mask, merge: Array) -> Step:
         """End the running lanes."""
         if merge is None:
             return -1, None, None
@@ -180,7 +176,7 @@ class LaunchState:
             for name, start, size in self.program.layout.shared_variables
         ]
 
-    def symbol_address(self, name: str) -> Any:
+    def symbol_address(self, name: str) -> Array:
         """Return the address of a module variable."""
         return np.asarray(self.device_memory.address(self.symbols[name]), np.uint64)
 
@@ -217,7 +213,7 @@ class BlockBatch:
         self.generic = GenericMemory(lanes, self.shared, self.local, self.global_, self.atomics)
         self.matrix = MatrixOperations(lanes, checks, shared, tracker, report)
 
-    def hang(self, block: int, mask: Array | None) -> KernelFault:
+    def hang(self, block: int, mask: Mask | None) -> KernelFault:
         """Return the error for a kernel that has run too many steps, the next one in `block`."""
         return self.lanes.fault(
             KernelFault,
@@ -227,7 +223,7 @@ class BlockBatch:
             self.lanes.numbers(np.True_, mask),
         )
 
-    def trap(self, mask: Array, site: int) -> None:
+    def trap(self, mask: Mask, site: int) -> None:
         """Fail if any lane executes ``trap``."""
         lanes = self.lanes.numbers(np.True_, mask)
         if len(lanes):

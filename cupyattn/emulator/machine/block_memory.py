@@ -6,14 +6,12 @@ space of each address.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import OutOfBoundsError
 from cupyattn.emulator.machine.atomics import AtomicOperations
-from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask
 from cupyattn.emulator.machine.memory import (
     ELEMENT,
     LOCAL_WINDOW,
@@ -28,9 +26,6 @@ from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.report import Report
 
 __all__ = ["GenericMemory", "LocalMemory", "ParameterMemory", "SharedMemory"]
-
-
-Array = Any
 
 
 # An element's size as a power of 2.
@@ -50,12 +45,12 @@ class _BlockMemory(MemorySpace):
             size: np.broadcast_to(base, lanes.shape) for size, base in storage.base.items()
         }
 
-    def _elements(self, offset: Array, size: int, mask: Array) -> Array:
+    def _elements(self, offset: Array, size: int, mask: Mask) -> Array:
         """Return the indices in `views` of what `offsets` returned."""
         base = self._base[size] if mask is None else self._base_of_lanes[size][mask]
         return (offset >> _SHIFT[size]) + base
 
-    def offsets(self, address: Array, size: int, mask: Array, site: int, write: bool) -> Array:
+    def offsets(self, address: Array, size: int, mask: Mask, site: int, write: bool) -> Array:
         """Check addresses, and return them (those of the mask) as int64."""
         offset = broadcast_active(address, mask, self.shape)
         if offset.size == 0:
@@ -68,7 +63,7 @@ class _BlockMemory(MemorySpace):
             self._out_of_bounds(offset, size, mask, site, write)
         return offset.astype(np.int64)
 
-    def _out_of_bounds(self, offset: Array, size: int, mask: Array, site: int, write: bool) -> None:
+    def _out_of_bounds(self, offset: Array, size: int, mask: Mask, site: int, write: bool) -> None:
         signed = np.asarray(offset)
         signed = signed.view(f"i{signed.dtype.itemsize}")
         bad = (signed > self.size - size) | (signed < 0)
@@ -109,7 +104,7 @@ class SharedMemory(_BlockMemory):
         self.report = report
 
     def locate(
-        self, address: Array, size: int, mask: Array, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
@@ -126,7 +121,7 @@ class SharedMemory(_BlockMemory):
             self.tracker.atomic(index, size, mask, site)
 
     def write(
-        self, elements: np.ndarray, index: Array, values: Array, mask: Array, site: int
+        self, elements: np.ndarray, index: Array, values: Array, mask: Mask, site: int
     ) -> None:
         """Assign `values`, telling the race tracker before and after."""
         if self.tracker is not None:
@@ -145,7 +140,7 @@ class LocalMemory(_BlockMemory):
         super().__init__(lanes, checks, SlicedBuffer(size, lanes.shape if size else (1, 1)))
 
     def locate(
-        self, address: Array, size: int, mask: Array, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
@@ -165,7 +160,7 @@ class ParameterMemory(_BlockMemory):
         """Return the element at a fixed offset, a 0-d array."""
         return np.asarray(self.storage.bytes[offset : offset + size].view(ELEMENT[size])[0])
 
-    def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
+    def load(self, address: Array, size: int, count: int, mask: Mask, site: int) -> Array:
         """Load as `MemorySpace.load`: mostly one element at an address that all lanes share."""
         if count == 1 and np.ndim(address) == 0:
             offset = int(address)
@@ -174,7 +169,7 @@ class ParameterMemory(_BlockMemory):
         return super().load(address, size, count, mask, site)
 
     def locate(
-        self, address: Array, size: int, mask: Array, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         offset = self.offsets(address, size, mask, site, write)
@@ -198,13 +193,13 @@ class GenericMemory:
         self.global_ = global_
         self.atomics = atomics
 
-    def _spaces(self, address: Array, mask: Array) -> list[tuple[MemorySpace, Array, Array]]:
+    def _spaces(self, address: Array, mask: Mask) -> list[tuple[MemorySpace, Array, Mask]]:
         """Return (space, address in it, mask) for every space that a running lane addresses."""
         address = np.asarray(address)
         shared = (address - np.uint64(SHARED_WINDOW)) < np.uint64(WINDOW_BYTES)
         local = (address - np.uint64(LOCAL_WINDOW)) < np.uint64(WINDOW_BYTES)
         low = address & np.uint64(WINDOW_BYTES - 1)
-        found: list[tuple[MemorySpace, Array, Array]] = []
+        found: list[tuple[MemorySpace, Array, Mask]] = []
         for space, here, inside in (
             (self.shared, shared, low),
             (self.local, local, low),
@@ -220,7 +215,7 @@ class GenericMemory:
             found.append((space, inside, np.broadcast_to(running, self.shape)))
         return found
 
-    def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
+    def load(self, address: Array, size: int, count: int, mask: Mask, site: int) -> Array:
         """Load as `MemorySpace.load`."""
         spaces = self._spaces(address, mask)
         if len(spaces) == 1:
@@ -234,7 +229,7 @@ class GenericMemory:
         return values
 
     def store(
-        self, address: Array, size: int, values: tuple[Array, ...], mask: Array, site: int
+        self, address: Array, size: int, values: tuple[Array, ...], mask: Mask, site: int
     ) -> None:
         """Store as `MemorySpace.store`."""
         for space, inside, lanes in self._spaces(address, mask):
@@ -246,16 +241,16 @@ class GenericMemory:
         kind: str,
         address: Array,
         values: tuple[Array, ...],
-        mask: Array,
+        mask: Mask,
         site: int,
         wants_old: bool,
-    ) -> Array:
+    ) -> Array | None:
         """Update atomically as `AtomicOperations.update`."""
-        old: Array = None
+        old: Array | None = None
         for space, inside, lanes in self._spaces(address, mask):
             part = self.atomics.update(
                 space, operation, kind, inside, values, lanes, site, wants_old
             )
-            if wants_old:
-                old = part if old is None else np.where(lanes, part, old)
+            if part is not None:
+                old = part if old is None or lanes is None else np.where(lanes, part, old)
         return old

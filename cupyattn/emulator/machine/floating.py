@@ -11,10 +11,12 @@ smallest normal number only on the coarse grid of the subnormal ones is flushed,
 A NaN result is NumPy's, its payload not PTX's canonical one.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
+
+from cupyattn.emulator.machine.lanes import Array
 
 __all__ = [
     "HALF_TO_FLOAT",
@@ -54,9 +56,6 @@ __all__ = [
     "through_double",
     "unpack_halves",
 ]
-
-
-Array = Any
 
 
 _F4, _F8, _F2 = np.dtype("f4"), np.dtype("f8"), np.dtype("f2")
@@ -212,7 +211,7 @@ def sqrt_directed(a: Array, mode: str, ftz: bool) -> Array:
     return round_single(odd, mode, ftz)
 
 
-def _flush_inexact(result: Array, function: Any, a: Array, b: Array) -> Array:
+def _flush_inexact(result: Array, function: Callable[..., Array], a: Array, b: Array) -> Array:
     """Flush float32 results; those that may have been rounded up to normal as 24 bits say."""
     size = np.abs(result)
     safe = size > _MIN_NORMAL
@@ -242,7 +241,7 @@ def divide_approximately(a: Array, b: Array) -> Array:
     return np.where(large, a * np.copysign(np.float32(0), b), np.divide(a, b))
 
 
-def through_double(function: Any, *operands: Array) -> Array:
+def through_double(function: Callable[..., Array], *operands: Array) -> Array:
     """Apply a NumPy function in float64 and round to float32: the ``.approx`` instructions."""
     return function(*(np.asarray(x).astype(_F8) for x in operands)).astype(_F4)
 
@@ -339,7 +338,7 @@ def testp(x: Array, what: str) -> Array:
 HALF_TO_FLOAT = np.arange(65536, dtype=np.uint16).view(np.float16).astype(np.float32)
 HALF_TO_FLOAT.setflags(write=False)
 
-_INTEGRAL: dict[str, Any] = {
+_INTEGRAL: dict[str, np.ufunc] = {
     "rni": np.rint,
     "rzi": np.trunc,
     "rmi": np.floor,

@@ -10,20 +10,19 @@ bytes that NumPy guarantees, which a host may base its choice of kernel on, are 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import ConstWriteError, LaunchError, OutOfBoundsError
-from cupyattn.emulator.machine.lanes import Lanes, over_lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
 from cupyattn.emulator.machine.memory import ELEMENT, MemoryPiece, MemorySpace, broadcast_active
 from cupyattn.emulator.report import Report
 
 __all__ = ["Argument", "DeviceMemory", "GlobalMemory", "Region", "check_byte_order"]
 
 
-def check_byte_order(dtype: np.dtype[Any]) -> None:
+def check_byte_order(dtype: np.dtype) -> None:
     """Refuse numbers that the kernel would read wrong."""
     if not dtype.isnative:
         raise LaunchError(
@@ -83,8 +82,6 @@ class Argument:
             expected *= extent
         return True
 
-
-Array = Any
 
 _SPACING = 1 << 36
 _PAGE = 4096
@@ -159,7 +156,7 @@ class Region:
     arguments: list[Argument]
     base: int = 0
     elements: dict[int, np.ndarray] = field(default_factory=dict)
-    start: dict[int, Any] = field(default_factory=dict)  # address of elements[size][0]
+    start: dict[int, np.ndarray] = field(default_factory=dict)  # address of elements[size][0]
     limit: dict[int, int] = field(default_factory=dict)  # largest valid offset from `start`
 
     def __post_init__(self) -> None:
@@ -286,7 +283,7 @@ class GlobalMemory(MemorySpace):
         self.report = report
 
     def locate(
-        self, address: Array, size: int, mask: Array, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses; see `MemorySpace.locate`."""
         if self.report is not None:
@@ -310,7 +307,7 @@ class GlobalMemory(MemorySpace):
         offset: Array,
         address: Array,
         size: int,
-        mask: Array,
+        mask: Mask,
         site: int,
         write: bool,
         lanes: np.ndarray | None,
@@ -329,7 +326,7 @@ class GlobalMemory(MemorySpace):
         index: Array,
         address: Array,
         size: int,
-        mask: Array,
+        mask: Mask,
         site: int,
         write: bool,
         lanes: np.ndarray | None,
@@ -358,7 +355,7 @@ class GlobalMemory(MemorySpace):
             self._out_of_bounds(bad, address, size, mask, site, write)
 
     def _locate_anywhere(
-        self, address: Array, size: int, mask: Array, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses that may lie in several regions, or in none."""
         if mask is None:
@@ -385,7 +382,7 @@ class GlobalMemory(MemorySpace):
         return pieces
 
     def _out_of_bounds(
-        self, bad: Array, address: Array, size: int, mask: Array, site: int, write: bool
+        self, bad: Array, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> None:
         address = np.asarray(address)
         first = int(address[np.broadcast_to(bad, address.shape)][0])

@@ -1,8 +1,8 @@
 """Integer instructions over lanes, where NumPy's operators do not do what PTX does."""
 
-from typing import Any
-
 import numpy as np
+
+from cupyattn.emulator.machine.lanes import Array
 
 __all__ = [
     "add_saturated",
@@ -27,7 +27,6 @@ __all__ = [
     "subtract_saturated",
 ]
 
-Array = Any
 
 _U4, _U8 = np.uint32, np.uint64
 
@@ -166,7 +165,7 @@ def permute_bytes(a: Array, b: Array, selector: Array, mode: str) -> Array:
     return result.astype(_U4)
 
 
-def _field_mask(dtype: np.dtype[Any], length: Array) -> Array:
+def _field_mask(dtype: np.dtype, length: Array) -> Array:
     width = 8 * dtype.itemsize
     ones = (dtype.type(1) << np.minimum(length, dtype.type(width - 1))) - dtype.type(1)
     return np.where(length >= width, ~dtype.type(0), ones)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,10 +25,11 @@ from cupyattn.emulator.errors import KernelFault
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.model import readable
 
-__all__ = ["EXITED", "WAITING", "Lanes", "Positions", "Step", "over_lanes"]
+__all__ = ["EXITED", "WAITING", "Array", "Lanes", "Mask", "Positions", "Step", "over_lanes"]
 
 
-Array = Any  # np.ndarray or NumPy scalar: arithmetic on 0-d arrays returns scalars
+Array = np.ndarray  # or a NumPy scalar: arithmetic on 0-d arrays returns scalars
+Mask = np.ndarray | None  # which lanes an operation is for; None: all
 
 
 Fault = TypeVar("Fault", bound=KernelFault)
@@ -92,7 +93,7 @@ class Lanes:
         t = lane % self.threads
         return t % x, t // x % y, t // (x * y)
 
-    def numbers(self, bad: Array, mask: Array | None) -> np.ndarray:
+    def numbers(self, bad: Array | np.bool_, mask: Mask) -> np.ndarray:
         """Return the flat numbers of the lanes marked in `bad`.
 
         `bad` covers all lanes (broadcast) if `mask` is None, otherwise the lanes of the mask.
@@ -174,7 +175,7 @@ class Positions:
         assert self.position is not None
         return self.position
 
-    def diverge(self, position: Array, mask: np.ndarray | None) -> np.ndarray:
+    def diverge(self, position: Array | int, mask: Mask) -> np.ndarray:
         """Leave the converged state: every lane gets a position of its own."""
         self.position = np.empty(self.lanes.shape, np.int32)
         self.position[...] = position

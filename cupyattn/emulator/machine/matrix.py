@@ -15,14 +15,12 @@ import numpy as np
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError, OutOfBoundsError, WarpSyncError
 from cupyattn.emulator.machine.floating import HALF_TO_FLOAT
-from cupyattn.emulator.machine.lanes import Lanes, over_lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
 from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES, SlicedBuffer
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.report import Report
 
 __all__ = ["MatrixOperations"]
-
-Array = Any
 
 
 class MatrixOperations:
@@ -44,7 +42,7 @@ class MatrixOperations:
         self.shape = lanes.shape
         self.warps = lanes.blocks * lanes.warps
 
-    def _converged(self, mask: Array, site: int, what: str) -> None:
+    def _converged(self, mask: Mask, site: int, what: str) -> None:
         """Refuse an ``.aligned`` instruction that only some lanes of a warp execute."""
         if mask is None:
             return
@@ -59,7 +57,7 @@ class MatrixOperations:
                 np.flatnonzero(active & partial[:, None]),
             )
 
-    def _fragments(self, registers: Array, count: int) -> np.ndarray:
+    def _fragments(self, registers: Array | list[Array], count: int) -> np.ndarray:
         """Return float32 (count, warps, 8, 8) from a stack of registers of packed float16 pairs."""
         if isinstance(registers, np.ndarray) and registers.shape == (count, *self.shape):
             packed = np.ascontiguousarray(registers)
@@ -75,12 +73,12 @@ class MatrixOperations:
 
     def multiply(
         self,
-        a: Array,
-        b: Array,
-        c: Array,
+        a: Array | list[Array],
+        b: Array | list[Array],
+        c: Array | list[Array],
         chains: int,
         steps: int,
-        mask: Array,
+        mask: Mask,
         site: int,
     ) -> np.ndarray:
         """Multiply chains of ``mma.m16n8k8`` with float32 accumulators at once.
@@ -124,7 +122,7 @@ class MatrixOperations:
         a: list[Array],
         b: list[Array],
         c: list[Array],
-        mask: Array,
+        mask: Mask,
         site: int,
     ) -> tuple[Array, Array]:
         """Multiply one ``mma`` with float16 accumulators; the sum is rounded once, at the end."""
@@ -144,7 +142,7 @@ class MatrixOperations:
         pair = np.stack([low, high], axis=-1).astype(np.float16)
         return pair.view(np.uint32)[..., 0]
 
-    def transpose(self, register: Array, mask: Array, site: int) -> Array:
+    def transpose(self, register: Array, mask: Mask, site: int) -> Array:
         """Transpose an 8x8 matrix of 16-bit elements (``movmatrix.trans``)."""
         self._converged(mask, site, "movmatrix.sync.aligned")
         bits = np.ascontiguousarray(np.broadcast_to(register, self.shape))
@@ -152,7 +150,7 @@ class MatrixOperations:
         turned = np.ascontiguousarray(matrix.swapaxes(1, 2))
         return turned.reshape(self.warps, -1).view(np.uint32).reshape(self.shape)
 
-    def load(self, address: Array, count: int, transposed: bool, mask: Array, site: int) -> Array:
+    def load(self, address: Array, count: int, transposed: bool, mask: Mask, site: int) -> Array:
         """Load `count` 8x8 matrices of 16-bit elements (``ldmatrix``).
 
         Lane 8 i + r gives the address of row r of matrix i. On sm_75 the addresses of the other

@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError
-from cupyattn.emulator.machine.lanes import Lanes, over_lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
 
 __all__ = [
     "ELEMENT",
@@ -26,9 +26,6 @@ __all__ = [
     "SlicedBuffer",
     "broadcast_active",
 ]
-
-
-Array = Any
 
 
 # The dtype that moves 1, 2, 4, 8 or 16 bytes as one element (complex128: only as 16 bytes).
@@ -95,11 +92,11 @@ class MemoryPiece(NamedTuple):
     """
 
     elements: np.ndarray
-    index: Array
+    index: Any  # an array; tuple.index is a method
     lanes: np.ndarray | None
 
 
-def broadcast_active(value: Array, mask: np.ndarray | None, shape: tuple[int, int]) -> Array:
+def broadcast_active(value: Array, mask: Mask, shape: tuple[int, int]) -> Array:
     """Return the values of the lanes in `mask` as a vector, or `value` as it is without a mask."""
     if mask is None:
         return value
@@ -118,7 +115,7 @@ class MemorySpace:
         self.checks = checks
 
     def locate(
-        self, address: Array, size: int, mask: np.ndarray | None, site: int, write: bool
+        self, address: Array, size: int, mask: Mask, site: int, write: bool
     ) -> list[MemoryPiece]:
         """Translate addresses of accesses of `size` bytes, checking them.
 
@@ -130,7 +127,7 @@ class MemorySpace:
     def before_update(self, index: Array, size: int, mask: np.ndarray, site: int) -> None:
         """Check an atomic update of the lanes in `mask`."""
 
-    def load(self, address: Array, size: int, count: int, mask: Array, site: int) -> Array:
+    def load(self, address: Array, size: int, count: int, mask: Mask, site: int) -> Array:
         """Load `count` consecutive elements of `size` bytes: one array, or a tuple of them."""
         width = size * count
         pieces = self.locate(address, width, mask, site, False)
@@ -152,7 +149,7 @@ class MemorySpace:
         return parts.reshape(count, *shape)
 
     def store(
-        self, address: Array, size: int, values: tuple[Array, ...], mask: Array, site: int
+        self, address: Array, size: int, values: tuple[Array, ...], mask: Mask, site: int
     ) -> None:
         """Store consecutive elements of `size` bytes; of lanes with one address the last wins."""
         width = size * len(values)
@@ -174,12 +171,12 @@ class MemorySpace:
                 self.write(elements, index, packed[chosen], mask, site)
 
     def write(
-        self, elements: np.ndarray, index: Array, values: Array, mask: Array, site: int
+        self, elements: np.ndarray, index: Array, values: Array, mask: Mask, site: int
     ) -> None:
         """Assign `values`; of equal indices the last wins."""
         elements[index] = values
 
-    def _check_alignment(self, offset: Array, size: int, mask: Array, site: int) -> None:
+    def _check_alignment(self, offset: Array, size: int, mask: Mask, site: int) -> None:
         bitwise_or: Any = np.bitwise_or  # NumPy's stubs differ on axis=None from version to version
         every_bit = bitwise_or.reduce(offset, axis=None)
         if int(every_bit) & (size - 1):

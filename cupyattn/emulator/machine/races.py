@@ -25,7 +25,7 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import SharedMemoryRaceError, UninitializedReadError
-from cupyattn.emulator.machine.lanes import Lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Mask
 from cupyattn.emulator.machine.memory import ELEMENT, SlicedBuffer
 from cupyattn.emulator.program import Program
 
@@ -40,9 +40,6 @@ __all__ = [
     "SharedMemoryTracker",
     "Threads",
 ]
-
-
-Array = Any
 
 
 class Clocks:
@@ -117,7 +114,7 @@ class Clocks:
             self.seen[block, unit, unit] = self.epoch[block, unit]
             self.epoch[block, unit] += 1
 
-    def sync_warps(self, mask: np.ndarray | None, named: Array) -> None:
+    def sync_warps(self, mask: Mask, named: Array) -> None:
         """Let the lanes of `mask` (None: all) meet those that they name (``bar.warp.sync``)."""
         shape, warps = self.lanes.shape, (self.lanes.blocks, self.lanes.warps)
         self.epoch = self.epoch.copy()
@@ -129,7 +126,7 @@ class Clocks:
                 for group in np.unique(members[block, lanes]):  # equal masks meet
                     self._join(int(block), lanes[members[block, lanes] == group])
             return
-        busy: Any = np.ones(warps, bool)
+        busy: np.ndarray | np.bool_ = np.ones(warps, bool)
         if mask is not None:
             busy = mask.reshape(*warps, 32).any(2)
         block, warp = np.nonzero(busy)
@@ -164,9 +161,9 @@ class Threads(NamedTuple):
 class LoggedAccess(NamedTuple):
     """An access as it happened, in elements of `per` granules."""
 
-    index: Array
+    index: Any  # an array; tuple.index is a method
     per: int
-    mask: Array
+    mask: Mask
     lanes: np.ndarray | None
     """The lanes of the rows that whole warps load; None where the mask tells which lanes access."""
     epoch: np.ndarray
@@ -219,7 +216,7 @@ class History:
         self._log: list[LoggedAccess] = []
         self._since = np.zeros(lanes.blocks, np.int64)
         self._all_blocks = np.ones(lanes.blocks, bool)
-        self._blocks_of: tuple[Array, np.ndarray] = None, self._all_blocks
+        self._blocks_of: tuple[Mask, Array | np.bool_] = None, self._all_blocks
         lane = np.arange(lanes.blocks * lanes.threads)
         unit = lane // self.unit
         who = (lane % self.unit).astype(np.int32)
@@ -278,7 +275,7 @@ class History:
         self._marked = 0
         self._since.fill(0)
 
-    def _blocks(self, mask: Array) -> np.ndarray:
+    def _blocks(self, mask: Mask) -> Array | np.bool_:
         """Return which blocks have lanes in a mask; the same one is asked for again and again."""
         if mask is None:
             return self._all_blocks
@@ -382,7 +379,7 @@ class SharedMemoryTracker:
         self,
         index: Array,
         size: int,
-        mask: Array,
+        mask: Mask,
         *,
         lanes: np.ndarray | None = None,
         is_write: bool = False,
@@ -391,11 +388,11 @@ class SharedMemoryTracker:
         epoch = self.clocks.epoch
         return LoggedAccess(index, size // self.granule, mask, lanes, epoch, is_write, atomic)
 
-    def read(self, index: Array, size: int, mask: Array, site: int) -> None:
+    def read(self, index: Array, size: int, mask: Mask, site: int) -> None:
         """Check and note loads."""
         self._read(self._access(index, size, mask), site)
 
-    def read_rows(self, index: np.ndarray, lanes: np.ndarray, mask: Array, site: int) -> None:
+    def read_rows(self, index: np.ndarray, lanes: np.ndarray, mask: Mask, site: int) -> None:
         """Check and note the 16-byte rows that whole warps load at once (``ldmatrix``)."""
         self._read(self._access(index, 16, mask, lanes=lanes), site)
 
@@ -409,11 +406,11 @@ class SharedMemoryTracker:
                 self._check_read(access, site)
             self.history.note(access)
 
-    def write(self, index: Array, values: np.ndarray, mask: Array, site: int) -> None:
+    def write(self, index: Array, values: np.ndarray, mask: Mask, site: int) -> None:
         """Check and note stores, before they happen."""
         self._write(self._access(index, values.itemsize, mask, is_write=True), values, site)
 
-    def atomic(self, index: Array, size: int, mask: Array, site: int) -> None:
+    def atomic(self, index: Array, size: int, mask: Mask, site: int) -> None:
         """Check and note atomic updates: they race with loads and stores, not with each other."""
         access = self._access(index, size, mask, is_write=True, atomic=True)
         if index.size:
@@ -431,7 +428,7 @@ class SharedMemoryTracker:
         self.written.set(access)
 
     def after_write(
-        self, elements: np.ndarray, index: Array, values: np.ndarray, mask: Array, site: int
+        self, elements: np.ndarray, index: Array, values: np.ndarray, mask: Mask, site: int
     ) -> None:
         """Refuse one instruction's stores of different values to one address."""
         if not self.races:

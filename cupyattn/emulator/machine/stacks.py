@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.emulator.machine.floating import flush
+from cupyattn.emulator.machine.lanes import Array
 
 __all__ = ["pick", "pile", "stacked"]
 
-Array = Any
 Stack = Any  # (rows, blocks, threads) array, or a list of rows
 
 _ELEMENTS = 1 << 14  # of an operation: its operands and intermediates should stay in the cache
@@ -29,11 +29,11 @@ def _rows_at_once(shape: tuple[int, int]) -> int:
     return rows if rows >= _FEWEST_ROWS else 1
 
 
-def _is_stack(part: Any) -> bool:
+def _is_stack(part: Stack) -> bool:
     return isinstance(part, list) or part.ndim == 3
 
 
-def pile(parts: tuple[Any, ...], count: int, shape: tuple[int, int], dtype: np.dtype) -> Stack:
+def pile(parts: tuple[Stack, ...], count: int, shape: tuple[int, int], dtype: np.dtype) -> Stack:
     """Return the stack of `count` rows made of `parts`: rows, and stacks of several."""
     if _rows_at_once(shape) == 1:
         return [row for part in parts for row in (part if _is_stack(part) else (part,))]
@@ -59,7 +59,7 @@ def stacked(
     count: int,
     shape: tuple[int, int],
     dtype: np.dtype,
-    operands: tuple[Any, ...],
+    operands: tuple[Stack, ...],
     flushed: tuple[bool, ...] | None = None,
     flushes: bool = False,
 ) -> Stack:
@@ -84,7 +84,7 @@ def stacked(
     """
     at_once = _rows_at_once(shape)
 
-    def rows(operands: list[Any]) -> Array:
+    def rows(operands: list[Array]) -> Array:
         if flushed is not None:
             operands = [
                 flush(operand) if chosen else operand

@@ -27,13 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError, KernelFault, WarpSyncError
-from cupyattn.emulator.machine.lanes import Lanes, Positions, Step, over_lanes
+from cupyattn.emulator.machine.lanes import Array, Lanes, Positions, Step, over_lanes
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 
 __all__ = [
@@ -47,16 +46,15 @@ __all__ = [
 ]
 
 
-Array = Any
-
-
 Shape = tuple[int, int]
-Result = tuple[Array, Array]  # the value (uint32) and the predicate that a lane gets
+Result = tuple[
+    Array | np.uint32, Array | np.bool_
+]  # the value (uint32) and the predicate that a lane gets
 
 LANE = np.arange(32)
 
 
-def warp_bits(mask: Array, shape: Shape) -> np.ndarray:
+def warp_bits(mask: Array | bool, shape: Shape) -> np.ndarray:
     """Pack a mask over lanes into one uint32 per warp, lane 0 the lowest bit."""
     lanes = np.broadcast_to(mask, shape).reshape(-1, 32)
     return np.packbits(lanes, axis=1, bitorder="little").view("<u4")[:, 0]
@@ -68,7 +66,7 @@ def per_warp(value: Array, shape: Shape) -> np.ndarray:
     return lanes
 
 
-def _sources(mode: str, lane: Array, clamp: Array) -> tuple[np.ndarray, np.ndarray]:
+def _sources(mode: str, lane: Array | int, clamp: Array | int) -> tuple[np.ndarray, np.ndarray]:
     """Return from which lane every lane reads in a shuffle, and whether that was in range."""
     limit, segment = clamp & 31, clamp >> 8 & 31
     lane = lane & 31

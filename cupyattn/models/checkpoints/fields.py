@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from cupyattn.models.checkpoints.contents import damaged
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 
 _LARGEST_COUNT = 2**31 - 1  # kernels count in int32
@@ -30,7 +31,7 @@ class Fields(NamedTuple):
         Before all names.
     """
 
-    given: dict[str, Any]
+    given: Json
     where: str
     prefix: str = ""
 
@@ -63,7 +64,7 @@ class Fields(NamedTuple):
             raise self._damaged(name, value, "neither true nor false")
         return value
 
-    def object(self, name: str) -> dict[str, Any]:
+    def object(self, name: str) -> Json:
         """Return a JSON object, an empty one if it is absent."""
         value = self._value(name, {})
         if not isinstance(value, dict):

@@ -36,6 +36,7 @@ from cupyattn.models.config import Config, RopeScaling, checked, unknown_archite
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer import tokenizer_of_gguf
 from cupyattn.ops.linear.weight_formats import Blocks
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown, size_text
 from cupyattn.runtime.reading import open_regular
 
@@ -166,7 +167,7 @@ class GGUFFile(NamedTuple):
         Their shapes as NumPy has them: the axis that is contiguous comes last.
     """
 
-    metadata: dict[str, Any]
+    metadata: Json
     tensors: dict[str, AnyTensor]
 
 
@@ -195,7 +196,7 @@ def read_gguf(path: Path) -> GGUFFile:
             "convert the model again",
         )
     count, keys = cursor.numbers("Q", 2)
-    metadata: dict[str, Any] = {}
+    metadata: Json = {}
     for _ in range(keys):
         key = cursor.string()
         if key in metadata:
@@ -319,13 +320,13 @@ class _Info(NamedTuple):
 
 
 def _tensor_rows(
-    dequantize: Any, stored: np.ndarray, kind: Any, start: int, stop: int
+    dequantize: Any, stored: np.ndarray, kind: object, start: int, stop: int
 ) -> np.ndarray:
     return dequantize(stored[start:stop], kind)
 
 
 def _numbers(
-    dequantize: Any, stored: np.ndarray, kind: Any, block: int, size: int, start: int, stop: int
+    dequantize: Any, stored: np.ndarray, kind: object, block: int, size: int, start: int, stop: int
 ) -> np.ndarray:
     """Dequantise the blocks, of `size` bytes each, that hold the numbers asked for."""
     first, end = start // block, -(-stop // block)
@@ -335,7 +336,7 @@ def _numbers(
 
 _FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
 _SCALINGS = ("none", "linear", "yarn")
-_UNSUPPORTED: dict[str, Any] = {
+_UNSUPPORTED: Json = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,

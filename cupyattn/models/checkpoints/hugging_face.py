@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
 from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
@@ -20,6 +20,7 @@ from cupyattn.models.checkpoints.int4_groups import unpacked_awq, unpacked_gptq
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 from cupyattn.models.tokenizer import tokenizer_of_folder
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_json
 
@@ -361,7 +362,7 @@ def _fields(path: Path) -> Fields:
     return Fields(read_object(path), str(path))
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Json:
     """Read a JSON object from a file.
 
     Raises

@@ -113,5 +113,5 @@ def _no_safetensors(file: Path, failure: Exception) -> ValueError:
     return damaged(str(file), f"no safetensors ({failure})")
 
 
-def _items(part: Any, index: Any) -> np.ndarray:
+def _items(part: Any, index: object) -> np.ndarray:
     return part[index]

@@ -16,6 +16,7 @@ from cupyattn.models.checkpoints.contents import HUGGING_FACE, places
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Weights
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.value_checks import on_host
@@ -116,7 +117,7 @@ def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str
 
 def store(file: BinaryIO, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
     """Write the header's length, the header, and the arrays, as the format has them."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: Json = {"__metadata__": dict(metadata)}
     end = 0
     for name, array in arrays.items():
         places = [end, end + array.nbytes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from random import Random
 from threading import Lock
@@ -11,10 +12,12 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from cupyattn import PagedKVCache, Scheduler
 from cupyattn.distributed.group import fingerprint
 from cupyattn.kv_cache import Work
+from cupyattn.models.config import Config
 from cupyattn.models.generation.continuations import Generation, appended, kept, padded
 from cupyattn.models.generation.options import (
     MOST_SEQUENCES,
@@ -38,6 +41,7 @@ from cupyattn.models.generation.steps import (
     device_of,
     packed_step,
 )
+from cupyattn.models.generation.text import TokenModel
 from cupyattn.models.parallel import agreed
 from cupyattn.runtime.errors import error, shown
 
@@ -84,7 +88,9 @@ _MOST_BLOCK_SIZE = 2**31 - 16
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}
 
 
-def blocks_at_hand(model: Any, dtype: Any, block_size: int, lengths: Sequence[int]) -> int:
+def blocks_at_hand(
+    model: TokenModel, dtype: DTypeLike, block_size: int, lengths: Sequence[int]
+) -> int:
     """Return how many blocks sequences of these lengths fill, or the most that there is room for.
 
     Raises
@@ -107,7 +113,7 @@ def blocks_at_hand(model: Any, dtype: Any, block_size: int, lengths: Sequence[in
     return min(sum(needed), room)
 
 
-def block_bytes(config: Any, dtype: Any, block_size: int) -> int:
+def block_bytes(config: Config, dtype: DTypeLike, block_size: int) -> int:
     """Return the size of a block in all layers."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     bits = config.head_dim * _BITS.get(name, 32) + (32 if name.startswith("int") else 0)
@@ -204,7 +210,7 @@ class Generator:
         num_blocks: int | None = None,
         block_size: int = 16,
         lengths: Sequence[int] | None = None,
-        cache_dtype: Any = None,
+        cache_dtype: object = None,
         max_batch: int = MAX_BATCH,
         max_tokens: int = 2048,
         preempt: Literal["recompute", "swap"] = "recompute",
@@ -398,7 +404,7 @@ class Generator:
         self._running |= {each.request.number: each for each in submitted}
         return submitted
 
-    def _device(self) -> Any:
+    def _device(self) -> AbstractContextManager[object]:
         return device_of(self._model.weights.embedding)
 
     def _forward(self, batch: tuple[Work, ...]) -> list[list[Any]]:
@@ -430,7 +436,7 @@ class Generator:
 
     def _verified(
         self, batch: tuple[Work, ...], draws: list[TokenDraw], drafts: list[list[int]]
-    ) -> Any:
+    ) -> list[list[list[int]]]:
         """Compute the drafts behind the last tokens; keep what the model chooses as well."""
         tokens = [[*work.tokens, *drafted] for work, drafted in zip(batch, drafts, strict=True)]
         if self._decoding is not None and len({len(each) for each in tokens}) == 1:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from cupyattn.distributed import Group
+from cupyattn.models.config import Config
 from cupyattn.models.generation.generator import MAX_BATCH, Generator
 from cupyattn.models.generation.options import (
     MOST_SEQUENCES,
@@ -14,14 +16,15 @@ from cupyattn.models.generation.options import (
     as_prompts,
     require_positions,
 )
+from cupyattn.runtime.annotations import Keywords
 
 
 class Generates:
     """The part of `Model` that generates."""
 
-    config: Any
+    config: Config
     weights: Any
-    group: Any
+    group: Group | None
     xp: ModuleType
     dtype: str
     tokenizer: Any
@@ -153,7 +156,7 @@ class Generates:
         )  # fmt: skip
 
     def _prepared(
-        self, prompts: object, max_new_tokens: object, n: object, cache: dict[str, Any]
+        self, prompts: object, max_new_tokens: object, n: object, cache: Keywords
     ) -> tuple[list[Prompt], Generator]:
         """Read the prompts, and make a generator with room for them."""
         new, n = as_count("max_new_tokens", max_new_tokens, 1), as_count("n", n, 1, MOST_SEQUENCES)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.models.generation.text import TextTokenizer
+from cupyattn.models.generation.text import TextTokenizer, TokenModel
 from cupyattn.runtime.errors import error, shown
 
 SEED_BITS = 63
@@ -124,7 +124,7 @@ def as_seed(seed: object) -> int:
     return number
 
 
-def as_prompts(prompts: object, model: object) -> list[Prompt]:
+def as_prompts(prompts: object, model: Any) -> list[Prompt]:
     """Read prompts: text or ids, one or several."""
     return [_prompt(each, model) for each in _listed(prompts)]
 
@@ -142,7 +142,7 @@ def as_cache_dtype(given: object, dtype: str) -> str:
     )  # fmt: skip
 
 
-def as_ends(stop: Any, model: Any) -> Ends:
+def as_ends(stop: Any, model: TokenModel) -> Ends:
     """Read what ends a sample beside the tokens that end every text."""
     if stop is None:
         stop = ()
@@ -196,7 +196,7 @@ def _number(
     return number
 
 
-def _listed(prompts: Any) -> list[Any]:
+def _listed(prompts: Any) -> list[object]:
     """Return the prompts one by one: a string, or integers, are one."""
     if isinstance(prompts, str | Prompt):
         return [prompts]
@@ -228,7 +228,7 @@ def _is_iterable(value: Any) -> bool:
     return True
 
 
-def _prompt(given: Any, model: Any) -> Prompt:
+def _prompt(given: Any, model: TokenModel) -> Prompt:
     ids, is_text = given if isinstance(given, Prompt) else (given, isinstance(given, str))
     if is_text:
         tokenizer = tokenizer_for(model, f"the prompt {shown(given)}")
@@ -271,7 +271,7 @@ def _encoded(tokenizer: TextTokenizer, text: str, positions: int) -> list[int]:
     return tokenizer.encode(text)
 
 
-def tokenizer_for(model: Any, what: str) -> TextTokenizer:
+def tokenizer_for(model: TokenModel, what: str) -> TextTokenizer:
     """Return a model's tokenizer, which is only asked for where text is: it may load then."""
     tokenizer: TextTokenizer | None = model.tokenizer
     if tokenizer is None:
@@ -283,7 +283,7 @@ def tokenizer_for(model: Any, what: str) -> TextTokenizer:
     return tokenizer
 
 
-def as_captured(captured: bool | None, model: Any) -> bool:
+def as_captured(captured: bool | None, model: TokenModel) -> bool:
     """Return whether steps of decoding are CUDA graphs: by default wherever they can be."""
     if captured and model.group is not None:
         raise error(

@@ -12,6 +12,7 @@ a copy is made at once.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import ModuleType
@@ -25,6 +26,8 @@ from cupyattn.kv_cache import Sequence as CachedSequence
 from cupyattn.kv_cache import StepTables
 from cupyattn.models.forward import Attend
 from cupyattn.models.generation.options import Sampling
+from cupyattn.models.generation.text import TokenModel
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
@@ -33,7 +36,7 @@ WARM_UPS = 2
 """The first loads kernels and constants, the second leaves the pool what the capture takes."""
 
 
-def device_of(array: Array) -> AbstractContextManager[Any]:
+def device_of(array: Array) -> AbstractContextManager[object]:
     """Return the device of an array, for a with statement."""
     return nullcontext() if isinstance(array, np.ndarray) else cast("CudaArray", array).device
 
@@ -221,7 +224,7 @@ class StepInputs:
                 _fill(column, [off if value is None else value for value in values], off)
         upload(self._buffer, self._staged)
 
-    def options(self, step: Array | None = None) -> dict[str, Any]:
+    def options(self, step: Array | None = None) -> Keywords:
         """Return what `cupyattn.sample` takes beside the logits.
 
         The step of a token is its position: `step` if it is given.
@@ -238,7 +241,7 @@ def _fill(column: Array, values: Sequence[float], rest: float) -> None:
 
 
 def paged_attend(
-    model: Any, cache: PagedKVCache, tables: StepTables, width: int | None = None
+    model: TokenModel, cache: PagedKVCache, tables: StepTables, width: int | None = None
 ) -> Attend:
     """Return attention over a paged cache, for `Model.hidden`.
 
@@ -280,7 +283,9 @@ class StepSequence:
         self.every = every
 
 
-def packed_step(model: Any, cache: PagedKVCache, parts: Sequence[StepSequence]) -> list[list[int]]:
+def packed_step(
+    model: TokenModel, cache: PagedKVCache, parts: Sequence[StepSequence]
+) -> list[list[int]]:
     """Compute the tokens of all parts at once; return the tokens drawn for each."""
     counts = [len(part.tokens) for part in parts]
     ids = [token for part in parts for token in part.tokens]
@@ -323,7 +328,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        model: Any,
+        model: TokenModel,
         cache: PagedKVCache,
         batch: int,
         width: int,
@@ -376,15 +381,15 @@ class _Ahead(NamedTuple):
 
     step: DecodeStep
     read: Callable[[], list[int]]
-    expected: list[tuple[Any, int, Any, Any, int]]
+    expected: list[tuple[CachedSequence, int, array[int], Sampling, int]]
 
 
 class Decoding:
     """The captured steps of a generator: one for each size of the batch and of the tables."""
 
-    def __init__(self, model: object, cache: PagedKVCache, *, looks_ahead: bool = True) -> None:
+    def __init__(self, model: TokenModel, cache: PagedKVCache, *, looks_ahead: bool = True) -> None:
         self._model, self._cache = model, cache
-        self._steps: dict[Any, DecodeStep] = {}
+        self._steps: dict[tuple[int, int, int, frozenset[str]], DecodeStep] = {}
         self._looks_ahead = looks_ahead
         self._ahead: _Ahead | None = None
 
@@ -433,7 +438,9 @@ class Decoding:
         )
 
 
-def _state(draws: Sequence[TokenDraw], more: int) -> list[tuple[Any, int, Any, Any, int]]:
+def _state(
+    draws: Sequence[TokenDraw], more: int
+) -> list[tuple[CachedSequence, int, array[int], Sampling, int]]:
     """Return all that a step depends on beside its tokens, if each sequence has `more` of them."""
     return [
         (

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Protocol
+
+from cupyattn import Rotary
+from cupyattn.distributed import Group
+from cupyattn.models.config import Config
+from cupyattn.models.forward import Attend
+from cupyattn.runtime.arrays import Array
 
 INCOMPLETE = "\ufffd"
 """The character that a decoder writes for bytes that are no character, or not yet one."""
@@ -20,6 +27,25 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: list[int], /) -> str:
         """Return the text of ids."""
+
+
+class TokenModel(Protocol):
+    """The members of `Model` that a generator uses."""
+
+    config: Config
+    xp: ModuleType
+    group: Group | None
+    rotary: Rotary | None
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        """From text to ids and back."""
+
+    def hidden(self, ids: Array, positions: Array, attend: Attend) -> Array:
+        """Return the hidden states behind the last norm."""
+
+    def head(self, hidden: Array) -> Array:
+        """Return the logits of hidden states."""
 
 
 class TextStream:

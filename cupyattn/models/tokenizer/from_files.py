@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.text import MOST_TEMPLATE, Tokenizer, panics_as_errors
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_bytes, read_json, read_text
 
@@ -71,7 +72,7 @@ def byte_level(
     return inner
 
 
-def _words(tokenizers: Any, kind: str) -> Any:
+def _words(tokenizers: Any, kind: str) -> object:
     cut = tokenizers.pre_tokenizers
     if kind in ("gpt-2", "phi-2"):
         return cut.ByteLevel(add_prefix_space=False)
@@ -138,7 +139,7 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
     )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> Json:
     """Return the chat template and the named tokens of tokenizer_config.json."""
     path = folder / "tokenizer_config.json"
     given: Any = {}
@@ -218,7 +219,7 @@ _KINDS = {
 _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
-def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
+def tokenizer_of_gguf(metadata: Json, where: str) -> Tokenizer | None:
     """Make the tokenizer that a file's metadata describes; None if they describe none.
 
     Raises
@@ -265,7 +266,7 @@ def tokenizer_of_gguf(metadata: dict[str, Any], where: str) -> Tokenizer | None:
     return Tokenizer(inner, template, named, where=where, template_where=where)
 
 
-def _require_kinds(metadata: dict[str, Any], where: str) -> None:
+def _require_kinds(metadata: Json, where: str) -> None:
     """Raise ValueError for a value of another type than tokenizers have there."""
     for name, value in metadata.items():
         kind = _KINDS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
@@ -288,9 +289,7 @@ def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:
     return [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
 
 
-def _byte_level_of(
-    metadata: dict[str, Any], tokens: list[str], types: list[int], where: str
-) -> Any:
+def _byte_level_of(metadata: Json, tokens: list[str], types: list[int], where: str) -> object:
     kind = metadata.get(f"{_PREFIX}pre", "default")
     if kind not in KINDS:
         raise _unknown(where, f"byte-level BPE of the kind {shown(kind)}", KINDS)
@@ -303,7 +302,7 @@ def _byte_level_of(
     )
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], types: list[int]) -> Any:
+def _sentencepiece(metadata: Json, tokens: list[str], types: list[int]) -> object:
     """Make BPE of sentencepiece's scores: the pair of the best token is merged first."""
     tokenizers = extra("tokenizers", "makes ids of text")
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -343,7 +342,7 @@ def _merges(
     return [cut for _, cut in found]
 
 
-def _begin_and_end(inner: Any, metadata: dict[str, Any], tokens: list[str], starts: bool) -> None:
+def _begin_and_end(inner: Any, metadata: Json, tokens: list[str], starts: bool) -> None:
     """Have a text begin, and end, with the tokens that the metadata say."""
     starts = starts or metadata.get(f"{_PREFIX}pre") == "llama-bpe"
     parts, used = ["$A"], []

@@ -19,8 +19,11 @@ _LEAST_ALL, _TIMES_ALL = 1 << 28, 256
 _ELEMENT = 16  # what a reference and a small object cost, in characters
 _MOST_WIDTH = 999
 
-_EMPTY: dict[Any, Any] = {}
-_VIEWS: Any = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
+TemplateValue = Any
+"""A value of a template: it may have any type."""
+
+_EMPTY: dict[str, str] = {}
+_VIEWS: tuple[type, ...] = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS: Any = (dict, list, tuple, set, frozenset, *_VIEWS)
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?([^a-zA-Z%]*)[a-zA-Z%]?")
 
@@ -43,7 +46,7 @@ class TemplateBudget:
         The variables that the caller passes to the template.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, TemplateValue]) -> None:
         self.most = sys.maxsize
         size = self.size(dict(given))
         self.most = _LEAST + _TIMES * size
@@ -86,7 +89,7 @@ class TemplateBudget:
         self.require_room(size)
         return size
 
-    def made(self, value: object) -> Any:
+    def made(self, value: object) -> TemplateValue:
         """Pass on the result of an operation, counted; an iterator is counted as it is read."""
         if isinstance(value, Iterator):
             return self.counted(value)
@@ -97,15 +100,15 @@ class TemplateBudget:
             self.spend(_ELEMENT * len(value) if isinstance(value, _CONTAINERS) else 1)
         return value
 
-    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+    def counted(self, values: Iterable[object]) -> Iterator[TemplateValue]:
         """Pass on items, a step each."""
         for value in values:
             self.spend(_ELEMENT)
             yield value
 
-    def listed(self, values: Iterable[Any]) -> list[Any]:
+    def listed(self, values: Iterable[object]) -> list[TemplateValue]:
         """Make a list of an iterable, as long as lists may be."""
-        found: list[Any] = []
+        found: list[object] = []
         for value in self.counted(values):
             found.append(value)
             self.require_room(_ELEMENT * len(found))
@@ -175,7 +178,7 @@ def current() -> TemplateBudget:
 
 
 @contextmanager
-def budget(given: Mapping[str, Any]) -> Iterator[TemplateBudget]:
+def budget(given: Mapping[str, TemplateValue]) -> Iterator[TemplateBudget]:
     """Give what runs within the block a budget, in this thread alone."""
     token = _CURRENT.set(found := TemplateBudget(given))
     try:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from types import BuiltinMethodType, ModuleType
-from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.filters import FILTERS
@@ -21,7 +20,12 @@ from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from cupyattn.models.tokenizer.template_budget import ExceededError, TemplateBudget, current
+from cupyattn.models.tokenizer.template_budget import (
+    ExceededError,
+    TemplateBudget,
+    TemplateValue,
+    current,
+)
 
 _SEARCHED = (
     1 << 30
@@ -33,7 +37,7 @@ startswith swapcase title upper"""
 
 
 def require_method(
-    budget: TemplateBudget, method: Any, given: tuple[Any, ...], named: dict
+    budget: TemplateBudget, method: TemplateValue, given: tuple[object, ...], named: dict
 ) -> tuple:
     """Check a call of a method of Python's own types; return its positional arguments.
 
@@ -71,7 +75,9 @@ def require_replaced(
     return (old, new, count)
 
 
-def joined(budget: TemplateBudget, glue: str, parts: Iterable[Any]) -> list[Any]:
+def joined(
+    budget: TemplateBudget, glue: str, parts: Iterable[TemplateValue]
+) -> list[TemplateValue]:
     """Return the parts of a text that is not too long."""
     found = budget.listed(parts)
     budget.require_room(budget.size(found) + len(glue) * len(found))
@@ -83,7 +89,7 @@ def require_stripped(budget: TemplateBudget, text: str, characters: object = Non
     return _search(budget, text, characters)
 
 
-def _join_method(budget: TemplateBudget, glue: str, parts: Iterable[Any]) -> tuple:
+def _join_method(budget: TemplateBudget, glue: str, parts: Iterable[TemplateValue]) -> tuple:
     return (joined(budget, glue, parts),)
 
 
@@ -109,11 +115,11 @@ def _split(
     return (*_search(budget, text, sep), maxsplit)
 
 
-def _named(names: str, check: Callable[..., tuple] | None = None) -> dict[str, Any]:
+def _named(names: str, check: Callable[..., tuple] | None = None) -> dict[str, TemplateValue]:
     return dict.fromkeys(names.split(), check)
 
 
-_METHODS: dict[type, dict[str, Any]] = {
+_METHODS: dict[type, dict[str, TemplateValue]] = {
     str: {
         **_named(_PLAIN),
         **_named("find index rfind rindex count partition rpartition", _search),
@@ -165,7 +171,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "strftime_now": _now,
         }
 
-    def _generate(self, source: nodes.Template, *given: Any, **named: Any) -> Any:
+    def _generate(
+        self, source: nodes.Template, *given: TemplateValue, **named: TemplateValue
+    ) -> TemplateValue:
         # Jinja copies all names for each branch. The longest templates have some 300 of both.
         branches = sum(1 for _ in source.find_all(nodes.If))
         names = {each.name for each in source.find_all(nodes.Name)}
@@ -173,13 +181,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise ExceededError(f"it has {branches} branches and {len(names)} names")
         return super()._generate(_Counting().visit(source), *given, **named)
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self, context: TemplateValue, operator: str, left: object, right: object
+    ) -> TemplateValue:
         """Apply an operator to operands whose result is not too long."""
         budget = current()
         budget.require_operation(operator, left, right)
         return budget.made(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(
+        __self,  # noqa: N805
+        __context: TemplateValue,
+        __obj: TemplateValue,
+        *args: TemplateValue,
+        **kwargs: object,
+    ) -> TemplateValue:
         """Call a function, a macro, or a method that templates may call."""
         budget = current()
         named = {name: value for name, value in kwargs.items() if name not in _SCOPES}
@@ -191,7 +207,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         with budget.deeper():
             return budget.made(super().call(__context, __obj, *args, **kwargs))
 
-    def wrap_str_format(self, value: Any) -> Any:
+    def wrap_str_format(self, value: TemplateValue) -> TemplateValue:
         """Return ``str.format`` with limits for the method of a string, None for all else."""
         owner = getattr(value, "__self__", None)
         if not isinstance(owner, str) or value.__name__ not in ("format", "format_map"):
@@ -199,7 +215,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         is_map = value.__name__ == "format_map"
 
         @wraps(value)
-        def write(*given: Any, **named: Any) -> str:
+        def write(*given: TemplateValue, **named: TemplateValue) -> str:
             if is_map:
                 (named,), given = given, ()
             current().require_format(owner, (given, named))
@@ -209,7 +225,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Formatter(SandboxedFormatter):
-    def format_field(self, value: object, format_spec: str) -> Any:
+    def format_field(self, value: object, format_spec: str) -> TemplateValue:
         current().require_width(format_spec)
         return super().format_field(value, format_spec)
 
@@ -232,7 +248,7 @@ class _Counting(NodeTransformer):
         node.body.insert(0, _statement(1))
         return node
 
-    def visit_Output(self, node: nodes.Output) -> Any:  # noqa: N802
+    def visit_Output(self, node: nodes.Output) -> TemplateValue:  # noqa: N802
         self.generic_visit(node)
         size = sum(len(each.data) for each in node.nodes if isinstance(each, nodes.TemplateData))
         return [_statement(size), node] if size else node
@@ -250,7 +266,7 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         return _through(_MADE, node) if isinstance(node.arg, nodes.Slice) else node
 
-    def _literal(self, node: Any) -> nodes.Node:
+    def _literal(self, node: TemplateValue) -> nodes.Node:
         self.generic_visit(node)
         if getattr(node, "ctx", "load") != "load":
             return node
@@ -259,14 +275,14 @@ class _Counting(NodeTransformer):
 
     visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
 
-    def visit_ScopedEvalContextModifier(self, node: Any) -> nodes.Node:  # noqa: N802
+    def visit_ScopedEvalContextModifier(self, node: TemplateValue) -> nodes.Node:  # noqa: N802
         if not all(isinstance(option.value, nodes.Const) for option in node.options):
             raise TemplateError("autoescape takes true or false")  # read while it is compiled
         self.generic_visit(node)
         return node
 
 
-def _through(name: str, node: Any) -> nodes.Filter:
+def _through(name: str, node: TemplateValue) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -274,17 +290,17 @@ def _statement(size: int) -> nodes.ExprStmt:
     return nodes.ExprStmt(_through(_STEP, nodes.Const(size, lineno=1)), lineno=1)
 
 
-def _step(value: object) -> Any:
+def _step(value: object) -> TemplateValue:
     """Count a comparison, or a round of a loop, or the static text of this size."""
     current().spend(value if type(value) is int else 1)
     return value
 
 
-def _made(value: object) -> Any:
+def _made(value: object) -> TemplateValue:
     return current().made(value)
 
 
-def _text(value: object) -> Any:
+def _text(value: object) -> TemplateValue:
     """Return a value as text that is not too long; text as it is."""
     if isinstance(value, str):
         return value
@@ -293,19 +309,19 @@ def _text(value: object) -> Any:
 
 
 @pass_context  # otherwise Jinja would compute constants while it compiles
-def _output(context: object, value: object) -> Any:
+def _output(context: object, value: object) -> TemplateValue:
     return current().made(_text(value))
 
 
-def _counted(function: Any) -> Callable[..., Any]:
+def _counted(function: TemplateValue) -> Callable[..., object]:
     @wraps(function)
-    def count(*given: Any, **named: Any) -> Any:
+    def count(*given: TemplateValue, **named: object) -> object:
         return current().made(function(*given, **named))
 
     return count
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: TemplateValue) -> list[object]:
     return _made(current().listed(value))
 
 
@@ -318,11 +334,11 @@ def _join(context: object, value: object, d: str = "", attribute: object = None)
     return _made(str(glue).join(map(str, joined(current(), glue, parts))))
 
 
-def _dict(*given: object, **named: object) -> dict[Any, Any]:
+def _dict(*given: object, **named: object) -> dict[TemplateValue, TemplateValue]:
     return dict(*_pairs(given), **named)
 
 
-def _pairs(given: tuple[Any, ...]) -> Iterator[Any]:
+def _pairs(given: tuple[TemplateValue, ...]) -> Iterator[object]:
     """Pass on what a dict is made of, a step for each pair: keys of one hash take ever longer."""
     for each in given:
         yield each if isinstance(each, Mapping) else current().counted(each)
@@ -341,20 +357,22 @@ def _replace(s: object, old: object, new: object, count: int | None = None) -> s
     return _made(text.replace(*wanted))
 
 
-def _round(value: object, precision: int = 0, method: object = "common") -> Any:
+def _round(value: object, precision: int = 0, method: object = "common") -> TemplateValue:
     if abs(precision) > _MOST_PRECISION:
         raise ExceededError(f"it rounds to {_MOST_PRECISION} digits or more")
     return _made(FILTERS["round"](value, precision, method))
 
 
-def _int(value: object, default: object = 0, base: int = 10) -> Any:
+def _int(value: object, default: object = 0, base: int = 10) -> TemplateValue:
     if isinstance(value, str) and len(value) > _MOST_DIGITS:
         raise ExceededError(f"it reads an integer of more than {_MOST_DIGITS} digits")
     return _made(FILTERS["int"](value, default, base))
 
 
 @pass_context
-def _sum(context: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
+def _sum(
+    context: TemplateValue, iterable: TemplateValue, attribute: object = None, start: object = 0
+) -> object:
     if not isinstance(start, int | float):  # lists would be copied once for each
         raise ExceededError("it sums what are no numbers")
     return _made(FILTERS["sum"](context.environment, current().counted(iterable), attribute, start))
@@ -366,14 +384,16 @@ def _format(value: object, *given: object, **named: object) -> str:
     return _made(FILTERS["format"](text, *given, **named))
 
 
-def _indent(s: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
+def _indent(
+    s: TemplateValue, width: TemplateValue = 4, first: bool = False, blank: bool = False
+) -> str:
     text = _text(s)
     size = len(width) if isinstance(width, str) else width
     current().require_room(len(text) + (len(text.splitlines()) + 1) * max(size, 0))
     return _made(FILTERS["indent"](text, width, first, blank))
 
 
-def _to_json(value: Any, indent: Any = None) -> str:
+def _to_json(value: TemplateValue, indent: TemplateValue = None) -> str:
     size = len(indent) if isinstance(indent, str) else indent or 0
     budget = current()
     budget.size(value)

@@ -50,6 +50,7 @@ from cupyattn.models.training.batches import Batch
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Norm, Product
 from cupyattn.ops.linear.weight_formats import rows_apart
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 
@@ -246,7 +247,7 @@ class SampleAttention:
         self.config, self._xp = model.config, model.xp
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         self._lengths = bounds, bounds, longest, longest
-        self._options: dict[str, Any] = {
+        self._options: Keywords = {
             "causal": True,
             "window_size": model.config.window_size,
             "rotary": model.rotary,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn.models.training.counts import count_of
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 
@@ -242,7 +243,7 @@ class Packing:
         following = Position(epoch + 1, 0) if last else Position(epoch, at + 1)
         return packed([self.samples[i] for i in here[at]]), following
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Return what has to be the same where a training goes on."""
         return {
             "the samples": digest(self.samples),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from cupyattn.models.loading import quantises_to
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.optimizer import ALIGNMENT, state_bytes
 from cupyattn.models.weights import Quantises, Weights, empty, named_arrays
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.errors import error
 
@@ -277,7 +278,7 @@ def _fits(training: Training, free: int) -> bool:
 
 def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
     """Yield trainings that take less, those that change the least first, each with its options."""
-    changes: list[tuple[str, dict[str, Any]]] = []
+    changes: list[tuple[str, Json]] = []
     if training.state == "float32":
         changes.append(("--optimizer-state 8bit", {"state": "8bit"}))
     if training.lora is None:

@@ -22,6 +22,7 @@ from cupyattn.models.extras import extra
 from cupyattn.models.training.batches import DIGEST, Packing, Position
 from cupyattn.models.training.counts import LARGEST, as_float
 from cupyattn.models.training.optimizer import MOST_SKIPPED
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, explaining, shown, size_text
 from cupyattn.runtime.reading import open_regular, parsed
@@ -176,11 +177,11 @@ class SavedState(NamedTuple):
         For `LossScale.restore`.
     """
 
-    identity: dict[str, Any]
+    identity: Json
     step: int
     optimizer_steps: int
     position: Position
-    loss_scale: dict[str, Any]
+    loss_scale: Json
 
     @classmethod
     def read(cls, file: Path, given: object, steps: int) -> SavedState:
@@ -287,7 +288,7 @@ def require_arrays(
 
 
 def require_same(
-    file: Path, saved: Mapping[str, Any], here: Mapping[str, Any], called: Mapping[str, str]
+    file: Path, saved: Mapping[str, object], here: Mapping[str, object], called: Mapping[str, str]
 ) -> None:
     """Raise ValueError if a checkpoint is of another training.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from cupyattn.models.checkpoints.writing import write_whole
 from cupyattn.models.training.checkpoint import way_on
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, explaining, shown
 from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.reading import lines_of, parsed
@@ -74,11 +75,11 @@ class StepLog:
             file.write(_line(row))
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, object]) -> str:
     return json.dumps(row) + "\n"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Json]:
     """Return the lines of a file; of one that is not there none.
 
     A last line that was cut off, where a process ended while it wrote, is left out.
@@ -90,7 +91,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     ValueError
         If another line is none that a training wrote.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     wrong = None
     for number, line in lines_of(path, _LONGEST_LINE, _damaged) if path.exists() else ():
         if wrong is not None:
@@ -143,7 +144,7 @@ def smoothed(losses: list[float]) -> list[float]:
     return found
 
 
-def draw(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+def draw(rows: list[Json], path: Path, title: str) -> None:
     """Draw the losses of all steps, and those of samples that are only looked at, as a PNG.
 
     Raises

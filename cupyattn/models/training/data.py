@@ -83,14 +83,14 @@ class Reader(NamedTuple):
     def _text(self, given: Mapping[str, Any], where: str) -> list[Piece]:
         return [(self._encoded(given, "text", where, begins=True), True), (self._end(), True)]
 
-    def _completion(self, given: Mapping[str, Any], where: str) -> list[Piece]:
+    def _completion(self, given: Mapping[str, object], where: str) -> list[Piece]:
         return [
             (self._encoded(given, "prompt", where, begins=True), False),
             (self._encoded(given, "completion", where), True),
             (self._end(), True),
         ]
 
-    def _chat(self, given: Mapping[str, Any], where: str) -> list[Piece]:
+    def _chat(self, given: Mapping[str, object], where: str) -> list[Piece]:
         """Cut a chat where answers begin and end: these are learnt, what is around them is not.
 
         The parts are encoded one by one, as a prompt is when the model is used.
@@ -134,7 +134,7 @@ class Reader(NamedTuple):
             raise ValueError(f"{where}: {failure}") from failure
 
     def _encoded(
-        self, given: Mapping[str, Any], name: str, where: str, *, begins: bool = False
+        self, given: Mapping[str, object], name: str, where: str, *, begins: bool = False
     ) -> list[int]:
         text = given[name]
         if not isinstance(text, str) or not text:
@@ -187,7 +187,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _object(line: str, where: str) -> Mapping[str, Any]:
+def _object(line: str, where: str) -> Mapping[str, object]:
     given = parsed(line, where, _no_object, constants=False)
     if not isinstance(given, dict):
         raise _no_object(where, f"it is {shown(given)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cupyattn import QuantizedWeight
 from cupyattn.models.forward import loss_dtype
@@ -18,6 +17,7 @@ from cupyattn.models.training.batches import DIGEST, Batch, Sample
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, named_parts
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 
@@ -118,7 +118,7 @@ class FullWeights:
             self._model, batch, gradients, num_labels=num_labels, loss_scale=loss_scale
         )
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Return the weights that the training began with, as `Trainable` says."""
         return {"the model's weights": DIGEST + self._began_with}
 

@@ -24,6 +24,7 @@ from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array, dtype_of
 
 _SEEDS = 2**64
@@ -159,7 +160,7 @@ class LoraAdapters:
         for name, place in self._places.items():
             place.fill(self.arrays[name])
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Return what losses depend on beside the adapters, as `Trainable` says."""
         options = self.options
         return {

@@ -212,7 +212,7 @@ class LoraOptions(NamedTuple):
         matches = matcher(patterns, last_parts=True).matches
         return [each for each in patterns if not any(matches(each, name) for name in names)]
 
-    def _matching(self, patterns: Mapping[str, Any], module: str, default: object) -> Any:
+    def _matching(self, patterns: Mapping[str, object], module: str, default: object) -> Any:
         """Return the value of the first pattern that a module's last parts match."""
         matches = matcher((*self.rank_pattern, *self.alpha_pattern), last_parts=True).matches
         found = (value for pattern, value in patterns.items() if matches(pattern, module))

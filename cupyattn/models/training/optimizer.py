@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
 from cupyattn.models.training.counts import count_of, positive_number
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
 
@@ -317,11 +318,11 @@ class LossScale:
                 "float32; what was saved before is good",
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """Return what a checkpoint keeps."""
         return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Json) -> None:
         """Go on from there."""
         self.scale, self.good = state["scale"], state["good"]
         self.skipped = state["skipped"]

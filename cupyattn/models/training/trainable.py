@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cupyattn.models.training.backward import SampleAttention
 from cupyattn.models.training.batches import IGNORED, Batch, Packing, Sample, moved
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Weights, named_arrays, named_parts
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.value_checks import on_host
@@ -115,7 +116,7 @@ class Trainable(Protocol):
         """Take over what was written to ``arrays``."""
         ...
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Return what losses depend on beside ``arrays``, as JSON: options, and frozen weights.
 
         A training is resumed where it is the same.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from cupyattn.models.training.checkpoint import (
 from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions, LossScale, Schedule
 from cupyattn.models.training.trainable import Trainable
+from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
 
@@ -90,7 +91,7 @@ class Trainer:
         accumulate: int = 1,
         loss_scale: LossScale | None = None,
         seed: int = 0,
-        names: dict[str, Any] | None = None,
+        names: Json | None = None,
     ) -> None:
         if not trainable.arrays:
             raise error(
@@ -183,7 +184,7 @@ class Trainer:
                 "go on with the newer one, or give each a trainable, and a model, of its own",
             )
 
-    def _gradients(self, number: int, batches: Sequence[Batch], scale: float) -> Any:
+    def _gradients(self, number: int, batches: Sequence[Batch], scale: float) -> object:
         num_labels = sum(int(np.count_nonzero(batch.labels != IGNORED)) for batch in batches)
         if not num_labels:
             raise error(
@@ -221,7 +222,7 @@ class Trainer:
         arrays = self.optimizer.saved()
         return checkpoint.save(Path(folder), self.number, arrays, self._state(), keep=keep)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> Json:
         return {
             "identity": self.identity(),
             "step": self.number,
@@ -266,11 +267,11 @@ class Trainer:
             self.loss_scale.restore(state.loss_scale)
             self.trainable.updated()
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Return what the losses depend on, as JSON has it: it is that of the first step."""
         return self._identity
 
-    def _found(self, names: dict[str, Any]) -> dict[str, Any]:
+    def _found(self, names: Json) -> Json:
         """Find what is known here; `names` has the rest."""
         return {
             **names,
@@ -290,7 +291,7 @@ class Trainer:
         }
 
 
-def _as_json(found: dict[str, Any]) -> dict[str, Any]:
+def _as_json(found: Json) -> Json:
     """Return what a checkpoint will give back, before a step is taken that it could not keep."""
     for name, value in found.items():
         try:

@@ -66,7 +66,7 @@ class Device(Protocol):
     def zero(self, array: Array) -> None:
         """Fill an array of this device with zeros, on the current stream."""
 
-    def arguments(self, operands: Operands[Any]) -> list[Any]:
+    def arguments(self, operands: Operands) -> list[Any]:
         """Return the arguments for the arrays of a call, in a new list.
 
         Kernels on a GPU get addresses, which `operands` has. Kernels on the emulator get the arrays

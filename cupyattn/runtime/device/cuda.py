@@ -143,7 +143,7 @@ class CudaDevice:
         with self._cupy.cuda.Device(self.ordinal):
             array.fill(0)
 
-    def arguments(self, operands: Operands[Any]) -> list[Any]:
+    def arguments(self, operands: Operands) -> list[Any]:
         """Return the addresses of a call's arrays, in a new list."""
         return [*operands.places]
 

@@ -33,7 +33,7 @@ class SimulatedDevice:
         """Fill an array with zeros."""
         array.fill(0)
 
-    def arguments(self, operands: Operands[Any]) -> list[Any]:
+    def arguments(self, operands: Operands) -> list[Any]:
         """Return the arrays of a call, in a new list."""
         return [*values_of(operands.arrays)]
 
