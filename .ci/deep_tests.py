@@ -73,7 +73,7 @@ def selected(files: list[Path], touched: set[str], shard: int) -> list[Path]:
 
 def main() -> None:
     """Print the files, one a line, relative to the repository."""
-    files = sorted(path.relative_to(TESTS.parent) for path in TESTS.glob("*/test_*.py"))
+    files = sorted(path.relative_to(TESTS.parent) for path in TESTS.glob("*/**/test_*.py"))
     paths = git("diff", "--name-only", base_commit(), "HEAD").splitlines()
     families = {path.parts[1] for path in files}
     shard = int(git("rev-parse", "HEAD"), 16) % SHARDS

@@ -6,12 +6,11 @@ import dataclasses
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
@@ -19,12 +18,14 @@ from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_cubin
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.device.recorder import Launch, LaunchRecorder
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.tuning import Explained
 from cupyattn.turing import DisassemblerError, analyse
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 _SMALL = 2**20
+_MOST_BYTES = 2**44
+"""Bytes of an array that is given as a shape. A process has addresses for 2**47."""
 _MOST_COPIED = 2**20
 """Bytes. Smaller arrays of integers on a GPU are copied: their values may decide the launches."""
 
@@ -70,16 +71,19 @@ class LaunchReport:
     def __str__(self) -> str:
         chosen = {n: v for n, v in self.configuration.items() if v not in ("false", "void")}
         macros = " ".join(f"{name}={value}" for name, value in chosen.items())
-        lines = [
-            f"{self.kernel}  ({self.source})",
-            f"  configuration  {macros}",
-            f"  grid           {self.ctas} CTAs of {self.threads} threads",
-            f"  on an SM       {_resources(self)}",
-            f"  limit          {self.limit}",
-        ]
-        if self.reason:
-            lines.insert(1, f"  why            {self.reason}")
-        return "\n".join(lines)
+        lines = {
+            "why": self.reason,
+            "configuration": macros,
+            "grid": f"{_ctas(self.ctas)} of {self.threads} threads",
+            "on an SM": _resources(self),
+            "limit": self.limit,
+        }
+        told = [f"  {title:14} {line}" for title, line in lines.items() if line]
+        return "\n".join([f"{self.kernel}  ({self.source})", *told])
+
+
+def _ctas(count: int) -> str:
+    return f"{count} CTA{'s' * (count != 1)}"
 
 
 def _resources(launch: LaunchReport) -> str:
@@ -87,8 +91,8 @@ def _resources(launch: LaunchReport) -> str:
     if launch.registers is None:
         return f"{shared}; registers are not known without NVRTC"
     spilled = f", {launch.spill_bytes} bytes spilled" if launch.spill_bytes else ""
-    resident = f"{launch.ctas_per_sm} CTA{'s' * (launch.ctas_per_sm != 1)} at a time"
-    return f"{resident}: {launch.registers} registers a thread{spilled}, {shared}"
+    resident = _ctas(launch.ctas_per_sm or 0)
+    return f"{resident} at a time: {launch.registers} registers a thread{spilled}, {shared}"
 
 
 @dataclass(frozen=True)
@@ -191,8 +195,7 @@ def _stand_in(value: Any, devices: set[int]) -> object:
     if isinstance(value, np.ndarray):
         return value
     if _is_shape(value):
-        shape, dtype = value
-        return _unallocated(shape, _dtype(dtype))
+        return _of_shape(*value)
     if isinstance(value, tuple):
         items = [_stand_in(each, devices) for each in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
@@ -219,8 +222,28 @@ def _is_shape(value: object) -> bool:
     )
 
 
-def _dtype(dtype: DTypeLike) -> np.dtype:
-    return dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+def _of_shape(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an array of this shape and dtype that uses no memory; raise if there can be none."""
+    extents = tuple(int(extent) for extent in shape)
+    try:
+        found = dtype_of(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.hasobject:
+        raise error(
+            TypeError,
+            f"dtype = {shown(dtype)} with the shape {extents}",
+            "it is a NumPy dtype without Python objects, or 'bfloat16'",
+            "pass for example 'float16'",
+        )
+    if min(extents, default=0) < 0 or math.prod(extents) * found.itemsize > _MOST_BYTES:
+        raise error(
+            ValueError,
+            f"the shape {extents} of {found.name}",
+            "its extents are 0 or more, and it has at most 2**44 bytes",
+            "pass a smaller shape",
+        )
+    return _unallocated(extents, found)
 
 
 class _Recorder(LaunchRecorder):

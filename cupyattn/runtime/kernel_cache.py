@@ -34,7 +34,7 @@ Facts = dict[str, int] | None
 """The compiler's report on the code, of types that JSON has."""
 
 
-class Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     """A cached file."""
 
     code: bytes
@@ -43,10 +43,10 @@ class Entry(NamedTuple):
     """Its path on disk; None if it is only in memory."""
 
 
-_in_memory: dict[str, Entry] = {}
+_in_memory: dict[str, CacheEntry] = {}
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> CacheEntry | None:
     """Return the entry of a name; None if it is missing, damaged or not trusted."""
     if name in _in_memory:
         return _in_memory[name]
@@ -62,7 +62,7 @@ def keep(name: str, code: bytes, facts: Facts) -> Path | None:
             return _write(folder / name, code, facts)
         except OSError as failure:  # the folder is read-only or another user's, or the disk is full
             tell_unused(failure)
-    _in_memory[name] = Entry(code, facts, None)
+    _in_memory[name] = CacheEntry(code, facts, None)
     return None
 
 
@@ -81,7 +81,7 @@ def _write(path: Path, code: bytes, facts: Facts) -> Path:
     return path
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> CacheEntry | None:
     try:
         require_trusted_folder(path.parent)
     except UntrustedError as failure:  # the folder changed since this process first used it
@@ -99,7 +99,7 @@ def _read(path: Path) -> Entry | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return Entry(code, facts, path) if sound else None
+    return CacheEntry(code, facts, path) if sound else None
 
 
 def _digest(code: bytes, facts: Facts) -> str:

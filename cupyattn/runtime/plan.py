@@ -18,7 +18,7 @@ from cupyattn.runtime.arrays import Array, Operands, address, array_within
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.records import R, Record, fields_of, slots_of, values_of
-from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, StructParameter
 from cupyattn.runtime.storage import VECTOR_BYTES
 from cupyattn.runtime.structs import beyond
 
@@ -156,7 +156,7 @@ def _number(parameter: Scalar) -> _Coercion:
     return number
 
 
-def _struct_check(entry: str, parameter: Struct) -> _Coercion:
+def _struct_check(entry: str, parameter: StructParameter) -> _Coercion:
     expected = parameter.dtype
 
     def struct(value: object) -> object:

@@ -29,7 +29,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Struct:
+class StructParameter:
     """A C struct passed by value.
 
     Attributes
@@ -40,14 +40,14 @@ class Struct:
         The aligned structured dtype with the layout of the struct.
     c_name : str
         The name of the type in C, which also gives the name of the macro for its size.
-    includes : tuple of Struct
+    includes : tuple of StructParameter
         Further structs that the kernel's source includes, which asserts their sizes too.
     """
 
     name: str
     dtype: np.dtype
     c_name: str
-    includes: tuple[Struct, ...] = ()
+    includes: tuple[StructParameter, ...] = ()
 
     @property
     def size_macros(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class Struct:
 
         Examples
         --------
-        >>> Struct("params", np.dtype(np.int64), "RowsParams").size_macros
+        >>> StructParameter("params", np.dtype(np.int64), "RowsParams").size_macros
         {'ROWS_PARAMS_BYTES': 8}
         """
         words = re.findall("[A-Z][a-z]*", self.c_name)
@@ -65,7 +65,7 @@ class Struct:
         return sizes
 
 
-Parameter = Pointer | Scalar | Struct
+Parameter = Pointer | Scalar | StructParameter
 
 Value = np.generic | np.ndarray
 """An argument that is passed by value: a number or a struct."""
@@ -180,7 +180,7 @@ class Specialisation:
         defines["THREADS"] = self.threads
         defines["SHARED_BYTES"] = self.shared_bytes + self.static_shared_bytes
         for parameter in self.spec.parameters:
-            if isinstance(parameter, Struct):
+            if isinstance(parameter, StructParameter):
                 defines |= parameter.size_macros
         named = [*map(str, defines.values()), *(text for _, text in self.spec.headers)]
         users_own = Path(self.spec.source).is_absolute()  # it may name any dtype in its text

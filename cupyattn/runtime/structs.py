@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.spec import Struct
+from cupyattn.runtime.spec import StructParameter
 
 OUTER_AXES = 4
 """Axes before the last that row kernels support, after merging (kOuterAxes in rows.cuh)."""
@@ -35,9 +35,9 @@ def rows_params(arrays: int) -> np.dtype:
     )
 
 
-def rows_struct(arrays: int) -> Struct:
+def rows_struct(arrays: int) -> StructParameter:
     """Return RowsParams of this many arrays as a kernel's parameter."""
-    return Struct("params", rows_params(arrays), "RowsParams")
+    return StructParameter("params", rows_params(arrays), "RowsParams")
 
 
 def elements_params(arrays: int) -> np.dtype:
@@ -55,9 +55,9 @@ def elements_params(arrays: int) -> np.dtype:
     )
 
 
-def elements_struct(arrays: int) -> Struct:
+def elements_struct(arrays: int) -> StructParameter:
     """Return ElementsParams of this many arrays as a kernel's parameter."""
-    return Struct("params", elements_params(arrays), "ElementsParams")
+    return StructParameter("params", elements_params(arrays), "ElementsParams")
 
 
 TOKEN_STRIDES = np.dtype([("batch", np.int64), ("seq", np.int64), ("head", np.int64)], align=True)

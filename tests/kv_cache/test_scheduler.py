@@ -157,7 +157,7 @@ MOST_STEPS = 500
 class Interrupts:
     """Ctrl-C at the lines of these numbers of the scheduler's own code, and as functions return.
 
-    Calls of the allocator are whole: `test_allocator_faults.py` cuts those short. So is what
+    Calls of the allocator are whole: `test_allocator_model.py` cuts those short. So is what
     `step` does between calls, where CPython looks for no signal.
     """
 

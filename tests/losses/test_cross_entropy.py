@@ -366,6 +366,9 @@ def test_bad_out_and_dloss_are_refused(side):
         cupyattn.cross_entropy(logits, labels, out=one)
     with pytest.raises(ValueError, match="out overlaps logits"):
         cupyattn.cross_entropy(logits, labels, out=logits.reshape(-1)[3:4].reshape(()))
+    for reduction in ("mean", "none"):
+        with pytest.raises(TypeError, match=r"out is a numpy\.float32; .*read that"):
+            cupyattn.cross_entropy(logits, labels, out=np.float32(0), reduction=reduction)
     with pytest.raises(ValueError, match=r"dloss has shape \(1,\)"):
         cupyattn.cross_entropy_backward(one, logits, labels, lse)
     with pytest.raises(ValueError, match=r"dloss has shape \(1,\)"):

@@ -37,7 +37,7 @@ from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.row_kernel import ROWS
 from cupyattn.runtime.source import source_root
-from cupyattn.runtime.spec import Specialisation, Struct
+from cupyattn.runtime.spec import Specialisation, StructParameter
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import rows_params
 from cupyattn.runtime.tables import MAX_HEAD_DIM, pairs, rows_for
@@ -272,7 +272,7 @@ def test_specialisations_say_what_their_kernel_needs():
         first = [f"{name}=" for name, _ in specialisation.macros[:1]]
         assert specialisation.label.startswith(f"{spec.entry}[{''.join(first)}")
         for struct in spec.parameters:
-            if isinstance(struct, Struct):
+            if isinstance(struct, StructParameter):
                 assert struct.size_macros.items() <= specialisation.defines.items()
         assert specialisation.defines["THREADS"] == specialisation.threads
 

@@ -393,6 +393,31 @@ def test_every_public_name_is_found_where_it_is_defined():
         assert name in dir(cupyattn)
 
 
+@pytest.mark.parametrize("order", ["sorted", "reversed", "shuffled"])
+def test_no_module_replaces_a_public_function(order):
+    """`cupyattn.attention` is a function, whichever modules were imported and in which order."""
+    names = [
+        ".".join(("cupyattn", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for path in MODULES
+        if path.stem not in ("__init__", "__main__")
+    ]
+    script = (
+        "import random, sys; from importlib import import_module; import cupyattn\n"
+        f"names = sorted({names!r}, reverse={order == 'reversed'})\n"
+        f"{order == 'shuffled'} and random.Random(0).shuffle(names)\n"
+        "for name in names: import_module(name)\n"
+        "public = [name for name in cupyattn.__all__ if name != '__version__']\n"
+        "print([name for name in public if not callable(getattr(cupyattn, name))])\n"
+        "print([name for name in public if f'cupyattn.{name}' in sys.modules])\n"
+        "import cupyattn.attention\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["[]", "[]"]
+    assert done.stderr.strip().endswith("No module named 'cupyattn.attention'")
+
+
 @pytest.mark.parametrize("module", [cupyattn, models])
 def test_an_unknown_name_raises_attribute_error(module):
     told = f"module '{module.__name__}' has no attribute 'emulators'"

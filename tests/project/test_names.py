@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pkgutil
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -290,6 +291,29 @@ def test_no_file_repeats_its_folders_name():
     ]
     assert len(files) > 700
     assert not [str(path.relative_to(root)) for path in files if repeats_its_folder(path)]
+
+
+def classes_of(folder: Path) -> Iterator[tuple[str, str]]:
+    """The name of each class in a folder's modules, and where it is."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, f"{path.relative_to(folder)}:{node.lineno}"
+
+
+def used_twice(classes: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The places of each class name that several classes have."""
+    places = defaultdict[str, list[str]](list)
+    for name, place in classes:
+        places[name].append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_a_class_name_is_unique_in_the_package():
+    classes = [*classes_of(Path(cupyattn.__file__).parent)]
+    assert len(classes) > 300
+    assert used_twice([*classes, classes[0]])
+    assert used_twice(classes) == {}
 
 
 def test_version_is_a_release():

@@ -18,7 +18,7 @@ from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.device import cuda as cuda_module
 from cupyattn.runtime.device.arguments import PackedArguments
 from cupyattn.runtime.device.tensor_cores import TensorCores
-from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Struct
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, StructParameter
 from cupyattn.runtime.tuning import Choices
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
@@ -29,7 +29,7 @@ SPEC = KernelSpec(
         Pointer("x", const=True),
         Pointer("maybe", optional=True),
         Scalar("count", np.dtype(np.int32)),
-        Struct("params", PARAMS, "Params"),
+        StructParameter("params", PARAMS, "Params"),
     ),
 )
 ADDRESSES = 2**42 + 16, 2**63 + 32  # the second as a driver may place it, beyond a signed word

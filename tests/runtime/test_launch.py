@@ -30,7 +30,7 @@ from cupyattn import (
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.plan import MAX_GRID_X, Output, Planner, Step, launch, run, typed
 from cupyattn.runtime.records import Record, T
-from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct
+from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, StructParameter
 from cupyattn.runtime.structs import new_struct
 
 PARAMS = np.dtype([("n", np.int64), ("x", np.float32)], align=True)
@@ -43,7 +43,7 @@ PROBE = KernelSpec(
         Scalar("count", np.dtype(np.int32)),
         Scalar("scale", np.dtype(np.float32)),
         Scalar("stride", np.dtype(np.int64)),
-        Struct("params", PARAMS, "Params"),
+        StructParameter("params", PARAMS, "Params"),
     ),
 ).specialise(threads=32, N=1)
 X, STRUCT = np.zeros(3), np.zeros((), PARAMS)[()]

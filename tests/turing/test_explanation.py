@@ -55,7 +55,7 @@ def test_attention_of_shapes_is_one_launch_with_its_resources():
     [
         ((1, 4096, 32, 128), 4096, {}, ["float16 runs on tensor cores"]),
         ((1, 4096, 32, 128), 4096, {"causal": True}, ["tensor cores", "4 key-value heads"]),
-        ((1, 4, 32, 128), 4096, {}, [r"4 queries \(up to 16\) see up to 4096 keys"]),
+        ((1, 4, 32, 128), 4096, {}, ["Sq = 4 is at most 16, with up to 4096 keys"]),
         ((1, 512, 4, 128), 8192, {}, ["tensor cores", "keys are split 5 ways"]),
         ((1, 64, 4, 128), 64, {"implementation": "naive"}, ["implementation='naive'"]),
         (
@@ -158,6 +158,36 @@ def test_errors_are_those_of_the_function():
         explain(cupyattn.attention, Q, ((1, 4096, 32, 64), "float16"), Q)
     with pytest.raises(TypeError, match="function is a str; it is a function of this library"):
         explain("attention", Q)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind", "message"),
+    [
+        (
+            (2, -1),
+            "float16",
+            ValueError,
+            r"the shape \(2, -1\) of float16; its extents are 0 or more",
+        ),
+        ((2**30, 2**30), "float32", ValueError, r"it has at most 2\*\*44 bytes"),
+        ((2, 8), "flaot16", TypeError, r"dtype = 'flaot16' with the shape \(2, 8\)"),
+        ((2, 8), list, TypeError, "it is a NumPy dtype without Python objects"),
+    ],
+)
+def test_a_shape_that_no_array_has_is_refused(shape, dtype, kind, message):
+    with pytest.raises(kind, match=message):
+        explain(cupyattn.gelu, (shape, dtype))
+
+
+def test_a_report_counts_one_cta_and_leaves_out_what_is_empty(not_modelled):
+    mask_mod = cupyattn.MaskMod("q_idx >= k_idx")
+    with cupyattn.backend("emulator"):
+        blocks = cupyattn.block_mask(mask_mod, 16, 16)
+    q = ((1, 16, 1, 64), "float16")
+    text = str(explain(cupyattn.attention, q, q, q, mask_mod=blocks))
+    assert "grid           1 CTA of 256 threads" in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert "1 key-value heads" not in text
 
 
 def test_without_a_compiler_the_choice_is_reported(monkeypatch):

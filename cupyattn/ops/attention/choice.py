@@ -130,7 +130,7 @@ def choose_forward(
         reasons.append("a launch before rotates queries and keys")
     laid = with_results(inner, outputs)
     together = interleaving(problem, traits)
-    if together.kv_heads:
+    if together.kv_heads > 1:
         reasons.append(f"tiles of {together.kv_heads} key-value heads are interleaved in the grid")
     configure = _tensor_core_configuration if on_tensor_cores else _float32_configuration
     configuration, options, vec = configure(inner, laid, traits)
@@ -220,7 +220,7 @@ def _reason_to_decode(problem: AttentionProblem, traits: DeviceTraits) -> str:
     if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, traits):
         return ""
     keys = _keys_seen(problem)
-    return f"{problem.sq} queries (up to {MAX_QUERIES}) see up to {keys} keys: they are decoded"
+    return f"Sq = {problem.sq} is at most {MAX_QUERIES}, with up to {keys} keys: decode kernels"
 
 
 def _has_decode_kernels(problem: AttentionProblem) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cupyattn.runtime.spec import Struct
+from cupyattn.runtime.spec import StructParameter
 from cupyattn.runtime.structs import TOKEN_STRIDES
 
 UNBOUNDED = 1 << 62
@@ -45,7 +45,7 @@ ATTENTION_PARAMS = np.dtype(
     ],
     align=True,
 )
-ATTENTION_STRUCT = Struct("params", ATTENTION_PARAMS, "AttentionParams")
+ATTENTION_STRUCT = StructParameter("params", ATTENTION_PARAMS, "AttentionParams")
 
 # SplitParams in cuda_src/attention/key_parts.cuh
 SPLIT_PARAMS = np.dtype(
@@ -55,7 +55,7 @@ SPLIT_PARAMS = np.dtype(
     ],
     align=True,
 )
-SPLIT_STRUCT = Struct("params", SPLIT_PARAMS, "SplitParams", (ATTENTION_STRUCT,))
+SPLIT_STRUCT = StructParameter("params", SPLIT_PARAMS, "SplitParams", (ATTENTION_STRUCT,))
 
 # DecodeParams in cuda_src/attention/decode/params.cuh
 DECODE_PARAMS = np.dtype(
@@ -67,7 +67,7 @@ DECODE_PARAMS = np.dtype(
     ],
     align=True,
 )
-DECODE_STRUCT = Struct("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
+DECODE_STRUCT = StructParameter("params", DECODE_PARAMS, "DecodeParams", (ATTENTION_STRUCT,))
 
 _CACHE_UNITS = np.dtype([(field, np.int32) for field in ("bytes", "block", "group")], align=True)
 
@@ -94,7 +94,7 @@ PAGED_PARAMS = np.dtype(
     ],
     align=True,
 )
-PAGED_STRUCT = Struct("params", PAGED_PARAMS, "PagedParams", (ATTENTION_STRUCT,))
+PAGED_STRUCT = StructParameter("params", PAGED_PARAMS, "PagedParams", (ATTENTION_STRUCT,))
 
 _PACKED_BATCH = np.dtype(
     [
@@ -109,7 +109,7 @@ VARLEN_PARAMS = np.dtype(
     [("attention", ATTENTION_PARAMS), ("packed", _PACKED_BATCH)],
     align=True,
 )
-VARLEN_STRUCT = Struct("params", VARLEN_PARAMS, "VarlenParams", (ATTENTION_STRUCT,))
+VARLEN_STRUCT = StructParameter("params", VARLEN_PARAMS, "VarlenParams", (ATTENTION_STRUCT,))
 
 # BackwardParams in cuda_src/attention/backward_params.cuh
 BACKWARD_PARAMS = np.dtype(
@@ -123,14 +123,14 @@ BACKWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
-BACKWARD_STRUCT = Struct("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
+BACKWARD_STRUCT = StructParameter("params", BACKWARD_PARAMS, "BackwardParams", (ATTENTION_STRUCT,))
 
 # VarlenBackwardParams in cuda_src/attention/varlen_backward_params.cuh
 VARLEN_BACKWARD_PARAMS = np.dtype(
     [("backward", BACKWARD_PARAMS), ("packed", _PACKED_BATCH)],
     align=True,
 )
-VARLEN_BACKWARD_STRUCT = Struct(
+VARLEN_BACKWARD_STRUCT = StructParameter(
     "params",
     VARLEN_BACKWARD_PARAMS,
     "VarlenBackwardParams",
@@ -146,7 +146,7 @@ TEACHING_PARAMS = np.dtype(
     ],
     align=True,
 )
-TEACHING_STRUCT = Struct("params", TEACHING_PARAMS, "TeachingParams")
+TEACHING_STRUCT = StructParameter("params", TEACHING_PARAMS, "TeachingParams")
 
 # TeachingBackwardParams in cuda_src/attention/teaching/naive_backward.cu
 TEACHING_BACKWARD_PARAMS = np.dtype(
@@ -159,7 +159,9 @@ TEACHING_BACKWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
-TEACHING_BACKWARD_STRUCT = Struct("params", TEACHING_BACKWARD_PARAMS, "TeachingBackwardParams")
+TEACHING_BACKWARD_STRUCT = StructParameter(
+    "params", TEACHING_BACKWARD_PARAMS, "TeachingBackwardParams"
+)
 
 # DbiasParams in cuda_src/attention/tensor_core/backward_dbias.cu
 DBIAS_PARAMS = np.dtype(
@@ -172,7 +174,7 @@ DBIAS_PARAMS = np.dtype(
     ],
     align=True,
 )
-DBIAS_STRUCT = Struct("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
+DBIAS_STRUCT = StructParameter("params", DBIAS_PARAMS, "DbiasParams", (ATTENTION_STRUCT,))
 
 # MergeParams in cuda_src/attention/merge.cu
 MERGE_PARAMS = np.dtype(
@@ -183,7 +185,7 @@ MERGE_PARAMS = np.dtype(
     ],
     align=True,
 )
-MERGE_STRUCT = Struct("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
+MERGE_STRUCT = StructParameter("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
 
 # RotaryParams in cuda_src/attention/rotary.cuh
 ROTARY_PARAMS = np.dtype(
@@ -197,10 +199,10 @@ ROTARY_PARAMS = np.dtype(
     ],
     align=True,
 )
-ROTARY_STRUCT = Struct("rotary", ROTARY_PARAMS, "RotaryParams")
+ROTARY_STRUCT = StructParameter("rotary", ROTARY_PARAMS, "RotaryParams")
 
 # RotaryTables in cuda_src/attention/tensor_core/rotated_chunks.cuh
 ROTARY_TABLES = np.dtype(
     [(field, np.int64) for field in ("cos_stride", "sin_stride", "length", "half")], align=True
 )
-ROTARY_TABLES_STRUCT = Struct("tables", ROTARY_TABLES, "RotaryTables")
+ROTARY_TABLES_STRUCT = StructParameter("tables", ROTARY_TABLES, "RotaryTables")

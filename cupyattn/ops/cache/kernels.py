@@ -12,7 +12,14 @@ import numpy as np
 
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.records import Record, T
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Pointer,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
@@ -79,7 +86,7 @@ APPEND_PARAMS = np.dtype(
     ],
     align=True,
 )
-APPEND_STRUCT = Struct("params", APPEND_PARAMS, "AppendParams")
+APPEND_STRUCT = StructParameter("params", APPEND_PARAMS, "AppendParams")
 
 COPY_ARRAYS = 4
 """Arrays that one launch of copy_blocks takes."""
@@ -104,7 +111,7 @@ COPY_BLOCKS_PARAMS = np.dtype(
     ],
     align=True,
 )
-COPY_BLOCKS_STRUCT = Struct("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
+COPY_BLOCKS_STRUCT = StructParameter("params", COPY_BLOCKS_PARAMS, "CopyBlocksParams")
 
 # GatherParams in cuda_src/cache/gather.cu
 GATHER_PARAMS = np.dtype(
@@ -119,7 +126,7 @@ GATHER_PARAMS = np.dtype(
     ],
     align=True,
 )
-GATHER_STRUCT = Struct("params", GATHER_PARAMS, "GatherParams")
+GATHER_STRUCT = StructParameter("params", GATHER_PARAMS, "GatherParams")
 
 APPEND = KernelSpec(
     "append_kv",

@@ -23,7 +23,14 @@ from cupyattn.ops.linear.problem import (
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Pointer,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
@@ -39,7 +46,7 @@ FLOAT_PRODUCT_PARAMS = np.dtype(
     ],
     align=True,
 )
-FLOAT_PRODUCT_STRUCT = Struct("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
+FLOAT_PRODUCT_STRUCT = StructParameter("params", FLOAT_PRODUCT_PARAMS, "FloatProductParams")
 
 FORWARD = KernelSpec(
     "linear_forward_f32",

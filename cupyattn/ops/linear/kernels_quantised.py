@@ -48,7 +48,14 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
-from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    KernelSpec,
+    Pointer,
+    Scalar,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs
@@ -62,7 +69,7 @@ QUANTIZE_PARAMS = np.dtype(
     ],
     align=True,
 )
-QUANTIZE_STRUCT = Struct("params", QUANTIZE_PARAMS, "QuantizeParams")
+QUANTIZE_STRUCT = StructParameter("params", QUANTIZE_PARAMS, "QuantizeParams")
 
 # DequantizeParams in cuda_src/linear/quantised/dequantize.cu
 DEQUANTIZE_PARAMS = np.dtype(
@@ -72,7 +79,7 @@ DEQUANTIZE_PARAMS = np.dtype(
     ],
     align=True,
 )
-DEQUANTIZE_STRUCT = Struct("params", DEQUANTIZE_PARAMS, "DequantizeParams")
+DEQUANTIZE_STRUCT = StructParameter("params", DEQUANTIZE_PARAMS, "DequantizeParams")
 
 QUANTIZE = KernelSpec(
     "quantize",

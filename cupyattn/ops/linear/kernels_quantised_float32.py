@@ -30,7 +30,7 @@ from cupyattn.ops.linear.problem import (
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs
@@ -43,7 +43,7 @@ QUANTISED_FLOAT_PARAMS = np.dtype(
     ],
     align=True,
 )
-QUANTISED_FLOAT_STRUCT = Struct(
+QUANTISED_FLOAT_STRUCT = StructParameter(
     "params", QUANTISED_FLOAT_PARAMS, "QuantisedFloatParams", (FLOAT_PRODUCT_STRUCT,)
 )
 

@@ -32,7 +32,7 @@ from cupyattn.ops.linear.tiles import (
 from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
@@ -42,7 +42,7 @@ QUANTISED_TILE_PARAMS = np.dtype(
     [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
     align=True,
 )
-QUANTISED_TILE_STRUCT = Struct(
+QUANTISED_TILE_STRUCT = StructParameter(
     "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
 )
 

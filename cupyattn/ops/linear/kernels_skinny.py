@@ -16,7 +16,14 @@ import numpy as np
 from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan, Plans
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
-from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    KernelSpec,
+    Parameter,
+    Pointer,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, rows_for
@@ -33,7 +40,7 @@ SKINNY_PARAMS = np.dtype(
     ],
     align=True,
 )
-SKINNY_STRUCT = Struct("params", SKINNY_PARAMS, "ThinParams")
+SKINNY_STRUCT = StructParameter("params", SKINNY_PARAMS, "ThinParams")
 
 EPILOGUE: tuple[Parameter, ...] = (
     *inputs("b", "residual", optional=True),

@@ -43,7 +43,14 @@ from cupyattn.ops.linear.tiles import (
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Pointer,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
@@ -56,7 +63,7 @@ PREACTIVATION_GRADIENT_PARAMS = np.dtype(
     ],
     align=True,
 )
-PREACTIVATION_GRADIENT_STRUCT = Struct(
+PREACTIVATION_GRADIENT_STRUCT = StructParameter(
     "params", PREACTIVATION_GRADIENT_PARAMS, "PreactivationGradientParams"
 )
 

@@ -26,7 +26,7 @@ from cupyattn.runtime.spec import (
     Pointer,
     Scalar,
     Specialisation,
-    Struct,
+    StructParameter,
     inputs,
 )
 from cupyattn.runtime.storage import vector_items
@@ -45,7 +45,7 @@ PRODUCT_PARAMS = np.dtype(
     ],
     align=True,
 )
-PRODUCT_STRUCT = Struct("params", PRODUCT_PARAMS, "ProductParams")
+PRODUCT_STRUCT = StructParameter("params", PRODUCT_PARAMS, "ProductParams")
 
 SPLIT_SUMS = KernelSpec(
     "linear_split_sums",

@@ -32,7 +32,7 @@ from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.outputs import require_grads, round_into
 from cupyattn.runtime.plan import Output, allot
-from cupyattn.runtime.records import R, given_of
+from cupyattn.runtime.records import Record
 from cupyattn.runtime.rows import (
     RowOptions,
     call_rows,
@@ -194,7 +194,8 @@ def cross_entropy(
     loss, lse = targets(out, bool(return_lse))
     reduces = reduction != "none"
     require_given("logits", logits)
-    arrays = without_scalars(CrossEntropyArrays(logits, labels, loss, lse, workspace))
+    arrays = CrossEntropyArrays(logits, labels, loss, lse, workspace)
+    without_scalars(arrays, "logits", "labels")
     labels = arrays.labels
     if reduces:
         _losses_apart(arrays)
@@ -278,9 +279,8 @@ def cross_entropy_backward(
     options = checked_options(ignore_index, label_smoothing, z_loss, reduction)
     require_bool("accumulate", accumulate)
     require_grads(dlogits, accumulate, shown="dlogits")
-    arrays = without_scalars(
-        CrossEntropyBackwardArrays(logits, dloss, lse, dlse, labels, dlogits, workspace)
-    )
+    arrays = CrossEntropyBackwardArrays(logits, dloss, lse, dlse, labels, dlogits, workspace)
+    without_scalars(arrays, "logits", "dloss", "lse", "dlse", "labels")
     adopt(arrays, kernels.BACKWARD.fixes)
     if arrays.logits is not None:
         rows = arrays.logits
@@ -411,15 +411,16 @@ def check_labels(labels: Array, classes: int, ignore_index: int) -> None:
         )
 
 
-def without_scalars(arrays: R) -> R:
-    """Replace NumPy scalars in a record by arrays without axes.
+def without_scalars(arrays: Record[Any], *inputs: str) -> None:
+    """Replace NumPy scalars among the inputs in a record by arrays without axes.
 
     Sums and products of arrays without axes, such as a loss times a loss scale, are NumPy scalars.
+    A result is not replaced: the caller would never see it.
     """
-    for name, array in given_of(arrays).items():
+    for name in inputs:
+        array = getattr(arrays, name)
         if isinstance(array, np.generic):
             setattr(arrays, name, np.asarray(array))
-    return arrays
 
 
 def reduced(losses: Any, labels: Any, target: Any, options: LossOptions, reduction: str) -> Array:

@@ -404,8 +404,9 @@ class ChunkedCall(NamedTuple):
         """Take the arrays of a call and check x, w and labels."""
         fields, weight = weight_fields(w)
         arrays.w, arrays.codes, arrays.scales, arrays.super_scales, arrays.scale_table = fields
-        without_scalars(arrays)
-        operands = adopt(arrays, _FORWARD_FIXES if arrays.dloss is None else _FIXES)
+        forward = arrays.dloss is None
+        without_scalars(arrays, "x", "w", "dloss", "dlse", "labels", *(() if forward else ("lse",)))
+        operands = adopt(arrays, _FORWARD_FIXES if forward else _FIXES)
         layouts = layouts_of(LinearLossArrays[Layout], operands.description)
         w = arrays.w if weight is None else w
         require_product(arrays.x, w)

@@ -42,7 +42,14 @@ from cupyattn.runtime.elements import ElementKernel
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
-from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    KernelSpec,
+    Pointer,
+    Scalar,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import merge_axes, new_struct
 
@@ -316,7 +323,7 @@ NORM_PARAMS = np.dtype(
 )
 
 
-NORM_STRUCT = Struct("params", NORM_PARAMS, "NormParams")
+NORM_STRUCT = StructParameter("params", NORM_PARAMS, "NormParams")
 
 
 PARTIALS = KernelSpec(

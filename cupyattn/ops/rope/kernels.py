@@ -43,7 +43,7 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of, values_of
-from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import TOKEN_STRIDES, new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
@@ -106,7 +106,7 @@ ROPE_PARAMS = np.dtype(
 )
 
 
-ROPE_STRUCT = Struct("params", ROPE_PARAMS, "RopeParams")
+ROPE_STRUCT = StructParameter("params", ROPE_PARAMS, "RopeParams")
 
 
 ROPE = KernelSpec(

@@ -38,7 +38,7 @@ from cupyattn.runtime.spec import (
     Pointer,
     Scalar,
     Specialisation,
-    Struct,
+    StructParameter,
     inputs,
 )
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
@@ -135,7 +135,7 @@ SAMPLE_PARAMS = np.dtype(
 )
 
 
-SAMPLE_STRUCT = Struct("params", SAMPLE_PARAMS, "SampleParams")
+SAMPLE_STRUCT = StructParameter("params", SAMPLE_PARAMS, "SampleParams")
 
 
 THREADS = 256

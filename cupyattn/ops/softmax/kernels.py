@@ -33,7 +33,15 @@ from cupyattn.runtime.row_kernel import (
     RowTable,
     column_sums,
 )
-from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Scalar, Specialisation, Struct, inputs
+from cupyattn.runtime.spec import (
+    Gates,
+    KernelSpec,
+    Pointer,
+    Scalar,
+    Specialisation,
+    StructParameter,
+    inputs,
+)
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
 from cupyattn.runtime.structs import row_params, rows_params
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, with_gates
@@ -201,7 +209,7 @@ DBIAS = KernelSpec(
         *inputs("dout", "out", "row_sum"),
         Pointer("partials"),
         Scalar("splits", np.dtype(np.int64)),
-        *(Struct(name, rows_params(3), "RowsParams") for name in ("kept", "summed")),
+        *(StructParameter(name, rows_params(3), "RowsParams") for name in ("kept", "summed")),
     ),
 )
 ROW_SUM_DTYPE = np.dtype(np.float32)

@@ -18,7 +18,7 @@ from cupyattn.runtime.spec import Specialisation, Value
 from cupyattn.runtime.tuning import Choices
 
 
-class Kernel(Protocol):
+class LoadedKernel(Protocol):
     """A loaded kernel, ready to start on one device."""
 
     specialisation: Specialisation
@@ -81,7 +81,7 @@ class Device(Protocol):
     ) -> Any:
         """Return the argument for an array in the memory of another (see `array_within`)."""
 
-    def load(self, specialisation: Specialisation) -> Kernel:
+    def load(self, specialisation: Specialisation) -> LoadedKernel:
         """Return the kernel, which is compiled and loaded the first time."""
 
 

@@ -57,7 +57,7 @@ class LaunchRecorder(SimulatedDevice):
 
 
 class RecordedKernel:
-    """A `Kernel` of a `LaunchRecorder`."""
+    """A `LoadedKernel` of a `LaunchRecorder`."""
 
     def __init__(self, recorder: LaunchRecorder, specialisation: Specialisation) -> None:
         self.specialisation = specialisation

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn.runtime.source import NAMED
-from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Struct
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, StructParameter
 from cupyattn.runtime.tables import cpp_bool
 
 SCORE_NAMES = ("score", "b", "h", "q_idx", "k_idx")
@@ -127,11 +127,11 @@ def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
 
 
 @lru_cache(maxsize=256)
-def modified_strides(modifiers: Modifiers) -> Struct | None:
+def modified_strides(modifiers: Modifiers) -> StructParameter | None:
     """Return the struct of the strides of the arrays that have axes; None without such."""
     fields = [(name, np.int64, (axes,)) for name, axes in _axes(modifiers)]
     dtype = np.dtype(fields, align=True)
-    return Struct("modifier_strides", dtype, "ModifierStrides") if fields else None
+    return StructParameter("modifier_strides", dtype, "ModifierStrides") if fields else None
 
 
 def _axes(modifiers: Modifiers) -> list[tuple[str, int]]:
