@@ -197,10 +197,11 @@ def exports_memory(candidate: object) -> bool:
 
 def adopt_one(name: str, candidate: Any, fixes: Mapping[str, str] = MappingProxyType({})) -> Array:
     """Check and convert one array as `adopt` does."""
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and type(candidate) is cupy.ndarray:
+    # CuPy has no ndarray yet while another thread imports it.
+    device_array = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if device_array is not None and type(candidate) is device_array:
         global _device_array
-        _device_array = cupy.ndarray
+        _device_array = device_array
         return candidate
     if isinstance(candidate, np.ndarray) and not isinstance(candidate, np.ma.MaskedArray):
         return candidate.view(np.ndarray)

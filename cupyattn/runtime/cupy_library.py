@@ -48,6 +48,9 @@ def loaded_nvtx() -> ModuleType | None:
     if "cupy" not in sys.modules:
         return None
     with no_fork():
+        # First the package, because another thread may be importing it. An import of cupy.cuda.nvtx
+        # locks cupy.cuda, which that thread needs: Python would give it a module without names.
+        import cupy
         import cupy.cuda.nvtx
     return cupy.cuda.nvtx
 

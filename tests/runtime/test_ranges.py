@@ -100,3 +100,33 @@ def test_public_functions_and_the_backwards_of_vjp_are_ranges():
     assert "silu (2, 8) float32" in noted
     assert "silu_backward (2, 8) float32" in noted
     assert noted.count("end") * 2 == len(noted)
+
+
+def test_ranges_wait_for_another_thread_that_imports_cupy(tmp_path):
+    """Two threads, which import a package and its submodule, lock what the other one needs."""
+    package = tmp_path / "cupy" / "cuda"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text(
+        "import time\nstarted.set()\ntime.sleep(0.3)\nfrom cupy.cuda import name\n"
+    )
+    (package / "__init__.py").write_text("import cupy\nname = 1\n")
+    (package / "nvtx.py").write_text("")
+    script = (
+        "import builtins, sys, threading, time\n"
+        "from cupyattn.runtime.cupy_library import loaded_nvtx\n"
+        "builtins.started = threading.Event()\n"
+        "failures = []\n"
+        "threading.excepthook = lambda raised: failures.append(raised.exc_value)\n"
+        "thread = threading.Thread(target=lambda: __import__('cupy'))\n"
+        "thread.start()\n"
+        "started.wait()\n"
+        "print(loaded_nvtx().__name__)\n"
+        "thread.join()\n"
+        "print(failures)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["cupy.cuda.nvtx", "[]"], done.stderr
