@@ -35,10 +35,10 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "compile",
         help="compile kernels into the cache and show their resources; needs no GPU",
-        description="Compile rows of the launch-configuration tables to machine code for one "
+        description="Compile the kernels' configurations to machine code for one "
         "architecture, into the cache, and show what each kernel takes: registers, spills, shared "
         "memory, and how many CTAs (thread blocks) fit on an SM. Needs NVRTC, but no GPU. Head "
-        "dims between the rows of the tables are compiled at their first call.",
+        "dims that have no configuration of their own are compiled at their first call.",
         epilog="Exit code 1 if a kernel does not compile or does not fit on an SM; spills are "
         "shown, but are no failure.",
     )

@@ -38,7 +38,7 @@ def add_row_options(parser: argparse.ArgumentParser, default: str) -> None:
         type=integer(1, MAX_HEAD_DIM),
         default=[],
         metavar="D",
-        help="only the rows of these head dims (default: all rows)",
+        help="only the configurations for these head dims (default: all)",
     )
 
 
@@ -70,7 +70,7 @@ def rows_of(
         raise error(
             ValueError,
             f"--head-dim {' '.join(map(str, head_dims or ()))}",
-            f"there are rows of {', '.join(kernels) or 'the kernels'} for "
+            f"there are configurations of {', '.join(kernels) or 'the kernels'} for "
             + (f"head dims {', '.join(map(str, dims))}" if dims else "every head dim in one"),
             "pass one of them, or leave --head-dim out" if dims else "leave --head-dim out",
         )

@@ -102,9 +102,9 @@ def _float16(device: Json) -> str:
 def _tuned(device: Json, used: bool) -> str:
     """Say what was tuned for a device, and whether calls take it."""
     if device["tuned"] is None:
-        return "rows of the tables as they are (python -m cupyattn tune times others)"
+        return "no configuration was tuned (python -m cupyattn tune does it)"
     so = "calls take them" if used else "not taken: CUPYATTN_TUNED=1 has calls take them"
-    return f"{device['tuned']} rows of the tables were chosen by timing; {so}"
+    return f"{device['tuned']} configurations were chosen by timing; {so}"
 
 
 def _cuda_version(number: int | None) -> str:

@@ -78,7 +78,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "turing",
         help="model the kernels on a Turing GPU from their machine code; needs no GPU",
-        description="Compile rows of the launch-configuration tables for sm_75, read their machine "
+        description="Compile the kernels' configurations for sm_75, read their machine "
         "code, and show for the main loop of each: spills, cycles of the load/store unit for each "
         "of the products (above 1 it binds), and the utilisation of the tensor cores or float32 "
         "units that a simulation of one SM gives. Needs NVRTC and nvdisasm, but no GPU.",

@@ -176,7 +176,7 @@ def test_nothing_found_is_an_error(kernel, says, uncompiled, capsys):
     assert main(["compile", "--kernel", kernel, "--head-dim", "72"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert f"compile: --head-dim 72; there are rows of {kernel} for {says}" in printed.err
+    assert f"compile: --head-dim 72; there are configurations of {kernel} for {says}" in printed.err
 
 
 # --- Ctrl-C

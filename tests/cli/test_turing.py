@@ -173,7 +173,10 @@ def test_a_kernel_of_which_no_cta_fits(monkeypatch, modelled, capsys):
 def test_no_row_of_a_head_dim(modelled, capsys, kernel):
     assert main(["turing", "--kernel", kernel, "--head-dim", "7", "--json"]) == 1
     printed = capsys.readouterr()
-    assert f"--head-dim 7; there are rows of {kernel} for" in json.loads(printed.out)["error"]
+    assert (
+        f"--head-dim 7; there are configurations of {kernel} for"
+        in json.loads(printed.out)["error"]
+    )
     assert "leave --head-dim out" in printed.err
 
 
