@@ -53,7 +53,9 @@ def base_commit() -> str:
 
 def touched_families(paths: list[str], families: set[str]) -> set[str]:
     """Return the families that changed paths touch."""
-    touched = {part for path in paths for part in Path(path).parts if part in families}
+    # The innermost folder counts: cupyattn/ops/norms touches the norms, not tests/ops.
+    named = [[part for part in Path(path).parts if part in families] for path in paths]
+    touched = {parts[-1] for parts in named if parts}
     if any(path.startswith("cuda_src/common/") for path in paths):
         touched |= families.intersection(KERNEL_FAMILIES)
     return touched
