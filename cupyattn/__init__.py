@@ -105,7 +105,7 @@ __all__ = [
     "vjp",
 ]
 
-_MODULES = ("distributed", "emulator", "kv_cache", "models")
+_MODULES = ("distributed", "emulator", "kv_cache", "models", "reference")
 _HOMES = {
     **dict.fromkeys(
         (
