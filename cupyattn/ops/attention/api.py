@@ -90,6 +90,35 @@ def attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
+    return_lse: bool,
+    implementation: str = ...,
+    out: Array | tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
 @differentiable(
     lambda: attention_backward,
     saved=("lse",),

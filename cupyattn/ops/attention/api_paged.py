@@ -70,6 +70,31 @@ def paged_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seqlens_k: Array,
+    /,
+    *,
+    cu_seqlens_q: Array | None = ...,
+    max_seqlen_q: int = ...,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    k_scales: Array | None = ...,
+    v_scales: Array | None = ...,
+    return_lse: bool,
+    out: Array | tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
 def paged_attention(
     q: Array,
     k_cache: Array,

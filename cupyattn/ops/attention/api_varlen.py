@@ -94,6 +94,38 @@ def attention_varlen(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def attention_varlen(
+    q: Array,
+    k: Array,
+    v: Array,
+    /,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: tuple[int | None, int | None] | None = ...,
+    q_offset: int | Array | None = ...,
+    seqused_k: Array | None = ...,
+    mask: Array | None = ...,
+    bias: Array | None = ...,
+    alibi_slopes: Array | None = ...,
+    softcap: float | None = ...,
+    sinks: Array | None = ...,
+    dropout_p: float = ...,
+    seed: int | DropoutSeed | None = ...,
+    rotary: tuple[Array, Array] | Rotary | None = ...,
+    score_mod: ScoreModLike | None = ...,
+    mask_mod: MaskModLike | None = ...,
+    return_lse: bool,
+    out: Array | tuple[Array, Array] | None = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array]: ...
+
+
 @differentiable(
     lambda: attention_varlen_backward,
     saved=("lse",),

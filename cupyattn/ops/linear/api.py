@@ -97,6 +97,21 @@ def linear(
 ) -> tuple[Array, Array | None]: ...
 
 
+@overload
+def linear(
+    x: Array,
+    w: Array | QuantizedWeight,
+    b: Array | None = ...,
+    /,
+    *,
+    activation: str | None = ...,
+    residual: Array | None = ...,
+    return_preactivation: bool,
+    out: Array | tuple[Array | None, Array | None] | None = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array | None]: ...
+
+
 @differentiable(
     lambda: _differentiated(linear_backward, residual=True),
     saved=("preactivation",),
@@ -382,6 +397,20 @@ def linear_gelu(
     out: tuple[Array | None, Array | None] | None = ...,
     workspace: Array | None = ...,
 ) -> tuple[Array, Array | None]: ...
+
+
+@overload
+def linear_gelu(
+    x: Array,
+    w: Array | QuantizedWeight,
+    b: Array | None = ...,
+    /,
+    *,
+    approximate: str = ...,
+    return_preactivation: bool,
+    out: Array | tuple[Array | None, Array | None] | None = ...,
+    workspace: Array | None = ...,
+) -> Array | tuple[Array, Array | None]: ...
 
 
 @differentiable(

@@ -95,6 +95,20 @@ def layer_norm(
 ) -> tuple[Array, ...]: ...
 
 
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    return_stats: bool,
+    out: Array | tuple[Array, ...] | None = ...,
+) -> Array | tuple[Array, ...]: ...
+
+
 # The backward takes the rounded sum of x and residual, the second result, as its x. Its dx is the
 # gradient with respect to both terms.
 @differentiable(
@@ -221,6 +235,20 @@ def rms_norm(
     return_stats: Literal[True],
     out: tuple[Array, ...] | None = ...,
 ) -> tuple[Array, ...]: ...
+
+
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    return_stats: bool,
+    out: Array | tuple[Array, ...] | None = ...,
+) -> Array | tuple[Array, ...]: ...
 
 
 @differentiable(
