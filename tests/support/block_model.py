@@ -355,7 +355,7 @@ VOCABULARY = 5
 
 
 class FaultError(Exception):
-    """What a model or a copy raises at times."""
+    """A fault that the tests inject into a model or a copy."""
 
 
 class BlockMemory:
@@ -431,7 +431,7 @@ class BlockMemory:
         self.computed += len(work.tokens)
 
     def read(self, work: Work) -> list[int]:
-        """What the last token of a sequence sees; what the first new one does has to be there."""
+        """Return the keys that the last token of a sequence reads, after a check of the rest."""
         length, size = len(work.sequence), self.allocator.block_size
         ids = work.sequence.block_ids
         if self.left is not None:
@@ -458,7 +458,7 @@ def alone(
     stop: Sequence[int] = (),
     left: int | None = None,
 ) -> list[int]:
-    """What a request gives that has a memory of its own."""
+    """Return the tokens that a request generates from memory that it shares with no other."""
     contents: list[int] = []
     for token in prompt:
         contents.append(content(contents[-1] if contents else 0, token))

@@ -165,7 +165,7 @@ def work(rank: int, pipes: dict[int, Any], results: Any, problem: Case, ends: bo
 
 
 def on_processes(problem: Case, *, ends: int | None = None) -> tuple[list[Any], list[int | None]]:
-    """What each rank sent, None where it ended before, and the exit codes; `ends` dies between."""
+    """Run a process a rank, of which `ends` exits early; return what each sent, and exit codes."""
     context = get_context("spawn")
     pipes: list[dict[int, Any]] = [{} for _ in range(problem.ranks)]
     for one, other in combinations(range(problem.ranks), 2):

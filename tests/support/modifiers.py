@@ -148,7 +148,7 @@ def mask_of(seen: np.ndarray) -> MaskMod:
 
 
 def blocks_of(seen: np.ndarray, **options: Any) -> BlockMask:
-    """The same with its tiles."""
+    """Return the mask as an expression together with the block mask of its tiles."""
     batch, heads, sq, sk = seen.shape
     return block_mask(mask_of(seen), sq, sk, B=batch, H=heads, **options)
 
