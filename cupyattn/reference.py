@@ -21,6 +21,7 @@ from cupyattn.ops.activations.reference import (
     activation_derivative,
     add_to,
     dropout,
+    element_keep,
     gated,
     gated_backward,
 )
@@ -33,6 +34,7 @@ from cupyattn.ops.attention.reference.paged import (
     merge_attention_bound,
     paged_attention,
 )
+from cupyattn.ops.attention.reference.scores import attention_keep
 from cupyattn.ops.attention.reference.varlen import attention_varlen, attention_varlen_backward
 from cupyattn.ops.cache.bounds import append_kv_bound, gather_bound
 from cupyattn.ops.cache.reference import append_kv, copy_blocks, gather, rotated
@@ -88,7 +90,7 @@ from cupyattn.ops.softmax.reference import (
     softmax,
     softmax_backward,
 )
-from cupyattn.runtime.philox import attention_keep, element_keep, philox4x32_10
+from cupyattn.runtime.philox import philox4x32_10
 from cupyattn.runtime.precision import error_ratio
 
 __all__ = [

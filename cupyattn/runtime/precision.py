@@ -2,13 +2,12 @@
 
 u_in is the round-off of the inputs of a tensor core, u_out that of the results. Each has an
 absolute error `tiny`: half a subnormal's spacing in float16, and in float32 the subnormal numbers
-that -ftz=true flushes to 0. exponent_shift and flush describe float16 attention, which stores P
-times 2**-103: `cupyattn.ops.attention.bounds` derives the consequences.
+that -ftz=true flushes to 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -26,8 +25,6 @@ class Precision:
     tiny_in: float
     u_out: float
     tiny_out: float
-    exponent_shift: float = 0.0
-    flush: float = TINY32
 
     def store(self, result: Float64) -> Float64:
         """Return the error of rounding results to the output's dtype."""
@@ -35,35 +32,22 @@ class Precision:
 
 
 _PRECISIONS = {
-    "float16": Precision(
-        u_in=2.0**-11,
-        tiny_in=2.0**-25,
-        u_out=2.0**-11,
-        tiny_out=2.0**-25,
-        exponent_shift=112 * float(np.log(2)),
-        flush=2.0**-23,
-    ),
+    "float16": Precision(u_in=2.0**-11, tiny_in=2.0**-25, u_out=2.0**-11, tiny_out=2.0**-25),
     "float32": Precision(u_in=U32, tiny_in=TINY32, u_out=U32, tiny_out=TINY32),
     # Turing has no bfloat16 tensor cores: float32 arithmetic, bfloat16 only at the store.
     "bfloat16": Precision(u_in=U32, tiny_in=TINY32, u_out=2.0**-8, tiny_out=TINY32),
 }
 
 
-def precision_of(dtype: DTypeLike, *, float32_weights: bool = False) -> Precision:
-    """Return the precision of kernels for a dtype, which is given as a dtype or by name.
-
-    With `float32_weights`, of kernels that store P in float32 for every dtype.
-    """
+def precision_of(dtype: DTypeLike) -> Precision:
+    """Return the precision of kernels for a dtype, which is given as a dtype or by name."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if name not in _PRECISIONS:
         raise ValueError(
             f"no error bounds for dtype {name!r}; there are some for {', '.join(_PRECISIONS)}: "
             "pass the dtype that the kernel under test was given"
         )
-    precision = _PRECISIONS[name]
-    if float32_weights:
-        return replace(precision, u_in=U32, tiny_in=TINY32, exponent_shift=0.0, flush=TINY32)
-    return precision
+    return _PRECISIONS[name]
 
 
 def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:

@@ -22,7 +22,7 @@ from cupyattn.ops.attention.structs import (
 from cupyattn.reference import attention_keep, philox4x32_10
 from cupyattn.runtime.spec import Pointer, Scalar
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.structs import elements_params, elements_struct, rows_params, rows_struct
+from cupyattn.runtime.structs import elements_struct, rows_struct
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
@@ -319,64 +319,38 @@ def test_backward_params_are_read_by_the_names_they_were_written_by():
     assert scale == 0.625
 
 
-def test_rows_params_give_each_row_its_offset():
-    arrays, shape = 2, (2, 3, 1, 4)
-    dtype = rows_params(arrays)
-    params = np.zeros((), dtype)
+@pytest.mark.parametrize(
+    ("probe", "struct", "after_strides"),
+    [
+        ("rows_params", rows_struct(2), {"rows": 24, "length": 9}),
+        (
+            "elements_params",
+            elements_struct(2),
+            {"offsets": (3, 500), "length": 9, "rows": 24, "units": 2},
+        ),
+    ],
+)
+def test_params_give_each_row_its_offset(probe, struct, after_strides):
+    shape, params = (2, 3, 1, 4), np.zeros((), struct.dtype)
     params["shape"] = shape
     params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
-    params["rows"], params["length"] = 24, 9
-    probe = Probe(
-        "rows_params",
-        Pointer("fields"),
-        Pointer("offsets"),
-        rows_struct(arrays),
-        threads=1,
-        ARRAYS=arrays,
-    )
-    fields = np.zeros(4 + 4 * arrays + 2, np.int64)
-    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
+    for name, value in after_strides.items():
+        params[name] = value
+    expected = [*shape, *params["strides"].ravel(), *np.hstack([*after_strides.values()])]
+    pointers = Pointer("fields"), Pointer("offsets")
+    kernel = Probe(probe, *pointers, struct, threads=1, ARRAYS=2)
+    outputs = np.zeros(len(expected), np.int64), np.zeros((2, 24), np.int64)
+    fields, offsets = kernel.run(1, *outputs, params)
 
-    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 24, 9]
+    assert fields.tolist() == expected
     index = np.indices(shape).reshape(4, -1).T
-    assert_array_equal(offsets, (index @ params["strides"].T).T)
-
-
-def test_elements_params_give_each_row_its_offset():
-    arrays, shape = 2, (2, 3, 1, 4)
-    params = np.zeros((), elements_params(arrays))
-    params["shape"] = shape
-    params["strides"] = [(1000, 100, 10, 1), (-7, 0, 5, 70)]
-    params["offsets"] = [3, 500]
-    params["length"], params["rows"], params["units"] = 9, 24, 2
-    probe = Probe(
-        "elements_params",
-        Pointer("fields"),
-        Pointer("offsets"),
-        elements_struct(arrays),
-        threads=1,
-        ARRAYS=arrays,
-    )
-    fields = np.zeros(4 + 5 * arrays + 3, np.int64)
-    fields, offsets = probe.run(1, fields, np.zeros((arrays, 24), np.int64), params)
-
-    assert fields.tolist() == [*shape, 1000, 100, 10, 1, -7, 0, 5, 70, 3, 500, 9, 24, 2]
-    index = np.indices(shape).reshape(4, -1).T
-    assert_array_equal(offsets, (index @ params["strides"].T + params["offsets"]).T)
+    assert_array_equal(offsets, (index @ params["strides"].T + after_strides.get("offsets", 0)).T)
 
 
 # Random123's published known answers for philox4x32-10: counter, key, words.
 KNOWN_ANSWERS = (
-    (
-        (0x00000000, 0x00000000, 0x00000000, 0x00000000),
-        (0x00000000, 0x00000000),
-        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-    ),
-    (
-        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
-        (0xFFFFFFFF, 0xFFFFFFFF),
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),

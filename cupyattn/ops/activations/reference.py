@@ -12,9 +12,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from cupyattn.runtime.philox import element_keep
+from cupyattn.runtime.philox import kept_fields
 from cupyattn.runtime.precision import Float64
 
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
@@ -116,6 +116,39 @@ def gated_backward(
     dout, up = np.asarray(dout, dtype=np.float64), np.asarray(up, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         return dout * up * activation_derivative(gate, kind), dout * activation(gate, kind)
+
+
+def element_keep(seed: int, p: float, items: ArrayLike) -> NDArray[np.bool_]:
+    """Return which items of an array `dropout` keeps.
+
+    The key is the seed. The counter of item e, its index in C order, is (g % 2**32, g // 2**32, 0,
+    2**31) with g = e // 8, so eight items share a counter. (No batch element of attention has the
+    number 2**31.) The four words are eight 16-bit fields, low half first. Item e uses field e % 8
+    and is kept if the field is at least round(65536 p).
+
+    Parameters
+    ----------
+    seed : int in [0, 2**64)
+    p : float in [0, 1)
+        Probability of dropping an item.
+    items : ints in [0, 2**63), of any shape
+        Their indices in C order.
+
+    Returns
+    -------
+    bool, of that shape
+        True where the item is kept.
+
+    Examples
+    --------
+    >>> element_keep(0, 0.5, np.arange(8)).astype(int)
+    array([1, 1, 1, 1, 0, 1, 0, 0])
+    """
+    items = np.asarray(items, dtype=np.uint64)
+    groups, of_item = np.unique(items // np.uint64(8), return_inverse=True)
+    low, high = groups & np.uint64(0xFFFFFFFF), groups >> np.uint64(32)
+    kept = kept_fields(seed, p, (low, high, 0, 2**31))
+    return kept[(items % np.uint64(8)).astype(np.intp), of_item.reshape(items.shape)]
 
 
 def dropout(x: ArrayLike, p: float, seed: int, residual: ArrayLike | None = None) -> Float64:

@@ -97,6 +97,24 @@ ROTATION = 8 * U32
 
 
 @dataclass(frozen=True)
+class WeightPrecision(Precision):
+    """The precision of an attention kernel, and the range of the P that it keeps."""
+
+    exponent_shift: float = 0.0
+    flush: float = TINY32
+
+    @classmethod
+    def of(cls, dtype: DTypeLike, *, float32_weights: bool) -> WeightPrecision:
+        """Return the precision for a dtype; with `float32_weights`, P is kept in float32."""
+        kernel = precision_of(dtype)
+        if float32_weights:
+            return cls(U32, TINY32, kernel.u_out, kernel.tiny_out)
+        if kernel == precision_of("float16"):
+            return cls(**vars(kernel), exponent_shift=112 * float(np.log(2)), flush=2.0**-23)
+        return cls(**vars(kernel))
+
+
+@dataclass(frozen=True)
 class ScoreErrors:
     """The parts of the error of a block's scores; 0 where a key weighs nothing.
 
@@ -212,7 +230,7 @@ def attention_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = precision_of(dtype, float32_weights=float32_weights)
+    precision = WeightPrecision.of(dtype, float32_weights=float32_weights)
     out, lse = attention(q, k, v, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     tiles = -(-k.shape[1] // tile_k)
@@ -315,7 +333,7 @@ def _block_errors(
     block: ScoreBlock,
     scores: ScoreErrors,
     p: Float64,
-    precision: Precision,
+    precision: WeightPrecision,
     dout: NDArray[Any],
     out: NDArray[Any],
     lse: NDArray[Any],
@@ -454,7 +472,7 @@ def attention_backward_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = precision_of(dtype, float32_weights=float32_weights)
+    precision = WeightPrecision.of(dtype, float32_weights=float32_weights)
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     scale = abs(blocks.scale)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cupyattn.ops.rope.reference import rotate, table_rows
-from cupyattn.runtime.philox import attention_keep
+from cupyattn.runtime.philox import kept_fields
 from cupyattn.runtime.precision import Float64
 
 # Scores computed at a time. Every float64 intermediate of a block then takes 2 MiB, which a core's
@@ -114,7 +114,7 @@ class ScoreBlocks:
     sinks : (H,), optional
         One more logit per head that joins the softmax denominator. Not a score: the caller adds it.
     dropout_p, seed : float, int
-        See `philox.attention_keep`.
+        See `attention_keep`.
     rotary : (cos, sin) or (cos, sin, interleaved), optional
         Tables (P, R/2). Query i is rotated by row i + q_offset, key j by row j.
     score_mod : callable, optional
@@ -324,3 +324,37 @@ def probabilities(scores: Float64, lse: Float64) -> Float64:
     lse = np.where(np.isneginf(lse), np.inf, lse)
     p = np.where(np.isneginf(scores), 0.0, np.exp(np.minimum(scores - lse[:, None], 0.0)))
     return p
+
+
+def attention_keep(
+    seed: int, p: float, b: int, h: int, i: ArrayLike, j: ArrayLike
+) -> NDArray[np.bool_]:
+    """Return which scores of one head dropout keeps.
+
+    The key is the seed; the counter is (4 (j // 32) + (j % 8) // 2, i, h, b). The four words are
+    eight 16-bit fields, low half first. Score j uses field 2 ((j % 32) // 8) + j % 2 and is kept
+    if the field is at least round(65536 p). So one counter is enough for the eight scores that a
+    thread of a tensor-core kernel holds in 32 keys.
+
+    Parameters
+    ----------
+    seed : int in [0, 2**64)
+    p : float in [0, 1)
+        Probability of dropping a score.
+    b, h : int
+        Batch element and query head.
+    i : (M,) ints
+        Queries.
+    j : (N,) ints
+        Keys.
+
+    Returns
+    -------
+    (M, N) bool
+        True where the score is kept.
+    """
+    i, j = np.asarray(i), np.asarray(j)
+    counters, counter_of_key = np.unique(4 * (j // 32) + j % 8 // 2, return_inverse=True)
+    kept = kept_fields(seed, p, (counters, i[:, None], h, b))
+    # NumPy puts the key axis first because a slice is between the two index arrays.
+    return kept[2 * (j % 32 // 8) + j % 2, :, counter_of_key].T
