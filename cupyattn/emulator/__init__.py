@@ -71,10 +71,10 @@ How it behaves where a GPU leaves room
   does, with an error after `Checks.max_steps` steps.
 - `run` keeps what it has loaded, ``__device__`` variables included: a second run of the same PTX
   finds their values. `load` starts from the initial ones.
-- Sums of a matrix product are float32, in an order of its own, and approximate instructions
-  (``ex2.approx``) have errors of their own: hardware may differ in the last bits. Where scores of
+- Sums of a matrix product are float32, in another order than hardware's. Approximate instructions
+  (``ex2.approx``) have other errors. So hardware may differ in the last bits. Where scores of
   attention are about 1e7, for example, lse differs from an H200's by up to 3 units in the last
-  place, which is 3 in the exponent of a probability: gradients then differ altogether. The
+  place, which is 3 in the exponent of a probability: gradients then differ completely. The
   instructions are compared with vectors that an H200 recorded, from PTX for compute capability 7.5
   through its driver: not from the machine code of a Turing device.
 

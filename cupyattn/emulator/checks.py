@@ -39,8 +39,6 @@ from dataclasses import dataclass
 
 from cupyattn.emulator.errors import LaunchError
 
-__all__ = ["Checks"]
-
 
 @dataclass(frozen=True)
 class Checks:

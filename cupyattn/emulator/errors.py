@@ -1,21 +1,5 @@
 """The emulator's exceptions: one class per kind of fault, all of them `EmulatorError`."""
 
-__all__ = [
-    "BarrierError",
-    "ConstWriteError",
-    "EmulatorError",
-    "KernelFault",
-    "KernelTrap",
-    "LaunchError",
-    "MisalignedAccessError",
-    "OutOfBoundsError",
-    "PTXSyntaxError",
-    "SharedMemoryRaceError",
-    "UninitializedReadError",
-    "UnsupportedPTXError",
-    "WarpSyncError",
-]
-
 
 class EmulatorError(RuntimeError):
     """Base class of everything that `cupyattn.emulator` raises on purpose."""

@@ -24,8 +24,6 @@ from cupyattn.emulator.ptx.architecture import SHARED_BYTES
 from cupyattn.emulator.ptx.model import Function, Parameter, readable
 from cupyattn.emulator.report import Report
 
-__all__ = ["Struct", "collect_arrays", "launch", "pack_parameters", "run"]
-
 
 class Struct:
     """A structure passed by value that holds pointers.
@@ -54,8 +52,8 @@ class Struct:
             raise LaunchError(f"the dtype of a Struct is {dtype!r}: {error}") from None
         if self.dtype.names is None or not isinstance(values, Mapping):
             raise LaunchError(
-                f"Struct got {self.dtype} and a {type(values).__name__}; allowed: a structured "
-                "dtype and a mapping of its fields to values"
+                f"Struct got {self.dtype} and values of type {type(values).__name__}; allowed: a "
+                "structured dtype and a mapping of its fields to values"
             )
         check_byte_order(self.dtype)
         unknown = set(values) - set(self.dtype.names or ())
@@ -102,7 +100,7 @@ class Struct:
 def collect_arrays(
     function: Function, args: Sequence[object]
 ) -> tuple[list[object], list[Argument]]:
-    """Check number and kind of the arguments; wrap arrays, and list all that is pointed to.
+    """Check number and kind of the arguments; wrap arrays, and list all arrays.
 
     Raises
     ------
@@ -148,7 +146,7 @@ def _check_argument(function: Function, i: int, parameter: Parameter, value: obj
         check_byte_order(value.dtype)
     else:
         raise LaunchError(
-            f"{where}: got a {type(value).__name__}; allowed are NumPy arrays (pointers), NumPy "
+            f"{where}: got {type(value).__name__}; allowed are NumPy arrays (pointers), NumPy "
             "scalars (np.int32(3), not 3), structured scalars, Struct, and None (null pointer)"
         )
     if size != parameter.size:
@@ -223,7 +221,7 @@ def _check_types(
     checks: object,
     report: object,
 ) -> None:
-    """Refuse what is not of the type that `launch` documents."""
+    """Refuse arguments of other types than `launch` documents."""
 
     def refuse(name: str, value: object, allowed: str) -> NoReturn:
         raise LaunchError(f"{name} is {value!r:.60} ({type(value).__name__}); allowed: {allowed}")
@@ -393,7 +391,7 @@ def run(
 
     The last 64 texts stay loaded, with their ``__device__`` variables: like a module on a GPU, a
     second `run` of the same text finds the values that the first has left there. `load` makes a
-    module with variables of its own, at their initial values.
+    module whose variables have their initial values.
 
     Returns
     -------

@@ -1,9 +1,8 @@
 """Loaded PTX: its kernels, its global variables, and translated kernels kept as bytes.
 
-To translate a kernel takes a tenth of a second, to read a translation a hundredth. A translation
-holds for the Python that wrote it, this emulator and the PTX that it was made of; `translation_key`
-is made of all three. What is kept is a code object, as ``__pycache__`` has them: read it from
-nowhere that others may write to.
+Translating a kernel takes a tenth of a second, reading a translation a hundredth. `translation_key`
+depends on the version of Python, on the emulator's sources and on the PTX. A translation has a code
+object, as files in ``__pycache__`` do: read it only from a folder that others cannot write.
 """
 
 from __future__ import annotations
@@ -31,22 +30,20 @@ from cupyattn.emulator.ptx.calls import expand_calls
 from cupyattn.emulator.ptx.model import Function, Parameter, Statement, Variable
 from cupyattn.emulator.ptx.parser import parse_module
 
-__all__ = ["Entry", "Module", "Translation", "Translations", "load", "translation_key"]
-
 
 class Translations(Protocol):
-    """Where translated kernels are kept from process to process."""
+    """A store of translated kernels that outlives the process."""
 
     def find(self, key: str) -> bytes | None:
-        """Return what is kept under a key, None if that is nothing, or damaged."""
+        """Return the translation of a key; None if it is missing or damaged."""
 
     def keep(self, key: str, translation: bytes) -> None:
-        """Keep a translation."""
+        """Store a translation."""
 
 
 @lru_cache(maxsize=1)
 def _emulator_digest() -> bytes:
-    """Hash the emulator's own sources, and what tells one Python's code objects from another's."""
+    """Hash the emulator's sources and the version of Python's code objects."""
     digest = hashlib.sha256(importlib.util.MAGIC_NUMBER)
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -55,7 +52,7 @@ def _emulator_digest() -> bytes:
 
 
 def translation_key(ptx_digest: bytes, entry: str) -> str:
-    """Return a name for the translation of a kernel: letters, digits and what its own name has."""
+    """Return the file name of a kernel's translation."""
     text = b"\0".join((_emulator_digest(), ptx_digest, entry.encode()))
     return f"{entry}-{hashlib.sha256(text).hexdigest()[:32]}"
 
@@ -68,7 +65,7 @@ class Translation:
     variables: list[Variable]
 
     def to_bytes(self) -> bytes:
-        """Return all but what the PTX says of the entry itself."""
+        """Return everything but the entry's header, which is read from the PTX."""
         program = self.program
         locations = list(dict.fromkeys(x.location for x in program.instructions))
         place = {location: i for i, location in enumerate(locations)}
@@ -148,13 +145,13 @@ class Module:
     ) -> None:
         if not isinstance(ptx, str):
             raise PTXSyntaxError(
-                f"ptx is a {type(ptx).__name__}; allowed: PTX as text (str); decode bytes with "
+                f"ptx has type {type(ptx).__name__}; allowed: PTX as text (str); decode bytes with "
                 ".decode(), read a file with Path.read_text()"
             )
         if sources is not None and not isinstance(sources, Mapping):
             raise LaunchError(
-                f"sources is a {type(sources).__name__}; allowed: a mapping of file names to their "
-                "text, or None"
+                f"sources has type {type(sources).__name__}; allowed: a mapping of file "
+                "names to their text, or None"
             )
         self.sources = dict(sources or {})
         self._digest = hashlib.sha256(ptx.encode()).digest()
@@ -282,7 +279,7 @@ def load(
         Text of the source files by the name that the PTX gives them (``.file``), so that messages
         can quote the line. Files that lie on the disk under an absolute name are found without.
     translations : object with ``find(key)`` and ``keep(key, bytes)``, optional
-        Where translated kernels are kept from process to process.
+        A store of translated kernels that outlives the process.
 
     Returns
     -------

@@ -11,8 +11,6 @@ import numpy as np
 
 from cupyattn.emulator.ptx.model import SIZE, Function, Statement, Variable, readable
 
-__all__ = ["MemoryLayout", "Program", "shared_granule"]
-
 
 class MemoryLayout:
     """Offsets of the names that a kernel uses as addresses.
@@ -81,7 +79,7 @@ def shared_granule(function: Function) -> int:
 
 @dataclass
 class Program:
-    """A kernel ready to run: what is left of its PTX behind code generation.
+    """A kernel ready to run: what is kept of its PTX after code generation.
 
     Attributes
     ----------

@@ -2,8 +2,8 @@
 
 What is counted, and how far to trust it:
 
-- Bank conflicts, in *ways*: shared memory has 32 banks of 4 bytes, and lanes of a warp that want
-  different words of one bank take turns. 1 way is none, 2 ways take twice as long. Exact.
+- Bank conflicts, in *ways*: shared memory has 32 banks of 4 bytes, and different words
+  of one bank need a pass each. 1 way is no conflict, 2 ways take twice as long. Exact.
 - *Sectors* of global memory, 32 bytes each: how many a warp touches in one request, and how many of
   them would have held its data. Exact, without caches.
 - Bytes that lanes asked for, and divergence (a warp that ran with only some of its live lanes).
@@ -27,17 +27,6 @@ import numpy as np
 from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, Positions
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.model import RECEIPT, Statement
-
-__all__ = [
-    "SECTOR_BYTES",
-    "Access",
-    "LineReport",
-    "Report",
-    "bank_wavefronts",
-    "pipe",
-    "sector_counts",
-]
-
 
 _XU = frozenset(
     ["ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh", "popc", "brev", "bfind"]
@@ -424,7 +413,7 @@ class Report:
     ) -> None:
         """Count an ldmatrix; `rows` holds the addresses of the lanes in use.
 
-        Each warp in `rows` stands for `times` warps.
+        Each warp in `rows` counts `times` times.
         """
         count = rows.shape[-1]
         used = None
@@ -433,7 +422,7 @@ class Report:
         self._wavefronts(site, rows.reshape(-1, count), 16, used, times)
 
     def _wavefronts(self, site: int, offsets: Array, size: int, active: Mask, times: int) -> None:
-        """Add what warps with these `offsets` cost, each standing for `times` warps."""
+        """Add what warps with these `offsets` cost, each counted `times` times."""
         wavefronts, phases = bank_wavefronts(offsets, size, active)
         access = self._access(site, "shared")
         busy = phases > 0

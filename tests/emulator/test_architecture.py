@@ -10,7 +10,6 @@ from support.ptx import kernel_text
 from cupyattn import emulator
 from cupyattn.emulator import UnsupportedPTXError
 from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target
-from cupyattn.emulator.ptx.model import Instruction
 
 # What the emulator runs, by the first architecture that has it.
 FORMS = {
@@ -92,7 +91,7 @@ def test_the_assembler_agrees(older: int | None, target: int) -> None:
 
 def test_needed_target_of_forms_that_are_not_run() -> None:
     for opcode, target in (("fma.rn.bf16", 80), ("add.bf16x2", 80), ("redux.sync.add.s32", 70)):
-        assert needed_target(Instruction(opcode, [])) == target
+        assert needed_target(opcode) == target
 
 
 @pytest.mark.parametrize("target", [10, 35, 61, 74, 99])

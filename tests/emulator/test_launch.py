@@ -36,14 +36,14 @@ def test_right() -> None:
     [
         (arguments()[:2], "takes 3 arguments, got 2"),
         ([*arguments(), np.int32(0)], "takes 3 arguments, got 4"),
-        (arguments(n=3), "got a int; allowed are NumPy arrays"),
+        (arguments(n=3), "got int; allowed are NumPy arrays"),
         (arguments(n=np.int64(3)), r"got 8 bytes \(int64\), the kernel expects 4"),
         (arguments(n=np.float32(3)), "got float32; convert"),
         (arguments(f=np.int32(3)), "got int32; convert"),
         (arguments(n=np.zeros(4)), "got an array, but the parameter is 4 bytes by value"),
         (arguments(n=None), "got None, but the parameter is 4 bytes by value"),
         (arguments(x=np.array([object()])), "an array of Python objects"),
-        (arguments(x=[1, 2]), "got a list"),
+        (arguments(x=[1, 2]), "got list"),
         (arguments(x=np.zeros(4, ">f4")), "got >f4, numbers in the other byte order"),
         (arguments(f=np.array(1, ">f4")), "got >f4, numbers in the other byte order"),
     ],
@@ -108,14 +108,14 @@ def test_wrong_types(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("ptx", [PTX.encode(), bytearray(PTX.encode()), None, 7, ["a"]])
 def test_ptx_of_another_type(ptx: Any) -> None:
-    with pytest.raises(PTXSyntaxError, match=rf"ptx is a {type(ptx).__name__}; allowed: PTX as"):
+    with pytest.raises(PTXSyntaxError, match=rf"ptx has type {type(ptx).__name__}; allowed: PTX"):
         emulator.run(ptx, "k", 1, 1, arguments())
 
 
 def test_wrong_types_of_what_is_passed_along() -> None:
-    with pytest.raises(LaunchError, match="sources is a list; allowed: a mapping"):
+    with pytest.raises(LaunchError, match="sources has type list; allowed: a mapping"):
         emulator.load(PTX, ["a.cu"])  # type: ignore[arg-type]
-    with pytest.raises(LaunchError, match=r"Argument.array is a list; allowed: a NumPy array"):
+    with pytest.raises(LaunchError, match=r"Argument.array has type list; allowed: a NumPy array"):
         emulator.Argument([1.0])  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match=r"Checks.races is 'no'; allowed: True or False"):
         emulator.Checks(races="no")  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_any_size_of_shared_memory(shared_bytes: int) -> None:
 
 
 def test_ptx_is_text() -> None:
-    with pytest.raises(PTXSyntaxError, match=r"ptx is a bytes; .*decode"):
+    with pytest.raises(PTXSyntaxError, match=r"ptx has type bytes; .*decode"):
         emulator.load(PTX.encode())  # type: ignore[arg-type]
 
 

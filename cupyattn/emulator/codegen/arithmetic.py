@@ -9,8 +9,6 @@ from cupyattn.emulator.codegen.float_arithmetic import FLOAT_TYPES, float_operan
 from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.ptx.model import SIZE, Instruction, operand_dtype, unsigned
 
-__all__ = ["LOWERINGS", "fixed_permutation", "fixed_selector"]
-
 _COMPARISONS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",

@@ -11,8 +11,8 @@ The function keeps every register in a local variable and runs basic blocks in a
                     block, mask, merge = schedule.branch(v_p1, 2, 1, mask, merge)
                 ...
 
-Blocks are found through a binary tree of comparisons. Behind a block that ends where lanes may
-have to wait stands its continuation, so that nothing is looked up if they need not.
+Blocks are found through a binary tree of comparisons. Where lanes may have to wait at the end of a
+block, the next block comes right after it and is not looked up if they need not wait.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from cupyattn.emulator.codegen.reordering import Reordering
 from cupyattn.emulator.program import Program, shared_granule
 from cupyattn.emulator.ptx.architecture import needed_target
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable
-
-__all__ = ["CONTROL", "compile_kernel", "executable", "lowering_of"]
-
 
 # Instructions that end a basic block and say themselves where to go on.
 CONTROL = frozenset(["bra", "brx", "ret", "exit", "bar", "barrier", "shfl", "vote", "match"])
@@ -71,7 +68,7 @@ def _may_be_partial(x: Instruction) -> bool:
 def _write_block(gen: CodeGenerator, number: int) -> list[str]:
     """Return the statements of basic block `number`."""
     gen.start_block(number)
-    if gen.flow.continues(number):  # otherwise the loop has told the report of it
+    if gen.flow.continues(number):  # otherwise the loop has reported it
         gen.line(f"if report is not None and entered != {number}:")
         gen.line(f" report.enter({number}, mask, positions)")
     order = Reordering(gen, number)
@@ -175,7 +172,7 @@ def compile_kernel(function: Function, variables: dict[str, Variable], target: i
     """
     gen = CodeGenerator(function, variables)
     for instruction in function.instructions:
-        needed = needed_target(instruction)
+        needed = needed_target(instruction.opcode)
         if needed > target:
             raise gen.unsupported(
                 instruction,

@@ -7,9 +7,6 @@ from cupyattn.emulator.codegen.operations import ACCUMULATORS, MMA_STEPS, fragme
 from cupyattn.emulator.machine.barriers import barrier_fault
 from cupyattn.emulator.ptx.model import SIZE, Instruction, unsigned
 
-__all__ = ["LOWERINGS", "WARP_LOWERINGS", "meet"]
-
-
 _STEP = "block, mask, merge = "
 _ANOTHER = "schedule.pick()"  # step, if the lanes that run have to wait
 
@@ -21,13 +18,15 @@ def _predicate(gen: CodeGenerator, x: Instruction) -> str:
 
 def _branch(gen: CodeGenerator, x: Instruction) -> None:
     target = gen.flow.target.get(x.operands[0])
-    if target is None:  # the label stands at the end of the kernel
+    if target is None:  # the label is at the end of the kernel
         _exit(gen, x)
         return
     if not x.guard:
         gen.jump(target)
         return
-    gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {_behind(gen)}, mask, merge)")
+    gen.line(
+        f"{_STEP}schedule.branch({_predicate(gen, x)}, {target}, {_next_block(gen)}, mask, merge)"
+    )
 
 
 def _branch_table(gen: CodeGenerator, x: Instruction) -> None:
@@ -49,8 +48,8 @@ def _exit(gen: CodeGenerator, x: Instruction) -> None:
     gen.line(f"{_STEP}schedule.branch({_predicate(gen, x)}, EXITED, {after}, mask, merge)")
 
 
-def _behind(gen: CodeGenerator) -> str:
-    """Return the block behind the one that ends here."""
+def _next_block(gen: CodeGenerator) -> str:
+    """Return the number of the next block in program order, as generated code has it."""
     after = gen.flow.blocks[gen.block].next
     return "EXITED" if after is None else str(after)
 
@@ -60,7 +59,7 @@ def meet(gen: CodeGenerator, x: Instruction, operands: list[str], named: str) ->
     values = "".join(f"{operand}, " for operand in operands)
     gen.line(
         f"{_STEP}warp_sync.meet({x.opcode!r}, ({values}), {gen.value(named, 'u4')}, "
-        f"{_behind(gen)}, mask, merge, {x.site}) or {_ANOTHER}"
+        f"{_next_block(gen)}, mask, merge, {x.site}) or {_ANOTHER}"
     )
 
 
@@ -69,7 +68,7 @@ def _barrier(gen: CodeGenerator, x: Instruction) -> None:
     if parts[1] == "warp":
         meet(gen, x, [], x.operands[0])
         return
-    end = f"{_behind(gen)}, mask, merge, {x.site}"
+    end = f"{_next_block(gen)}, mask, merge, {x.site}"
     if parts[1] == "cluster" or parts[1] not in ("sync", "arrive", "red"):
         raise gen.unsupported(x)
     operands = list(x.operands)

@@ -1,7 +1,7 @@
 """Basic blocks, the order in which they run, and liveness.
 
 Order matters for divergence. Lanes that disagree run block by block, always the block with the
-lowest number (see `machine.scheduler`); numbering the blocks by a weak topological order makes
+lowest number (see `machine.batch`); numbering the blocks by a weak topological order makes
 that reconverge at the post-dominators, as hardware does: both sides of a branch come before their
 join, and every loop is contiguous, so that all lanes leave it before what follows runs.
 
@@ -17,8 +17,6 @@ from functools import lru_cache
 
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.model import Function, Instruction
-
-__all__ = ["Block", "ControlFlow", "registers_of"]
 
 _NO_RESULT = frozenset(
     [
@@ -82,7 +80,7 @@ def registers_of(
     """
     operands = instruction.operands
     written: list[str] = []
-    if instruction.result_is_behind:
+    if instruction.result_comes_after:
         operands = operands[1:]
     elif operands and instruction.root not in _NO_RESULT:
         written = _registers_in(operands[:1], registers)
@@ -200,7 +198,7 @@ class ControlFlow:
         self._liveness()
 
     def _split(self) -> list[Block]:
-        """Cut the instruction list at labels and behind branches and barriers."""
+        """Cut the instruction list at labels and after branches and barriers."""
         instructions = self.function.instructions
         leaders = {0, *self.function.labels.values()}
         leaders.update(i + 1 for i, x in enumerate(instructions) if _ends_block(x))
@@ -285,14 +283,14 @@ class ControlFlow:
                     changed = True
         entering = self.live_in[0]
         sides = zip(self.live_in, self.live_out, strict=True)
-        crossing = [before | behind | entering for before, behind in sides]
+        crossing = [before | after | entering for before, after in sides]
         self._local_to = {
             name: number
             for name, (number, *others) in self.written_in.items()
             if not others and not crossing[number] & self._bit.get(name, 0)
         }
 
-    def read_behind(self, registers: Iterable[str], number: int) -> list[str]:
+    def read_after(self, registers: Iterable[str], number: int) -> list[str]:
         """Return those of `registers` that other blocks may read once block `number` has ended."""
         live, bit = self.live_out[number], self._bit
         return [name for name in registers if name in bit and live & bit[name]]

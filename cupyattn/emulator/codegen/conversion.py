@@ -5,8 +5,6 @@ from __future__ import annotations
 from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.ptx.model import Instruction, operand_dtype
 
-__all__ = ["LOWERINGS"]
-
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi")
 _MODIFIERS = (*_ROUNDINGS, "ftz", "sat", "relu")
@@ -53,7 +51,7 @@ def _float_to_float(gen: CodeGenerator, x: Instruction, to: str, of: str) -> Non
     if to == "f64":
         value = f"np.asarray({value}).astype(f8)"
     elif to == "f32" and of == "f64":
-        value = f"double_to_single({value}, {rounding!r}, {'ftz' in x.parts})"
+        value = f"round_single({value}, {rounding!r}, {'ftz' in x.parts})"
     _write_float(gen, x, x.operands[0], value, to)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.ptx.model import Instruction
 
-__all__ = ["FLOAT_TYPES", "LOWERINGS", "float_operand", "lower", "may_be_subnormal"]
-
 FLOAT_TYPES = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 _MODIFIERS = frozenset(
     ["rn", "rz", "rm", "rp", "ftz", "sat", "relu", "NaN", "approx", "full", "xorsign", "abs"]

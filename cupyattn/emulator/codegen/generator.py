@@ -9,6 +9,7 @@ known to be flushed already, which saves most of the work.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,9 +24,6 @@ from cupyattn.emulator.machine.lanes import EXITED, Array, Mask
 from cupyattn.emulator.machine.warp_sync import warp_bits
 from cupyattn.emulator.program import MemoryLayout
 from cupyattn.emulator.ptx.model import Function, Instruction, Variable, register_dtype
-
-__all__ = ["RUNTIME_NAMES", "CodeGenerator", "Lowering", "clean_registers"]
-
 
 _FLOAT_LITERAL = re.compile(r"0[fF][0-9a-fA-F]{8}")
 _COPIES = {"mov": (1,), "selp": (1, 2), "max": (1, 2), "min": (1, 2), "neg": (1,), "abs": (1,)}
@@ -126,7 +124,8 @@ def _namespace() -> dict[str, object]:
     names: dict[str, object] = {"np": np, "where": np.where, "guarded": _guarded, "pack": _pack}
     names.update(active_mask=_active_mask, merged=_merged)
     for module in (floating, integer, stacks):
-        names.update({name: getattr(module, name) for name in module.__all__})
+        functions = inspect.getmembers(module, inspect.isfunction)
+        names.update((name, x) for name, x in functions if x.__module__ == module.__name__)
     for dtype in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"):
         names[dtype] = np.dtype(dtype)
         names[f"UNWRITTEN_{dtype}"] = np.frombuffer(_UNWRITTEN, dtype, 1).reshape(())
@@ -238,7 +237,7 @@ class CodeGenerator:
         )
 
     def placing(self, instruction: Instruction) -> _Placing:
-        """Let an error inside say where the instruction stands, unless it does already."""
+        """Add the instruction's place to errors inside that do not have it."""
         return _Placing(self, instruction)
 
     def is_register(self, operand: str) -> bool:
@@ -329,7 +328,7 @@ class CodeGenerator:
         return self._held.get(register) or self.names[register]
 
     def hold(self, register: str, expression: str) -> None:
-        """Let a register hold `expression`, of its own dtype, from here on in this block."""
+        """Let a register hold `expression`, of the register's dtype, in the rest of this block."""
         if self.flow.is_local(register, self.block):  # nothing else looks at its variable
             self._derived.pop(register, None)
             self._held[register] = expression

@@ -8,8 +8,6 @@ from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
 from cupyattn.emulator.machine.memory import LOCAL_WINDOW, SHARED_WINDOW, WINDOW_BYTES
 from cupyattn.emulator.ptx.model import SIZE, Instruction, operand_dtype, unsigned
 
-__all__ = ["LOWERINGS"]
-
 _MEMORY = {
     "global": "global_memory",
     "const": "global_memory",

@@ -19,18 +19,6 @@ from cupyattn.emulator.codegen.float_arithmetic import may_be_subnormal
 from cupyattn.emulator.codegen.generator import CodeGenerator
 from cupyattn.emulator.ptx.model import Instruction, register_dtype
 
-__all__ = [
-    "ACCUMULATORS",
-    "MMA_STEPS",
-    "LaneOperation",
-    "MmaChain",
-    "Row",
-    "fragments",
-    "gather",
-    "operation_of",
-    "product_of",
-]
-
 
 @dataclass(eq=False, slots=True)
 class Row:

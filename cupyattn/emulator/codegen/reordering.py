@@ -1,4 +1,4 @@
-"""The order in which a basic block is written: as late as it may be, and what is equal together.
+"""The order in which a basic block is written: late, and equal instructions in one operation.
 
 A tile in registers is many equal instructions that do not depend on each other, or in chains side
 by side; a compiler spreads them between loads and stores. Computed together they are one operation
@@ -14,7 +14,7 @@ block:
 2. What an instruction reads is a *value*: what one instruction wrote to a register, or what the
    register held when the block began. Which value that is, the order of the program says
    (`_read_program`); registers do not matter from there on. So a free instruction may be written
-   anywhere behind those that make its values.
+   anywhere after those that make its values.
 3. A fixed instruction reads registers. Before it is written, each register that it reads is made to
    hold its value (`before`), and at the end of the block each that other blocks read (`finish`).
 4. The variable of a register may be the only place of a value. Before it is written again, the
@@ -41,8 +41,6 @@ from cupyattn.emulator.codegen.operations import (
     product_of,
 )
 from cupyattn.emulator.ptx.model import Instruction
-
-__all__ = ["Reordering"]
 
 _MOST_TOGETHER = 512  # rows of a stack, all of which stay in memory
 
@@ -140,7 +138,7 @@ class Reordering:
             writes = {register: _Value() for register in written}
             self._now.update(writes)
             self.fixed.append(_Fixed(x, reads, writes))
-        for register in flow.read_behind(self._now, self.block):
+        for register in flow.read_after(self._now, self.block):
             self._left[register] = self._now[register]
             self._left[register].wanted = True
 
@@ -175,7 +173,7 @@ class Reordering:
         return (operation, operands, x.operands[:1]) if operation.of_floats or follows else None
 
     def _value(self, operand: str, dtype: str = "") -> _Value:
-        """Return the value of an operand where the reading of the program stands."""
+        """Return the value of an operand where `_read_program` is."""
         if not self.gen.is_register(operand):
             return _Value(self.gen.value(operand, dtype))
         if operand not in self._now:  # as the block before left it

@@ -15,9 +15,6 @@ from cupyattn.emulator.machine.lanes import Array, Lanes, Mask
 from cupyattn.emulator.machine.memory import MemoryPiece, MemorySpace
 from cupyattn.emulator.report import Report
 
-__all__ = ["AtomicOperations"]
-
-
 _UFUNCS: dict[str, Callable[..., Array]] = {
     "add": np.add,
     "min": np.minimum,

@@ -15,14 +15,11 @@ from cupyattn.emulator.errors import BarrierError
 from cupyattn.emulator.machine.lanes import EXITED, Array, Lanes, Positions, Step
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 
-__all__ = ["Barriers", "barrier_fault"]
-
-
 _IDS = 16  # hardware barriers of a block
 
 
 class Barriers:
-    """Who waits where. The arrays exist from the first time that a lane has to wait."""
+    """The waiting lanes. The arrays exist from the first time that a lane has to wait."""
 
     def __init__(
         self,
@@ -43,7 +40,7 @@ class Barriers:
             return
         shape, blocks = self.lanes.shape, self.lanes.blocks
         self.allocated = True
-        self.resume = np.zeros(shape, np.int32)  # block to run behind the barrier
+        self.resume = np.zeros(shape, np.int32)  # block to run after the barrier
         self.barrier = np.full(shape, -1, np.int8)  # barrier id, -1: not waiting at one
         self.site = np.zeros(shape, np.int32)  # instruction at which the lane waits
         self.vote = np.zeros(shape, bool)  # predicate of bar.red
@@ -53,9 +50,9 @@ class Barriers:
         self.arrival_site = np.zeros((blocks, _IDS), np.int32)  # instruction of the last ones,
         self.arrival_lane = np.zeros((blocks, _IDS), np.int64)  # and the first lane of them
 
-    # ------------------------------------------------------------------ bar.sync and its kin
+    # ------------------------------------------------------------------ arriving
     def check(self, identifier: Array, count: Array | None, mask: Array, site: int) -> None:
-        """Refuse operands of a barrier that no hardware has."""
+        """Refuse operands that hardware barriers do not have."""
         bad = np.asarray(identifier) >= _IDS
         if count is not None:
             bad = bad | (np.asarray(count) % 32 != 0) | (np.asarray(count) == 0)
@@ -109,7 +106,7 @@ class Barriers:
     def arrive(
         self, identifier: Array, count: Array, target: int, mask: Array, merge: Array, site: int
     ) -> Step | None:
-        """Count the running lanes in at a barrier without waiting (``bar.arrive``); as `sync`."""
+        """Count the running lanes at a barrier without waiting (``bar.arrive``); as `sync`."""
         self._allocate()
         here = np.ones(self.lanes.shape, bool) if mask is None else mask
         ids = np.broadcast_to(np.asarray(identifier), self.lanes.shape).astype(np.int64)
@@ -248,7 +245,7 @@ class Barriers:
         self._open(opened)
 
     def release(self) -> bool:
-        """Open what can be opened now that no lane can run; tell whether there was anything."""
+        """Open the barriers that can open now that no lane can run; tell whether there was one."""
         return self.allocated and (self._release_counted() or self._release_blocks())
 
     def check_completed(self) -> None:
@@ -283,7 +280,7 @@ class Barriers:
 
 
 def barrier_fault(identifier: int, count: int = 32) -> str:
-    """Say what is wrong with the operands of a barrier, nothing if they are right."""
+    """Describe what is wrong with the operands of a barrier; an empty string if they are right."""
     if not 0 <= identifier < _IDS:
         return f"barrier {identifier}; a block has the barriers 0 to {_IDS - 1}"
     if count <= 0 or count % 32:

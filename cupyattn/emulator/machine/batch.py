@@ -1,4 +1,4 @@
-"""A batch: some thread blocks of a launch, executed together, and all that their code calls.
+"""A batch: thread blocks of a launch that run at the same time, and everything that they call.
 
 The scheduler decides which lanes run which basic block next. While all lanes agree ("converged"),
 the current block is a Python int in the generated code and nothing here is touched. Otherwise
@@ -33,8 +33,6 @@ from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.machine.warp_sync import WarpSync
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.report import Report
-
-__all__ = ["BlockBatch", "LaneScheduler", "LaunchState", "special_registers"]
 
 
 def special_registers(
@@ -135,7 +133,7 @@ class LaneScheduler:
         return self.pick()
 
     def pick(self) -> Step:
-        """Return the next step: the lowest block at which any lane stands."""
+        """Return the next step: the lowest block that a lane is at."""
         each = self.positions.each
         number = int(each.min())
         while number == WAITING:

@@ -25,9 +25,6 @@ from cupyattn.emulator.machine.memory import (
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.report import Report
 
-__all__ = ["GenericMemory", "LocalMemory", "ParameterMemory", "SharedMemory"]
-
-
 # An element's size as a power of 2.
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 

@@ -18,46 +18,6 @@ import numpy as np
 
 from cupyattn.emulator.machine.lanes import Array
 
-__all__ = [
-    "HALF_TO_FLOAT",
-    "add_directed",
-    "bfloat_to_float",
-    "divide_approximately",
-    "divide_directed",
-    "divide_flushed",
-    "double_to_single",
-    "exp2_single",
-    "float_to_bfloat",
-    "float_to_half",
-    "float_to_int",
-    "flush",
-    "fma_directed",
-    "fma_double",
-    "fma_half",
-    "fma_single",
-    "fma_single_ftz",
-    "half_to_float",
-    "int_saturated",
-    "int_to_float",
-    "maximum",
-    "minimum",
-    "multiply_directed",
-    "multiply_flushed",
-    "nearest_half",
-    "pack_halves",
-    "reciprocal",
-    "reciprocal_sqrt",
-    "round_directed",
-    "round_single",
-    "round_to_integral",
-    "saturate",
-    "sqrt_directed",
-    "testp",
-    "through_double",
-    "unpack_halves",
-]
-
-
 _F4, _F8, _F2 = np.dtype("f4"), np.dtype("f8"), np.dtype("f2")
 _MIN_NORMAL = np.asarray(np.float32(2.0**-126))
 _LOW_BITS = np.asarray(np.uint64((1 << 29) - 1))  # of float64, below the last bit of float32
@@ -109,21 +69,24 @@ def _to_odd(value: Array, error: Array) -> Array:
 
 def round_directed(value: Array, mode: str) -> Array:
     """Round float64, exact or rounded to odd, to float32 towards ``rz``, ``rm`` or ``rp``."""
-    value = np.asarray(value)
-    nearest = value.astype(_F4)
-    back = nearest.astype(_F8)
+    return _directed(np.asarray(value), _F4, mode)
+
+
+def _directed(value: Array, dtype: np.dtype, mode: str) -> Array:
+    nearest = value.astype(dtype)
+    back = nearest.astype(value.dtype)
     if mode == "rm":
-        wrong, towards = back > value, np.float32(-np.inf)
+        wrong, towards = back > value, -np.inf
     elif mode == "rp":
-        wrong, towards = back < value, np.float32(np.inf)
+        wrong, towards = back < value, np.inf
     else:
-        wrong, towards = np.abs(back) > np.abs(value), np.float32(0)
-    return np.where(wrong, np.nextafter(nearest, towards), nearest)
+        wrong, towards = np.abs(back) > np.abs(value), 0
+    return np.where(wrong, np.nextafter(nearest, dtype.type(towards)), nearest)
 
 
 def round_single(value: Array, mode: str, ftz: bool) -> Array:
     """Round float64, exact or rounded to odd, to float32; with `ftz` flush subnormal results."""
-    nearest = mode == "rn"
+    nearest, value = mode == "rn", np.asarray(value)
     result = value.astype(_F4) if nearest else round_directed(value, mode)
     if ftz:
         scaled = value * _SCALE  # out of reach of the subnormal numbers
@@ -158,7 +121,7 @@ def fma_single_ftz(a: Array, b: Array, c: Array) -> Array:
 def _settled(total: Array, product: Array, c: Array, suspect: Array) -> Array:
     """Return float64 that rounds to float32 as product + c does, of which `total` is the sum.
 
-    That is `total`, except where it may stand on a tie that the exact sum does not.
+    That is `total`, unless it may be a tie where the exact sum is none.
     """
     if np.count_nonzero(suspect):
         error = _sum_error(product, c, total)
@@ -212,7 +175,7 @@ def sqrt_directed(a: Array, mode: str, ftz: bool) -> Array:
 
 
 def _flush_inexact(result: Array, function: Callable[..., Array], a: Array, b: Array) -> Array:
-    """Flush float32 results; those that may have been rounded up to normal as 24 bits say."""
+    """Flush float32 results; look at 24 bits of those that may have been rounded up to normal."""
     size = np.abs(result)
     safe = size > _MIN_NORMAL
     if _only_zeros_besides(safe, result):
@@ -354,17 +317,8 @@ def half_to_float(bits: Array) -> Array:
 def float_to_half(x: Array, mode: str) -> Array:
     """Round float32 or float64 to float16 and return its bits."""
     x = np.asarray(x)
-    nearest = x.astype(np.float16)
-    if mode != "rn":
-        back = nearest.astype(x.dtype)
-        if mode == "rm":
-            wrong, towards = back > x, np.float16(-np.inf)
-        elif mode == "rp":
-            wrong, towards = back < x, np.float16(np.inf)
-        else:
-            wrong, towards = np.abs(back) > np.abs(x), np.float16(0)
-        nearest = np.where(wrong, np.nextafter(nearest, towards), nearest)
-    return nearest.view(np.uint16)
+    rounded = x.astype(_F2) if mode == "rn" else _directed(x, _F2, mode)
+    return rounded.view(np.uint16)
 
 
 def nearest_half(x: Array) -> Array:
@@ -427,16 +381,7 @@ def int_to_float(x: Array, dtype: str, mode: str) -> Array:
         odd = (high | sticky).astype(np.float64)
         small = magnitude < np.uint64(1 << 53)
         value = np.copysign(np.where(small, magnitude.astype(np.float64), odd), value)
-    if dtype == "f8":
-        if x.dtype.itemsize == 8:
-            raise NotImplementedError("cvt to f64 from 64-bit integers: .rn only")
-        return value
-    return round_directed(value, mode)
-
-
-def double_to_single(x: Array, mode: str, ftz: bool) -> Array:
-    """Round float64 to float32."""
-    return round_single(np.asarray(x), mode, ftz)
+    return value if dtype == "f8" else round_directed(value, mode)
 
 
 def int_saturated(x: Array, dtype: str) -> Array:

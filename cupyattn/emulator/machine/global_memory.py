@@ -19,15 +19,13 @@ from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
 from cupyattn.emulator.machine.memory import ELEMENT, MemoryPiece, MemorySpace, broadcast_active
 from cupyattn.emulator.report import Report
 
-__all__ = ["Argument", "DeviceMemory", "GlobalMemory", "Region", "check_byte_order"]
-
 
 def check_byte_order(dtype: np.dtype) -> None:
     """Refuse numbers that the kernel would read wrong."""
     if not dtype.isnative:
         raise LaunchError(
             f"got {dtype.str if dtype.names is None else dtype}, numbers in the other byte order; "
-            "allowed: the byte order of the machine, which the kernel reads: "
+            "allowed: native byte order, which the kernel reads: "
             "x.astype(x.dtype.newbyteorder('='))"
         )
 
@@ -57,7 +55,7 @@ class Argument:
     def __post_init__(self) -> None:
         if not isinstance(self.array, np.ndarray):
             raise LaunchError(
-                f"Argument.array is a {type(self.array).__name__}; allowed: a NumPy array; the "
+                f"Argument.array has type {type(self.array).__name__}; allowed: a NumPy array; the "
                 "kernel gets its address"
             )
         if self.array.dtype.hasobject:
@@ -89,7 +87,7 @@ _ALIGNMENT = 16
 
 
 class _Bytes:
-    """Gives NumPy a range of memory as bytes, keeping its owner alive."""
+    """A range of memory that NumPy can read as bytes; it keeps the owner alive."""
 
     def __init__(self, start: int, size: int, owner: object, read_only: bool) -> None:
         self.owner = owner
@@ -115,7 +113,7 @@ def _offset_in_page(low: int, array: np.ndarray) -> int:
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     start = _byte_bounds(owner)[0]
-    if start % _ALIGNMENT:  # memory from elsewhere, with an alignment of its own
+    if start % _ALIGNMENT:  # memory of another library, with another alignment
         return low % _PAGE
     return (low - start) % _PAGE
 

@@ -4,30 +4,6 @@ import numpy as np
 
 from cupyattn.emulator.machine.lanes import Array
 
-__all__ = [
-    "add_saturated",
-    "bit_field_extract",
-    "bit_field_insert",
-    "count_leading_zeros",
-    "divide",
-    "dot_bytes",
-    "dot_halves",
-    "find_msb",
-    "funnel_shift",
-    "logic3",
-    "multiply_24",
-    "multiply_high",
-    "pack_pair",
-    "permute_bytes",
-    "popcount",
-    "remainder",
-    "reverse_bits",
-    "shift_left",
-    "shift_right",
-    "subtract_saturated",
-]
-
-
 _U4, _U8 = np.uint32, np.uint64
 
 
@@ -183,7 +159,7 @@ def bit_field_extract(a: Array, position: Array, length: Array) -> Array:
     if a.dtype.kind == "i":
         top = np.minimum(position + length - unsigned.type(1), unsigned.type(width - 1))
         sign = (shift_right(value, top) & unsigned.type(1)) != 0
-        # bits behind the end of the value are copies of its sign as well
+        # bits above the end of the value are copies of its sign as well
         reach = shift_right(~unsigned.type(0) + value * unsigned.type(0), position) & mask
         field = np.where((length > 0) & sign, field | ~mask | (mask & ~reach), field)
     return field.view(a.dtype)

@@ -1,4 +1,4 @@
-"""The lanes of a batch: how many, which threads of which blocks, and what to say when one fails.
+"""The lanes of a batch: their threads and blocks, their positions, and errors that name them.
 
 A batch is some thread blocks of a launch, executed together, and every thread of it is a lane. A
 register is one NumPy array over the lanes, of shape (blocks, threads), or of a shape that
@@ -6,7 +6,7 @@ broadcasts to it: (blocks, 1) for what is uniform in a block, (1, threads) for w
 thread index alone, () for a constant. A block whose size is no multiple of 32 is padded with lanes
 that have never been alive.
 
-`Positions` has the basic block of each lane, or that it waits or has ended. While all lanes agree
+`Positions` has the basic block of each lane, or `WAITING` or `EXITED`. While all lanes agree
 ("converged") there is nothing to keep. When a branch splits them, `position` holds one block number
 per lane, and the lanes at the lowest number run until all have met again. Block numbers are in weak
 topological order (see `codegen.control_flow`), so the lowest number first reconverges as hardware.
@@ -24,9 +24,6 @@ import numpy as np
 from cupyattn.emulator.errors import KernelFault
 from cupyattn.emulator.program import Program
 from cupyattn.emulator.ptx.model import readable
-
-__all__ = ["EXITED", "WAITING", "Array", "Lanes", "Mask", "Positions", "Step", "over_lanes"]
-
 
 Array = np.ndarray  # or a NumPy scalar: arithmetic on 0-d arrays returns scalars
 Mask = np.ndarray | None  # which lanes an operation is for; None: all
@@ -139,7 +136,7 @@ class Lanes:
 
 Step = tuple[int, "np.ndarray | None", "np.ndarray | None"]  # block to run, mask, merge
 
-# Positions of lanes that stand at no basic block; above every block number.
+# Positions of lanes that are at no basic block; above every block number.
 EXITED = 1 << 30
 WAITING = 1 << 29  # at a barrier, or for lanes of the warp
 
@@ -176,7 +173,7 @@ class Positions:
         return self.position
 
     def diverge(self, position: Array | int, mask: Mask) -> np.ndarray:
-        """Leave the converged state: every lane gets a position of its own."""
+        """Leave the converged state: give every lane its position."""
         self.position = np.empty(self.lanes.shape, np.int32)
         self.position[...] = position
         if mask is not None:

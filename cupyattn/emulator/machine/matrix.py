@@ -20,8 +20,6 @@ from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES, Sliced
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.report import Report
 
-__all__ = ["MatrixOperations"]
-
 
 class MatrixOperations:
     """Matrix instructions of a batch; they need whole warps."""
@@ -83,7 +81,7 @@ class MatrixOperations:
     ) -> np.ndarray:
         """Multiply chains of ``mma.m16n8k8`` with float32 accumulators at once.
 
-        Stacks are arrays, lists of registers, or one register that stands for all rows.
+        Stacks are arrays, lists of registers, or one register for all rows.
 
         Parameters
         ----------

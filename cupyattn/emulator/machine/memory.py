@@ -1,4 +1,4 @@
-"""Loads and stores: what the state spaces have in common.
+"""Loads and stores that all state spaces share.
 
 A state space turns addresses into indices of NumPy arrays (`MemorySpace.locate`); everything else
 is shared. Vectors (``.v2``, ``.v4``) move as one element of their whole size and are then split.
@@ -15,18 +15,6 @@ import numpy as np
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import MisalignedAccessError
 from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
-
-__all__ = [
-    "ELEMENT",
-    "LOCAL_WINDOW",
-    "SHARED_WINDOW",
-    "WINDOW_BYTES",
-    "MemoryPiece",
-    "MemorySpace",
-    "SlicedBuffer",
-    "broadcast_active",
-]
-
 
 # The dtype that moves 1, 2, 4, 8 or 16 bytes as one element (complex128: only as 16 bytes).
 ELEMENT = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -75,7 +63,7 @@ class SlicedBuffer:
         if not found:
             return ""
         name, start, size = max(found, key=lambda v: v[1])
-        place = "in" if start <= offset < start + size else "behind"
+        place = "in" if start <= offset < start + size else "after"
         return f" ({place} `{name}`, {size} bytes at {start})"
 
 

@@ -29,18 +29,6 @@ from cupyattn.emulator.machine.lanes import Array, Lanes, Mask
 from cupyattn.emulator.machine.memory import ELEMENT, SlicedBuffer
 from cupyattn.emulator.program import Program
 
-__all__ = [
-    "COLLECTIVE",
-    "MANY",
-    "WHO",
-    "Clocks",
-    "History",
-    "LoggedAccess",
-    "Marks",
-    "SharedMemoryTracker",
-    "Threads",
-]
-
 
 class Clocks:
     """The epochs of a batch.
@@ -52,7 +40,7 @@ class Clocks:
     units : int
         Clocks of a block.
     epoch : (blocks, units) int32 array
-        Another array after each barrier: who keeps one keeps a moment.
+        Each barrier makes another array, so that a kept one stays as it was.
     seen : (blocks, units, units) int32 array
     """
 
@@ -172,7 +160,7 @@ class LoggedAccess(NamedTuple):
 
 
 class Marks:
-    """A mark a granule, which accesses of several see as one element."""
+    """A mark for each granule. Accesses of several granules see their marks as one element."""
 
     def __init__(self, count: int, granule: int) -> None:
         self.bytes = np.zeros(count, np.uint8)
@@ -197,7 +185,7 @@ class Marks:
 
 
 class History:
-    """The accesses of a batch of which a race may be part."""
+    """The accesses of a batch that may be part of a race."""
 
     def __init__(self, lanes: Lanes, clocks: Clocks, count: int, granule: int) -> None:
         self.clocks = clocks
@@ -276,7 +264,7 @@ class History:
         self._since.fill(0)
 
     def _blocks(self, mask: Mask) -> Array | np.bool_:
-        """Return which blocks have lanes in a mask; the same one is asked for again and again."""
+        """Return which blocks have lanes in a mask; cached for the same mask."""
         if mask is None:
             return self._all_blocks
         if self._blocks_of[0] is not mask:
@@ -322,14 +310,14 @@ class History:
         if several.any():
             readers[cell[several]] = now[several] * 64 + MANY
 
-    # ------------------------------------------------------------------ whose, and where
+    # ------------------------------------------------------------------ threads and granules
     def granules(
         self, access: LoggedAccess, *, whole_warps: bool = False
     ) -> tuple[np.ndarray, Threads]:
         """Return the granules of an access, and who accesses each.
 
         A row that a warp loads belongs to the lane that gives its address, or with `whole_warps` to
-        all 32, if lanes have clocks of their own: each gets something of it.
+        all 32 if each lane has a clock: each gets something of it.
         """
         index, per = access.index, access.per
         if access.lanes is not None:
@@ -500,7 +488,7 @@ class SharedMemoryTracker:
         if unseen.any():
             row = np.arange(index.size)
             unseen[row, own] &= (readers[row, own] & WHO) != who
-            # what the warp read all together, it has read before any of its lanes goes on
+            # a read of the whole warp is over before any of its lanes goes on
             warp_of_unit = np.arange(units) * self.clocks.unit // 32
             same_warp = warp_of_unit == warp_of_unit.take(own)[:, None]
             unseen &= ~(same_warp & ((readers & WHO) == COLLECTIVE))

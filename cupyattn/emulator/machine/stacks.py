@@ -15,8 +15,6 @@ import numpy as np
 from cupyattn.emulator.machine.floating import flush
 from cupyattn.emulator.machine.lanes import Array
 
-__all__ = ["pick", "pile", "stacked"]
-
 Stack = Any  # (rows, blocks, threads) array, or a list of rows
 
 _ELEMENTS = 1 << 14  # of an operation: its operands and intermediates should stay in the cache

@@ -11,9 +11,9 @@ them all call one routine on sm_75, with the exchange in it, and gathers them on
 ``WARPSYNC.COLLECTIVE``; at a lone instruction it writes a plain ``WARPSYNC``. The tests compare
 random programs of both kinds with a GPU.
 
-So a lane whose companions are not all here is parked, with its operands, as a lane at a barrier is;
-a complete group performs its exchange and goes on behind it, where ``sync_result`` picks the result
-up. If all lanes that live are here with one mask, nothing of that is needed.
+So a lane that has to wait for others is parked with its operands, like a lane at a barrier. A
+complete group performs its exchange and goes on after the instruction, where ``sync_result`` reads
+the result. If all living lanes are here with one mask, none of this is needed.
 
 Ended lanes are not waited for. But a lane that was running when another came to wait for it, and
 that ends without coming, is reported. In PTX the others go on, with one lane less than the mask
@@ -34,17 +34,6 @@ from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import BarrierError, KernelFault, WarpSyncError
 from cupyattn.emulator.machine.lanes import Array, Lanes, Positions, Step, over_lanes
 from cupyattn.emulator.machine.races import SharedMemoryTracker
-
-__all__ = [
-    "LANE",
-    "Exchange",
-    "WarpSync",
-    "exchange_of",
-    "per_warp",
-    "shuffle_sources",
-    "warp_bits",
-]
-
 
 Shape = tuple[int, int]
 Result = tuple[
@@ -194,7 +183,7 @@ class Exchange:
 
 @lru_cache(maxsize=64)
 def exchange_of(opcode: str) -> Exchange:
-    """Return what an opcode such as ``"shfl.sync.bfly.b32"`` exchanges."""
+    """Return the exchange of an opcode such as ``"shfl.sync.bfly.b32"``."""
     parts = opcode.split(".")
     if parts[0] == "shfl":
         return Exchange(opcode, parts[2], ("u4", "u4", "u4"), _shuffle)
@@ -246,7 +235,7 @@ class WarpSync:
         self.kind = np.full(self.shape, -1, np.int8)  # index into `kinds`, -1: not waiting here
         self.named = np.zeros(self.shape, np.uint32)
         self.living = np.zeros(self.shape, np.uint32)  # lanes of the warp that lived on arrival
-        self.resume = np.zeros(self.shape, np.int32)  # block to run behind the instruction
+        self.resume = np.zeros(self.shape, np.int32)  # block to run after the instruction
         self.site = np.zeros(self.shape, np.int32)
         self.operands = np.zeros((3, *self.shape), np.uint64)
 
@@ -383,7 +372,7 @@ class WarpSync:
         self.value = np.where(lanes, value, self.value)
         self.flag = np.where(lanes, flag, self.flag)
 
-    # ------------------------------------------------------------------ what can be wrong
+    # ------------------------------------------------------------------ faults
     def _check_members(
         self, exchange: Exchange, operands: tuple[Array, ...], named: Array, mask: Array, site: int
     ) -> None:
@@ -443,7 +432,7 @@ class WarpSync:
         )
 
     def _check_ended(self, opened: np.ndarray) -> None:
-        """Refuse lanes that ended while others waited for them, but at a mere barrier."""
+        """Refuse lanes that ended while others waited for them, except at ``bar.warp.sync``."""
         ended = (self.named & self.living).reshape(-1, 32) & ~self._living()[:, None]
         bad = opened & (ended != 0).reshape(self.shape)
         if "bar.warp.sync" in self.kinds:
@@ -463,7 +452,7 @@ class WarpSync:
     def stuck(self, site_of: Callable[[int], int]) -> KernelFault | None:
         """Return why the first lane that waits here waits forever, None if no lane does.
 
-        `site_of` tells the instruction at which a lane waits that waits elsewhere.
+        `site_of` returns the instruction at which a lane waits that does not wait here.
         """
         if not self.allocated or not (self.kind >= 0).any():
             return None
@@ -485,7 +474,7 @@ class WarpSync:
         )
 
     def _instead(self, other: int, name: str, site_of: Callable[[int], int]) -> str:
-        """Say what a lane does instead of coming to the instruction `name`."""
+        """Describe what a lane does instead of coming to the instruction `name`."""
         lane = other % 32
         kind = int(self.kind.flat[other])
         if kind < 0:

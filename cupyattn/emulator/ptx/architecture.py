@@ -9,10 +9,6 @@ assembler inside NVRTC.
 import re
 from functools import lru_cache
 
-from cupyattn.emulator.ptx.model import Instruction
-
-__all__ = ["SHARED_BYTES", "needed_target"]
-
 # Shared memory that a block may opt in to, in bytes, by target (CUDA C++ Programming Guide,
 # "Technical specifications per compute capability"). Before Volta, the lanes of a warp could not
 # wait for each other in divergent code, which is how the emulator runs them.
@@ -42,12 +38,8 @@ _NEEDED = [
 _COMPILED = [(target, re.compile(pattern)) for target, pattern in _NEEDED]
 
 
-def needed_target(instruction: Instruction) -> int:
-    """Return the first target (75 for sm_75) that has the form of `instruction`, at least 70."""
-    return _needed_for(instruction.opcode)
-
-
 @lru_cache(maxsize=4096)
-def _needed_for(opcode: str) -> int:
+def needed_target(opcode: str) -> int:
+    """Return the first target (75 for sm_75) that has the form of an opcode, at least 70."""
     matching = (target for target, pattern in _COMPILED if pattern.match(opcode))
     return next(matching, min(SHARED_BYTES))

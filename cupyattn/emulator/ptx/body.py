@@ -1,7 +1,7 @@
 """The body of a function: variables, labels and instructions, with nested scopes resolved.
 
 Inline assembly opens scopes with their own registers (``{.reg .f16 low, high; ...}``); such names
-are made unique, so that afterwards every name means one thing per function.
+are made unique, so that every name means one thing in its function.
 """
 
 import re
@@ -11,9 +11,6 @@ from functools import lru_cache
 
 from cupyattn.emulator.errors import PTXSyntaxError
 from cupyattn.emulator.ptx.model import RECEIPT, Function, Instruction, Location, Variable, size_of
-
-__all__ = ["parse_body", "parse_variable", "rename", "split_operands"]
-
 
 _VARIABLE = re.compile(
     r"\.(shared|local|global|const|param)\s+(?:\.align\s+(\d+)\s+)?(?:\.v(\d)\s+)?\.(\w+)\s+"
@@ -66,7 +63,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?
 _REGISTER = re.compile(r"(%?[\w$]+)(?:<(\d+)>)?$")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _NAME = re.compile(r"[%\w$]+")
-_LEAVES = ("ret", "exit", "bra", "brx")  # what nothing runs on behind
+_LEAVES = ("ret", "exit", "bra", "brx")  # nothing runs on after these
 _MOST_REGISTERS = 1 << 20  # compilers number thousands; a damaged number must not fill the memory
 _TOOLKIT_HEADER = re.compile(
     r"(?:^|/)(?:cuda_|sm_|device_|vector_|math_)\w+\.(?:h|hpp)$|/crt/|/nv/"
@@ -198,16 +195,16 @@ def _place(instruction: Instruction, function: Function) -> None:
     if not instruction.waits:
         place.append(instruction)
         return
-    behind, guard, location = f"$behind{len(place)}", instruction.guard, instruction.location
+    after, guard, location = f"$after{len(place)}", instruction.guard, instruction.location
     if guard:
-        place.append(Instruction("bra", [behind], (guard[0], not guard[1]), location))
+        place.append(Instruction("bra", [after], (guard[0], not guard[1]), location))
         instruction.guard = None
     place.append(instruction)
-    if instruction.result_is_behind:
+    if instruction.result_comes_after:
         opcode = f"{RECEIPT[instruction.root]}.{instruction.opcode}"
         place.append(Instruction(opcode, instruction.operands[:1], None, location))
     if guard:
-        function.labels[behind] = len(place)
+        function.labels[after] = len(place)
 
 
 def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:

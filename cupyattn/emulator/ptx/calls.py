@@ -2,7 +2,7 @@
 
 A formal parameter becomes the caller's argument variable, which lives in local memory; one that is
 a register is copied, for a callee may change it and a result may be an argument too. ``ret``
-becomes a branch behind the call. Names of the callee are made unique per call site.
+becomes a branch to after the call. Names of the callee are made unique per call site.
 """
 
 from dataclasses import replace
@@ -11,8 +11,6 @@ from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.body import rename, split_operands
 from cupyattn.emulator.ptx.model import Function, Instruction, Parameter, size_of
 from cupyattn.emulator.ptx.parser import PTXModule
-
-__all__ = ["expand_calls"]
 
 _KNOWN_EXTERNAL = {
     "vprintf": "printf: take it out of the kernel, or write to an array instead",
@@ -50,10 +48,6 @@ def _call_operands(call: Instruction) -> tuple[list[str], str, list[str]]:
     name = operands.pop(0)
     arguments = _names(operands[0]) if operands and operands[0].startswith("(") else []
     return results, name, arguments
-
-
-def _to_local(instruction: Instruction) -> None:
-    instruction.become(instruction.opcode.replace(".param", ".local"))
 
 
 class _Expansion:
@@ -106,7 +100,7 @@ class _Expansion:
                 address = instruction.operands[instruction.root == "ld"]
                 symbol = address.strip("[] ").split("+")[0].strip()
                 if end is not None or symbol in self.result.variables:
-                    _to_local(instruction)
+                    instruction.become(instruction.opcode.replace(".param", ".local"))
             self.result.instructions.append(instruction)
         for label in labels.get(len(function.instructions), ()):
             self.result.labels[label] = len(self.result.instructions)

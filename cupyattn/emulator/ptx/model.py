@@ -13,30 +13,13 @@ from functools import lru_cache
 
 from cupyattn.emulator.errors import PTXSyntaxError
 
-__all__ = [
-    "RECEIPT",
-    "SIZE",
-    "Function",
-    "Instruction",
-    "Location",
-    "Parameter",
-    "Statement",
-    "Variable",
-    "operand_dtype",
-    "readable",
-    "register_dtype",
-    "size_of",
-    "unsigned",
-]
-
-
 Location = tuple[str, int]  # (file, line)
 
 _BARRIERS = ("bar", "barrier")
 _EXCHANGES = ("shfl", "vote", "match")
 _WAITS = frozenset((*_BARRIERS, *_EXCHANGES))
 
-# What `body` puts behind instructions whose result exists only once the lanes have met.
+# The instruction that `body` adds after one whose result exists only once the lanes have met.
 RECEIPT = {"bar": "bar_result", "barrier": "bar_result"} | dict.fromkeys(_EXCHANGES, "sync_result")
 
 
@@ -126,11 +109,8 @@ class Instruction:
         return self.root in _WAITS
 
     @property
-    def result_is_behind(self) -> bool:
-        """Whether another instruction, right behind this one, writes the first operand.
-
-        What lanes wait for exists once they go on, so its receipt is a step of its own.
-        """
+    def result_comes_after(self) -> bool:
+        """Whether the next instruction writes the first operand, once the lanes have met."""
         return self.root in _EXCHANGES or (self.root in _BARRIERS and "red" in self.parts)
 
     def __str__(self) -> str:

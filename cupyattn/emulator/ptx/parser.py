@@ -10,8 +10,6 @@ from cupyattn.emulator.errors import PTXSyntaxError, UnsupportedPTXError
 from cupyattn.emulator.ptx.body import parse_body, parse_variable
 from cupyattn.emulator.ptx.model import Function, Parameter, Variable, size_of
 
-__all__ = ["PTXModule", "parse_module"]
-
 _COMMENT = re.compile(r'"[^"\n]*"|//[^\n]*|/\*.*?\*/', re.S)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"[^\n]*$', re.M)
 _LINE_DIRECTIVE = re.compile(r"^\s*\.(?:version|target|address_size|loc)\b[^\n]*$", re.M)
@@ -96,7 +94,7 @@ def _parse_header(text: str) -> Function:
 
 
 def _matching_brace(text: str, start: int) -> int:
-    """Return the index behind the brace that closes the one at `start`."""
+    """Return the index after the brace that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if match.group() == "{" else -1
@@ -165,7 +163,7 @@ def parse_module(text: str) -> PTXModule:
                 continue
             position = text.find(";", end) + 1  # a variable with a braced initialiser
             if not position:
-                raise _cut_short(f"no ';' behind {text[match.start() : end].strip()[-60:]!r}")
+                raise _cut_short(f"no ';' after {text[match.start() : end].strip()[-60:]!r}")
             head += text[match.start() : position - 1]
         if ".entry" in head or ".func" in head:
             function = _parse_header(head)
@@ -173,5 +171,5 @@ def parse_module(text: str) -> PTXModule:
         elif variable := parse_variable(head):
             module.variables[variable.name] = variable
     if rest := _LINE_DIRECTIVE.sub("", text[position:]).strip():
-        raise _cut_short(f"no ';' and no body behind {rest[-60:]!r}")
+        raise _cut_short(f"no ';' and no body after {rest[-60:]!r}")
     return module
