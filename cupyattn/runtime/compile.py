@@ -76,12 +76,12 @@ class Artifact:
 
 
 def compile_cubin(specialisation: Specialisation, arch: Arch) -> Artifact:
-    """Compile to machine code for `arch`, or find it in the cache."""
+    """Return the machine code for `arch`, from the cache if it is there."""
     return _compile(specialisation, arch.real)
 
 
 def compile_ptx(specialisation: Specialisation, arch: Arch) -> Artifact:
-    """Compile to PTX for `arch`, or find it in the cache."""
+    """Return the PTX for `arch`, from the cache if it is there."""
     return _compile(specialisation, arch.virtual)
 
 

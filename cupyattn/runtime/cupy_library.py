@@ -32,13 +32,13 @@ def load_cupy() -> ModuleType:
     Raises
     ------
     ImportError
-        If it is not installed, or not for this machine.
+        If it is not installed, or not for this platform.
     RuntimeError
         If CUPY_CACHE_DIR is no usable folder, or there is no place for one.
     """
     with no_fork():
         if "cupy" not in sys.modules:
-            _find_it_a_folder()
+            _set_cache_folder()
         import cupy
     return cupy
 
@@ -55,7 +55,7 @@ def loaded_nvtx() -> ModuleType | None:
     return cupy.cuda.nvtx
 
 
-def _find_it_a_folder() -> None:
+def _set_cache_folder() -> None:
     """Set CUPY_CACHE_DIR to a folder next to our kernels, unless it is set or its default works.
 
     It stays set for processes that this one starts.
@@ -67,7 +67,7 @@ def _find_it_a_folder() -> None:
     except (OSError, RuntimeError) as failure:  # RuntimeError: no home directory
         why = failure
     if not named:
-        os.environ[_VARIABLE] = str(_folder_of_ours())
+        os.environ[_VARIABLE] = str(_own_folder())
     elif not Path(named).is_dir():  # a read-only folder is enough for the import
         raise error(
             RuntimeError,
@@ -77,7 +77,7 @@ def _find_it_a_folder() -> None:
         ) from why
 
 
-def _folder_of_ours() -> Path:
+def _own_folder() -> Path:
     """Return a trusted folder for CuPy's kernels, which CuPy runs without a check.
 
     Raises

@@ -256,7 +256,7 @@ class Plan(NamedTuple):
     @property
     def workspace_bytes(self) -> int:
         """The size of the scratch memory."""
-        return max((piece.end for piece in self.scratch), default=0)
+        return self.scratch[-1].end if self.scratch else 0
 
 
 class Planner(Generic[R]):
@@ -288,13 +288,6 @@ class Planner(Generic[R]):
         self._pieces.append(Scratch(offset, items))
         return len(self._fields) + len(self._pieces) - 1
 
-    def spanning(self, first: int, last: int) -> int:
-        """Add an array that spans the scratch arrays from one slot to another; return its slot."""
-        begin, end = (self._pieces[slot - len(self._fields)] for slot in (first, last))
-        items = (end.offset - begin.offset) // SCRATCH_DTYPE.itemsize + end.items
-        self._pieces.append(Scratch(begin.offset, items))
-        return len(self._fields) + len(self._pieces) - 1
-
     def plan(
         self,
         *steps: Step,
@@ -322,8 +315,10 @@ def run(device: Device, plan: Plan, operands: Operands[R]) -> R:
     for slot, field, shape, dtype in results:
         result = getattr(arrays, field)
         if result is None:
-            turned = slot in transposed
-            result = device.empty(shape[::-1], dtype).T if turned else device.empty(shape, dtype)
+            if slot in transposed:
+                result = device.empty(shape[::-1], dtype).T
+            else:
+                result = device.empty(shape, dtype)
             setattr(arrays, field, result)
             arguments[slot] = device.argument(result)
             if zero_new and slot not in zero_first:

@@ -18,8 +18,8 @@ SECONDS_BETWEEN_LINES = 5.0
 class Advance(Protocol):
     """A function that reports a finished step, optionally with a text about it."""
 
-    def __call__(self, told: str = "", /) -> None:
-        """Report one finished step; `told` is shown until the next."""
+    def __call__(self, text: str = "", /) -> None:
+        """Report one finished step; `text` is shown until the next."""
         ...
 
 
@@ -49,7 +49,7 @@ def progress(doing: str, total: int, done: int = 0) -> Iterator[Advance]:
         yield _lines(doing, total, done)
 
 
-def _nothing(told: str = "", /) -> None:
+def _nothing(text: str = "", /) -> None:
     pass
 
 
@@ -64,23 +64,23 @@ def _bar(doing: str, total: int, done: int) -> Iterator[Advance]:
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        "{task.fields[told]}",
+        "{task.fields[text]}",
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(doing, total=total, completed=done, told="")
+        task = bar.add_task(doing, total=total, completed=done, text="")
 
-        def step(told: str = "", /) -> None:
-            bar.update(task, advance=1, told=told)
+        def step(text: str = "", /) -> None:
+            bar.update(task, advance=1, text=text)
 
         yield step
 
 
 @contextmanager
 def _counter(doing: str, total: int, done: int) -> Iterator[Advance]:
-    def step(told: str = "", /) -> None:
+    def step(text: str = "", /) -> None:
         nonlocal done
         done += 1
-        line = f"{doing} {done}/{total} {told}".rstrip()
+        line = f"{doing} {done}/{total} {text}".rstrip()
         print(f"\r{line}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -92,11 +92,11 @@ def _counter(doing: str, total: int, done: int) -> Iterator[Advance]:
 def _lines(doing: str, total: int, done: int) -> Advance:
     last = time.monotonic()
 
-    def step(told: str = "", /) -> None:
+    def step(text: str = "", /) -> None:
         nonlocal done, last
         done += 1
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            print(f"{doing} {done}/{total} {told}".rstrip(), file=sys.stderr, flush=True)
+            print(f"{doing} {done}/{total} {text}".rstrip(), file=sys.stderr, flush=True)
 
     return step

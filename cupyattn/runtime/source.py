@@ -212,11 +212,6 @@ _remembered: dict[tuple[Path, Path], tuple[dict[Path, _Stamp | None], str, dict[
 _SETTLED = 2.0  # seconds after a change until the next one is sure to have another time stamp
 
 
-def include_closure(source: Path) -> tuple[Path, ...]:
-    """Return `source` and every project file that it includes, directly or not, sorted by path."""
-    return tuple(sorted(read_unit(source).files))
-
-
 def source_digest(source: Path) -> str:
     """Hash the texts of `source` and of all files that it includes."""
     return _digest_and_files(source)[0]
@@ -269,8 +264,8 @@ def read_unit(source: Path) -> Unit:
         for include in includes_in(read[path]):
             if isinstance(include, Unfollowed):
                 raise _unfollowed(path, include)
-            beside = (spelled.parent, path.parent) if include.quoted else ()
-            for folder in dict.fromkeys((*beside, source.parent, source_root())):
+            nearby = (spelled.parent, path.parent) if include.quoted else ()
+            for folder in dict.fromkeys((*nearby, source.parent, source_root())):
                 candidate = folder / os.fsdecode(include.name)
                 looked_at.add(candidate)
                 if candidate.is_file():

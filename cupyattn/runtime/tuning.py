@@ -61,7 +61,7 @@ class Choices:
         return among[name if name in among else usual]
 
     def because(self, *reasons: str) -> None:
-        """Hear why a plan has the kernels that it has; nothing is kept."""
+        """Take the reasons for a plan's choice of kernels; nothing is kept."""
 
 
 class Question(NamedTuple):
@@ -91,9 +91,9 @@ class Asked(Choices):
 
 
 class Explained(Choices):
-    """Choices that keep why plans have the kernels that they have.
+    """Choices that keep the reasons for the plans' choices of kernels.
 
-    No plan that was remembered before is of this object, so each plan of a call is made, and heard.
+    Cached plans belong to other objects, so each plan of a call is made and gives its reasons.
     """
 
     def __init__(self, chosen: Mapping[str, str] | None = None) -> None:
@@ -184,11 +184,11 @@ def _unread(where: str, what: str) -> ValueError:
     return ValueError(f"{where}: {what}")
 
 
-def keep(device: str, arch: str, chosen: Mapping[str, str], **beside: Any) -> Path:
+def keep(device: str, arch: str, chosen: Mapping[str, str], **more: Any) -> Path:
     """Store choices for a device, in addition to those for other questions; return the file."""
     before = read(device, arch)
     merged = {**(before["chosen"] if before else {}), **chosen}
-    content = {"device": device, "arch": arch, "made_from": _made_from(), **beside}
+    content = {"device": device, "arch": arch, "made_from": _made_from(), **more}
     path = file_of(device, arch)
     text = json.dumps({**content, "chosen": merged}, indent=1) + "\n"
     write_atomically(path, text.encode())

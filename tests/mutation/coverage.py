@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cupyattn.runtime.source import include_closure, source_root
+from cupyattn.runtime.source import read_unit, source_root
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Nobody reads what an assertion compared. To have it said takes a second of the two until the first
@@ -52,7 +52,7 @@ class Coverage:
         sources = {kernel.source for load in loads.values() for kernel in load.kernels}
         root = source_root()
         self.files = {
-            source: {path.relative_to(root).as_posix() for path in include_closure(root / source)}
+            source: {path.relative_to(root).as_posix() for path in read_unit(root / source).files}
             for source in sources
         }
 

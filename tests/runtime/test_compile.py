@@ -41,7 +41,7 @@ def with_macros(specialisation: Specialisation, **values: Any) -> Specialisation
 def required_macros(spec: KernelSpec) -> set[str]:
     """The macros without which the source, or a file that it includes, stops the compiler."""
     root = source.source_root() / spec.source
-    texts = [path.read_text(encoding="utf-8") for path in source.include_closure(root)]
+    texts = [path.read_text(encoding="utf-8") for path in source.read_unit(root).files]
     return {name for text in texts for name in re.findall(r"!defined\((\w+)\)", text)}
 
 

@@ -119,10 +119,10 @@ def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(nothing_set, t
 
 def test_cupy_uses_its_default_folder_if_writable(nothing_set, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    cupy_library._find_it_a_folder()
+    cupy_library._set_cache_folder()
     assert "CUPY_CACHE_DIR" not in os.environ
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "named"))
-    cupy_library._find_it_a_folder()
+    cupy_library._set_cache_folder()
     assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "named")
 
 
@@ -134,7 +134,7 @@ def test_cupy_gets_a_folder_next_to_ours(nothing_set, tmp_path, monkeypatch, set
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     if set_to is not None:
         monkeypatch.setenv("CUPY_CACHE_DIR", set_to)
-    cupy_library._find_it_a_folder()
+    cupy_library._set_cache_folder()
     assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "xdg" / "cupyattn" / "cupy")
     assert (tmp_path / "xdg" / "cupyattn" / "cupy").is_dir()
 
@@ -146,7 +146,7 @@ def test_cupy_gets_a_folder_if_home_is_read_only(nothing_set, tmp_path, monkeypa
     with read_only(tmp_path / "home") as home:
         monkeypatch.setenv("HOME", str(home))
         with pytest.warns(UserWarning, match="is lost when"):
-            cupy_library._find_it_a_folder()
+            cupy_library._set_cache_folder()
         assert os.environ["CUPY_CACHE_DIR"] == str(folders.temporary_directory() / "cupy")
 
 
@@ -162,7 +162,7 @@ def test_error_if_cupy_has_no_folder(nothing_set, tmp_path, monkeypatch):
         pytest.warns(UserWarning, match="cannot be written"),
         pytest.raises(RuntimeError, match=message),
     ):
-        cupy_library._find_it_a_folder()
+        cupy_library._set_cache_folder()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX")
@@ -175,7 +175,7 @@ def test_cupy_gets_no_folder_that_others_can_write(nothing_set, tmp_path, monkey
     (tmp_path / opened).chmod(0o777)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cupy_library._find_it_a_folder()
+        cupy_library._set_cache_folder()
     assert os.environ["CUPY_CACHE_DIR"] == str(folders.temporary_directory() / "cupy")
 
 
@@ -185,7 +185,7 @@ def test_cupy_gets_a_folder_where_there_is_no_home(nothing_set, tmp_path, monkey
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cupy_library.Path, "expanduser", homeless)
-    cupy_library._find_it_a_folder()
+    cupy_library._set_cache_folder()
     assert os.environ["CUPY_CACHE_DIR"] == str(tmp_path / "cupyattn" / "cupy")
 
 

@@ -22,7 +22,7 @@ from cupyattn.runtime import source as includes
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.compile import CompilationError, compile_cubin, compile_ptx
 from cupyattn.runtime.device import emulated
-from cupyattn.runtime.source import include_closure, read_unit, source_root, texts_named_in
+from cupyattn.runtime.source import read_unit, source_root, texts_named_in
 from cupyattn.runtime.spec import KernelSpec
 
 nvrtc = pytest.mark.nvrtc
@@ -235,7 +235,7 @@ def test_files_have_names_of_their_own(tmp_path):
     (copy / "common" / "mma.cuh").unlink()
     names = set(read_unit(copy / "own.cu").files.values())
     assert {"/cupyattn/library/common/mma.cuh", "/cupyattn/cuda_src/common/rows.cuh"} <= names
-    assert len(names) == len(include_closure(copy / "own.cu"))
+    assert len(names) == len(read_unit(copy / "own.cu").files)
 
 
 TESTED = ("cuda_src", "cupyattn", "pyproject.toml", "tests/support", "tests/conftest.py")

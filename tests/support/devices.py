@@ -33,7 +33,7 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.tensor_cores import TensorCores
-from cupyattn.runtime.source import include_closure, source_root
+from cupyattn.runtime.source import read_unit, source_root
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tuning import Choices
 
@@ -205,7 +205,7 @@ def without_tensor_cores() -> Iterator[None]:
 def has_mma(specialisation: Specialisation) -> bool:
     """Whether its PTX has the instruction; what does not include mma.cuh is not compiled."""
     source = source_root() / specialisation.spec.source
-    if all(path.name != "mma.cuh" for path in include_closure(source)):
+    if all(path.name != "mma.cuh" for path in read_unit(source).files):
         return False
     return bool(_MMA.search(compile_ptx(specialisation, TURING).code.decode()))
 
