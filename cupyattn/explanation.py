@@ -172,8 +172,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     if not callable(function):
         raise error(
             TypeError,
-            f"function is a {type(function).__name__}",
-            "it is a function of this library",
+            f"function has type {type(function).__name__}",
+            "it must be a function of this library",
             "pass for example cupyattn.attention, then the arrays and options of the call",
         )
     devices: set[int] = set()

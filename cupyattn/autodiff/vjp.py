@@ -271,8 +271,8 @@ def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
         of = " with items that are no names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
-            f"wrt is a {type(wrt).__name__}{of}",
-            "it is a tuple of names of options",
+            f"wrt has type {type(wrt).__name__}{of}",
+            "it must be a tuple of names of options",
             f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
     for name in wrt:
@@ -286,7 +286,7 @@ def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
         value = options.get(name)
         items = value if isinstance(value, tuple) else (value,)
         if not all(map(is_array, items)):
-            given = f"is a {type(value).__name__}" if name in options else "was not given"
+            given = f"has type {type(value).__name__}" if name in options else "was not given"
             raise error(
                 TypeError,
                 f"wrt names {name!r}, which {given}",

@@ -45,8 +45,8 @@ def require_group(group: object) -> None:
     if not isinstance(group, Group):
         raise error(
             TypeError,
-            f"group is a {type(group).__module__}.{type(group).__qualname__}",
-            "it is a cupyattn.distributed.Group",
+            f"group has type {type(group).__module__}.{type(group).__qualname__}",
+            "it must be a cupyattn.distributed.Group",
             "wrap what carries the bytes once: group = distributed.Group(communicator)",
         )
 
@@ -149,8 +149,8 @@ def require_expressions(options: RingOptions) -> None:
         ):
             raise error(
                 TypeError,
-                f"{name} is a {type(given).__name__}",
-                f"it is a {kind.__name__}, or for NumPy arrays a function",
+                f"{name} has type {type(given).__name__}",
+                f"it must be a {kind.__name__}, or for NumPy arrays a function",
                 f"pass a cupyattn.{kind.__name__}",
             )
 

@@ -103,7 +103,7 @@ def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Comm
         return MPICommunicator(given, look)
     raise error(
         TypeError,
-        f"a communicator that is a {type(given).__module__}.{type(given).__qualname__}",
+        f"a communicator of type {type(given).__module__}.{type(given).__qualname__}",
         f"it has {', '.join(_OWN)}, or is one of cupy.cuda.nccl, cupyx.distributed, nccl4py or "
         "mpi4py",
         "see cupyattn.distributed.Communicator for what a communicator of your own has",
@@ -318,7 +318,7 @@ class Carrier:
             if device is None:
                 raise error(
                     TypeError,
-                    f"a {type(array).__name__} where an array belongs",
+                    f"{type(array).__name__} where an array belongs",
                     "arrays of NumPy and CuPy have bytes to send",
                     "pass numpy.asarray of it, or cupy.asarray",
                 )

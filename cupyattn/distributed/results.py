@@ -40,14 +40,15 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
     """
     if out is None:
         return None, None
-    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    kind = type(out).__name__
+    passed = f"is a tuple of {len(out)}" if isinstance(out, tuple) else f"has type {kind}"
     if return_lse and not (isinstance(out, tuple) and len(out) == 2):
         raise error(
-            TypeError, f"out is {passed}", "with return_lse it is a tuple", "pass out=(out, lse)"
+            TypeError, f"out {passed}", "with return_lse it must be a tuple", "pass out=(out, lse)"
         )
     if not return_lse and isinstance(out, tuple):
         raise error(
-            TypeError, f"out is {passed}", "without return_lse it is one array", "pass one array"
+            TypeError, f"out {passed}", "without return_lse it must be one array", "pass one array"
         )
     return out if return_lse else (out, None)
 
@@ -73,9 +74,11 @@ def given_gradients(
             )
         return {}
     if not isinstance(grads, AttentionGrads):
-        passed = f"grads is a {type(grads).__name__}"
+        passed = f"grads has type {type(grads).__name__}"
         fields = ", ".join(AttentionGrads._fields)
-        raise error(TypeError, passed, f"it is an AttentionGrads of {fields}: arrays or None", fix)
+        raise error(
+            TypeError, passed, f"it must be an AttentionGrads of {fields}: arrays or None", fix
+        )
     given = grads._asdict()
     for name, array in given.items():
         if array is not None and name not in names:

@@ -46,7 +46,7 @@ def require_cache(cache: Any, *, swaps: bool) -> None:
     if missing:
         raise error(
             TypeError,
-            f"cache is {shown(cache)}, a {type(cache).__name__} without {', '.join(missing)}",
+            f"cache is {shown(cache)} of type {type(cache).__name__} without {', '.join(missing)}",
             "it has the BlockAllocator of its blocks as .allocator, and the methods copy, "
             "copy_to_host and copy_from_host that move their contents",
             "pass a PagedKVCache, or an object that owns the arrays of keys and values and has a "
@@ -297,7 +297,7 @@ def as_sampled(
     except TypeError:
         raise error(
             TypeError,
-            f"forward returned {shown(returned)}, a {type(returned).__name__}",
+            f"forward returned {shown(returned)} of type {type(returned).__name__}",
             "it returns the next tokens of each work, in the works' order",
             "return a list for each work, of a token for each of its samples: [[7], [], [3]]",
         ) from None

@@ -242,9 +242,10 @@ class CacheSteps:
         for name, array in arrays.items():
             found = getattr(array, "shape", None)
             if found != shapes[name]:
+                kind = type(array).__name__
                 raise error(
                     TypeError if found is None else ValueError,
-                    f"{name} is {shown(array)}" if found is None else f"{name} has shape {found}",
+                    f"{name} has type {kind}" if found is None else f"{name} has shape {found}",
                     f"the result has shape {shapes[name]}",
                     "pass an array of that shape, or none",
                 )

@@ -174,12 +174,23 @@ def _mixed(record: Record[Any]) -> TypeError | ValueError:
     shown_as = record.SHOWN_AS
     arrays = {shown_as.get(name, name): array for name, array in named if array is not None}
     if any(isinstance(array, np.ndarray) for array in arrays.values()):
-        return _mixed_libraries(arrays)
-    return _mixed_devices(arrays)
+        kinds = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
+        return error(
+            TypeError,
+            ", ".join(f"{name} is {kind}" for name, kind in kinds.items()),
+            "all arrays of a call are NumPy, or all are CuPy",
+            "move them to one side with cupy.asarray(...) or cupy.asnumpy(...)",
+        )
+    return error(
+        ValueError,
+        ", ".join(f"{name} on device {array.data.device_id}" for name, array in arrays.items()),
+        "all arrays of a call are on one device",
+        "copy them there inside 'with cupy.cuda.Device(...)'",
+    )
 
 
 _NO_ARRAY = -1
-"""Stands for the device of a call before its first array."""
+"""The device of a call before its first array."""
 _host_array = np.ndarray
 _device_array: Any = None
 """cupy.ndarray, once a call had one. Arrays of exactly these two types need no conversion."""
@@ -251,7 +262,7 @@ def _cuda_array(name: str, candidate: object, protocol: str) -> Array:
         if type(failure).__name__ == "CUDARuntimeError" and not cupy.cuda.is_available():
             raise error(
                 TypeError,
-                f"{name} is a {_kind(candidate)} with {protocol}, and there is no GPU here "
+                f"{name} has type {_kind(candidate)} with {protocol}, and there is no GPU here "
                 f"({_cause(failure)})",
                 "CUDA arrays need a GPU and its driver",
                 "pass NumPy arrays, which run on the CPU",
@@ -261,7 +272,7 @@ def _cuda_array(name: str, candidate: object, protocol: str) -> Array:
 
 
 def _no_array(name: str, candidate: object, fixes: Mapping[str, str]) -> TypeError:
-    passed = f"{name} is a {_kind(candidate)}"
+    passed = f"{name} has type {_kind(candidate)}"
     own = name.rpartition("'s ")[2]  # the name in the caller's code: score_mod's t is t
     written = name.startswith(("grads", "workspace")) or fixes.get(name) == made_beforehand(name)
     fix = f"convert it, for example numpy.asarray({own}) or cupy.asarray({own})"
@@ -300,7 +311,7 @@ def _is_dlpack_alone(candidate: object) -> bool:
 def _broken(name: str, candidate: object, protocol: str, failure: Exception) -> TypeError:
     return error(
         TypeError,
-        f"{name} is a {_kind(candidate)} whose {protocol} cannot be used ({_cause(failure)})",
+        f"{name} has type {_kind(candidate)}, whose {protocol} cannot be used ({_cause(failure)})",
         _ARRAYS,
         f"pass one of these: {name} is faulty, or its library has to prepare it for export",
     )
@@ -312,27 +323,6 @@ def _kind(candidate: object) -> str:
 
 def _cause(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-
-
-def _mixed_libraries(arrays: dict[str, Array]) -> TypeError:
-    kinds = {name: type(array).__module__.partition(".")[0] for name, array in arrays.items()}
-    listed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
-    return error(
-        TypeError,
-        listed,
-        "all arrays of a call are NumPy, or all are CuPy",
-        "move them to one side with cupy.asarray(...) or cupy.asnumpy(...)",
-    )
-
-
-def _mixed_devices(arrays: dict[str, Array]) -> ValueError:
-    listed = ", ".join(f"{name} on device {a.data.device_id}" for name, a in arrays.items())
-    return error(
-        ValueError,
-        listed,
-        "all arrays of a call are on one device",
-        "copy them there inside 'with cupy.cuda.Device(...)'",
-    )
 
 
 def address(array: Array) -> int:

@@ -148,7 +148,7 @@ _RUN_LATER = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.i
 
 
 def device_of(operands: Operands) -> Device | None:
-    """Return the device that a call's arrays run on; None stands for the reference."""
+    """Return the device that a call's arrays run on; None means the reference."""
     if operands.device_id is not None:
         return cuda_device(operands.device_id)
     return (_choice.get() or _from_environment()).device
@@ -213,8 +213,8 @@ def _require_checks(checks: object) -> Checks | bool | None:
         return checks
     raise error(
         TypeError,
-        f"checks is a {type(checks).__name__}",
-        "it is True, False or an emulator.Checks",
+        f"checks has type {type(checks).__name__}",
+        "it must be True, False or an emulator.Checks",
         "pass for example checks=False, or checks=Checks.fast()",
     )
 
@@ -229,8 +229,8 @@ def _require_report(report: object) -> Report | None:
         return report
     raise error(
         TypeError,
-        f"report is a {type(report).__name__}",
-        "it is an emulator.Report",
+        f"report has type {type(report).__name__}",
+        "it must be an emulator.Report",
         "make one: report = Report(), and pass report=report",
     )
 

@@ -47,9 +47,7 @@ def checked_once(check: Callable[_Options, _Checked]) -> Callable[_Options, _Che
     def checked(*options: _Options.args, **named: _Options.kwargs) -> _Checked:
         try:
             return known(*options, **named)
-        except (
-            TypeError
-        ):  # not hashable, or an error of the check, which the next line raises again
+        except TypeError:  # not hashable, or an error of the check, which is raised again below
             pass
         return check(*options, **named)
 
@@ -183,8 +181,8 @@ def require_contiguous_axis(name: str, layout: Layout, axis: object, *, written:
     if not isinstance(axis, Integral) or isinstance(axis, bool):
         raise error(
             TypeError,
-            f"axis is a {type(axis).__name__}",
-            "it is an integer",
+            f"axis has type {type(axis).__name__}",
+            "it must be an integer",
             "pass the axis that is contiguous, -1 in C order",
         )
     if rank == 0:
@@ -338,8 +336,8 @@ def real(name: str, value: object) -> float:
             return math.inf  # of either sign: no option takes it
     raise error(
         TypeError,
-        f"{name} is a {type(value).__name__}",
-        "it is a real number",
+        f"{name} has type {type(value).__name__}",
+        "it must be a real number",
         _conversion(value, "float"),
     )
 
@@ -374,7 +372,7 @@ def integer(
         return int(value)
     raise error(
         TypeError,
-        f"{name} is {shown(value)}, a {type(value).__name__}",
+        f"{name} is {shown(value)} of type {type(value).__name__}",
         allowed,
         fix or _conversion(value, "int"),
     )

@@ -63,11 +63,10 @@ def explaining(passed: str, allowed: str, fix: str | Callable[[], str]) -> Itera
         yield
     except OSError as failure:
         plain = failure.__cause__ if isinstance(failure.__cause__, OSError) else failure
-        told = error(
-            type(failure), f"{passed} ({plain})", allowed, fix if isinstance(fix, str) else fix()
-        )
-        told.errno = failure.errno
-        raise told from plain
+        advice = fix if isinstance(fix, str) else fix()
+        explained = error(type(failure), f"{passed} ({plain})", allowed, advice)
+        explained.errno = failure.errno
+        raise explained from plain
 
 
 def size_text(count: int) -> str:

@@ -26,14 +26,15 @@ def named_out(out: object, names: tuple[str, ...]) -> dict[str, Any]:
         return {names[0]: out}
     if isinstance(out, tuple) and len(out) == len(names) > 1 and all(a is not None for a in out):
         return dict(zip(names, out, strict=True))
-    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else f"a {type(out).__name__}"
+    kind = type(out).__name__
+    passed = f"out is a tuple of {len(out)}" if isinstance(out, tuple) else f"out has type {kind}"
     if len(names) == 1:
-        raise error(TypeError, f"out is {passed}", "this call has one result", "pass one array")
+        raise error(TypeError, passed, "this call has one result", "pass one array")
     listed = ", ".join(names)
     raise error(
         TypeError,
-        f"out is {passed}",
-        f"it is a tuple of arrays, one for each of the {len(names)} results of this call",
+        passed,
+        f"it must be a tuple of arrays, one for each of the {len(names)} results of this call",
         f"pass out=({listed})",
     )
 
@@ -59,8 +60,8 @@ def named_grads(
         article = "an" if kind.__name__.startswith(("A", "RMS")) else "a"
         raise error(
             TypeError,
-            f"grads is a {type(grads).__name__}",
-            f"it is {article} {kind.__name__} of {', '.join(kind._fields)}: arrays or None",
+            f"grads has type {type(grads).__name__}",
+            f"it must be {article} {kind.__name__} of {', '.join(kind._fields)}: arrays or None",
             fix,
         )
     require_grads(grads, accumulate, fix)

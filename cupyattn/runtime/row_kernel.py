@@ -36,7 +36,7 @@ class Result(Enum):
     """The kinds of results of a row kernel."""
 
     ROW = auto()
-    """An array of the rows' shape and dtype, with strides of its own."""
+    """An array of the rows' shape and dtype, of any strides."""
     PER_ROW = auto()
     """One float32 for each row: statistics. On the CPU float64 for float64 rows."""
     COLUMN_SUM = auto()

@@ -15,7 +15,7 @@ on_gpu: ContextVar[bool] = ContextVar("cupyattn_value_checks_on_gpu", default=Fa
 
 
 def checks_values(operands: Operands) -> bool:
-    """Tell whether to: always, but on a GPU only where asked, for it has to be waited for.
+    """Tell whether to check values: always on the CPU, on a GPU only if `on_gpu`, because it waits.
 
     Examples
     --------

@@ -325,7 +325,7 @@ X = np.zeros((3, 8), np.float32)
         (lambda x: cupyattn.swiglu(x, out=x[:, :4]), ValueError, "out overlaps gate"),
         (lambda x: cupyattn.silu_backward(x, x, accumulate=True), ValueError, "True without grads"),
         (lambda x: cupyattn.silu_backward(x, x, accumulate=1), TypeError, "accumulate = 1"),
-        (lambda x: cupyattn.swiglu_backward(x, x, x, grads=(x, x)), TypeError, "grads is a tuple"),
+        (lambda x: cupyattn.swiglu_backward(x, x, x, grads=(x, x)), TypeError, "grads has type"),
         (
             lambda x: cupyattn.swiglu_backward(x[:, :4], x, grads=GatedGrads(None, x)),
             ValueError, "grads.dup was given for packed",

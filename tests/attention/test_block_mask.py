@@ -423,8 +423,8 @@ CAUSAL = MaskMod("q_idx >= k_idx", python=lambda b, h, i, j: i >= j)
 
 WRONG = {
     "none": ((None, 8, 8), {}, TypeError, "mask_mod is None"),
-    "number": ((3, 8, 8), {}, TypeError, "mask_mod is a int"),
-    "score_mod": ((cupyattn.ScoreMod("score"), 8, 8), {}, TypeError, "mask_mod is a ScoreMod"),
+    "number": ((3, 8, 8), {}, TypeError, "mask_mod has type int"),
+    "score_mod": ((cupyattn.ScoreMod("score"), 8, 8), {}, TypeError, "mask_mod has type ScoreMod"),
     "twice": ((block_mask(CAUSAL, 8, 8), 8, 8), {}, TypeError, "BlockMask already"),
     "float": ((CAUSAL, 8.0, 8), {}, TypeError, "Sq is 8.0"),
     "negative": ((CAUSAL, 8, -1), {}, ValueError, "Sk = -1.*it is 0 to"),

@@ -302,7 +302,7 @@ def test_an_array_is_none_of_none_and_no_number():
         with pytest.raises(TypeError, match=r"given t = .*2\.5.*; .* numpy\.asarray "):
             ScoreMod("score * t", t=number)
     q, k, v, _ = (KERNELS.put(x) for x in small("float32", 1, 4, 2, 8))
-    with pytest.raises(TypeError, match=r"score_mod's t is a .*list; .* numpy\.asarray\(t\)"):
+    with pytest.raises(TypeError, match=r"score_mod's t has type .*list; .* numpy\.asarray\(t\)"):
         attention(q, k, v, score_mod=ScoreMod("score * t[h]", t=[2.5]))
 
 

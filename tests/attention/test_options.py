@@ -209,11 +209,14 @@ def test_bounds_know_which_features_are_a_pair():
     [
         (
             (ANGLES, ANGLES, True),
-            r"rotary is a tuple of 3; .*Rotary\(cos, sin, interleaved=False\)",
+            r"rotary has type tuple of length 3; .*Rotary\(cos, sin, interleaved=False\)",
         ),
-        (Rotary(ANGLES, None), "rotary is a Rotary of 3, of which one is None; .*pass rotary="),
+        (
+            Rotary(ANGLES, None),
+            "rotary has type Rotary of length 3, of which one is None; .*pass rotary=",
+        ),
         (Rotary(ANGLES, ANGLES, 1), "rotary's interleaved = 1"),
-        (ANGLES, "rotary is a ndarray; it is a tuple"),
+        (ANGLES, "rotary has type ndarray; it must be a tuple"),
     ],
 )
 def test_what_is_no_rotary_is_refused(rotary, message):

@@ -264,11 +264,11 @@ def placed_all(side: Any, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrt", "options", "message"),
     [
-        ("bias", {}, r"wrt is a str; it is a tuple of names.*; pass wrt=\(.bias.,\)"),
-        (([],), {}, "wrt is a tuple with items that are no names; it is a tuple of names"),
+        ("bias", {}, r"wrt has type str; it must be a tuple of names.*; pass wrt=\(.bias.,\)"),
+        (([],), {}, "wrt has type tuple with items that are no names; it must be a tuple of names"),
         (("bias",), {}, r"wrt names 'bias', which was not given; .* arrays; give vjp an array"),
-        (("bias",), {"bias": None}, r"wrt names 'bias', which is a NoneType; "),
-        (("causal",), {"causal": True}, r"wrt names 'causal', which is a bool; "),
+        (("bias",), {"bias": None}, r"wrt names 'bias', which has type NoneType; "),
+        (("causal",), {"causal": True}, r"wrt names 'causal', which has type bool; "),
         (("mask",), {"mask": np.ones((5, 7), bool)},
          r"'mask', which is mask of attention; .* has gradients of q, k, v, bias, sinks; leave"),
         (("rotary",), {"rotary": (np.ones((7, 4), np.float32), np.zeros((7, 4), np.float32))},

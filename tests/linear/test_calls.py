@@ -358,7 +358,7 @@ FORWARD = {
         {"x": zeros(3, 64), "w": made_up("int4", 5, 64, 32), "b": None, "activation": "swiglu"},
         r"\(K, 2 N\)",
     ),
-    "no array": ({"x": [1.0]}, "x is a builtins.list"),
+    "no array": ({"x": [1.0]}, "x has type builtins.list"),
 }  # fmt: skip
 BACKWARD = {
     "dout of another shape": ({"dout": zeros(3, 8)}, "dout is .*with the axes of x"),
@@ -369,7 +369,7 @@ BACKWARD = {
     "a preactivation of another shape": (
         {"preactivation": zeros(3, 5), "activation": "relu"}, "preactivation is",
     ),
-    "grads of another kind": ({"grads": (None, None)}, "it is a LinearGrads"),
+    "grads of another kind": ({"grads": (None, None)}, "it must be a LinearGrads"),
     "dw of another shape": ({"grads": LinearGrads(dw=zeros(6, 8))}, r"grads.dw is .*\(8, 6\)"),
     "dw strided both ways": (
         {"grads": LinearGrads(dw=zeros(16, 12)[::2, ::2])}, "grads.dw has strides .*one of its two",

@@ -266,7 +266,7 @@ def test_scalars_of_numpy_are_arrays_without_axes(side):
         )
         expected = scaled * np.array([0.25, 0.25, 0.25, -0.75]) + 1
         np.testing.assert_allclose(found, expected, rtol=1e-6)
-    with pytest.raises(TypeError, match=r"dloss is a builtins\.float"):
+    with pytest.raises(TypeError, match=r"dloss has type builtins\.float"):
         cupyattn.cross_entropy_backward(1.0, logits, np.int32(3), lse)
     with pytest.raises(TypeError, match="dloss has dtype float64"):
         cupyattn.cross_entropy_backward(np.float64(1), logits, np.int32(3), lse)
@@ -330,7 +330,7 @@ REFUSED = {
     "strided classes": ({"logits": LOGITS[:, :, ::2]}, ValueError, "last axis must be contiguous"),
     "smoothing": ({"label_smoothing": 1.5}, ValueError, r"label_smoothing = 1.5; it is at least 0"),
     "smoothing NaN": ({"label_smoothing": np.nan}, ValueError, "label_smoothing = nan"),
-    "z": ({"z_loss": "1"}, TypeError, "z_loss is a str"),
+    "z": ({"z_loss": "1"}, TypeError, "z_loss has type str"),
     "z below 0": ({"z_loss": -1e-3}, ValueError, "z_loss = -0.001"),
     "reduction": ({"reduction": "average"}, ValueError, "reduction = 'average'; allowed"),
     "reduction None": ({"reduction": None}, ValueError, "reduction = None"),
@@ -360,14 +360,14 @@ def test_bad_out_and_dloss_are_refused(side):
     logits, labels = side.put(LOGITS), side.put(LABELS)
     lse = side.put(np.zeros((2, 3), np.float32))
     one = side.put(np.zeros(1, np.float32))
-    with pytest.raises(TypeError, match=r"out is a .*array; with return_lse it is a tuple"):
+    with pytest.raises(TypeError, match=r"out has type .*array; with return_lse it must be"):
         cupyattn.cross_entropy(logits, labels, return_lse=True, out=lse)
     with pytest.raises(ValueError, match=r"out is float32 \(1,\); the result is float32 \(\)"):
         cupyattn.cross_entropy(logits, labels, out=one)
     with pytest.raises(ValueError, match="out overlaps logits"):
         cupyattn.cross_entropy(logits, labels, out=logits.reshape(-1)[3:4].reshape(()))
     for reduction in ("mean", "none"):
-        with pytest.raises(TypeError, match=r"out is a numpy\.float32; .*read that"):
+        with pytest.raises(TypeError, match=r"out has type numpy\.float32; .*read that"):
             cupyattn.cross_entropy(logits, labels, out=np.float32(0), reduction=reduction)
     with pytest.raises(ValueError, match=r"dloss has shape \(1,\)"):
         cupyattn.cross_entropy_backward(one, logits, labels, lse)

@@ -324,9 +324,13 @@ X = np.ones((2, 8), np.float32)
         (lambda x: cupyattn.dropout(x, 1.0, 3), ValueError, "p = 1.0; it is at least 0 and below"),
         (lambda x: cupyattn.dropout(x, -0.1, 3), ValueError, "p = -0.1; "),
         (lambda x: cupyattn.dropout(x, float("nan"), 3), ValueError, "p = nan; "),
-        (lambda x: cupyattn.dropout(x, "0.1", 3), TypeError, "p is a str; it is a real number"),
+        (
+            lambda x: cupyattn.dropout(x, "0.1", 3),
+            TypeError,
+            "p has type str; it must be a real number",
+        ),
         (lambda x: cupyattn.dropout(x, 0.1, None), ValueError, "p = 0.1 without a seed; "),
-        (lambda x: cupyattn.dropout(x, 0.1, 1.0), TypeError, "seed is 1.0, a float"),
+        (lambda x: cupyattn.dropout(x, 0.1, 1.0), TypeError, "seed is 1.0 of type float"),
         (lambda x: cupyattn.dropout(x, 0.1, -1), ValueError, "seed = -1; it is an integer from 0"),
         (lambda x: cupyattn.dropout(x, 0.1, 2**64), ValueError, "seed = 18446744073709551616; "),
         (lambda x: cupyattn.dropout(x, 0.1, 1, residual=x[:1]), ValueError, "residual has shape"),
@@ -350,7 +354,7 @@ X = np.ones((2, 8), np.float32)
         (
             lambda x: cupyattn.dropout_backward(x, 0.1, 1, grads=x),
             TypeError,
-            "grads is a .*; it is a DropoutGrads",
+            "grads has type .*; it must be a DropoutGrads",
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_torch_tensors_come_in_without_a_copy(dtype):
 def test_torch_tensors_on_the_cpu_are_refused():
     torch = pytest.importorskip("torch")
     q = torch.zeros((1, 2, 1, 8))
-    with pytest.raises(TypeError, match=r"q is a torch\.Tensor; .*numpy\.asarray\(q\)"):
+    with pytest.raises(TypeError, match=r"q has type torch\.Tensor; .*numpy\.asarray\(q\)"):
         attention(q, q, q)
 
 

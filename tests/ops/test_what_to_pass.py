@@ -94,8 +94,8 @@ def test_the_calls_themselves_are_right(call):
     if hasattr(grads := call.options.get("grads"), "_fields"):
         passed, allowed, _ = error_of(call, ("grads",), tuple)
         kind, fields = type(grads).__name__, ", ".join(grads._fields)
-        assert passed == "grads is a tuple"
-        assert re.fullmatch(f"it is an? {kind} of {fields}: arrays or None", allowed)
+        assert passed == "grads has type tuple"
+        assert re.fullmatch(f"it must be an? {kind} of {fields}: arrays or None", allowed)
         assert ("an " in allowed) == (kind in ("AttentionGrads", "RMSNormGrads"))
     if "workspace" in call.options:
         *_, fix = error_of(call, ("workspace",), np.ndarray.tolist)
@@ -113,7 +113,7 @@ def test_a_copy_of_a_result_would_be_lost():
     for call, trail in cases(written=True):
         for change in (np.ndarray.tolist, lambda array: 1.0):
             passed, *_, fix = error_of(call, trail, change)
-            name = passed.split(" is a ")[0]
+            name = passed.split(" has type ")[0]
             assert fix.startswith("make a writable, C-contiguous array before the call"), fix
             assert f"pass it as {name} and read that" in fix
 
@@ -126,7 +126,7 @@ def test_a_number_is_told_the_shape():
             assert "shape" in fix, (call.function, trail)
             assert "asarray" not in fix
             if example := EXAMPLE.search(fix):
-                text = example[0].replace(f", {passed.split(' is a ')[0]},", f", {number},")
+                text = example[0].replace(f", {passed.split(' has type ')[0]},", f", {number},")
                 run(call, trail, lambda array, text=text: made(text, array))
 
 
@@ -156,7 +156,7 @@ def test_a_masked_array_to_be_read_is_told_to_fill_it():
 def test_a_sequence_of_arrays_is_told_to_unpack_it(sequence):
     """numpy.asarray of arrays of several shapes would raise."""
     arrays = sequence([np.ones(3, np.float32), np.ones((2, 3), np.float32)])
-    with pytest.raises(TypeError, match=r"arrays\[0\] is .*; unpack it, as in global_norm\(\*arr"):
+    with pytest.raises(TypeError, match=r"arrays\[0\] has type .*; unpack it, as in glob"):
         cupyattn.global_norm(arrays)
     assert cupyattn.global_norm(*arrays) == 3.0
     with pytest.raises(TypeError, match=r"numpy\.asarray\(arrays\[0\]\)"):

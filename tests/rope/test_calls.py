@@ -244,13 +244,13 @@ def test_bad_pairs(side):
     x, cos, sin = (side.put(a) for a in bad().values())
     other = side.put(np.zeros((2, 3, 1, 6), F32))
     for pair, kind, message in (
-        ((x,), TypeError, "x is a tuple of 1; it is one array, or a tuple of two"),
+        ((x,), TypeError, "x has type tuple of length 1; it must be one array, or a tuple of two"),
         ((x, other), ValueError, r"x\[1\] has shape"),
         ((x, x), ValueError, r"out\[0\] overlaps x\[1\]"),
     ):
         with pytest.raises(kind, match=message):
             cupyattn.rope(pair, cos, sin, out=pair if len(pair) == 2 else None)
-    with pytest.raises(TypeError, match="out is a list"):
+    with pytest.raises(TypeError, match="out has type list"):
         cupyattn.rope((x, x), cos, sin, out=[x, x])
     q = side.put(np.zeros((2, 3, 4, 8), F32))
     with pytest.raises(ValueError, match=r"out\[0\] overlaps x\[1\]"):
@@ -399,17 +399,17 @@ def test_frequencies_match_transformers():
         ((10**5000, 64), {}, ValueError, "length = .*; it is 0 or more"),
         ((4, 2**63), {}, ValueError, "rotary_dim = 9223372036854775808; it is even, 0 or more"),
         ((4, 2**64), {}, ValueError, "rotary_dim = 18446744073709551616; it is even"),
-        ((1.5, 8), {}, TypeError, "length is 1.5, a float"),
+        ((1.5, 8), {}, TypeError, "length is 1.5 of type float"),
         ((4, 7), {}, ValueError, "rotary_dim = 7; it is even"),
         ((4, "8"), {}, TypeError, "rotary_dim is '8'"),
         ((4, 8), {"base": 1.0}, ValueError, "base = 1.0; it is above 1"),
-        ((4, 8), {"base": "1e4"}, TypeError, "base is a str"),
+        ((4, 8), {"base": "1e4"}, TypeError, "base has type str"),
         ((4, 8), {"dtype": "int32"}, TypeError, "dtype = 'int32'; allowed are"),
         ((4, 8), {"dtype": "float"}, None, ""),
         ((4, 8), {"dtype": object()}, TypeError, "dtype = <object"),
-        ((4, 8), {"scaling": 2.0}, TypeError, "scaling is a float; it is None or one of Linear"),
+        ((4, 8), {"scaling": 2.0}, TypeError, "scaling has type float; it must be None or one"),
         ((4, 8), {"scaling": LinearScaling(0)}, ValueError, "factor = 0.0 of LinearScaling; it is"),
-        ((4, 8), {"scaling": LinearScaling("2")}, TypeError, "factor of scaling is a str"),
+        ((4, 8), {"scaling": LinearScaling("2")}, TypeError, "factor of scaling has type str"),
         ((4, 8), {"scaling": Llama3Scaling(8, 4, 4)}, ValueError, "high_freq_factor = 4; it is"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 32)}, ValueError, "beta_fast = 1; it is at"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 1), "dtype": "float64"}, None, ""),

@@ -178,7 +178,7 @@ def test_adopt_refuses_other_objects(value: Any, described: str):
     with pytest.raises(TypeError) as failure:
         adopted({"k": np.zeros(3), "q": value})
     passed, allowed, fix = str(failure.value).split("; ")
-    assert passed.startswith("q is a ")
+    assert passed.startswith("q has type ")
     assert described in passed
     assert "numpy.ndarray, cupy.ndarray" in allowed
     number = isinstance(value, float | np.generic)  # an array of it would have no axes
@@ -190,7 +190,7 @@ def test_masked_array_error_keeps_the_mask(name: str):
     with pytest.raises(TypeError) as failure:
         adopted({name: np.ma.zeros(3)})
     passed, _, fix = str(failure.value).split("; ", 2)
-    assert passed == f"{name} is a numpy.ma.MaskedArray"
+    assert passed == f"{name} has type numpy.ma.MaskedArray"
     assert f"{name}.filled(" in fix
     assert ".data" not in fix
     assert "what a function is to leave out, say with mask= where it takes one (True = keep" in fix
@@ -268,7 +268,7 @@ def test_failed_export_error_has_the_cause(array: Any, cause: str):
     with pytest.raises(TypeError) as failure:
         adopted({"k": array, "q": np.zeros(3)})
     passed, allowed, fix = str(failure.value).split("; ")
-    assert re.match(rf"k is a \S+ whose __\w+__ cannot be used \(.*{cause}.*\)$", passed)
+    assert re.match(rf"k has type \S+, whose __\w+__ cannot be used \(.*{cause}.*\)$", passed)
     assert "numpy.ndarray, cupy.ndarray" in allowed
     assert fix.startswith("pass one of these")
     assert failure.value.__cause__ is not None
@@ -286,7 +286,7 @@ BROKEN_CAPSULES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("protocol", BROKEN_CAPSULES.values(), ids=BROKEN_CAPSULES)
 def test_broken_capsules(protocol: dict[str, Any]):
-    with pytest.raises(TypeError, match=r"q is a .*Foreign whose __dlpack__ cannot be used \(.*; "):
+    with pytest.raises(TypeError, match=r"q has type .*Foreign, whose __dlpack__ cannot be used "):
         adopted({"q": Foreign(dlpack_device=lambda: (2, 0), **protocol)})
 
 
@@ -308,7 +308,7 @@ def test_a_cuda_array_where_there_is_no_gpu(array: Any):
     cupy = pytest.importorskip("cupy")
     if cupy.cuda.is_available():
         pytest.skip("tells what happens without a GPU")
-    with pytest.raises(TypeError, match=r"q is a .*Foreign with __.*no GPU here.*; .*; pass NumPy"):
+    with pytest.raises(TypeError, match=r"q has type .*Foreign with __.*no GPU.*; .*; pass NumPy"):
         adopted({"q": array})
 
 

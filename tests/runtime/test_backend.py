@@ -84,11 +84,11 @@ def test_a_name_is_checked_at_once(name):
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"checks": 1}, TypeError, "checks is a int; it is True, False or an emulator.Checks; "),
-        ({"checks": "all"}, TypeError, "checks is a str; "),
-        ({"checks": Checks}, TypeError, "checks is a type; "),
-        ({"report": True}, TypeError, "report is a bool; it is an emulator.Report; make one"),
-        ({"report": Report}, TypeError, "report is a type; "),
+        ({"checks": 1}, TypeError, "checks has type int; it must be True, False or an emulat"),
+        ({"checks": "all"}, TypeError, "checks has type str; "),
+        ({"checks": Checks}, TypeError, "checks has type type; "),
+        ({"report": True}, TypeError, "report has type bool; it must be an emulator.Report; "),
+        ({"report": Report}, TypeError, "report has type type; "),
     ],
 )
 def test_options_are_checked_at_once(given, kind, message):

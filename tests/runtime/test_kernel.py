@@ -169,12 +169,12 @@ CROOKED = np.zeros(260, np.uint8)[1:257].view(np.float32)
     [
         ((1, X, X, 0), TypeError, "sums got 3 arguments; it takes x, y, shift, n; pass"),
         ((1, X, None, 0, 64), TypeError, "y is None"),
-        ((1, X, 5, 0, 64), TypeError, "y is a builtins.int"),
+        ((1, X, 5, 0, 64), TypeError, "y has type builtins.int"),
         ((1, X, X, 0, None), TypeError, "NoneType"),
         ((1, X[::2], X, 0, 64), ValueError, r"x of shape \(32,\) has strides \(8,\); .*contiguous"),
         ((1, CROOKED, X, 0, 64), ValueError, "x starts 1 bytes into an item"),
         ((-1, X, X, 0, 64), ValueError, "ctas = -1; it is 0 to 2147483647"),
-        ((1.0, X, X, 0, 64), TypeError, "ctas is 1.0, a float"),
+        ((1.0, X, X, 0, 64), TypeError, "ctas is 1.0 of type float"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(source, arguments, kind, message):

@@ -41,8 +41,8 @@ def test_contiguous_axis_gives_the_softmax_along_it(side, axis):
     [
         (X, 0, ValueError, r"axis 0 of x has a stride of 192 bytes; .* 4 bytes an item"),
         (X, 3, ValueError, r"axis = 3 of x with 3 axes; it is at least -3 and below 3"),
-        (X, 1.0, TypeError, "axis is a float; it is an integer"),
-        (X, True, TypeError, "axis is a bool"),
+        (X, 1.0, TypeError, "axis has type float; it must be an integer"),
+        (X, True, TypeError, "axis has type bool"),
         (X[0, 0, 0], 0, ValueError, "x has no axes"),
     ],
 )

@@ -360,8 +360,8 @@ REFUSED = {
     "mask of more axes": ({"mask": np.zeros((1, 2, 3, 8), bool)}, ValueError, "it broadcasts"),
     "bias of integers": ({"bias": np.zeros(8, np.int32)}, TypeError, "bias has dtype int32"),
     "bias that fits not": ({"bias": np.zeros((2, 1), "f4")}, ValueError, r"bias has shape \(2,"),
-    "a list": ({"mask": [True] * 8}, TypeError, "mask is a builtins.list"),
-    "scale a string": ({"scale": "1"}, TypeError, "scale is a str; it is a real number"),
+    "a list": ({"mask": [True] * 8}, TypeError, "mask has type builtins.list"),
+    "scale a string": ({"scale": "1"}, TypeError, "scale has type str; it must be a real number"),
     "scale infinite": ({"scale": np.inf}, ValueError, "scale = inf; it is a finite number"),
     "causal a number": ({"causal": 1}, TypeError, "causal = 1; it is True or False"),
 }  # fmt: skip

@@ -40,9 +40,9 @@ NO_FLOATS: dict[str, tuple[Callable[[np.ndarray], Any], type[Exception], str, st
     "reversed": (lambda a: a[..., ::-1], ValueError, "has strides", "axis must be contiguous"),
     "stepped": (lambda a: a.repeat(2, -1)[..., ::2], ValueError, "has strides", "contiguous"),
     "ragged rows": (in_ragged_rows, ValueError, "has strides", "whole numbers of items"),
-    "number": (lambda a: 3.0, TypeError, "is a builtins.float", ARRAYS),
-    "list": (lambda a: a.tolist(), TypeError, "is a builtins.list", ARRAYS),
-    "text": (lambda a: "q", TypeError, "is a builtins.str", ARRAYS),
+    "number": (lambda a: 3.0, TypeError, "has type builtins.float", ARRAYS),
+    "list": (lambda a: a.tolist(), TypeError, "has type builtins.list", ARRAYS),
+    "text": (lambda a: "q", TypeError, "has type builtins.str", ARRAYS),
     "None": (lambda a: None, TypeError, "is", ARRAYS),
 }
 ONLY_IN_NUMPY: dict[str, tuple[Callable[[np.ndarray], Any], type[Exception], str, str]] = {
@@ -56,8 +56,8 @@ ONLY_IN_NUMPY: dict[str, tuple[Callable[[np.ndarray], Any], type[Exception], str
         "has dtype float32 in foreign byte order",
         "",
     ),
-    "masked": (np.ma.array, TypeError, "is a numpy.ma.MaskedArray", ARRAYS),
-    "scalar": (lambda a: a.flat[0], TypeError, "is a numpy.float32", ARRAYS),
+    "masked": (np.ma.array, TypeError, "has type numpy.ma.MaskedArray", ARRAYS),
+    "scalar": (lambda a: a.flat[0], TypeError, "has type numpy.float32", ARRAYS),
 }
 
 
@@ -117,7 +117,7 @@ def option_rows() -> Iterator[Row]:
     yield from of("causal", TypeError, "causal", BOOL, 1, 0, None, "yes", [True])
     yield from of("causal", TypeError, "causal", BOOL, np.array(True), np.array([1, 2]))
     scales = ("1", True, 1j, [1.0], np.array(1.0))
-    yield from of("softmax_scale", TypeError, "softmax_scale is a ", "real number", *scales)
+    yield from of("softmax_scale", TypeError, "softmax_scale has type ", "real number", *scales)
     yield from of("softmax_scale", ValueError, "softmax_scale = ", "finite", NAN, INF, -INF, HUGE)
     sides = (3, [1, 0], "ab", (1,), (1, 2, 3), (1.0, 0), (True, None), ("1", 0), ([1], 2))
     yield from of("window_size", TypeError, "window_size", "integer", *sides, np.array([1, 2]))
@@ -131,23 +131,23 @@ def option_rows() -> Iterator[Row]:
     yield from of("q_offset", TypeError, "q_offset has dtype", dtypes, *numbers)
     yield from shaped("q_offset", "(B,), here (2,)", (3,), (2, 1), (), (1,), dtype=np.int32)
     yield from of("q_offset", ValueError, "q_offset = {}", str(2**60), 2**60 + 1, -(2**70))
-    yield from of("seqused_k", TypeError, "seqused_k is a builtins.", ARRAYS, 3, [3, 5], (3, 5))
+    yield from of("seqused_k", TypeError, "seqused_k has type builtins.", ARRAYS, 3, [3, 5], (3, 5))
     yield from of("seqused_k", TypeError, "seqused_k has dtype", dtypes, *numbers)
     yield from shaped("seqused_k", "(B,), here (2,)", (3,), (2, 1), (), dtype=np.int64)
     yield from of("mask", TypeError, "mask has dtype", "bool", MASK.astype(int), BIAS)
     shapes = ((4, 3, 6), (3, 1, 1, 1), (1, 1, 4, 3, 5), (0,), (2,), (2, 4, 1, 3))
     yield from shaped("mask", SCORES, *shapes, dtype=bool)
-    yield from of("mask", TypeError, "mask is a builtins.", ARRAYS, True, [[True]], "causal")
+    yield from of("mask", TypeError, "mask has type builtins.", ARRAYS, True, [[True]], "causal")
     yield from of("bias", TypeError, "bias has dtype", FLOATS, MASK, np.zeros(5), np.zeros(5, int))
     yield from shaped("bias", SCORES, *shapes)
     for name, array in (("bias", BIAS), ("alibi_slopes", full(4)), ("sinks", full(4))):
         apart = np.zeros((*array.shape, 6), np.uint8)[..., :4].view(np.float32)[..., 0]
         passed = f"{name} has strides"
         yield f"{name} ragged", {name: apart}, ValueError, passed, "whole numbers of items"
-    yield from of("bias", TypeError, "bias is a builtins.", ARRAYS, 1.0, [0.0])
+    yield from of("bias", TypeError, "bias has type builtins.", ARRAYS, 1.0, [0.0])
     yield from of("alibi_slopes", TypeError, "alibi_slopes has dtype", FLOATS, np.ones(4))
     yield from shaped("alibi_slopes", "(B, H)", (3,), (4, 2), (1, 4), (1,), (), (2, 4, 1))
-    yield from of("softcap", TypeError, "softcap is a ", "real number", "50", True, np.ones(1))
+    yield from of("softcap", TypeError, "softcap has type ", "real number", "50", True, np.ones(1))
     caps = (0, 0.0, -50.0, NAN, INF, HUGE)
     yield from of("softcap", ValueError, "softcap = ", "above 0", *caps)
     for cap, scale in ((1e-39, None), (5e-324, 0.01), (0.5, 1e38), (0.5, -1e38)):
@@ -158,14 +158,16 @@ def option_rows() -> Iterator[Row]:
     yield from shaped("sinks", "(H,), here (4,)", (3,), (2, 4), (1,), ())
     yield from of("dropout_p", ValueError, "dropout_p = {} without a seed", "seed=", 0.25)
     yield from of("dropout_p", ValueError, "dropout_p = ", DROP, 1.0, 1, -0.1, 50, NAN, INF, HUGE)
-    yield from of("dropout_p", TypeError, "dropout_p is a ", "real number", "0.1", True, None, [0])
+    yield from of(
+        "dropout_p", TypeError, "dropout_p has type ", "real number", "0.1", True, None, [0]
+    )
     yield from of("seed", TypeError, "seed is ", "integer", 1.0, True, "1", (1,), np.array(1))
     yield from of("seed", ValueError, "seed = {}", "0 to 2**64 - 1", -1, 2**64, np.int8(-1))
     for id, bad in {"list": [TABLE] * 2, "array": TABLE, "1": (TABLE,), "3": (TABLE,) * 3}.items():
-        yield f"rotary {id}", {"rotary": bad}, TypeError, "rotary is a", "tuple (cos, sin)"
+        yield f"rotary {id}", {"rotary": bad}, TypeError, "rotary has type ", "tuple (cos, sin)"
     for id, bad, kind, passed, allowed in (
-        ("numbers", (1, 2), TypeError, "cos is a builtins.int", ARRAYS),
-        ("half", (TABLE, None), TypeError, "rotary is a", "(cos, sin)"),
+        ("numbers", (1, 2), TypeError, "cos has type builtins.int", ARRAYS),
+        ("half", (TABLE, None), TypeError, "rotary has type ", "(cos, sin)"),
         ("ints", (TABLE.astype(int), TABLE), TypeError, "rotary's cos has dtype int64", FLOATS),
         ("1 axis", (TABLE[0], TABLE[0]), ValueError, "rotary's cos has shape (2,)", "R/2)"),
         ("lengths", (TABLE, TABLE[:8]), ValueError, "rotary's sin has shape (8, 2)", "(9, 2)"),
@@ -176,17 +178,17 @@ def option_rows() -> Iterator[Row]:
         yield f"rotary {id}", {"rotary": bad}, kind, passed, allowed
     call = "score_mod(score, b, h, q_idx, k_idx)"
     masks = MaskMod("q_idx > k_idx")
-    yield from of("score_mod", TypeError, "score_mod is a ", call, 3, "score", [abs], masks)
+    yield from of("score_mod", TypeError, "score_mod has type ", call, 3, "score", [abs], masks)
     call = "mask_mod(b, h, q_idx, k_idx)"
-    yield from of("mask_mod", TypeError, "mask_mod is a ", call, 3, "causal", [abs])
+    yield from of("mask_mod", TypeError, "mask_mod has type ", call, 3, "causal", [abs])
     for id, bad, kind, passed, allowed in (
-        ("list", [1.0], TypeError, "mask_mod's t is a builtins.list", ARRAYS),
+        ("list", [1.0], TypeError, "mask_mod's t has type builtins.list", ARRAYS),
         ("dtype", full(3).astype(complex), TypeError, "mask_mod's t has dtype", "float16"),
         ("axes", full(1, 1, 1, 1, 1), ValueError, "mask_mod's t has 5 axes", "at most 4"),
     ):
         changes = {"mask_mod": MaskMod("t[h] > 0", python=lambda *_, t: True, t=bad)}
         yield f"mask_mod of {id}", changes, kind, passed, allowed
-    yield from of("workspace", TypeError, "workspace is a ", ARRAYS, 1024, [1], "w")
+    yield from of("workspace", TypeError, "workspace has type ", ARRAYS, 1024, [1], "w")
 
 
 def numpy_option_rows() -> Iterator[Row]:
@@ -195,7 +197,7 @@ def numpy_option_rows() -> Iterator[Row]:
     yield "seqused_k -1", {"seqused_k": used}, ValueError, "from -1 to 5", "Sk = 5"
     yield "seqused_k 6", {"seqused_k": used + 1}, ValueError, "from 0 to 6", "Sk = 5"
     yield "q_offset huge", {"q_offset": offset + 2**62}, ValueError, "q_offset", str(2**60)
-    yield from of("mask", TypeError, "mask is a numpy.ma.", ARRAYS, np.ma.array(MASK))
+    yield from of("mask", TypeError, "mask has type numpy.ma.", ARRAYS, np.ma.array(MASK))
     objects = np.array([None, 1], object)
     yield from of("workspace", TypeError, "workspace has dtype object", "without", objects)
     yield from of("mask", TypeError, "mask has dtype object", "bool", MASK.astype(object))
@@ -250,12 +252,12 @@ def forward_rows() -> Iterator[Row]:
     yield "out tuple", changes, TypeError, passed, "one array"
     out, lse, half = full(2, 3, 4, 6), full(2, 4, 3), np.float16
     for id, given_out, kind, passed, allowed in (
-        ("array with lse", out, TypeError, "out is a ", "(out, lse)"),
-        ("list", [out, lse], TypeError, "out is a list", "(out, lse)"),
-        ("of 3", (out, lse, lse), TypeError, "out is a tuple", "(out, lse)"),
-        ("without lse", (out, None), TypeError, "out is a tuple", "(out, lse)"),
-        ("only lse", (None, lse), TypeError, "out is a tuple", "(out, lse)"),
-        ("numbers", (1.0, 2.0), TypeError, "out is a builtins.float", ARRAYS),
+        ("array with lse", out, TypeError, "out has type ", "(out, lse)"),
+        ("list", [out, lse], TypeError, "out has type list", "(out, lse)"),
+        ("of 3", (out, lse, lse), TypeError, "out has type tuple", "(out, lse)"),
+        ("without lse", (out, None), TypeError, "out has type tuple", "(out, lse)"),
+        ("only lse", (None, lse), TypeError, "out has type tuple", "(out, lse)"),
+        ("numbers", (1.0, 2.0), TypeError, "out has type builtins.float", ARRAYS),
         ("shape", (full(2, 3, 4, 8), lse), ValueError, "out is float32 (2, 3, 4, 8)", OUT),
         ("dtype", (full(2, 3, 4, 6, dtype=half), lse), TypeError, "out is float16", OUT),
         ("stepped", (full(2, 3, 4, 12)[..., ::2], lse), ValueError, "out has", "contiguous"),
@@ -304,7 +306,7 @@ def numpy_forward_rows() -> Iterator[Row]:
         ("read-only", (read_only(2, 3, 4, 6), lse), ValueError, "out is read-only", "written"),
         ("lse read-only", (out, read_only(2, 4, 3)), ValueError, "lse is read-only", "written"),
         ("swapped", (out.astype(">f4"), lse), TypeError, "foreign byte order", OUT),
-        ("masked", (np.ma.array(out), lse), TypeError, "out is a numpy.ma.", ARRAYS),
+        ("masked", (np.ma.array(out), lse), TypeError, "out has type numpy.ma.", ARRAYS),
     ):
         yield f"out {id}", {"out": given_out}, kind, passed, allowed
     for id, result, kind, allowed in (
@@ -328,17 +330,17 @@ def backward_rows() -> Iterator[Row]:
         yield f"{name} shape", shorter, ValueError, f"{name} has shape", str(shape)
         yield f"{name} axes", {name: lambda a: a[0]}, ValueError, f"{name} has shape", str(shape)
     yield from of("dlse", TypeError, "dlse has dtype float64", "float32", np.zeros((2, 4, 3)))
-    yield from of("dlse", TypeError, "dlse is a builtins.float", ARRAYS, 0.0)
+    yield from of("dlse", TypeError, "dlse has type builtins.float", ARRAYS, 0.0)
     yield from shaped("dlse", "(B, H, Sq), here (2, 4, 3)", (2, 3, 4), (2, 4), (2, 4, 3, 1))
     plain = ([], (None,) * 5, {}, full(2, 3, 4, 8))
-    yield from of("grads", TypeError, "grads is a ", "AttentionGrads", *plain)
+    yield from of("grads", TypeError, "grads has type ", "AttentionGrads", *plain)
     yield from of("accumulate", TypeError, "accumulate", BOOL, 1, "yes", None, np.array([1, 2]))
     yield from of("deterministic", TypeError, "deterministic", BOOL, 1, "yes", None)
     alone = {"grads": None, "accumulate": True}
     yield "accumulate alone", alone, ValueError, "accumulate=True without grads", "what is in grads"
     dq, dk, dv = "float32 (2, 3, 4, 8)", "float32 (2, 5, 2, 8)", "float32 (2, 5, 2, 6)"
     for id, grads, kind, passed, allowed in (
-        ("number", {"dq": 1.0}, TypeError, "grads.dq is a builtins.float", ARRAYS),
+        ("number", {"dq": 1.0}, TypeError, "grads.dq has type builtins.float", ARRAYS),
         ("shape", {"dk": full(2, 3, 4, 8)}, ValueError, f"dk is {dq}", dk),
         ("dtype", {"dv": full(2, 5, 2, 6, dtype=float)}, TypeError, "dv is float64", dv),
         ("stepped", {"dv": full(2, 5, 2, 12)[..., ::2]}, ValueError, "dv has", "contiguous"),
@@ -399,7 +401,7 @@ def softmax_rows() -> Iterator[Row]:
         ("dtype", full(2, 3, 8, dtype=np.float16), TypeError, "out is float16 (2, 3, 8)", result),
         ("stepped", full(2, 3, 16)[..., ::2], ValueError, "out has strides", "contiguous"),
         ("repeats", repeated(2, 3, 8), ValueError, "one item in memory", "own place"),
-        ("list", [1.0], TypeError, "out is a builtins.list", ARRAYS),
+        ("list", [1.0], TypeError, "out has type builtins.list", ARRAYS),
     ):
         yield f"out {id}", {"out": out}, kind, passed, allowed
     into = {PLACED: lambda call: call.options.update(out=call.arrays["x"])}

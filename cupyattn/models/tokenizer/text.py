@@ -168,7 +168,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise error(
                 TypeError,
-                f"text is {shown(text)}, a {type(text).__name__}",
+                f"text is {shown(text)} of type {type(text).__name__}",
                 "it is a str",
                 "encode several texts one by one",
             )

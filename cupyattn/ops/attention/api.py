@@ -349,8 +349,8 @@ def _split_out(out: Any, return_lse: bool) -> tuple[Any, Any]:
         return out
     raise error(
         TypeError,
-        f"out is a {type(out).__name__} with return_lse=True",
-        "it is a tuple (out, lse) of arrays then",
+        f"out has type {type(out).__name__} with return_lse=True",
+        "it must be a tuple (out, lse) of arrays then",
         "pass out=(out, lse)",
     )
 

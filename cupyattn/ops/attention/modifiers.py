@@ -505,8 +505,8 @@ def user_function(option: str, given: Any) -> UserFunction | None:
         return UserFunction(None)
     raise error(
         TypeError,
-        f"{option} is a {type(given).__name__}",
-        f"it is a {kind.__name__}, or for NumPy arrays a function {option}({kind.names})",
+        f"{option} has type {type(given).__name__}",
+        f"it must be a {kind.__name__}, or for NumPy arrays a function {option}({kind.names})",
         f"pass for example {kind.__name__}({kind.example!r}, ...)",
     )
 

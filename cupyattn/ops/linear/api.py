@@ -237,8 +237,8 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
     if not isinstance(out, tuple) or len(out) != 2:
         raise error(
             TypeError,
-            f"out is a {type(out).__name__} with return_preactivation=True",
-            "it is a tuple (out, preactivation) of arrays or None then",
+            f"out has type {type(out).__name__} with return_preactivation=True",
+            "it must be a tuple (out, preactivation) of arrays or None then",
             "pass out=(out, preactivation)",
         )
     if activation is None and out[1] is not None:

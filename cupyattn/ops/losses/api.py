@@ -477,8 +477,8 @@ def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         raise error(
             TypeError,
-            f"out is a {type(out).__name__}",
-            "with return_lse it is a tuple (loss, lse)",
+            f"out has type {type(out).__name__}",
+            "with return_lse it must be a tuple (loss, lse)",
             "pass a tuple of two arrays, or none",
         )
     return out

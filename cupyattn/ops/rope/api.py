@@ -65,10 +65,10 @@ def checked_rotary(rotary: Any) -> Rotary:
     if not fits or rotary[0] is None or rotary[1] is None:
         raise error(
             TypeError,
-            f"rotary is a {type(rotary).__name__}"
-            + (f" of {len(rotary)}" if isinstance(rotary, tuple) else "")
+            f"rotary has type {type(rotary).__name__}"
+            + (f" of length {len(rotary)}" if isinstance(rotary, tuple) else "")
             + (", of which one is None" if fits else ""),
-            "it is a tuple (cos, sin) of arrays (positions, R/2), or Rotary(cos, sin, "
+            "it must be a tuple (cos, sin) of arrays (positions, R/2), or Rotary(cos, sin, "
             "interleaved=False)",
             "pass rotary=(cos, sin)",
         )
@@ -304,11 +304,11 @@ def _both(name: str, value: Any, x: Any) -> tuple[Any, Any]:
         return value, None
     pair = (None, None) if value is None else value
     if not isinstance(pair, tuple) or len(pair) != 2:
-        count = f" of {len(pair)}" if isinstance(pair, tuple) else ""
+        count = f" of length {len(pair)}" if isinstance(pair, tuple) else ""
         raise error(
             TypeError,
-            f"{name} is a {type(value).__name__}{count}",
-            "it is one array, or a tuple of two; results as the arguments are",
+            f"{name} has type {type(value).__name__}{count}",
+            "it must be one array, or a tuple of two; results as the arguments are",
             "pass a tuple (q, k), or call rope for each array",
         )
     return pair
@@ -436,8 +436,8 @@ def _check_scaling(scaling: object) -> None:
     if not isinstance(scaling, _SCALINGS):
         raise error(
             TypeError,
-            f"scaling is a {type(scaling).__name__}",
-            f"it is None or one of {names}",
+            f"scaling has type {type(scaling).__name__}",
+            f"it must be None or one of {names}",
             "pass for example scaling=cupyattn.LinearScaling(2.0)",
         )
     for name, value in scaling._asdict().items():

@@ -507,8 +507,8 @@ def _gradients(
     if bias is None and isinstance(grads, tuple):
         raise error(
             TypeError,
-            f"grads is a {type(grads).__name__}, and bias is None",
-            "without a bias it is one array, that of dx",
+            f"grads has type {type(grads).__name__}, and bias is None",
+            "without a bias it must be one array, that of dx",
             "pass grads=dx, or the bias of the call",
         )
     exact, options = backward_options(gradient, scale, accumulate, logarithm)

@@ -60,7 +60,7 @@ class CudaDevice:
     """A GPU through CuPy. Kernels are loaded as modules and start on its current stream."""
 
     null = 0
-    _card: DeviceTraits | None = None
+    _traits: DeviceTraits | None = None
 
     def __init__(self, ordinal: int) -> None:
         cupy = load_cupy()
@@ -84,19 +84,19 @@ class CudaDevice:
         self._loading = threading.Lock()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set a property of the device, and drop the cached `card` so that plans see it."""
+        """Set a property of the device, and drop the cached `traits` so that plans see it."""
         super().__setattr__(name, value)
-        super().__setattr__("_card", None)
+        super().__setattr__("_traits", None)
 
     @property
     def traits(self) -> DeviceTraits:
         """The properties that plans depend on, cached because each call needs them."""
-        return self._card or self._make_card()
+        return self._traits or self._make_traits()
 
-    def _make_card(self) -> DeviceTraits:
+    def _make_traits(self) -> DeviceTraits:
         traits = traits_of(self)
         if self._tensor_cores is not None:  # in a capture the answer is only an assumption
-            super().__setattr__("_card", traits)
+            super().__setattr__("_traits", traits)
         return traits
 
     @property
