@@ -15,7 +15,6 @@ from support import modifiers
 from support.devices import KERNELS, NUMPY
 from support.modifiers import (
     PackedBlocks,
-    TileMask,
     arrays,
     blocks_of,
     by_the_reference,
@@ -27,10 +26,70 @@ from support.search import deep, examples, mostly_deep, wider
 from support.strategies import AttentionProblem
 
 import cupyattn
-from cupyattn import MaskMod, attention, attention_backward, block_mask
+from cupyattn import AttentionGrads, MaskMod, attention, attention_backward, block_mask, reference
 from cupyattn.emulator import Checks, Report
+from cupyattn.runtime.outputs import round_into
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+
+@dataclass(frozen=True)
+class TileMask:
+    """A problem with options, and bools that hide scores of it."""
+
+    problem: AttentionProblem
+    seen: np.ndarray
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The options of the call, with a block mask."""
+        placed = {n: KERNELS.put(x) if isinstance(x, np.ndarray) else x for n, x in self.options}
+        return {"mask_mod": blocks_of(self.seen), **placed}
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """The options of the reference, with a mask."""
+        return {"mask": self.seen, **dict(self.options)}
+
+    def forward_ratios(self) -> dict[str, float]:
+        """Errors over bounds of out and lse."""
+        arrays = self.problem.arrays()
+        found = cupyattn.attention(*map(KERNELS.put, arrays), **self.own, return_lse=True)
+        bounds = reference.attention_bound(
+            *arrays, dtype=self.problem.dtype, tile_k=16, **self.alike
+        )
+        exact = reference.attention(*arrays, **self.alike)
+        return {
+            name: reference.error_ratio(KERNELS.get(each), *expected)
+            for name, each, *expected in zip(("out", "lse"), found, exact, bounds, strict=True)
+        }
+
+    def backward_inputs(self) -> tuple[np.ndarray, ...]:
+        """dout, q, k, v, and the reference's out and lse."""
+        dout, _ = self.problem.gradients()
+        arrays = self.problem.arrays()
+        out, lse = reference.attention(*arrays, **self.alike)
+        return (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
+
+    def run_backward(self, **more: Any) -> AttentionGrads:
+        """With other options too, or others in place of its own."""
+        given = map(KERNELS.put, self.backward_inputs())
+        return cupyattn.attention_backward(*given, **{**self.own, **more})
+
+    def backward_ratios(self, **more: Any) -> dict[str, float]:
+        """Errors over bounds of all gradients."""
+        grads, given = self.run_backward(**more), self.backward_inputs()
+        exact = reference.attention_backward(*given, **self.alike)
+        bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **self.alike)
+        return {
+            name: reference.error_ratio(
+                KERNELS.get(grad), getattr(exact, name), getattr(bounds, name)
+            )
+            for name, grad in grads._asdict().items()
+            if grad is not None
+        }
+
 
 HALF, FLOAT = ("float16", 8), ("float32", 8)
 KINDS_DEEP = [HALF, FLOAT, ("float16", 24), ("float32", 24), ("float16", 136), ("bfloat16", 8)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paged import PagedProblem, multiprocessors, on_emulator, on_kernels, paged_problems
+from support.paged import LENGTHS, PagedProblem, multiprocessors, on_emulator, on_kernels
 from support.recording_device import device_array
 from support.search import deep, examples, mostly_deep, wider
 
@@ -19,6 +20,33 @@ from cupyattn.ops.attention.reference.cache_formats import dequantise, quantise
 from cupyattn.ops.attention.reference.quantised import quantisation_error
 
 pytestmark = pytest.mark.nvrtc
+
+
+@st.composite
+def paged_problems(
+    draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ...], bits: int | None = None
+) -> PagedProblem:
+    """Draw problems of these kernels: (dtype, D, most groups, most tokens)."""
+    dtype, head_dim, most_group, most_tokens = draw(st.sampled_from(kernels))
+    options: list[tuple[str, Any]] = []
+    if draw(st.booleans()):
+        options.append(("causal", True))
+    if draw(st.booleans()):
+        left = draw(st.sampled_from((0, 1, 15, 16, 40, 100, None)))
+        options.append(("window_size", (left, draw(st.sampled_from((0, 2, None))))))
+    return PagedProblem(
+        lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
+        Sq=draw(st.integers(1, most_tokens)),
+        G=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, most_group)),
+        D=head_dim,
+        dtype=dtype,
+        block_size=draw(st.sampled_from((16, 32, 48, 256))),
+        options=tuple(options),
+        seed=draw(st.integers(0, 2**16)),
+        bits=bits,
+    )
+
 
 # (dtype, head dim, most query heads of a key-value head, most tokens): tensor cores with 8 rows
 # and with 16, vector loads without tensor cores, and loads of single items.

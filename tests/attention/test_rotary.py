@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,38 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support import backward_runs, forward_runs
 from support.devices import KERNELS, placed
-from support.rotary import RotaryProblem, rotary_problems
+from support.rotary import CHUNK, RotaryProblem
 from support.search import Search, deep, examples, wider
-from support.strategies import FRUGAL
+from support.strategies import FRUGAL, RUN_TIME_OPTIONS, attention_problems
 from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, Rotary, ScoreMod, reference, rope_tables
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+
+@st.composite
+def rotary_problems(
+    draw: st.DrawFn, *, always: tuple[str, ...] = (), tables: tuple[str, ...], **problem: Any
+) -> RotaryProblem:
+    """Draw a problem that has the option, and the options `always` too."""
+    names = dict.fromkeys(("rotary", *always), "")
+    drawn = draw(
+        attention_problems(options=(*RUN_TIME_OPTIONS, "rotary"), option_sets=(names,), **problem)
+    )
+    of = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+    if drawn.D >= 2 * CHUNK and draw(st.booleans()):
+        positions, _ = dict(drawn.drawn)["rotary"]
+        pairs = CHUNK * draw(st.integers(1, drawn.D // (2 * CHUNK)))
+        of["drawn"] = tuple({**dict(drawn.drawn), "rotary": (positions, pairs)}.items())
+    return RotaryProblem(
+        **of,
+        interleaved=draw(st.booleans()),
+        table=draw(st.sampled_from(tables)),
+        beside=draw(st.sampled_from((0, 3))),
+    )
+
 
 TABLES = wider(("float32",), ("float16", "bfloat16"))
 # Whole chunks and tails, D != Dv; tables have any number of pairs.

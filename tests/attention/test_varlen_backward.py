@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from support.devices import KERNELS, SENTINEL, placed
-from support.modifiers import PackedBlocks, PackedExpressions, blocks_of, masked_tiles, ragged
+from support.modifiers import CAP, PackedBlocks, blocks_of, masked_tiles, ragged
 from support.search import Search, deep, examples, wider
 from support.strategies import (
     ALL_AT_ONCE,
@@ -33,6 +34,84 @@ from cupyattn import (
 )
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
+
+
+@dataclass(frozen=True)
+class PackedExpressions(VarlenProblem):
+    """Expressions that name the sequence, positions within it, and rows of packed arrays.
+
+    The arrays that they index by a row of q or k end with the last one.
+    """
+
+    put: Any = KERNELS.put
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """A new generator with the problem's seed."""
+        return np.random.default_rng(self.dense.seed)
+
+    @property
+    def slopes(self) -> np.ndarray:
+        """A slope of each sequence and head; a view."""
+        return self.rng.random((self.dense.B, 2 * self.dense.H)).astype(np.float16)[:, ::2]
+
+    @property
+    def by_distance(self) -> np.ndarray:
+        """A term for each head and distance."""
+        return self.rng.standard_normal((self.dense.H, sum(self.longest)), np.float32)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where the queries of each sequence stand."""
+        return np.arange(self.dense.B) * 3 - 1
+
+    def documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row of q and of k, in packed order."""
+        totals = (sum(self.queries), sum(self.keys))
+        q, k = (self.rng.integers(0, 3, total) for total in totals)
+        return q, k
+
+    def expressions(self) -> dict[str, Any]:
+        """Both, with their gradient."""
+        rows, keys = self.bounds
+        of_q, of_k = self.documents()
+        arrays = {
+            "cap": np.array(CAP, np.float32), "by_distance": self.by_distance,
+            "keys": np.array([self.longest[1]]), "slopes": self.slopes, "offsets": self.offsets,
+        }  # fmt: skip
+        masks = {"rows": rows, "keys": keys, "of_q": of_q, "of_k": of_k}
+        return {
+            "score_mod": ScoreMod(
+                "cap * tanhf(score / cap) + by_distance[h][q_idx - k_idx + keys[0] - 1]\n"
+                "  - slopes[b][h] * abs(q_idx + offsets[b] - k_idx)",
+                gradient="grad * (1 - tanhf(score / cap) * tanhf(score / cap))",
+                **{name: self.put(x) for name, x in arrays.items()},
+            ),
+            "mask_mod": MaskMod(
+                "of_q[rows[b] + q_idx] == of_k[keys[b] + k_idx]",
+                **{name: self.put(x) for name, x in masks.items()},
+            ),
+        }
+
+    def given(self) -> dict[str, Any]:
+        return {**self.expressions(), "q_offset": self.offsets}
+
+    def options(self) -> dict[str, Any]:
+        i, j = np.arange(self.longest[0])[:, None], np.arange(self.longest[1])
+        mask = np.zeros((self.dense.B, 1, *self.longest), bool)
+        of_q, of_k = self.documents()
+        for b, (rows, keys) in enumerate(zip(*self.bounds, strict=True)):
+            if b < self.dense.B:
+                own = of_q[rows : rows + self.queries[b]], of_k[keys : keys + self.keys[b]]
+                mask[b, 0, : len(own[0]), : len(own[1])] = own[0][:, None] == own[1]
+        return {
+            "softcap": CAP,
+            "bias": self.by_distance[:, i - j + self.longest[1] - 1],
+            "alibi_slopes": self.slopes,
+            "q_offset": self.offsets,
+            "mask": mask,
+        }
+
 
 KINDS = {"option_views": FRUGAL["option_views"], "spreads": (1.0,)}
 RAGGED = VarlenProblem(

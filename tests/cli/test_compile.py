@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from support.gates import first_of_each_kernel
 from support.processes import environment, run
 from support.search import Search
 
@@ -21,7 +21,15 @@ from cupyattn.cli.configurations import compiled_kernel
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.registry import catalogue
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.spec import KernelSpec
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+
+
+def first_of_each_kernel(specialisations: Iterable[Specialisation]) -> list[Specialisation]:
+    """Return one specialisation of each kernel."""
+    found: dict[str, Specialisation] = {}
+    for each in specialisations:
+        found.setdefault(each.spec.entry, each)
+    return [*found.values()]
 
 
 def asked(capsys, *arguments: str) -> dict:

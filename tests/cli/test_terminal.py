@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from support.processes import WITHOUT_RICH, environment, run, run_in_terminal
+from support.processes import environment, run
 from support.search import deep
 
 import cupyattn.runtime.progress as progress_module
@@ -18,6 +18,37 @@ from cupyattn.cli.configurations import rows_of
 from cupyattn.cli.terminal import RichTerminal, Terminal
 from cupyattn.runtime.progress import progress
 from cupyattn.turing import KernelFigures, LoopFigures, Utilisation
+
+WITHOUT_RICH = (
+    "import sys; sys.modules['rich'] = None; import runpy; sys.argv[0] = 'cupyattn'; "
+    "runpy.run_module('cupyattn', run_name='__main__', alter_sys=False)"
+)
+
+
+def run_in_terminal(
+    *arguments: str, launcher: tuple[str, ...] = ("-m", "cupyattn"), columns: int = 150
+) -> str:
+    """Run with stdout and stderr on a pseudo-terminal; returns what a person would see."""
+    pty = pytest.importorskip("pty", reason="pseudo-terminals are POSIX")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment() | {"TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": ""},
+    )
+    os.close(theirs)
+    shown = bytearray()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        try:
+            while chunk := screen.read(4096):
+                shown += chunk
+        except OSError:  # Linux reports the end of a pseudo-terminal as an error
+            pass
+    assert process.wait() == 0
+    return shown.decode()
+
 
 WIDTH = 80
 # Rows with the longest names of all, of a kernel that is compiled soon.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.cache_contents import token_dtype
 
 from cupyattn import PagedKVCache, rope_tables
 
@@ -18,11 +17,12 @@ def test_a_captured_step_runs_on_updated_tables(dtype):
     import cupy
 
     rng = np.random.default_rng(0)
+    token_dtype = "float32" if dtype == "int4" else dtype
     cache = PagedKVCache(LAYERS, 40, 16, KV_HEADS, HEAD_DIM, dtype=dtype, xp=cupy)
     rotary = tuple(map(cupy.asarray, rope_tables(128, HEAD_DIM)))
 
     def drawn(*shape):
-        return cupy.asarray(rng.standard_normal(shape).astype(token_dtype(dtype)))
+        return cupy.asarray(rng.standard_normal(shape).astype(token_dtype))
 
     sequences = [cache.allocator.add([0] * length) for length in (40, 3, 16)]
     prompts = cache.step_tables(sequences, [40, 3, 16])

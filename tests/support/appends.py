@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 from support.devices import KERNELS, SENTINEL, dtype_of
-from support.search import wider
 
 import cupyattn
 from cupyattn import reference
@@ -164,41 +162,3 @@ def _untouched(array: np.ndarray, at: tuple[np.ndarray, np.ndarray]) -> bool:
     rest = np.ones(array.shape[:2], bool)
     rest[at] = False
     return bool((array[rest] == np.array(SENTINEL, array.dtype)).all())
-
-
-# dtype, D, bits, half, interleaved, margin: each is a kernel. With vectors and single items.
-KINDS = wider(
-    (
-        ("float16", 64, None, 32, False, 0), ("bfloat16", 40, 4, None, False, 0),
-        ("float32", 24, None, 8, True, 0), ("float16", 34, 4, 15, False, 0),
-        ("float32", 5, 8, 2, True, 1),
-    ),
-    (
-        ("float16", 64, 8, 16, False, 0),
-        ("float16", 256, 4, 128, False, 0), ("bfloat16", 128, None, 64, False, 0),
-        ("float32", 256, 8, 64, True, 0), ("float16", 1, None, 0, False, 0),
-        ("bfloat16", 61, 8, 30, True, 1), ("float16", 128, 4, None, False, 3),
-        ("float32", 128, 4, 64, False, 0), ("float16", 80, 8, 40, True, 0),
-    ),
-)  # fmt: skip
-
-
-@st.composite
-def append_problems(draw: st.DrawFn) -> AppendProblem:
-    """Draw problems of these kernels."""
-    dtype, head_dim, bits, half, interleaved, margin = draw(st.sampled_from(KINDS))
-    total = draw(st.sampled_from((1, 2, 7, 16, 33)))
-    return AppendProblem(
-        tokens=draw(st.sampled_from(((total,), (1, total), (2, total)))),
-        H=draw(st.sampled_from((1, 3, 8))),
-        # Most often more than one head: others are a kernel of their own.
-        G=draw(st.sampled_from((2, 3, 5))),
-        D=head_dim,
-        dtype=dtype,
-        bits=bits,
-        half=half,
-        interleaved=interleaved,
-        block_size=draw(st.sampled_from((1, 3, 16))),
-        margin=margin,
-        seed=draw(st.integers(0, 2**16)),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import pytest
@@ -109,11 +109,3 @@ def exceeded(specialisation: Specialisation) -> list[str]:
         if models < limits.models - MODEL_TOLERANCE:
             failures.append(f"models {models:.3f}, chosen for {limits.models}")
     return [f"{specialisation.label}: {failure}" for failure in failures]
-
-
-def first_of_each_kernel(specialisations: Iterable[Specialisation]) -> list[Specialisation]:
-    """Return one specialisation of each kernel."""
-    found: dict[str, Specialisation] = {}
-    for each in specialisations:
-        found.setdefault(each.spec.entry, each)
-    return [*found.values()]

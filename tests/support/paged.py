@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from support.devices import KERNELS, dtype_of
 
 import cupyattn
@@ -184,32 +183,6 @@ def multiprocessors(count: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "multiprocessors", count)
         yield
-
-
-@st.composite
-def paged_problems(
-    draw: st.DrawFn, kernels: tuple[tuple[str, int, int, int], ...], bits: int | None = None
-) -> PagedProblem:
-    """Draw problems of these kernels: (dtype, D, most groups, most tokens)."""
-    dtype, head_dim, most_group, most_tokens = draw(st.sampled_from(kernels))
-    options: list[tuple[str, Any]] = []
-    if draw(st.booleans()):
-        options.append(("causal", True))
-    if draw(st.booleans()):
-        left = draw(st.sampled_from((0, 1, 15, 16, 40, 100, None)))
-        options.append(("window_size", (left, draw(st.sampled_from((0, 2, None))))))
-    return PagedProblem(
-        lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
-        Sq=draw(st.integers(1, most_tokens)),
-        G=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, most_group)),
-        D=head_dim,
-        dtype=dtype,
-        block_size=draw(st.sampled_from((16, 32, 48, 256))),
-        options=tuple(options),
-        seed=draw(st.integers(0, 2**16)),
-        bits=bits,
-    )
 
 
 @dataclass(frozen=True)

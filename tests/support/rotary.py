@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 from support.devices import KERNELS, dtype_of, placed
-from support.strategies import RUN_TIME_OPTIONS, AttentionProblem, attention_problems
+from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import Rotary
@@ -54,25 +53,3 @@ class RotaryProblem(AttentionProblem):
                 )  # fmt: skip
             turned.append(KERNELS.get(result))
         return turned[0], turned[1]
-
-
-@st.composite
-def rotary_problems(
-    draw: st.DrawFn, *, always: tuple[str, ...] = (), tables: tuple[str, ...], **problem: Any
-) -> RotaryProblem:
-    """Draw a problem that has the option, and the options `always` too."""
-    names = dict.fromkeys(("rotary", *always), "")
-    drawn = draw(
-        attention_problems(options=(*RUN_TIME_OPTIONS, "rotary"), option_sets=(names,), **problem)
-    )
-    of = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
-    if drawn.D >= 2 * CHUNK and draw(st.booleans()):
-        positions, _ = dict(drawn.drawn)["rotary"]
-        pairs = CHUNK * draw(st.integers(1, drawn.D // (2 * CHUNK)))
-        of["drawn"] = tuple({**dict(drawn.drawn), "rotary": (positions, pairs)}.items())
-    return RotaryProblem(
-        **of,
-        interleaved=draw(st.booleans()),
-        table=draw(st.sampled_from(tables)),
-        beside=draw(st.sampled_from((0, 3))),
-    )
