@@ -42,7 +42,7 @@ def rotary_problems(
         **of,
         interleaved=draw(st.booleans()),
         table=draw(st.sampled_from(tables)),
-        beside=draw(st.sampled_from((0, 3))),
+        spare=draw(st.sampled_from((0, 3))),
     )
 
 
@@ -192,7 +192,7 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
         ({"dtype": "float32", **NARROW}, False),
         ({"drawn": (("rotary", (70, 12)),)}, False),  # no whole chunks, but of neighbours
         ({"drawn": (("rotary", (70, 12)),), "interleaved": True}, True),
-        ({"beside": 3}, False),
+        ({"spare": 3}, False),
         ({"Sq": 2, "Sk": 300, "D": 64, "Dv": 64, "drawn": (("rotary", (300, 24)),)}, False),
         *deep(
             ({"dtype": "float32"}, False),

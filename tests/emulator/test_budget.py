@@ -1,6 +1,6 @@
 """What the emulator costs: how many operations a launch is, how they grow, and the CPU time.
 
-Calls are counted, which gives the same number on every machine, however busy. The budgets of CPU
+Calls are counted, which gives the same number on every computer, however busy. The budgets of CPU
 time are those of a 2-core virtual machine (2026-11-21), three times over: that holds on a slow
 machine, and still finds an operation that falls back to a loop over lanes.
 """
@@ -25,7 +25,7 @@ SIZES = ((1, 2, 64, 0.005), (1, 2, 128, 0.012), (2, 4, 256, 0.060))
 """Sequences, heads and tokens of a forward at head dim 64, and its budget in seconds."""
 RANDOM_PROBLEMS, RANDOM_BUDGET_S = 25, 1.0
 SLACK = 3
-BATCH = 64  # blocks of 128 threads that the emulator runs together
+BATCH = 64  # blocks of 128 threads that the emulator runs at once
 
 
 def attention_call(batch: int, heads: int, seqlen: int) -> Callable[[], Any]:

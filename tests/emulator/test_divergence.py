@@ -101,7 +101,7 @@ def test_random_control_flow(seed: int) -> None:
 
 
 def straight_line(rng: random.Random, length: int) -> list[str]:
-    """Return float instructions with ``@`` where a guard may stand."""
+    """Return float instructions with ``@`` where a guard may be."""
     names = [f"%f{i}" for i in range(8)]
     kinds = ["fma.rn.ftz.f32"] * 6 + ["fma.rn.f32", "add.ftz.f32", "mov.f32", "mul.f32"]
     lines = []

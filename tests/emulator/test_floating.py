@@ -15,7 +15,7 @@ TINY = float(np.finfo(np.float32).smallest_normal)
 
 
 def floats(count: int = 300, spread: int = 40) -> np.ndarray:
-    """Random float32 of many magnitudes, then the awkward ones."""
+    """Random float32 of many magnitudes, then the special ones."""
     values = RNG.standard_normal(count) * 2.0 ** RNG.integers(-spread, spread, count)
     edges = [0.0, -0.0, 1.0, -1.0, 1 + 2**-23, TINY, -TINY, 2**-149, -(2**-140), 3.0e38, 65504.0,
              np.inf, -np.inf, np.nan]  # fmt: skip

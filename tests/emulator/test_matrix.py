@@ -184,7 +184,7 @@ def test_a_result_may_be_an_operand() -> None:
 
 
 def test_fusion_keeps_the_meaning() -> None:
-    """Products whose operands and accumulators depend on each other in every awkward way."""
+    """Products whose operands and accumulators depend on each other in every way."""
     mma = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
     setup = ["mov.u32 %r60, %tid.x;", _load("a", "b32", "r", 0, 4), _load("b", "b32", "r", 10, 3)]
     setup += [f"mov.f32 %f{i}, 0f00000000;" for i in range(16)]

@@ -219,7 +219,7 @@ def order(text: str) -> list[int]:
 
 
 def test_both_sides_of_a_branch_come_before_their_join() -> None:
-    # the cold side stands behind the end, as compilers like to put it
+    # the cold side comes after the end, where compilers like to put it
     text = """
       setp.eq.u32 %p1, %r1, 0; @%p1 bra COLD;
       mov.u32 %r2, 1;
@@ -235,7 +235,7 @@ def test_both_sides_of_a_branch_come_before_their_join() -> None:
 
 
 def test_loops_are_contiguous() -> None:
-    # the exit of the loop stands in the middle of its text
+    # the exit of the loop is in the middle of its text
     text = """
     LOOP:
       setp.eq.u32 %p1, %r1, 0; @%p1 bra BODY;
@@ -296,7 +296,7 @@ def test_kernels_outlive_their_ptx():
 
 
 def test_a_program_is_small():
-    """Of 1,000 instructions it keeps the code and a line for each, a fifth of the parse tree."""
+    """For 1,000 instructions it keeps code and a line of each, a fifth of the parse tree."""
     lines = [f"add.f32 %f{i % 30}, %f{i % 30}, %f{(i + 7) % 30};" for i in range(1000)]
     lines += ["ld.param.u64 %rd1, [x];"]
     lines += [f"st.global.f32 [%rd1+{4 * i}], %f{i};" for i in range(30)]

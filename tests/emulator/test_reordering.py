@@ -123,7 +123,7 @@ def execute(text: str, blocks: int, threads: int, seed: int) -> np.ndarray:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing be free: every instruction is then written where it stands."""
+    """Let nothing be free: every instruction is then written in its place."""
     monkeypatch.setattr(reordering, "operation_of", lambda gen, instruction: None)
     monkeypatch.setattr(reordering, "product_of", lambda gen, instruction: None)
 

@@ -104,12 +104,11 @@ def to_ptx(program: list[dict[str, Any]], kind: str, group: int, one_instruction
     return kernel_text("\n".join(lines), ".param .u64 x")
 
 
-Place = int
-Lane = Generator[tuple[Place, int], int, list[int]]
+Lane = Generator[int, int, list[int]]
 
 
-def walk(program: list[dict[str, Any]], r: list[int]) -> Lane:
-    """Yield the place of each exchange of a thread, and what it brings; receive the result."""
+def trace(program: list[dict[str, Any]], r: list[int]) -> Lane:
+    """Yield what a thread brings to each exchange; receive the result."""
     block, fuel, left = 0, FUEL, MEETINGS
     while block < len(program):
         x = program[block]
@@ -121,11 +120,11 @@ def walk(program: list[dict[str, Any]], r: list[int]) -> Lane:
             if left == 0:
                 break
             if not (x["guarded"] and r[0] < r[1]):
-                r[x["d"]] ^= yield block, r[x["a"]]
+                r[x["d"]] ^= yield r[x["a"]]
                 left -= 1
         block = x["targets"][r[x["tested"]] % x["modulus"] != 0]
     while left:
-        r[1] ^= yield len(program), r[0]
+        r[1] ^= yield r[0]
         left -= 1
     return [*r[:3], fuel]
 
@@ -141,31 +140,23 @@ def exchange(kind: str, values: dict[int, int], lane: int, span: int) -> int:
     return sum(1 << j for j, v in values.items() if v & 3 == values[lane] & 3)
 
 
-def run_group(lanes: dict[int, Lane], kind: str, span: int, apart: bool) -> dict[int, list[int]]:
-    """Run the threads of a group: an exchange happens when all that have not ended are there.
-
-    With `apart` (what no GPU does), those at different places get nothing from each other.
-    """
+def run_group(lanes: dict[int, Lane], kind: str, span: int) -> dict[int, list[int]]:
+    """Run the threads of a group: an exchange happens when all that have not ended are there."""
     done: dict[int, list[int]] = {}
     sent: dict[int, int | None] = dict.fromkeys(lanes)
     while len(done) < len(lanes):
-        values: dict[Place, dict[int, int]] = {}
+        values: dict[int, int] = {}
         for lane, thread in lanes.items():
             if lane not in done:
                 try:
-                    place, value = thread.send(sent[lane])  # type: ignore[arg-type]
-                    values.setdefault(place if apart else 0, {})[lane] = value
+                    values[lane] = thread.send(sent[lane])  # type: ignore[arg-type]
                 except StopIteration as end:
                     done[lane] = end.value
-        sent = {
-            lane: exchange(kind, those, lane, span) for those in values.values() for lane in those
-        }
+        sent = {lane: exchange(kind, values, lane, span) for lane in values}
     return done
 
 
-def make_problem(
-    kind: str, seed: int, one_instruction: bool = False, apart: bool = False
-) -> tuple[str, np.ndarray, np.ndarray]:
+def make_problem(kind: str, seed: int, one_instruction: bool) -> tuple[str, np.ndarray, np.ndarray]:
     """Return a kernel, its argument, and what the argument must be when it has run."""
     rng = random.Random(seed)
     program, group = make_program(rng), rng.choice([32, 32, 16, 4])
@@ -176,9 +167,10 @@ def make_problem(
         for start in range(0, THREADS, group):
             threads = range(first + start, first + min(start + group, THREADS))
             lanes = {
-                (i - first) % 32: walk(program, [int(x[i, 0]), int(x[i, 1]), i, 0]) for i in threads
+                (i - first) % 32: trace(program, [int(x[i, 0]), int(x[i, 1]), i, 0])
+                for i in threads
             }
-            results = run_group(lanes, kind, min(group, 16), apart)
+            results = run_group(lanes, kind, min(group, 16))
             for i in threads:
                 want[i] = results[(i - first) % 32]
     return to_ptx(program, kind, group, one_instruction), x, want
@@ -376,14 +368,14 @@ def test_guarded_barriers() -> None:
 
 
 def continues_problem() -> tuple[np.ndarray, list[int]]:
-    """Return the first argument of kernel ``continues``, and its result for 6 turns."""
+    """Return the first argument of kernel ``continues``, and its result for 6 rounds."""
     x = np.random.default_rng(5).integers(1, 4, (40, 64)).astype("i4")
     want = []
     for lane in range(64):
         others = range(lane // 32 * 32, lane // 32 * 32 + 32)
         total = 0
-        for turn in range(6):
-            votes = ([v for v in x[:, j] if v != 3][turn] == 2 for j in others)
+        for round_ in range(6):
+            votes = ([v for v in x[:, j] if v != 3][round_] == 2 for j in others)
             total = (3 * total + sum(1 << k for k, vote in enumerate(votes) if vote)) & BITS
         want.append(total)
     return x, want

@@ -156,7 +156,7 @@ def test_imports_point_one_way():
 
 
 def test_rooms_have_no_cycle():
-    """ROOMS itself is an order: each room stands below those that may import it."""
+    """ROOMS itself is an order: each room is below those that may import it."""
     below: set[str] = set()
     for room, allowed in ROOMS.items():
         assert allowed <= below, f"{room} may import {allowed - below}, which come after it"
@@ -196,7 +196,7 @@ def test_imports_for_type_hints_and_in_functions_are_seen():
 
 
 def test_modules_have_no_cycle():
-    """Imports for type hints and in functions count: whom a module needs stands below it."""
+    """Imports for type hints and in functions count: a module is above those that it needs."""
     graph = {
         name: {found for found in imports(path) if found in NAMES} - {name}
         for name, path in NAMES.items()
@@ -273,7 +273,7 @@ def test_the_reference_imports_numpy_alone():
 
 
 def test_models_use_public_names_alone():
-    """What a model needs anyone may call: models show how to use the library."""
+    """Models use public names alone: they show how to use the library."""
     public = {each.__name__: set(each.__all__) for each in (cupyattn, cupyattn.kv_cache)}
     seen = set()
     for path in (PACKAGE / "models").rglob("*.py"):
@@ -420,8 +420,8 @@ def test_no_module_replaces_a_public_function(order):
 
 @pytest.mark.parametrize("module", [cupyattn, models])
 def test_an_unknown_name_raises_attribute_error(module):
-    told = f"module '{module.__name__}' has no attribute 'emulators'"
-    with pytest.raises(AttributeError, match=told):
+    message = f"module '{module.__name__}' has no attribute 'emulators'"
+    with pytest.raises(AttributeError, match=message):
         module.emulators  # noqa: B018
 
 

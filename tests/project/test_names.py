@@ -216,7 +216,7 @@ MADE_BY_OTHERS = (BlockMask, OutOfBlocksError, Sequence)
 
 
 def test_gradients_may_be_of_any_library_and_left_out():
-    """What annotations say of `AttentionGrads`: it is an argument too, and CuPy's on a GPU."""
+    """The annotations of `AttentionGrads`: it is an argument too, and CuPy's on a GPU."""
     hints = get_type_hints(AttentionGrads)
     assert list(hints) == ["dq", "dk", "dv", "dbias", "dsinks"]
     for hint in hints.values():
@@ -278,8 +278,8 @@ def repeats_its_folder(path: Path) -> bool:
 
 def test_no_file_repeats_its_folders_name():
     """The folder has said it: what is in it says what else it is."""
-    for told in ("models/model.py", "kv_cache/test_kv_cache_memory.py", "linear/test_linear.py"):
-        assert repeats_its_folder(Path(told))
+    for path in ("models/model.py", "kv_cache/test_kv_cache_memory.py", "linear/test_linear.py"):
+        assert repeats_its_folder(Path(path))
     for more in ("kv_cache/test_paged_cache.py", "models/modelling.py", "norms/test_calls.py"):
         assert not repeats_its_folder(Path(more))
     root = Path(__file__).parents[2]

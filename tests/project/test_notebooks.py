@@ -75,18 +75,18 @@ def code(path: Path) -> str:
 
 
 def uses_weights(path: Path) -> bool:
-    """Whether it prints what SmolLM2 says, whose weights are a package of their own."""
+    """Tell whether it prints what SmolLM2 says, whose weights are a package of their own."""
     return "smollm2" in code(path)
 
 
 def imports(source: str) -> list[str]:
-    """The lines that import whatever the machine is."""
+    """The imports outside of conditions."""
     kinds = ast.Import, ast.ImportFrom
     return [ast.unparse(line) for line in ast.parse(source).body if isinstance(line, kinds)]
 
 
 def lines_of_code(cell: dict[str, Any]) -> int:
-    """All but those within a string, where the source of a kernel stands."""
+    """All but those within a string, such as the source of a kernel."""
     strings = (node for node in ast.walk(ast.parse(python(cell))) if isinstance(node, ast.Constant))
     within = sum(node.end_lineno - node.lineno for node in strings)
     return len(cell["source"].splitlines()) - within
@@ -110,11 +110,11 @@ def test_begins_and_ends_as_all_do(path):
 
 @each_notebook
 def test_has_one_idea_a_cell(path):
-    """So much of it as can be counted: a cell is short, and all imports stand in one."""
+    """The rules that can be counted: a cell is short, and all imports are in one."""
     long = [cell["source"] for cell in code_cells(path) if lines_of_code(cell) > MOST_LINES]
     assert not long, long[0]
-    _, *behind = code_cells(path)
-    importing = [cell for cell in behind if imports(python(cell))]
+    _, *later = code_cells(path)
+    importing = [cell for cell in later if imports(python(cell))]
     assert len(importing) == 1, importing[-1]["source"]
 
 
@@ -187,7 +187,7 @@ def test_links_lead_to_files(path):
 
 
 def shown(outputs: list[dict[str, Any]]) -> str:
-    """What of a cell's outputs should not change: its text, and where there are pictures.
+    """Return the parts of a cell's outputs that should not change: text, and places of pictures.
 
     How text is cut into outputs depends on when it was written, and addresses on the run.
     """
@@ -200,8 +200,8 @@ def shown(outputs: list[dict[str, Any]]) -> str:
     return re.sub("0x[0-9a-f]+", "0x", text)
 
 
-# Two threads of BLAS wait for each other where a machine has other work, of another notebook say:
-# the sixth then took 96 s of its processor, instead of 11.
+# Two threads of BLAS wait for each other where the computer has other work, such as another
+# notebook: the sixth then took 96 s of its processor, instead of 11.
 A_THREAD_EACH = {"OPENBLAS_NUM_THREADS": "1"}
 MOST_SECONDS = 300  # of a processor, for all that one process of the tests runs: often half of them
 SECONDS: dict[str, float] = {}
@@ -286,7 +286,7 @@ def number(text: str) -> float:
 
 
 def alike(now: str, before: str) -> bool:
-    """Whether the words are the same, and the numbers nearly."""
+    """Tell whether the words are the same, and the numbers nearly."""
     pairs = zip(*(map(number, NUMBER.findall(text)) for text in (now, before)), strict=False)
     words = [" ".join(NUMBER.sub("#", text).split()) for text in (now, before)]
     return words[0] == words[1] and all(abs(a - b) <= MOST_CHANGE * abs(b) for a, b in pairs)

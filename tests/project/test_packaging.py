@@ -39,7 +39,7 @@ def wheel(built) -> zipfile.ZipFile:
 
 
 def import_from(folder: Path) -> tuple[Path, Path]:
-    """Where a process finds the package and its CUDA sources, with this folder before others."""
+    """Return where a process finds the package and its CUDA sources, with this folder first."""
     script = (
         "import sys, site; others = list(sys.path); site.addsitedir(sys.argv[1]); "
         "sys.path.sort(key=others.__contains__); import cupyattn; "
@@ -153,7 +153,7 @@ def run_outside(*command: str | Path, **options) -> str:
 
 
 def packages_but_ours(user: Path) -> None:
-    """What this environment has beside cupyattn, as packages of the user's in a folder."""
+    """Return a folder with this environment's packages other than cupyattn."""
     there = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(user)}))
     there.mkdir(parents=True)
     for package in Path(sysconfig.get_path("purelib")).iterdir():

@@ -119,9 +119,9 @@ def test_the_recipe_of_a_row_operation_runs():
 
 def test_the_table_of_environment_variables_is_that_of_the_code():
     rows = re.findall(r"^\| (`CUPYATTN_.*?) \|", text_of(DOCUMENTS[1]), flags=re.MULTILINE)
-    told = re.findall(r"`(\w+)`", "".join(rows))
+    listed = re.findall(r"`(\w+)`", "".join(rows))
     code = "".join(map(text_of, (ROOT / "cupyattn").rglob("*.py")))
-    assert sorted(told) == sorted(set(re.findall(r'"(CUPYATTN_[A-Z_]+)"', code)))
+    assert sorted(listed) == sorted(set(re.findall(r'"(CUPYATTN_[A-Z_]+)"', code)))
 
 
 COMMAND = re.compile(r"python -m (cupyattn(?:\.benchmark)?) ([^#]*)")
@@ -175,7 +175,7 @@ def test_the_tree_is_that_of_the_repository():
         if depth <= 2:
             above[depth:] = names[:1]
         folder = ROOT.joinpath(*above[: min(depth, 3)])
-        for name in names:  # one behind another stands beside it, or is in it
+        for name in names:  # the later ones are in the same folder or in the first
             assert (folder / name).exists() or (folder / names[0] / name).exists(), line
             seen += 1
     assert seen > 20

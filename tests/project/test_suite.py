@@ -105,7 +105,7 @@ MOST_LINES = 600
 
 
 def test_files_fit_on_a_few_screens():
-    """What is longer has a seam somewhere: cut it there."""
+    """A longer file has parts that can be separate."""
     folders = (PACKAGE, source_root(), TESTS)
     sources = [
         path for folder in folders for kind in ("*.py", "*.cu*") for path in folder.rglob(kind)

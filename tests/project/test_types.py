@@ -15,7 +15,7 @@ X: Array = np.ones((2, 8), np.float32)
 def test_an_array_cannot_be_a_list() -> None:
     with pytest.raises(TypeError, match="v has type"):
         cupyattn.attention(Q, Q, [1, 2])  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="weight is a"):
+    with pytest.raises(TypeError, match="weight has type"):
         cupyattn.rms_norm(X, [1.0] * 8)  # type: ignore[call-overload]
 
 

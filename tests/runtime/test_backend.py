@@ -292,7 +292,7 @@ def test_arrays_run_on_a_device_that_is_given():
 
 
 def test_one_object_in_several_threads_at_once():
-    """All threads are in the block together and leave it in the order in which they entered."""
+    """All threads are in the block at once and leave it in the order in which they entered."""
     block, together = backend("emulator", checks=False), threading.Barrier(4, timeout=60)
     order = [threading.Event() for _ in range(5)]
     order[0].set()

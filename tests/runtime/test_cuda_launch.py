@@ -185,7 +185,7 @@ def test_gpu_arguments_are_addresses_read_once(cuda_device):
     assert within == memory.data.ptr + 256
 
 
-def test_card_follows_changes_of_the_device(cuda_device):
+def test_traits_follow_changes_of_the_device(cuda_device):
     """The properties are cached until one of them is set."""
     traits = cuda_device.traits
     assert cuda_device.traits is traits

@@ -86,10 +86,10 @@ def test_read_only_home_gives_one_warning(nothing_set, tmp_path, monkeypatch):
     x = np.ones((2, 4), np.float32)
     with read_only(tmp_path) as home, backend("emulator"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-        with pytest.warns(UserWarning, match="is lost when") as told:
+        with pytest.warns(UserWarning, match="is lost when") as caught:
             softmax(x)
         softmax(x, causal=True)
-    (warning,) = told
+    (warning,) = caught
     assert warning.filename == __file__
 
 
@@ -99,9 +99,9 @@ def test_unusable_named_folder_gives_one_warning(nothing_set, tmp_path, monkeypa
     file.touch()
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(file / below))
     message = r"CUPYATTN_CACHE_DIR='.*file.*; .*; set .*, or unset it"
-    with pytest.warns(UserWarning, match=message) as told:
+    with pytest.warns(UserWarning, match=message) as caught:
         assert folders.cache_directory() is None
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     folders.tell_unused(OSError("no space"))  # a second warning would be an error
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a fork is POSIX
 
 START = """
 import os, signal, sys, threading, time, warnings
-warnings.simplefilter("ignore")  # newer Pythons warn of a fork beside threads
+warnings.simplefilter("ignore")  # newer Pythons warn of a fork of a process with threads
 seconds = 120
 
 def child_of(work):

@@ -67,7 +67,7 @@ FOLLOWED = {
 @pytest.mark.parametrize("form", FOLLOWED)
 def test_changed_header_is_recompiled(empty_cache, tmp_path, form):
     (tmp_path / "below").mkdir()
-    (tmp_path / "below" / "other.h").write_text("#include <e.h>\n")  # which lies beside the source
+    (tmp_path / "below" / "other.h").write_text("#include <e.h>\n")  # next to the source
     text = FOLLOWED[form].format(folder=tmp_path) + KERNEL
     for value in (7, 8):
         (tmp_path / "e.h").write_text(f"#pragma once\n#define VALUE {value}\n")

@@ -94,7 +94,7 @@ def addresses_of(view: np.ndarray) -> Addresses:
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether operations refuse to write a while b is read."""
+    """Tell whether operations refuse to write a while b is read."""
     layouts = [layout_of(array) for array in (a, b)]
     described = tuple((*layout, 0) for layout in layouts)
     operands = Operands(0, Pair(a, b), [address(a), address(b)], described)

@@ -21,7 +21,7 @@ from cupyattn.runtime.tuning import (
 )
 
 ROWS = {"a": 1, "b": 2, "c": 3}
-CARD = ("A Device (8 GB)", "sm_75")
+DEVICE = ("A Device (8 GB)", "sm_75")
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
@@ -52,22 +52,22 @@ def test_questions_are_recorded_once_with_the_usual_candidate_first():
 
 @pytest.mark.nvrtc
 def test_stored_choices_are_used_if_enabled(monkeypatch):
-    assert read(*CARD) is None
-    path = keep(*CARD, {"kernel 1 2": "c"}, date="2026-11-23")
-    assert path == file_of(*CARD)
+    assert read(*DEVICE) is None
+    path = keep(*DEVICE, {"kernel 1 2": "c"}, date="2026-11-23")
+    assert path == file_of(*DEVICE)
     assert path.name == "tuned-a-device-8-gb-sm_75.json"
-    assert choices_for(*CARD) is USUAL
+    assert choices_for(*DEVICE) is USUAL
     monkeypatch.setenv(TUNED_VARIABLE, "1")
-    assert choices_for(*CARD).chosen == {"kernel 1 2": "c"}
+    assert choices_for(*DEVICE).chosen == {"kernel 1 2": "c"}
     assert choices_for("Another", "sm_75") is USUAL
-    assert choices_for(CARD[0], "sm_80") is USUAL
+    assert choices_for(DEVICE[0], "sm_80") is USUAL
 
 
 @pytest.mark.nvrtc
 def test_later_choices_are_added_to_earlier_ones():
-    keep(*CARD, {"one": "a", "two": "a"}, date="2026-11-22")
-    keep(*CARD, {"two": "b"}, date="2026-11-23")
-    kept = read(*CARD)
+    keep(*DEVICE, {"one": "a", "two": "a"}, date="2026-11-22")
+    keep(*DEVICE, {"two": "b"}, date="2026-11-23")
+    kept = read(*DEVICE)
     assert (kept["chosen"], kept["date"]) == ({"one": "a", "two": "b"}, "2026-11-23")
 
 
@@ -80,24 +80,24 @@ def test_later_choices_are_added_to_earlier_ones():
     ],
 )  # fmt: skip
 def test_damaged_or_outdated_choices_are_not_used(content, monkeypatch):
-    path = keep(*CARD, {"one": "a"})
+    path = keep(*DEVICE, {"one": "a"})
     if isinstance(content, dict):
         content = json.dumps({**json.loads(path.read_text("utf-8")), **content})
     path.write_text(content, encoding="utf-8")
     monkeypatch.setenv(TUNED_VARIABLE, "1")
-    assert read(*CARD) is None
-    assert choices_for(*CARD) is USUAL
+    assert read(*DEVICE) is None
+    assert choices_for(*DEVICE) is USUAL
 
 
 @pytest.mark.nvrtc
 def test_choices_are_not_used_without_a_compiler(monkeypatch):
-    keep(*CARD, {"one": "a"})
+    keep(*DEVICE, {"one": "a"})
 
     def missing():
         raise RuntimeError("no NVRTC")
 
     monkeypatch.setattr(choices, "_made_from", missing)
-    assert read(*CARD) is None
+    assert read(*DEVICE) is None
 
 
 def test_digest_covers_configurations_and_cuda_sources():

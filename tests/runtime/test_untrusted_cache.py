@@ -134,11 +134,11 @@ def test_code_in_a_folder_that_is_not_trusted_is_compiled_into_memory(
         r"CUPYATTN_CACHE_DIR='.*' is not used: .*; what is compiled now stays in memory and is "
         r"lost when this process ends; (run 'chmod go-w .*'|change the owner of .*), or set CUPYATT"
     )
-    with pytest.warns(UserWarning, match=message) as told:
+    with pytest.warns(UserWarning, match=message) as caught:
         again = compiler(SMALL, TURING)
     assert compiler(SMALL, TURING) == replace(again, was_cached=True), "without a second warning"
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert (again.was_cached, again.path, again.code) == (False, None, first.code)
     assert len(compilations) == 2
     assert (empty_cache / first.path.name).read_bytes() == b"planted", "nothing is written there"
@@ -153,9 +153,11 @@ def test_code_in_a_file_that_is_not_trusted_is_compiled_anew(empty_cache, compil
     facts = json.loads((empty_cache / f"{first.path.name}.json").read_bytes())["resources"]
     plant(empty_cache, first.path.name, b"planted", facts)
     spoil(empty_cache)
-    with pytest.warns(UserWarning, match=r"file of the folder of compiled .* not read: .*") as told:
+    with pytest.warns(
+        UserWarning, match=r"file of the folder of compiled .* not read: .*"
+    ) as caught:
         again = compiler(SMALL, TURING)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert again == first, "and in its place"
     assert compiler(SMALL, TURING).was_cached
 
@@ -165,9 +167,9 @@ def test_a_folder_that_is_opened_later_is_not_used_from_then_on(empty_cache):
     first = compile_ptx(SMALL, TURING)
     plant(empty_cache, first.path.name, b"planted", None)
     empty_cache.chmod(0o777)
-    with pytest.warns(UserWarning, match="is not used: anyone can write") as told:
+    with pytest.warns(UserWarning, match="is not used: anyone can write") as caught:
         assert compile_ptx(SMALL, TURING).code == first.code
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 @nvrtc

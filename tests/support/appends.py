@@ -1,4 +1,4 @@
-"""Calls of append_kv for tests: what they are given, what they have to leave behind."""
+"""Calls of append_kv for tests: their arguments, and the contents that they must leave."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AppendProblem:
     D: int
     dtype: str
     bits: int | None = None
-    """Of a stored item; None for a cache of the tokens' dtype."""
+    """Bits of a stored item; None for a cache of the tokens' dtype."""
     half: int | None = None
     """Pairs that are rotated, q's too; None without a rotation."""
     interleaved: bool = False
@@ -40,7 +40,7 @@ class AppendProblem:
 
     @property
     def cache_dtype(self) -> np.dtype:
-        """Of the caches' arrays."""
+        """The dtype of the caches' arrays."""
         names = {8: "int8", 4: "uint8", None: self.dtype}
         return dtype_of(names[self.bits])
 
@@ -92,9 +92,9 @@ class AppendProblem:
         arguments, options = self.views(memory)
         cupyattn.append_kv(*arguments, **options)
 
-    def appended(self, memory: Memory | None = None) -> Memory:
-        """Make the call on the GPU, if there is one, otherwise on the emulator; what is left."""
-        placed = {name: KERNELS.put(a) for name, a in (memory or self.memory()).items()}
+    def appended(self, memory: Memory) -> Memory:
+        """Return the contents after the call, on the GPU if there is one, or on the emulator."""
+        placed = {name: KERNELS.put(a) for name, a in memory.items()}
         with KERNELS.running():
             self.call(placed)
         return {name: KERNELS.get(array) for name, array in placed.items()}
@@ -108,15 +108,15 @@ class AppendProblem:
                         "interleaved": self.interleaved}  # fmt: skip
         same = [self._tokens_are_same(found, given)]
         ratios = []
-        for index, (tokens, turn) in enumerate(((k, rotation), (v, {}))):
+        for index, (tokens, rotated) in enumerate(((k, rotation), (v, {}))):
             flat = tokens.reshape(-1, self.G, self.D)
             written = slots.ravel() >= 0
             at = np.divmod(slots.ravel()[written], self.block_size)
             cache = found["pool"][:, index]
             scales = found["scales"][:, index] if self.bits else None
             exact, bound = flat.astype(float), 0.0
-            if turn:
-                exact = reference.rotated(flat, *turn["rotary"], turn["positions"],
+            if rotated:
+                exact = reference.rotated(flat, *rotated["rotary"], rotated["positions"],
                                           interleaved=self.interleaved)  # fmt: skip
             elif self.bits:
                 stored, expected = reference.quantise(flat[written], self.bits)
@@ -124,7 +124,7 @@ class AppendProblem:
                          np.array_equal(scales[at], expected, equal_nan=True)]  # fmt: skip
             if self.bits:  # a head that is not all finite is read back as NaN
                 exact = np.where(np.isfinite(exact).all(axis=-1, keepdims=True), exact, np.nan)
-            bound = reference.append_kv_bound(flat, self.cache_dtype.name, **turn)
+            bound = reference.append_kv_bound(flat, self.cache_dtype.name, **rotated)
             values = cache[at] if scales is None else reference.dequantise(cache[at], scales[at])
             ratios.append(reference.error_ratio(values, exact[written], bound[written]))
             same += [_untouched(cache, at), scales is None or _untouched(scales, at)]
@@ -158,7 +158,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _untouched(array: np.ndarray, at: tuple[np.ndarray, np.ndarray]) -> bool:
-    """Whether all but some slots hold what they held."""
+    """Tell whether all but some slots are unchanged."""
     rest = np.ones(array.shape[:2], bool)
     rest[at] = False
     return bool((array[rest] == np.array(SENTINEL, array.dtype)).all())

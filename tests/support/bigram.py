@@ -69,9 +69,9 @@ class Bigram:
         return {"dropout": self.dropout}
 
 
-def counting(tokens: int, *, samples: int, seed: int = 0) -> list[Sample]:
-    """Texts in which each token is followed by the next number."""
-    rng = np.random.default_rng(seed)
+def counting(tokens: int, *, samples: int) -> list[Sample]:
+    """Return texts in which each token is followed by the next number."""
+    rng = np.random.default_rng(0)
     made = []
     for length in rng.integers(2, 12, samples).tolist():
         first = int(rng.integers(tokens))

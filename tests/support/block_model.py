@@ -1,4 +1,4 @@
-"""A model of paged sequences that keeps every token, and the memory that their blocks stand for.
+"""A model of paged sequences that keeps every token, and the memory of their blocks.
 
 A slot holds a number made of its token and of all before it, as keys and values are: a block shared
 after another prefix shows, as one whose content is stale, or was never written, or was changed by
@@ -22,12 +22,12 @@ NEVER_WRITTEN = -1
 
 
 def content(before: int, token: int) -> int:
-    """What stands in a slot: it depends on all tokens up to its own."""
+    """Return the content of a slot, which depends on all tokens up to its own."""
     return (before * 1000003 + token + 7) % (2**61 - 1)
 
 
 class Paged:
-    """A sequence beside what must be read through its blocks."""
+    """A sequence, and the contents that its blocks must give."""
 
     def __init__(self, sequence: cupyattn.Sequence) -> None:
         self.sequence = sequence
@@ -211,7 +211,7 @@ class BlockModel:
     # What must hold.
 
     def require_content(self, paged: Paged) -> None:
-        """What a sequence reads through its block ids is what it wrote."""
+        """Require that each sequence reads what it wrote through its block ids."""
         if paged.swapped:
             return
         sequence, size = paged.sequence, self.size

@@ -130,7 +130,7 @@ class MPI:
 
 
 class Pipes:
-    """Bytes go through pipes; there is no `together`, so ranks send and receive by turns."""
+    """Bytes go through pipes; there is no `together`, so ranks alternate to send and receive."""
 
     def __init__(self, rank: int, pipes: dict[int, Any]) -> None:
         self.rank, self.size = rank, len(pipes) + 1
@@ -145,12 +145,12 @@ class Pipes:
 
     def all_gather(self, array: np.ndarray, out: np.ndarray, stream: Any) -> None:
         out[self.rank] = array
-        for turn in range(self.size):  # each in its turn tells all others
-            if turn == self.rank:
+        for sender in range(self.size):
+            if sender == self.rank:
                 for peer in self._pipes:
                     self.send(array, peer, stream)
             else:
-                self.receive(out[turn], turn, stream)
+                self.receive(out[sender], sender, stream)
 
 
 def work(rank: int, pipes: dict[int, Any], results: Any, problem: Case, ends: bool) -> None:
@@ -179,7 +179,9 @@ def on_processes(problem: Case, *, ends: int | None = None) -> tuple[list[Any], 
     ]
     for process in processes:
         process.start()
-    for rank in range(problem.ranks):  # only the processes hold their ends: one that dies is heard
+    for rank in range(
+        problem.ranks
+    ):  # only the processes hold their ends: the death of one is noticed
         results[rank][1].close()
         for pipe in pipes[rank].values():
             pipe.close()

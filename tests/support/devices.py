@@ -38,13 +38,13 @@ from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tuning import Choices
 
 SENTINEL = 77.0
-"""What stands in memory that a call must not write, or must write in full."""
+"""The initial bytes of memory that a call must not write, or must write in full."""
 
 _ALIGNMENT = 256
 
 
 def _extent(array: NDArray[Any]) -> tuple[int, int]:
-    """First address of the array's items, and the one behind the last."""
+    """First address of the array's items, and the one after the last."""
     place = span(Layout(array.shape, array.strides, array.dtype))
     return array.ctypes.data + place.start, array.ctypes.data + place.end
 
@@ -203,7 +203,7 @@ def without_tensor_cores() -> Iterator[None]:
 
 @cache
 def has_mma(specialisation: Specialisation) -> bool:
-    """Whether its PTX has the instruction; what does not include mma.cuh is not compiled."""
+    """Tell whether its PTX has the instruction; what does not include mma.cuh is not compiled."""
     source = source_root() / specialisation.spec.source
     if all(path.name != "mma.cuh" for path in read_unit(source).files):
         return False

@@ -39,7 +39,7 @@ SCRATCH = 5_000_000
 
 
 class FakeTimer:
-    """Makes the first call of a round, for real, and gives the times that it was told to."""
+    """Makes the first call of a round, for real, and returns the given times."""
 
     def __init__(self, *seconds: float) -> None:
         self.seconds = list(seconds)
@@ -53,13 +53,13 @@ class FakeTimer:
 
 
 def harness(*seconds: float, **more) -> Harness:
-    """What rows are measured with, of NumPy arrays; a row takes 2 us where nothing is said."""
+    """A harness for rows of NumPy arrays; a row takes 2 us by default."""
     given = {"xp": np, "times": FakeTimer(*seconds), "memory": lambda call, torch: SCRATCH}
     return Harness(**{**given, "ceilings": CEILINGS, **more})
 
 
 class FakeTorch:
-    """What of PyTorch is used, on NumPy."""
+    """The parts of PyTorch that are used, on NumPy."""
 
     bfloat16 = "bfloat16"
 

@@ -18,7 +18,7 @@ MODEL_TOLERANCE = 0.03
 
 
 class Limits(NamedTuple):
-    """What the gates allow one specialisation."""
+    """The limits of one specialisation."""
 
     models: float
     spills: int

@@ -15,7 +15,7 @@ LAYERS = {
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
-    """What the converter does to q and k of Llama: halves of a head become neighbours."""
+    """Permute q or k as the converter for Llama does: halves of a head become neighbours."""
     size = len(rows) // heads
     split = rows.reshape(heads, 2, size // 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)

@@ -1,8 +1,8 @@
 """How long the CTAs of a grid take, as multiprocessors take them: a simulation, no measurement.
 
 `python -m support.grid_order`, with PYTHONPATH=.:tests, prints how much faster a causal call is
-than a plain one, with one head behind the other and with as many taking turns as the rule says
-(in parentheses). A CTA takes as long as it has keys, or query rows, to walk over, and a fixed time.
+than a plain one, with one head after the other and with as many interleaved as the rule says
+(in parentheses). A CTA takes as long as it has keys, or query rows, to read, and a fixed time.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv
 from cupyattn.ops.attention.kernels.tensor_core import forward as forward_rows
 from cupyattn.runtime.device.traits import DeviceTraits
 
-CARDS = {
+DEVICES = {
     "T4": DeviceTraits(75, 40),
     "RTX 2080 Ti": DeviceTraits(75, 68, l2_bytes=5632 * 2**10),
     "H200": DeviceTraits(90, 132, l2_bytes=50 * 2**20),
 }
 HEAD_DIMS = (64, 80, 128, 192, 256)
 FIXED = 64
-"""What a CTA does before and behind its walk, in steps of it."""
+"""The time of a CTA before and after its loop, in steps of the loop."""
 
 
 class Grid(NamedTuple):
-    """A CTA for every `rows` of `length`, which walks over `length` in steps of `step`."""
+    """A CTA for every `rows` of `length`, which reads `length` in steps of `step`."""
 
     length: int
     rows: int
@@ -51,11 +51,11 @@ class Grid(NamedTuple):
         return cls(length, *sizes, heads, traits.multiprocessors * row.ctas_per_sm)
 
     def seconds(self, together: int, *, causal: bool) -> float:
-        """How long it takes, in steps of a CTA's walk."""
+        """Return its time, in steps of a CTA's loop."""
         return finish(self.ctas(together, causal=causal), self.slots)
 
     def ctas(self, together: int, *, causal: bool) -> list[int]:
-        """How long each takes, in the order of the grid: the longest of a head first."""
+        """Return the time of each CTA, in the order of the grid: the longest of a head first."""
         tiles = [
             -(-(last if causal else self.length) // self.step) * self.step + FIXED
             for last in reversed(
@@ -67,7 +67,7 @@ class Grid(NamedTuple):
 
 
 def finish(ctas: Iterable[int], slots: int) -> float:
-    """When the last CTA ends: each starts where one before it ends first."""
+    """Return when the last CTA ends: each starts when the first of those running ends."""
     busy = [0.0] * slots
     for each in ctas:
         heapq.heapreplace(busy, busy[0] + each)
@@ -75,7 +75,7 @@ def finish(ctas: Iterable[int], slots: int) -> float:
 
 
 def causal_problem(length: int, heads: int, head_dim: int, **changed: int) -> Any:
-    """What the rule reads of a causal call of one sequence."""
+    """Return the traits that the rule reads, of a causal call of one sequence."""
     sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "sq": length, "sk": length}
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     window, dtype = (None, 0), np.dtype(np.float16)
@@ -86,7 +86,7 @@ def causal_problem(length: int, heads: int, head_dim: int, **changed: int) -> An
 
 def main() -> None:
     """Print a line for each device, kernel and head dim."""
-    for name, traits in CARDS.items():
+    for name, traits in DEVICES.items():
         for kind in ("forward", "backward"):
             for head_dim in HEAD_DIMS:
                 cells = []

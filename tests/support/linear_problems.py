@@ -35,11 +35,11 @@ ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "relu", *GATED)
 SIZES = (1, 2, 7, 8, 13, 24, 31, 32, 33, 40, 63, 64, 65, 72, 97, 128, 129)
 """Of M, K and N: around the tiles of kernels, primes, multiples of a vector."""
 VIEWS = ("contiguous", "padded", "odd")
-"""How rows lie: one behind the other; at whole vectors, with NaN between them; one item on."""
+"""The strides of rows: contiguous; at whole vectors, with NaN between them; one item on."""
 
 
 def lay_out(x: Array, view: str) -> Array:
-    """x (..., columns) in an array of the strides that the view kind stands for."""
+    """x (..., columns) in an array of the strides of a kind of view."""
     if view == "contiguous":
         return np.ascontiguousarray(x)
     before, beyond = (0, 8 + -x.shape[-1] % 8) if view == "padded" else (1, 2)
@@ -101,7 +101,7 @@ class LinearCase:
         return self.normal("x", *self.M, self.K), self.weight("w"), b
 
     def given_grads(self) -> LinearGrads | None:
-        """What the backward adds to."""
+        """The arrays that the backward adds to."""
         if not self.accumulate:
             return None
         db = self.normal("db", self.width, view="contiguous") if self.biased else None
@@ -192,7 +192,6 @@ def backward_ratio(case: LinearCase) -> float:
 def linear_cases(
     draw: Any,
     kinds: Sequence[tuple[str, str | None]],
-    sizes: Sequence[int] = SIZES,
     rows: Sequence[int] = (0, *SIZES),
 ) -> LinearCase:
     """Draw a problem of a (dtype, activation) of `kinds`."""
@@ -202,8 +201,8 @@ def linear_cases(
         lead = (draw(st.integers(1, 3)), *lead)
     return LinearCase(
         M=lead,
-        K=draw(st.sampled_from(sizes)),
-        N=draw(st.sampled_from(sizes)),
+        K=draw(st.sampled_from(SIZES)),
+        N=draw(st.sampled_from(SIZES)),
         dtype=dtype,
         activation=activation,
         turned=draw(st.booleans()),

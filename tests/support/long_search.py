@@ -1,7 +1,7 @@
 """``python -m support.long_search``: random operations of the allocator against its model.
 
 From the checkout: ``PYTHONPATH=.:tests python -m support.long_search --operations 10000000``. Pools
-of many shapes take turns; what an operation touches is read after it, everything at times.
+of many shapes alternate; the blocks of an operation are read after it, and all at times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOK = 50  # operations from one look at everything to the next
 
 
 class Counts(NamedTuple):
-    """What happened, so that a search which never came far is seen."""
+    """Counts of events, which show whether a search came far."""
 
     operations: int
     refused: int

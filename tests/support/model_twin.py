@@ -62,20 +62,20 @@ def attended(config: Config, qkv):
     if config.rotary_dim:
         q, k = rotated(q, config), rotated(k, config)
     rows = np.arange(len(qkv))
-    behind = rows[:, None] - rows
+    distance = rows[:, None] - rows
     left = len(rows) if config.window_size is None else config.window_size[0]
     out = np.empty_like(q)
     for head in range(heads):
         group = head // (heads // groups)
         scores = q[:, head] @ k[:, group].T / np.sqrt(size)
-        scores = np.where((behind >= 0) & (behind <= left), scores, -np.inf)
+        scores = np.where((distance >= 0) & (distance <= left), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, group]
     return out.reshape(len(qkv), -1)
 
 
 def twin_states(model: Model, ids) -> list[np.ndarray]:
-    """The hidden states of one sequence: embedded, behind each layer, and behind the last norm."""
+    """The hidden states of one sequence: embedded, after each layer, and after the last norm."""
     config, weights = model.config, model.weights
     x = wide(weights.embedding)[ids]
     if config.architecture == "gpt2":

@@ -59,7 +59,7 @@ class Expression:
         )
 
     def score_options(self) -> dict[str, Any]:
-        """The built-in options that `score_mod` stands for."""
+        """The built-in options with the effect of `score_mod`."""
         i, j = np.arange(self.problem.Sq)[:, None], np.arange(self.problem.Sk)
         bias = self.by_distance[:, i - j + self.problem.Sk - 1]
         return {"softcap": CAP, "bias": bias, "alibi_slopes": self.slopes}
@@ -73,7 +73,7 @@ class Expression:
         )
 
     def mask_options(self) -> dict[str, Any]:
-        """The mask that `mask_mod` stands for."""
+        """The mask with the effect of `mask_mod`."""
         rows = self.documents[:, : self.problem.Sq, None]
         same = rows == self.documents[:, None, : self.problem.Sk]
         return {"mask": same[:, None] & self.seen}
@@ -148,7 +148,7 @@ def mask_of(seen: np.ndarray) -> MaskMod:
 
 
 def blocks_of(seen: np.ndarray, **options: Any) -> BlockMask:
-    """Return the mask as an expression together with the block mask of its tiles."""
+    """Return the mask as an expression, with the block mask of its tiles."""
     batch, heads, sq, sk = seen.shape
     return block_mask(mask_of(seen), sq, sk, B=batch, H=heads, **options)
 

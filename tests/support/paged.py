@@ -59,7 +59,7 @@ class PagedProblem:
 
     @property
     def decoded(self) -> bool:
-        """Whether few queries are."""
+        """Tell whether the kernel for few queries is used."""
         return self.Sq <= MAX_QUERIES
 
     def queries_of(self, b: int) -> int:
@@ -187,7 +187,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackedProblem(PagedProblem):
-    """A call with cu_seqlens_q; Sq is max_seqlen_q, and behind the last row lie `spare` more."""
+    """A call with cu_seqlens_q; Sq is max_seqlen_q, and `spare` more rows follow the last."""
 
     queries: tuple[int, ...] = ()
     spare: int = 0
@@ -207,8 +207,8 @@ class PackedProblem(PagedProblem):
     def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
         q, *others = super().arrays(order)
         rows = [q[b, : self.queries[b]] for b in range(len(self.queries))]
-        behind = np.full((self.spare, *q.shape[2:]), np.nan, q.dtype)
-        return np.concatenate([*rows, behind]), *others
+        after = np.full((self.spare, *q.shape[2:]), np.nan, q.dtype)
+        return np.concatenate([*rows, after]), *others
 
     def sequences(self, arrays: tuple[np.ndarray, ...]) -> Any:
         """Each sequence's own rows, and its arrays as a call of one sequence."""

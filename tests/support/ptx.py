@@ -40,15 +40,13 @@ def line_of(name: str, marker: str) -> int:
 _REGISTER = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
 
 
-def kernel_text(
-    body: str, parameters: str = ".param .u64 p0", name: str = "k", target: int = 75
-) -> str:
+def kernel_text(body: str, parameters: str = ".param .u64 p0", target: int = 75) -> str:
     """Return a module with one kernel that has plenty of registers declared."""
     return f"""
 .version 8.0
 .target sm_{target}
 .address_size 64
-.visible .entry {name}({parameters})
+.visible .entry k({parameters})
 {{
   .reg .pred %p<16>; .reg .b16 %h<32>; .reg .b32 %r<64>; .reg .b64 %rd<64>;
   .reg .f32 %f<32>; .reg .f64 %fd<32>;

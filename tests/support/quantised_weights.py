@@ -72,7 +72,7 @@ def made_up(
 def of_usual_size(
     kind: str, outer: int, inner: int, block_size: int, *, seed: int = 0
 ) -> QuantizedWeight:
-    """The same of numbers around one, some blocks tiny or zero; zero points with fractions too."""
+    """Return weights around one, with some blocks tiny or zero, and zero points with fractions."""
     weight = made_up(kind, outer, inner, block_size, seed=seed)
     rng = np.random.default_rng(seed)
     sizes = rng.choice([1.0, 1.0, 1.0, 1e-3, 1e-6, 0.0], weight.scales.shape[:2])
@@ -92,7 +92,7 @@ def of_usual_size(
 
 
 def moved(weight: QuantizedWeight, put: Any) -> QuantizedWeight:
-    """The same weight with its arrays elsewhere."""
+    """Return the weight with its arrays elsewhere."""
     arrays = {name: put(array) for name, array in weight.arrays.items()}
     return QuantizedWeight(
         weight.format, **arrays, block_size=weight.block_size, transposed=weight.transposed

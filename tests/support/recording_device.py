@@ -52,7 +52,7 @@ class Recorder(LaunchRecorder):
 
     @property
     def entries(self) -> list[str]:
-        """Of the kernels, in the order of their launches."""
+        """The kernels' entries, in the order of their launches."""
         return [launch.specialisation.spec.entry for launch in self.launches]
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:

@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
 
     def options_of(self, rank: int) -> dict[str, Any]:
-        """What a rank is given: of masks and biases the rows of its queries."""
+        """Return the options of a rank: of masks and biases the rows of its queries."""
         cut = {
             name: shard(x, rank, self.ranks, placement=self.placement, axis=-2)
             for name, x in self.options.items()
@@ -117,7 +117,7 @@ def one_device(case: Case) -> tuple[Any, Any, AttentionGrads]:
 
 
 def ring(case: Case, group: Any) -> tuple[Any, Any, AttentionGrads]:
-    """What one rank computes."""
+    """Return the results of one rank."""
     q, k, v, dout, dlse = (case.shard(name, group.rank) for name in ("q", "k", "v", "dout", "dlse"))
     given = {"group": group, "placement": case.placement, **case.packed}
     given |= case.options_of(group.rank)
@@ -127,12 +127,12 @@ def ring(case: Case, group: Any) -> tuple[Any, Any, AttentionGrads]:
 
 
 def on_ranks(case: Case) -> tuple[Any, Any, AttentionGrads]:
-    """The results of all ranks, put together."""
+    """The results of all ranks, joined."""
     return whole(case, run(lambda group: ring(case, group), case.ranks, timeout=60))
 
 
 def whole(case: Case, results: list[Any]) -> tuple[Any, Any, AttentionGrads]:
-    """Put together what ranks computed: out, lse and gradients of each."""
+    """Join the results of ranks: out, lse and gradients of each."""
     outs, lses, grads = zip(*results, strict=True)
     of_tokens = {
         name: case.unshard([getattr(g, name) for g in grads]) for name in ("dq", "dk", "dv")
@@ -300,7 +300,7 @@ def _held(
 
 
 def _turned(x: np.ndarray, rotary: Any, side: Any) -> np.ndarray:
-    """Queries or keys as ranks turn them."""
+    """Return queries or keys as ranks rotate them."""
     with side.running():
         cos, sin = (side.put(table) for table in rotary[:2])
         return side.get(cupyattn.rope(side.put(x), cos, sin, interleaved=rotary[2]))

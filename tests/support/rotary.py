@@ -13,7 +13,7 @@ import cupyattn
 from cupyattn import Rotary
 
 CHUNK = 8
-"""Items of float16 that move together: the tensor-core kernel turns whole ones itself."""
+"""Items of float16 in a vector: the tensor-core kernel rotates whole ones itself."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class RotaryProblem(AttentionProblem):
 
     interleaved: bool = False
     table: str = "float32"
-    beside: int = 0
-    """Columns of NaN behind those of each table: from 1 on rows are aligned to items only."""
+    spare: int = 0
+    """Columns of NaN after those of each table: from 1 on rows are aligned to items only."""
 
     def _option(self, name: str, value: Any) -> dict[str, Any]:
         option = super()._option(name, value)
@@ -33,7 +33,7 @@ class RotaryProblem(AttentionProblem):
 
     def _table(self, table: np.ndarray) -> np.ndarray:
         columns = table.shape[1]
-        wide = np.full((len(table), columns + self.beside), np.nan, dtype_of(self.table))
+        wide = np.full((len(table), columns + self.spare), np.nan, dtype_of(self.table))
         wide[:, :columns] = table
         return wide[:, :columns]
 

@@ -89,7 +89,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 class Search:
-    """What was asked for; set before the first test is imported."""
+    """The kind of search; set before the first test is imported."""
 
     deep = False
     examples: int | None = None
@@ -145,12 +145,12 @@ def mostly_deep(values: Iterable[Any], plain: Collection[Any]) -> list[Any]:
 
 
 def is_quick(test: str) -> bool:
-    """Whether a test, by its name from the folder of tests on, gives a first answer soon."""
+    """Tell whether a test, named by its path in tests, gives a first answer soon."""
     return test.startswith(QUICK) and not test.startswith(NOT_QUICK)
 
 
 def duration(config: pytest.Config) -> str | None:
-    """How long this run may take, if it is one of the whole suite on a machine without a GPU."""
+    """Return the limit of this run's time, if it is of the whole suite without a GPU."""
     if not whole_suite(config) or device_count() or Search.examples:
         return None
     asked = "quick" if config.getoption("-m") == "quick" else "deep" if Search.deep else "plain"
@@ -158,5 +158,5 @@ def duration(config: pytest.Config) -> str | None:
 
 
 def whole_suite(config: pytest.Config) -> bool:
-    """Whether no file was named."""
+    """Tell whether no file was named."""
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS

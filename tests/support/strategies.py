@@ -31,7 +31,7 @@ SCORE_OPTIONS = ("mask", "bias", "alibi_slopes", "softcap", "sinks", "dropout_p"
 """Compiled into the flash kernels: each combination is a specialisation."""
 
 REFERENCE_OPTIONS = ("rotary", "mask_mod")
-"""What no kernel has: nor of mask_mod a Python function, which stands for it here."""
+"""Options that no kernel has; here a Python function takes the place of mask_mod."""
 
 OPTIONS = (*RUN_TIME_OPTIONS, *SCORE_OPTIONS, *REFERENCE_OPTIONS)
 
@@ -47,7 +47,7 @@ OPTION_SETS: tuple[OptionSet, ...] = (
     {"bias": "float32", "alibi_slopes": "float32", "sinks": "float32"},
     {"bias": "own", "softcap": "", "sinks": "float32", "dropout_p": ""},
 )
-"""Of every two score options: both, either alone, and neither stand in some set."""
+"""Of every two score options: both, either alone, and neither are in some set."""
 
 ALL_AT_ONCE: tuple[OptionSet, ...] = (
     {"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own",
@@ -119,7 +119,7 @@ Array = NDArray[Any]
 
 
 def lay_out(x: Array, view: str) -> Array:
-    """x (B, S, H, D) in an array of the strides that the view kind stands for.
+    """x (B, S, H, D) in an array of the strides of a kind of view.
 
     Memory around the values holds NaN. "broadcast" repeats batch element 0 with stride 0, and is
     read-only.
@@ -142,7 +142,7 @@ def lay_out(x: Array, view: str) -> Array:
 
 
 def lay_out_option(x: Array, view: str) -> Array:
-    """x, an option's array, in an array of the strides that the view kind stands for.
+    """x, an option's array, in an array of the strides of a kind of view.
 
     "padded" rows start at multiples of eight items, so that kernels may read several at once.
     Memory around the values holds what must not be read: NaN, far positions, the mask's opposite.
@@ -285,7 +285,7 @@ def lengths(largest: int = TWO_TILES, least: int = 0) -> st.SearchStrategy[int]:
 
 
 def window_sides(longest: int) -> st.SearchStrategy[int | None]:
-    """Keys on one side of a window: none, any, or as many as end it beside or within a tile."""
+    """Keys on one side of a window: none, any, or as many as end it between tiles or within one."""
     beside_tiles = st.builds(
         lambda tiles, step: max(16 * tiles + step, 0),
         st.integers(0, longest // 16 + 1),
@@ -407,15 +407,11 @@ def attention_problems(
 
 
 @st.composite
-def softmax_problems(
-    draw: st.DrawFn,
-    *,
-    dtypes: Sequence[str] = ("float16", "float32"),
-    row_lengths: Sequence[int] = (0, 1, 2, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025),
-) -> SoftmaxProblem:
-    """Softmax problems: up to two leading axes, row lengths from a list or free."""
+def softmax_problems(draw: st.DrawFn, *, dtypes: Sequence[str]) -> SoftmaxProblem:
+    """Draw softmax problems: up to two leading axes, and often row lengths around powers of two."""
+    row_lengths = (0, 1, 2, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025)
     leading = draw(st.lists(st.integers(0, 4), min_size=0, max_size=2))
-    row = draw(st.one_of(st.sampled_from(tuple(row_lengths)), st.integers(0, 300)))
+    row = draw(st.one_of(st.sampled_from(row_lengths), st.integers(0, 300)))
     return SoftmaxProblem(
         shape=(*leading, row),
         dtype=draw(st.sampled_from(tuple(dtypes))),

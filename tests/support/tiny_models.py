@@ -58,7 +58,7 @@ SHARED = {"gelu_tanh": "gelu_new", "swiglu": "silu"}
 
 
 def config_of(config: Config) -> dict[str, Any]:
-    """What config.json says of these numbers."""
+    """Return these numbers as config.json has them."""
     if config.architecture == "gpt2":
         return {
             "model_type": "gpt2", "vocab_size": config.vocab_size, "n_embd": config.hidden_size,

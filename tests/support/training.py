@@ -24,7 +24,7 @@ def model_of(config: Config, dtype: str = "float64", seed: int = 1) -> Model:
 
 
 def converted(model: Model, dtype: str = "float64") -> Model:
-    """The same numbers in another dtype: models are loaded in no float64."""
+    """Return the model in another dtype: none is loaded in float64."""
     weights = empty(model.config, dtype, np)
     pairs = zip(named_arrays(weights), named_arrays(model.weights), strict=True)
     for (_, array), (_, found) in pairs:
@@ -88,14 +88,16 @@ def packed_loss(model: Model, batch: Batch) -> float:
 
 
 def require_gradients(
-    loss: Callable[[], float], arrays: dict[str, np.ndarray], gradients: dict[str, np.ndarray],
-    updated: Callable[[], None], *, step: float = 1e-5, tolerance: float = 1e-7,
-) -> None:  # fmt: skip
-    """Each array's gradient along a random direction is the loss's central difference.
+    loss: Callable[[], float],
+    arrays: dict[str, np.ndarray],
+    gradients: dict[str, np.ndarray],
+    updated: Callable[[], None],
+) -> None:
+    """Require each array's gradient along a random direction to be the loss's central difference.
 
-    The step's own error is about step**2, and that of the two losses 1e-16 / step.
+    Errors: about step**2 of the step, and 1e-16 / step of the two losses.
     """
-    generator = np.random.default_rng(7)
+    generator, step = np.random.default_rng(7), 1e-5
     for name, array in arrays.items():
         direction = generator.standard_normal(array.shape)
         direction /= np.linalg.norm(direction)
@@ -108,4 +110,4 @@ def require_gradients(
         updated()
         found = float((gradients[name] * direction).sum())
         expected = (sides[0] - sides[1]) / (2 * step)
-        assert abs(found - expected) <= tolerance, f"{name}: {found}, by differences {expected}"
+        assert abs(found - expected) <= 1e-7, f"{name}: {found}, by differences {expected}"

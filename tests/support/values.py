@@ -27,7 +27,7 @@ from cupyattn import AttentionGrads, MaskMod
 
 
 def in_ragged_rows(a: np.ndarray) -> np.ndarray:
-    """The same shape, in rows of a number of bytes that is no whole number of items."""
+    """Return an array of this shape whose rows are no whole number of items apart."""
     rows = np.zeros((*a.shape[:-1], a.shape[-1] * a.itemsize + a.itemsize // 2), np.uint8)
     return np.ndarray(a.shape, a.dtype, rows, strides=(*rows.strides[:-1], a.itemsize))
 
@@ -354,7 +354,7 @@ def backward_rows() -> Iterator[Row]:
 
 
 def numpy_backward_rows() -> Iterator[Row]:
-    """What comes after the check that a GPU has a kernel, and NumPy's dtypes."""
+    """Calls refused after the check that a GPU has a kernel, and NumPy's dtypes."""
 
     def in_q(call: Call) -> None:
         call.options["grads"] = some_grads(dq=call.arrays["q"])

@@ -25,7 +25,7 @@ Arrays = tuple[np.ndarray, ...]
 class VarlenProblem:
     """A call of attention_varlen.
 
-    q, k and v are slices of wider arrays; behind the last sequence lie `spare` rows, of NaN.
+    q, k and v are slices of wider arrays; `spare` rows of NaN follow the last sequence.
     """
 
     dense: AttentionProblem
@@ -42,12 +42,12 @@ class VarlenProblem:
         )
 
     def packed(self, array: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-        """The rows of a batch (B, longest, ...) one behind the other, in every second one."""
+        """The rows of a batch (B, longest, ...) one after the other, in every second one."""
         rows = [array[b, :length] for b, length in enumerate(lengths)]
         rows.append(np.full((self.spare, *array.shape[2:]), np.nan, array.dtype))
-        together = np.concatenate(rows)
-        wide = np.full((len(together), 2, *array.shape[2:]), np.nan, array.dtype)
-        wide[:, 1] = together
+        packed = np.concatenate(rows)
+        wide = np.full((len(packed), 2, *array.shape[2:]), np.nan, array.dtype)
+        wide[:, 1] = packed
         return wide[:, 1]
 
     def arrays(self) -> Arrays:
@@ -65,7 +65,7 @@ class VarlenProblem:
         return options
 
     def given(self) -> dict[str, Any]:
-        """What kernels are given of them."""
+        """The arrays as kernels take them."""
         return self.options()
 
     @property

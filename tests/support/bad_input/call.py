@@ -125,7 +125,7 @@ Row = tuple[str, dict[str, Any], type[Exception], str, str]
 
 
 def of(name: str, kind: type[Exception], passed: str, allowed: str, *values: Any) -> Iterator[Row]:
-    """One row for each bad value of an option; {} in `passed` stands for the value."""
+    """One row for each bad value of an option; {} in `passed` is replaced by the value."""
     for value in values:
         id = f"array {value.dtype} {value.shape}" if isinstance(value, np.ndarray) else repr(value)
         yield f"{name} {id[:30]}", {name: value}, kind, passed.replace("{}", str(value)), allowed

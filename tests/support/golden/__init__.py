@@ -3,7 +3,7 @@
 ``capture.py`` runs the `case.Case`s on a GPU and writes ``recorded.npz``, which holds their output;
 ``tests/emulator/test_golden.py`` runs the same cases on the emulator.
 
-    values          operands: the awkward numbers of each type, and random bits
+    values          operands: the special numbers of each type, and random bits
     case            a kernel with its inputs, and running it
     elementwise     tables of instructions that work on the registers of one thread
     floating_tables, integer_tables

@@ -5,7 +5,7 @@
 The kernels are compiled to compute_75 PTX, whatever the GPU (what PTX has from compute_80 on: to
 that); its driver compiles that for the device. So an H200 shows what PTX means there, not what the
 machine code of a Turing GPU does. The metadata say which GPU it was. All cases are captured in one
-run, on compute capability 8.0 or newer. The vectors are written to ``recorded.npz`` beside this
+run, on compute capability 8.0 or newer. The vectors are written to ``recorded.npz`` next to this
 file unless ``--out`` says otherwise.
 """
 

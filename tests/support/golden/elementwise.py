@@ -33,7 +33,7 @@ class Instruction:
     result : str
         Type of the result: ``f16``, ``f16x2``, ``f32``, ``f64``, or ``b16``, ``b32``, ``b64``.
     tail : str
-        Operands behind the registers, as ``, 0x96`` of ``lop3.b32``.
+        Operands after the registers, as ``, 0x96`` of ``lop3.b32``.
     text : str
         The PTX, where it is more than the opcode and its operands.
     """
@@ -44,7 +44,7 @@ class Instruction:
     text: str = ""
 
     def ptx(self, operands: int) -> str:
-        """Return the PTX: the result is %0, the operands are those behind it."""
+        """Return the PTX: the result is %0, the operands are those after it."""
         if self.text:
             return self.text
         registers = ", ".join(f"%{i}" for i in range(operands + 1))
@@ -52,7 +52,7 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """What it is called in messages and in the file of vectors."""
+        """Its name in messages and in the file of vectors."""
         return self.opcode + self.tail
 
 

@@ -1,4 +1,4 @@
-"""Operands of the golden vectors: the awkward numbers of each type, and random bits.
+"""Operands of the golden vectors: the special numbers of each type, and random bits.
 
 Inputs are made anew wherever they are needed, so they must be the same everywhere: they come from
 the raw words of PCG64, which NumPy keeps stable, not from the distributions of its Generator, which
@@ -114,5 +114,5 @@ def pairs(*lists: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def joined(*parts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Return several tuples of operands, one behind the other."""
+    """Return several tuples of operands, concatenated."""
     return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
