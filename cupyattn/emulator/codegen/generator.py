@@ -53,7 +53,7 @@ def _sources_that_matter(parts: tuple[str, ...], operands: int) -> tuple[int, ..
         return ()
     copied = _COPIES.get(root)
     if copied and copied[-1] >= operands:
-        return None  # what is wrong with it is the lowering's business
+        return None  # the lowering reports what is wrong
     return copied
 
 

@@ -179,7 +179,7 @@ _SHIFTS = {str(amount) for amount in range(32)}
 def operation_of(gen: CodeGenerator, x: Instruction) -> tuple[LaneOperation, list[str]] | None:
     """Return how to compute an instruction on stacks, and of which operands; None if it cannot be.
 
-    Guarded instructions cannot be, nor what is no PTX: to say so is its lowering's business.
+    Guarded instructions cannot be. Neither can invalid PTX, which the lowering reports.
     """
     if x.guard or len(x.operands) < 2 or not _may_be(x.opcode):
         return None
