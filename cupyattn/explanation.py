@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class LaunchReport:
     configuration : dict of str to int or str
         The macros with which it is compiled.
     reason : str
-        Why this configuration was chosen; empty if there is no choice. "models 0.87" says that the
-        model of a T4 predicts the rate of the tensor cores, or of float32, to be used to 87 %.
+        Why this configuration was chosen; empty if there is no choice. "models 0.87" means that the
+        model of a T4 predicts 87 % of the peak rate of the tensor cores, or of float32 arithmetic.
     ctas, threads : int
         The number of CTAs (CUDA's thread blocks) in the grid, and of threads in a CTA.
     shared_bytes : int
@@ -72,16 +73,15 @@ class LaunchReport:
     def __str__(self) -> str:
         chosen = {n: v for n, v in self.configuration.items() if v not in ("false", "void")}
         macros = " ".join(f"{name}={value}" for name, value in chosen.items())
-        modelled = " (the modelled share of the peak rate)" if "models 0." in self.reason else ""
         lines = {
-            "why": self.reason + modelled,
+            "why": re.sub(r"(models 0\.\d+)", r"\1 of the peak rate", self.reason),
             "configuration": macros,
             "grid": f"{_ctas(self.ctas)} of {self.threads} threads",
             "on an SM": _resources(self),
             "limit": self.limit,
         }
-        told = [f"  {title:14} {line}" for title, line in lines.items() if line]
-        return "\n".join([f"{self.kernel}  ({self.source})", *told])
+        printed = [f"  {title:14} {line}" for title, line in lines.items() if line]
+        return "\n".join([f"{self.kernel}  ({self.source})", *printed])
 
 
 def _ctas(count: int) -> str:
@@ -150,7 +150,7 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     Raises
     ------
     TypeError
-        If `function` cannot be called, or the function itself raises it.
+        If `function` cannot be called, for a shape without a dtype, or if the function raises it.
     ValueError, NotImplementedError
         If the function itself raises it for these arrays and options.
 
@@ -173,9 +173,17 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
         raise error(
             TypeError,
             f"function has type {type(function).__name__}",
-            "it must be a function of this library",
+            "it is a function of this library",
             "pass for example cupyattn.attention, then the arrays and options of the call",
         )
+    for i, each in enumerate(arrays):
+        if isinstance(each, tuple) and each and all(isinstance(item, int) for item in each):
+            raise error(
+                TypeError,
+                f"argument {i} is {each}, a shape without a dtype",
+                "arrays are given as such, or as (shape, dtype)",
+                f'pass for example ({each}, "float16")',
+            )
     devices: set[int] = set()
     given = [_stand_in(each, devices) for each in arrays]
     named = {name: _stand_in(each, devices) for name, each in options.items()}
@@ -279,8 +287,8 @@ def _like(array: Array) -> np.ndarray:
     steps = zip(array.shape, array.strides, strict=True)
     reach = [(extent - 1) * stride for extent, stride in steps]
     before = -sum(each for each in reach if each < 0)
-    behind = sum(each for each in reach if each > 0) + array.dtype.itemsize
-    memory = _memory(before + behind + ALIGNMENT)
+    after = sum(each for each in reach if each > 0) + array.dtype.itemsize
+    memory = _memory(before + after + ALIGNMENT)
     offset = before + (array.data.ptr - memory.ctypes.data - before) % ALIGNMENT
     return np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
 
@@ -313,9 +321,9 @@ def _report(launch: Launch, arch: Arch) -> LaunchReport:
 
 
 def _limit(launch: Launch) -> str:
-    """Say what bounds a kernel on a T4: the busiest pipe of its main loop, or memory.
+    """Return the limit of a kernel on a T4: the busiest pipe of its main loop, or memory.
 
-    Kernels whose speed is that of their products have a modelled utilisation among their gates.
+    Kernels that are bound by their products have a modelled utilisation among their gates.
     """
     try:
         loop = analyse(launch.specialisation).main
@@ -324,7 +332,7 @@ def _limit(launch: Launch) -> str:
     except RuntimeError:
         return "not known without NVRTC: pip install nvidia-cuda-nvrtc-cu12"
     if loop is None or loop.bound is None or not launch.specialisation.gates.models:
-        return "memory bandwidth: products are not what it spends its time on"
+        return "memory bandwidth: products take little of its time"
     units = "tensor cores" if loop.work_pipe == "tensor" else "float32 units"
     reached = f", {loop.utilisation.mean:.2f} simulated" if loop.utilisation else ""
     pipe = {"lsu": "load/store unit", "tensor": "tensor cores", "fma": "float32 units"}

@@ -11,6 +11,7 @@ from support.recording_device import device_array
 import cupyattn
 from cupyattn import (
     RMSNormGrads,
+    explanation,
     layer_norm,
     layer_norm_backward,
     rms_norm,
@@ -187,3 +188,46 @@ def test_softmax_arguments(recorder):
         [480, 120, 24, 0],
         [0, 0, 0, 0],
     ]
+
+
+TABLE = ((64, 32), "float32")
+SQUARE, FLOATS = ((1024, 1024), "float16"), ((1024, 1024), "float32")
+WEIGHT = cupyattn.quantize(np.ones((1024, 64), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("function", "arrays", "options", "reasons"),
+    [
+        (cupyattn.linear, (SQUARE, SQUARE), {}, ["forward: float16 runs on tensor cores"]),
+        (cupyattn.linear, (((4, 1024), "float16"), SQUARE), {}, ["forward: M = 4 is at most 64"]),
+        (cupyattn.linear, (FLOATS, FLOATS), {}, ["forward: float32 runs in float32 arithmetic"]),
+        (cupyattn.linear, (((9, 8192), "float16"), ((8192, 64), "float16")), {}, [
+            "forward: M = 9 is at most 64", "columns are too few to fill the GPU: K is split",
+        ]),
+        (cupyattn.linear, (SQUARE, WEIGHT), {}, [
+            "forward: float16 runs on tensor cores", "tiles do not fill the GPU evenly",
+        ]),
+        (cupyattn.linear, (((9, 1024), "float32"), WEIGHT), {}, ["forward: M = 9 is at most 16"]),
+        (cupyattn.linear_backward, (SQUARE, SQUARE, SQUARE), {}, ["dx: float16", "dw: float16"]),
+        (cupyattn.linear_backward, (((1024, 64), "float16"), SQUARE, WEIGHT), {}, ["dx: float16"]),
+        (cupyattn.quantize, (SQUARE,), {"format": "nf4_nested"}, []),
+        (cupyattn.dequantize, (WEIGHT,), {}, []),
+        (cupyattn.sample, (SQUARE,), {"seed": 0, "top_k": 5}, []),
+        (cupyattn.rope, (((1, 64, 4, 64), "float16"), TABLE, TABLE), {}, []),
+        (cupyattn.embedding, (SQUARE, ((7,), "int32")), {}, []),
+        (cupyattn.embedding_backward, (((7, 1024), "float16"), SQUARE, ((7,), "int32")), {}, []),
+    ],
+)  # fmt: skip
+def test_explain_gives_reasons(function, arrays, options, reasons, monkeypatch):
+    """Every launch has one, and the choice of the kernels where there is one."""
+    monkeypatch.setattr(explanation, "_report", lambda launch, arch: launch.specialisation)
+    report = cupyattn.explain(function, *arrays, **options)
+    assert all(kernel.reason for kernel in report.launches)
+    assert len(report.reasons) == len(reasons)
+    assert all(map(str.startswith, report.reasons, reasons))
+
+
+def test_explain_tells_how_to_pass_a_shape():
+    with pytest.raises(TypeError, match=r"argument 1 is \(4, 5\), a shape without a dtype") as told:
+        cupyattn.explain(cupyattn.linear, ((3, 4), "float16"), (4, 5))
+    assert str(told.value).endswith('pass for example ((4, 5), "float16")')

@@ -249,6 +249,7 @@ def specialise_append(config: AppendConfig, launch: AppendLaunch) -> Specialisat
     return APPEND.specialise(
         threads=config.threads,
         gates=Gates(registers=96),
+        reason=config.reason,
         DTYPE=launch.dtype,
         CACHE=_QUANTISED.get(launch.cache, launch.cache),
         LANES=launch.lanes,
@@ -266,7 +267,11 @@ def specialise_append(config: AppendConfig, launch: AppendLaunch) -> Specialisat
 def specialise_copies(word: int, copy: str) -> Specialisation:
     """Specialise the kernel that copies blocks, for words of that many bytes."""
     return COPY_BLOCKS.specialise(
-        threads=COPY_THREADS, gates=Gates(registers=88), WORD=word, COPY=_INTEGERS[copy]
+        threads=COPY_THREADS,
+        gates=Gates(registers=88),
+        reason=f"a block has few words of {word} bytes: small CTAs keep more multiprocessors busy",
+        WORD=word,
+        COPY=_INTEGERS[copy],
     )
 
 
@@ -275,6 +280,9 @@ def specialise_gather(dtype: str, cache: str, vec: int, length: str) -> Speciali
     """Specialise the kernel that gathers tokens; `vec` is 1 or 16 bytes' worth of results."""
     return GATHER.specialise(
         threads=THREADS,
+        reason="all loads and stores of results have 16 bytes"
+        if vec > 1
+        else "rows are not aligned to 16 bytes: a thread has one item",
         DTYPE=dtype,
         CACHE=_QUANTISED.get(cache, cache),
         VEC=vec,

@@ -168,6 +168,7 @@ def specialise_forward(config: ElementConfig, dtype: str, vec: int, ids: str) ->
     """Specialise the lookup with `vec` items a load: 1, or 16 bytes of them."""
     return FORWARD.specialise(
         threads=config.threads,
+        reason=config.reason,
         DTYPE=dtype,
         LANES=config.lanes,
         VECTORS=config.loads(vec),
@@ -179,21 +180,33 @@ def specialise_forward(config: ElementConfig, dtype: str, vec: int, ids: str) ->
 @cache
 def specialise_ids(ids: str) -> Specialisation:
     """Specialise the kernel that copies ids to contiguous int32."""
-    return IDS.specialise(threads=THREADS, IDS=_IDS[ids])
+    return IDS.specialise(
+        threads=THREADS, reason="pads ids so that the sort reads 16 bytes a load", IDS=_IDS[ids]
+    )
 
 
 @cache
 def specialise_sort() -> Specialisation:
     """Specialise the counting sort of the ids."""
     words = THREADS + 1 + THREADS // _WARP + 2 * SORT_READS * THREADS
-    return SORT.specialise(threads=THREADS, static_shared_bytes=4 * words, READS=SORT_READS)
+    return SORT.specialise(
+        threads=THREADS,
+        static_shared_bytes=4 * words,
+        reason="a counting sort, in which no CTA waits for another",
+        READS=SORT_READS,
+    )
 
 
 @cache
 def specialise_sums(spec: KernelSpec, dtype: str, vec: int, accumulate: bool) -> Specialisation:
     """Specialise SUM or COMBINE."""
     return spec.specialise(
-        threads=THREADS, DTYPE=dtype, VEC=vec, CHUNK=CHUNK, ACCUMULATE=cpp_bool(accumulate)
+        threads=THREADS,
+        reason=f"chunks of {CHUNK} sorted tokens: frequent ids take no longer, in a fixed order",
+        DTYPE=dtype,
+        VEC=vec,
+        CHUNK=CHUNK,
+        ACCUMULATE=cpp_bool(accumulate),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.linear.problem import (
+    IN_FLOAT32,
+    READS_ONCE,
     STRUCTS,
     BackwardDraft,
     BackwardProblem,
@@ -157,6 +159,7 @@ def skinny(
     return SKINNY.specialise(
         threads=_SKINNY_WARPS * WARP_SIZE,
         static_shared_bytes=parts * rows * SKINNY_COLUMNS * FLOAT_BYTES,
+        reason=f"for at most {rows} rows of x; bound by the bytes of w in flight",
         DTYPE=dtype,
         ROWS=rows,
         MIN_CTAS=2 if rows < SKINNY_ROWS[-1] else 1,
@@ -186,6 +189,7 @@ def specialise_tile(
         threads=config.threads,
         static_shared_bytes=shared_bytes,
         gates=_GATES,
+        reason=config.reason,
         DTYPE=dtype,
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
@@ -204,6 +208,7 @@ def db(dtype: str, activation: str | None, gated: bool, vec: int) -> Specialisat
     return DB.specialise(
         threads=DB_THREADS,
         gates=Gates(registers=240),
+        reason="parts of the rows are summed by many CTAs at once",
         DTYPE=dtype,
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
@@ -462,9 +467,10 @@ def float_params(
     return params[()]
 
 
+_SKINNY_REASON = READS_ONCE.format(most=SKINNY_ROWS[-1])
 PLANS: Plans = (
-    LinearPlan("forward", tuple(STORAGE), _skinny_steps, _is_skinny),
-    LinearPlan("forward", tuple(STORAGE), _forward_steps),
-    LinearPlan("dx", tuple(STORAGE), _dx_steps),
-    LinearPlan("dw", tuple(STORAGE), _dw_steps),
+    LinearPlan("forward", tuple(STORAGE), _skinny_steps, _SKINNY_REASON, _is_skinny),
+    LinearPlan("forward", tuple(STORAGE), _forward_steps, IN_FLOAT32),
+    LinearPlan("dx", tuple(STORAGE), _dx_steps, IN_FLOAT32),
+    LinearPlan("dw", tuple(STORAGE), _dw_steps, IN_FLOAT32),
 )

@@ -178,7 +178,14 @@ def lanes_of(block_size: int) -> int:
 def specialise_quantize(kind: str, dtype: str, lanes: int, vec: int) -> Specialisation:
     """Specialise QUANTIZE; lanes is 1 across K, vec 1 or 16 bytes' worth of weights."""
     return QUANTIZE.specialise(
-        threads=THREADS, FORMAT=FORMAT_STRUCTS[kind], DTYPE=dtype, LANES=lanes, VEC=vec
+        threads=THREADS,
+        reason=f"w lies along K: {lanes} lanes share a block"
+        if lanes > 1
+        else "w lies along N: neighbouring lanes read neighbouring columns",
+        FORMAT=FORMAT_STRUCTS[kind],
+        DTYPE=dtype,
+        LANES=lanes,
+        VEC=vec,
     )
 
 
@@ -188,6 +195,9 @@ def specialise_dequantize(kind: str, dtype: str, along: bool, vec: int) -> Speci
     return DEQUANTIZE.specialise(
         threads=THREADS,
         static_shared_bytes=CODEBOOK_BYTES.get(kind, 0),
+        reason="the result lies along K: threads store 8 neighbours each"
+        if along
+        else "the result lies along N: neighbouring threads store neighbours, each along its own K",
         FORMAT=FORMAT_STRUCTS[kind],
         DTYPE=dtype,
         UNIT=UNITS[along],
@@ -199,14 +209,18 @@ def specialise_dequantize(kind: str, dtype: str, along: bool, vec: int) -> Speci
 @cache
 def nest() -> Specialisation:
     """Specialise NEST."""
-    return NEST.specialise(threads=_NEST_THREADS, GROUP=GROUP)
+    reason = f"a warp computes the pair of {GROUP} blocks that share it"
+    return NEST.specialise(threads=_NEST_THREADS, reason=reason, GROUP=GROUP)
 
 
 @cache
 def expand() -> Specialisation:
     """Specialise EXPAND."""
     return EXPAND.specialise(
-        threads=_NEST_THREADS, static_shared_bytes=TABLE * FLOAT_BYTES, GROUP=GROUP
+        threads=_NEST_THREADS,
+        static_shared_bytes=TABLE * FLOAT_BYTES,
+        reason="nested scales are expanded before the kernels that read them",
+        GROUP=GROUP,
     )
 
 

@@ -20,6 +20,8 @@ from cupyattn.ops.linear.kernels_quantised_skinny import PRODUCT as ON_TENSOR_CO
 from cupyattn.ops.linear.kernels_quantised_skinny import streams
 from cupyattn.ops.linear.kernels_skinny import skinny_params
 from cupyattn.ops.linear.problem import (
+    IN_FLOAT32,
+    READS_ONCE,
     STRUCTS,
     BackwardDraft,
     ForwardDraft,
@@ -126,6 +128,7 @@ def _skinny(
     return SKINNY.specialise(
         threads=_WARPS * WARP_SIZE,
         static_shared_bytes=rows * run_items * FLOAT_BYTES,
+        reason=f"{rows} rows of x for each weight that is decoded; 16 warps on a multiprocessor",
         FORMAT=FORMAT_STRUCTS[weights],
         BLOCK_SIZE=block_size,
         DTYPE=dtype,
@@ -239,9 +242,10 @@ def _skinny_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     return (Step.of(kernel, ctas, arrays, skinny_params(problem)),)
 
 
+_SKINNY_REASON = READS_ONCE.format(most=MAX_SKINNY_ROWS)
 PLANS: Plans = (
-    LinearPlan("forward", tuple(STORAGE), _skinny_steps, _takes_skinny),
-    LinearPlan("forward", tuple(STORAGE), _forward_steps),
-    LinearPlan("dx", tuple(STORAGE), _dx_steps),
-    LinearPlan("db", tuple(STORAGE), float32.db_steps),
+    LinearPlan("forward", tuple(STORAGE), _skinny_steps, _SKINNY_REASON, _takes_skinny),
+    LinearPlan("forward", tuple(STORAGE), _forward_steps, IN_FLOAT32),
+    LinearPlan("dx", tuple(STORAGE), _dx_steps, IN_FLOAT32),
+    LinearPlan("db", tuple(STORAGE), float32.db_steps, IN_FLOAT32),
 )

@@ -12,8 +12,21 @@ from functools import cache
 from typing import NamedTuple
 
 from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS
-from cupyattn.ops.linear.kernels_skinny import EPILOGUE, Epilogue, product_epilogue, product_steps
-from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan, Plans
+from cupyattn.ops.linear.kernels_skinny import (
+    EPILOGUE,
+    Epilogue,
+    product_epilogue,
+    product_steps,
+    relative,
+)
+from cupyattn.ops.linear.problem import (
+    READS_ONCE,
+    STRUCTS,
+    ForwardDraft,
+    ForwardProblem,
+    LinearPlan,
+    Plans,
+)
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
@@ -114,10 +127,10 @@ _TURING: QuantisedSkinnyTable = {
             None: _Config(1, (1,), 16, 4, 1, 4, "four warps share K: 0.48"),
         },
         16: {
-            4096: _Config(2, (1,), 8, 8, 1, 2, "as 8 rows: 0.34"),
-            None: _Config(1, (1,), 16, 4, 1, 2, "as 8 rows: 0.39"),
+            4096: _Config(2, (1,), 8, 8, 1, 2, "eight warps share K: 0.34"),
+            None: _Config(1, (1,), 16, 4, 1, 2, "four warps share K: 0.39"),
         },
-        32: {None: _Config(1, (1,), 8, 8, 1, 1, "as 16 rows")},
+        32: {None: _Config(1, (1,), 8, 8, 1, 1, "16 columns a warp: x takes registers")},
     },
     "wide": {
         1: {
@@ -131,7 +144,7 @@ _TURING: QuantisedSkinnyTable = {
             None: _Config(2, (1,), 8, 4, 2, 4, "32 columns and 64 bytes of each a warp: 0.68"),
         },
         16: {None: _Config(2, (1,), 8, 8, 1, 2, "32 columns a warp: 0.34 to 0.42")},
-        32: {None: _Config(1, (1,), 8, 8, 1, 1, "as 16 rows")},
+        32: {None: _Config(1, (1,), 8, 8, 1, 1, "16 columns a warp: x takes registers")},
     },
     "narrow": {
         1: {None: _Config(2, (1,), 8, 8, 2, 2, "4 columns, 512 bytes of each a warp: 0.4 to 0.5")},
@@ -139,7 +152,7 @@ _TURING: QuantisedSkinnyTable = {
         4: {None: _Config(2, (1,), 8, 8, 2, 4, "16 columns and 128 bytes of each a warp")},
         8: {None: _Config(2, (1,), 8, 8, 2, 4, "32 columns, 64 bytes of each a warp: 0.41 to 0.5")},
         16: {None: _Config(1, (1,), 8, 8, 2, 2, "16 columns: x takes registers; 0.32 to 0.34")},
-        32: {None: _Config(1, (1,), 8, 8, 1, 1, "as 16 rows")},
+        32: {None: _Config(1, (1,), 8, 8, 1, 1, "16 columns a warp: x takes registers")},
     },
     "bytes": {
         1: {
@@ -156,7 +169,7 @@ _TURING: QuantisedSkinnyTable = {
             4096: _Config(1, (1, 2), 8, 8, 2, 2, "16 columns: x takes registers; 0.57"),
             None: _Config(2, (1,), 8, 8, 2, 2, "32 columns a warp: 0.77"),
         },
-        32: {None: _Config(1, (1,), 8, 8, 1, 1, "as 16 rows")},
+        32: {None: _Config(1, (1,), 8, 8, 1, 1, "16 columns a warp: x takes registers")},
     },
 }
 CONFIGURATIONS: Mapping[int, QuantisedSkinnyTable] = {75: _TURING}
@@ -278,6 +291,7 @@ def skinny(kernel: QuantisedSkinnyKernel, epilogue: Epilogue) -> Specialisation:
     return PRODUCT.specialise(
         threads=groups * k_warps * WARP_SIZE,
         static_shared_bytes=shared,
+        reason=relative(config.reason),
         FORMAT=FORMAT_STRUCTS[weights],
         BLOCK_SIZE=block_size,
         VEC=vec,
@@ -383,4 +397,7 @@ def _whole_spans(problem: ForwardProblem) -> bool:
     return weight.scales.vector >= blocks * form.numbers
 
 
-PLANS: Plans = (LinearPlan("forward", ("float16",), _forward_steps, _takes, tensor_cores=True),)
+_REASON = READS_ONCE.format(most=MAX_ROWS)
+PLANS: Plans = (
+    LinearPlan("forward", ("float16",), _forward_steps, _REASON, _takes, tensor_cores=True),
+)

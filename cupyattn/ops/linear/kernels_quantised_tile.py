@@ -11,7 +11,14 @@ import numpy as np
 
 from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS, RowBlocks, row_blocks
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
-from cupyattn.ops.linear.problem import STRUCTS, BackwardDraft, ForwardDraft, LinearPlan, Plans
+from cupyattn.ops.linear.problem import (
+    ON_TENSOR_CORES,
+    STRUCTS,
+    BackwardDraft,
+    ForwardDraft,
+    LinearPlan,
+    Plans,
+)
 from cupyattn.ops.linear.tiles import (
     PRODUCT_PARAMS,
     PRODUCT_STRUCT,
@@ -93,12 +100,12 @@ def _configs(
         (_FEW, 128, 32, 32, 64, 2),
     )
     return {
-        ("narrow", True): TileConfig(*of_256, *narrow, "192 columns leave no registers for codes"),
-        ("narrow", False): TileConfig(*of_256, *narrow_across, "the same"),
-        ("small", True): TileConfig(*of_128, *small, "for small results; two CTAs alternate"),
-        ("small", False): TileConfig(*of_128, *small_across, "the same"),
-        ("few", True): TileConfig(*of_64, *few, "for few rows; bound by shared memory"),
-        ("few", False): TileConfig(*of_64, *few_across, "the same"),
+        ("narrow", True): TileConfig(*of_256, *narrow),
+        ("narrow", False): TileConfig(*of_256, *narrow_across),
+        ("small", True): TileConfig(*of_128, *small),
+        ("small", False): TileConfig(*of_128, *small_across),
+        ("few", True): TileConfig(*of_64, *few),
+        ("few", False): TileConfig(*of_64, *few_across),
     }
 
 
@@ -347,7 +354,7 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
 
 _DTYPES = ("float16",)
 PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
-    LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
-    LinearPlan("db", _DTYPES, db_steps, tensor_cores=True),
+    LinearPlan("forward", _DTYPES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", _DTYPES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("db", _DTYPES, db_steps, ON_TENSOR_CORES, tensor_cores=True),
 )

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem, LinearPlan, Plans
+from cupyattn.ops.linear.problem import (
+    READS_ONCE,
+    STRUCTS,
+    ForwardDraft,
+    ForwardProblem,
+    LinearPlan,
+    Plans,
+)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import (
@@ -142,8 +149,8 @@ _TURING: SkinnyTable = {
             None: _Config(4, (1,), 1, 8, 2, "128 bytes of a row at once: 0.81 to 0.94"),
         },
         16: {
-            4096: _Config(2, (2,), 1, 16, 1, "as 8 rows"),
-            None: _Config(4, (1,), 1, 8, 2, "as 8 rows: 0.78 to 0.89"),
+            4096: _Config(2, (2,), 1, 16, 1, "32 columns a CTA instead of a split K"),
+            None: _Config(4, (1,), 1, 8, 2, "128 bytes of a row at once: 0.78 to 0.89"),
         },
         32: {
             4096: _Config(2, (1,), 1, 8, 2, "32 columns a CTA; a long K is split"),
@@ -151,7 +158,7 @@ _TURING: SkinnyTable = {
         },
         64: {
             4096: _Config(2, (1,), 1, 12, 1, "32 columns a CTA: 0.37 to 0.40"),
-            None: _Config(2, (1,), 4, 3, 1, "as along K: 0.39 to 0.56"),
+            None: _Config(2, (1,), 4, 3, 1, "twelve warps: 0.39 to 0.56, bound by x from L1"),
         },
     },
 }
@@ -295,12 +302,18 @@ def skinny(kernel: SkinnyKernel, epilogue: Epilogue) -> Specialisation:
     return spec.specialise(
         threads=config.threads,
         static_shared_bytes=shared,
+        reason=relative(config.reason),
         W_ALONG_K=cpp_bool(along_k),
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
         OUT=out,
         **sizes,
     )
+
+
+def relative(reason: str) -> str:
+    """Append to a reason with speeds what they are relative to."""
+    return f"{reason}, relative to reading the weight alone" if "0." in reason else reason
 
 
 def _skinny_shared_bytes(config: SkinnyConfig, columns: int, pass_tiles: int) -> int:
@@ -321,7 +334,10 @@ def merge_ctas(items: int) -> int:
 def merge(activation: str | None, gated: bool) -> Specialisation:
     """Specialise the kernel that adds the splits of K."""
     return SKINNY_MERGE.specialise(
-        threads=_MERGE_THREADS, ACTIVATION=STRUCTS[activation], GATED=cpp_bool(gated)
+        threads=_MERGE_THREADS,
+        reason="adds the splits of K, always in the same order",
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
     )
 
 
@@ -357,6 +373,7 @@ def product_steps(
     epilogue = (slots.b, slots.residual, slots.preactivation, slots.out)
     if splits == 1:
         return (Step.of(product, ctas, (*operands, *epilogue), skinny_params(problem)),)
+    draft.traits.choices.because(f"columns are too few to fill the GPU: K is split {splits} ways")
     sums = skinny_params(problem, splits=splits, outer=problem.weight_columns)
     sums["out_stride"] = problem.weight_columns
     partials = draft.planner.scratch(splits * problem.rows * problem.weight_columns)
@@ -429,7 +446,8 @@ def _is_row(problem: ForwardProblem) -> bool:
 
 
 _DTYPES = ("float16",)
+_REASON = READS_ONCE.format(most=MAX_ROWS)
 PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, _is_row),
-    LinearPlan("forward", _DTYPES, _forward_steps, _takes, tensor_cores=True),
+    LinearPlan("forward", _DTYPES, _forward_steps, _REASON, _is_row),
+    LinearPlan("forward", _DTYPES, _forward_steps, _REASON, _takes, tensor_cores=True),
 )

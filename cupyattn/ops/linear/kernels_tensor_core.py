@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 
 from cupyattn.ops.linear.problem import (
+    ON_TENSOR_CORES,
     STRUCTS,
     BackwardDraft,
     BackwardProblem,
@@ -116,48 +117,28 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 # all of a k-tile in flight: wide, 335 TFLOP/s at 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x
 # 10240, and 275 with w across. Slots that model 0.87 and 0.83 reach 307 and 292 there.
 _TURING_FORWARD: _Table = {
-    ("wide", ALONG): TileConfig(
-        *_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976, "shared memory is busy for 0.71 of it"
-    ),
-    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956, "the same"),
-    ("narrow", ALONG): TileConfig(
-        *_NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917, "shared memory is busy for 0.88 of it"
-    ),
-    ("narrow", B_ACROSS): TileConfig(
-        *_NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915, "the same"
-    ),
-    ("small", ALONG): TileConfig(
-        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932, "shared memory is busy all the time"
-    ),
-    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891, "the same"),
-    ("short", ALONG): TileConfig(
-        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952, "shared memory is busy for 0.83 of it"
-    ),
-    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955, "the same"),
+    ("wide", ALONG): TileConfig(*_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976),
+    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956),
+    ("narrow", ALONG): TileConfig(*_NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917),
+    ("narrow", B_ACROSS): TileConfig(*_NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915),
+    ("small", ALONG): TileConfig(*_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932),
+    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891),
+    ("short", ALONG): TileConfig(*_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952),
+    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955),
 }
 _TURING_PRODUCT: _Table = {
-    ("wide", ALONG): TileConfig(
-        *_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938, "shared memory is busy for 0.71 of it"
-    ),
-    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915, "the same"),
-    ("wide", ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943, "the same"),
-    ("narrow", ALONG): TileConfig(
-        *_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87, "shared memory is busy for 0.88 of it"
-    ),
-    ("narrow", B_ACROSS): TileConfig(
-        *_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88, "the same"
-    ),
-    ("narrow", ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917, "the same"),
-    ("small", ALONG): TileConfig(
-        *_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828, "shared memory is busy all the time"
-    ),
-    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89, "the same"),
-    ("small", ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906, "the same"),
-    ("short", ALONG): TileConfig(
-        *_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867, "shared memory is busy for 0.83 of it"
-    ),
-    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936, "the same"),
-    ("short", ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939, "the same"),
+    ("wide", ALONG): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938),
+    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915),
+    ("wide", ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943),
+    ("narrow", ALONG): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
+    ("narrow", B_ACROSS): TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
+    ("narrow", ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
+    ("small", ALONG): TileConfig(*_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828),
+    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89),
+    ("small", ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906),
+    ("short", ALONG): TileConfig(*_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867),
+    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
+    ("short", ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
 }
 
 
@@ -263,6 +244,7 @@ def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) ->
         threads=_GRADIENT_THREADS,
         static_shared_bytes=_GRADIENT_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
         gates=Gates(registers=80),
+        reason="dz is computed once for dx and dw, instead of in every tile of both",
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
@@ -465,7 +447,7 @@ def _form_gradient(draft: BackwardDraft) -> FormedGradient:
 
 _DTYPES = ("float16",)
 PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, takes, tensor_cores=True),
-    LinearPlan("dx", _DTYPES, _dx_steps, takes, tensor_cores=True),
-    LinearPlan("dw", _DTYPES, _dw_steps, takes, tensor_cores=True),
+    LinearPlan("forward", _DTYPES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", _DTYPES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dw", _DTYPES, _dw_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
 )

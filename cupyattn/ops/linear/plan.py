@@ -63,6 +63,10 @@ def _steps(product: str, draft: D) -> tuple[Step, ...]:
         runs = draft.traits.tensor_cores or not entry.tensor_cores
         fits = entry.product == product and problem.dtype.name in entry.dtypes
         if runs and fits and entry.takes(problem):
+            reason = entry.reason if problem.inner else "K = 0 leaves nothing to multiply"
+            if product != "db" or problem.biased:
+                reason = reason.format(rows=problem.rows, dtype=problem.dtype.name)
+                draft.traits.choices.because(f"{product}: {reason}")
             return entry.plan(draft)
     raise NotImplementedError(f"no kernel has {product} of {problem.dtype.name}")
 

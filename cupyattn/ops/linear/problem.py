@@ -373,10 +373,17 @@ class LinearPlan(Generic[D]):
     product: str
     dtypes: tuple[str, ...]
     plan: Callable[[D], tuple[Step, ...]]
+    reason: str
+    """For `cupyattn.explain`, with {rows} and {dtype} of the problem."""
     takes: Callable[[Any], bool] = _always
     tensor_cores: bool = False
     """Whether its kernels need tensor cores."""
 
+
+ON_TENSOR_CORES = "{dtype} runs on tensor cores"
+IN_FLOAT32 = "{dtype} runs in float32 arithmetic on this GPU"
+READS_ONCE = "M = {{rows}} is at most {most}, where the kernels read each weight once"
+"""Reasons of implementations; `most` is a number of rows."""
 
 Plans = tuple[LinearPlan[Any], ...]
 """Implementations by preference."""

@@ -101,7 +101,6 @@ class TileConfig:
     """Sets of registers for fragments of A: 2 if there are enough registers."""
     models: float
     """The tensor utilisation of the main loop on a T4."""
-    reason: str
     mma_k: int = 8
     """Items of the sum of one tensor-core instruction."""
 
@@ -112,10 +111,24 @@ class TileConfig:
         return warps * WARP_SIZE
 
     @property
+    def reason(self) -> str:
+        """Why this tile exists."""
+        return f"models {self.models:.2f}; {_REASONS[self.tile_rows, self.tile_columns]}"
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of two stages of both operands."""
         return 2 * 2 * self.tile_inner * (self.tile_rows + self.tile_columns)
 
+
+_REASONS = {
+    (256, 192): "the largest tile: shared memory is busy for 0.71 of the loop",
+    (256, 128): "192 columns would be partly empty, or leave no registers to decode codes",
+    (128, 128): "for small results; two CTAs alternate",
+    (128, 192): "for short sums, whose stores overlap the products of another CTA",
+    (64, 128): "for few rows; bound by shared memory",
+}
+"""The reasons for tiles, by their rows and columns."""
 
 Shape = Literal["wide", "narrow", "small", "short", "few"]
 """Kinds of tiles.
@@ -145,6 +158,7 @@ def specialise_tile(
         shared_bytes=config.shared_bytes,
         # ptxas schedules split sums and activations differently.
         gates=Gates(config.models, scalar=0.48, options=config.models - 0.12),
+        reason=config.reason,
         TILE_ROWS=config.tile_rows,
         TILE_COLUMNS=config.tile_columns,
         TILE_INNER=config.tile_inner,
@@ -175,6 +189,7 @@ def split_sums(vec: int, activation: str | None = None, *, paired: bool = False)
     """Specialise the kernel that adds the splits of a product; `vec` columns a thread, 4 or 1."""
     return SPLIT_SUMS.specialise(
         threads=_SUMS_THREADS,
+        reason="adds the parts of split sums, always in the same order",
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
@@ -381,6 +396,7 @@ def product_steps(
     out, matrix = result
     added = added or matrix
     split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)
+    _explain_splits(traits, tiling)
     ctas, params = product.geometry(traits.arch, tiling)
     params["out_stride"], params["addend_stride"] = matrix.leading, added.leading
     specialisation = product.specialise(traits.arch, tiling.shape, out_vec, split=split)
@@ -409,6 +425,7 @@ def split_forward(
     """Plan a forward whose sum is split, perhaps in one part; the epilogue follows the sum."""
     problem, slots = draft.problem, draft.slots
     columns = problem.outer
+    _explain_splits(draft.traits, tiling)
     ctas, params = product.geometry(draft.traits.arch, tiling)
     vec = whole_vector(problem.weight_columns)
     specialisation = product.specialise(draft.traits.arch, tiling.shape, vec, split=True)
@@ -428,6 +445,13 @@ def split_forward(
             *(0 if matrix is None else matrix.leading for matrix in results),
         ),
     )
+
+
+def _explain_splits(traits: DeviceTraits, tiling: Tiling) -> None:
+    if tiling.splits > 1:
+        traits.choices.because(
+            f"tiles do not fill the GPU evenly: {tiling.splits} CTAs split the sum of each"
+        )
 
 
 def whole_forward(

@@ -171,6 +171,7 @@ def specialise_rotation(
     """
     return spec.specialise(
         threads=config.threads,
+        reason=config.reason,
         DTYPE=dtype,
         HEADS=config.heads,
         VEC=vec,

@@ -142,6 +142,7 @@ THREADS = 256
 PART = 4096
 """Tokens of a CTA: a vocabulary of 128,256 has 32 CTAs, for the 40 multiprocessors of a T4.
 A thread has 16 of them in registers, and all of its loads in flight at once."""
+_PART_REASON = f"{PART:,} tokens a CTA, so that all loads of a thread are in flight at once"
 CANDIDATES = 4096
 """Capacity of the list of tokens in bins that contain a cut: it takes 64 KB a row."""
 BINS, SUMS = 1024, 4
@@ -202,7 +203,9 @@ class SampleConfig(NamedTuple):
 @cache
 def specialise(spec: KernelSpec, config: SampleConfig) -> Specialisation:
     """Specialise MAXIMA or COUNTS."""
-    return spec.specialise(threads=THREADS, PART=PART, **option_macros(config))
+    used = "a temperature above 0" if spec is MAXIMA else "top-k or top-p"
+    reason = f"rows may have {used}; {_PART_REASON}"
+    return spec.specialise(threads=THREADS, reason=reason, PART=PART, **option_macros(config))
 
 
 @cache
@@ -211,6 +214,8 @@ def specialise_draw(config: SampleConfig, filtered: bool) -> Specialisation:
     return DRAW.specialise(
         threads=THREADS,
         gates=Gates(registers=120),
+        reason=f"{'rows may' if filtered else 'no row can'} have top-k, top-p or min-p; "
+        f"{_PART_REASON}",
         PART=PART,
         CANDIDATES=CANDIDATES,
         FILTERED=cpp_bool(filtered),
