@@ -11,7 +11,7 @@ themselves on an emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Ph
 ``import cupyattn`` alone loads neither NumPy nor the functions.
 """
 
-# The star import below is for type checkers alone, which read the __all__ of what it names.
+# The star import below is for type checkers alone.
 # ruff: noqa: F403, F405
 from __future__ import annotations
 

@@ -1,147 +1,91 @@
-"""The public functions: documentation, defaults, and the choice of where a call runs.
+"""The public functions and classes, imported from their modules.
 
-CuPy arrays go to `cupyattn.ops` and its kernels, NumPy arrays to `cupyattn.reference` or, where
-`backend` says so, to the same kernels on the emulator; the checks of a call are the same for all.
+Each module documents its functions, checks their calls and chooses where they run.
 """
 
-from inspect import isfunction
+# An alias exports a name to type checkers, which read the star import in cupyattn/__init__.py.
+import inspect
+import typing
 
-from cupyattn.autodiff.vjp import vjp
-from cupyattn.environment import device_info
-from cupyattn.ops.activations.api import (
-    GatedGrads,
-    add_to,
-    geglu,
-    geglu_backward,
-    gelu,
-    gelu_backward,
-    silu,
-    silu_backward,
-    swiglu,
-    swiglu_backward,
+from cupyattn.autodiff.vjp import vjp as vjp
+from cupyattn.environment import device_info as device_info
+from cupyattn.ops.activations.api import GatedGrads as GatedGrads
+from cupyattn.ops.activations.api import add_to as add_to
+from cupyattn.ops.activations.api import geglu as geglu
+from cupyattn.ops.activations.api import geglu_backward as geglu_backward
+from cupyattn.ops.activations.api import gelu as gelu
+from cupyattn.ops.activations.api import gelu_backward as gelu_backward
+from cupyattn.ops.activations.api import silu as silu
+from cupyattn.ops.activations.api import silu_backward as silu_backward
+from cupyattn.ops.activations.api import swiglu as swiglu
+from cupyattn.ops.activations.api import swiglu_backward as swiglu_backward
+from cupyattn.ops.activations.dropout import DropoutGrads as DropoutGrads
+from cupyattn.ops.activations.dropout import dropout as dropout
+from cupyattn.ops.activations.dropout import dropout_backward as dropout_backward
+from cupyattn.ops.attention.api import attention as attention
+from cupyattn.ops.attention.api import attention_backward as attention_backward
+from cupyattn.ops.attention.api_paged import merge_attention as merge_attention
+from cupyattn.ops.attention.api_paged import paged_attention as paged_attention
+from cupyattn.ops.attention.api_varlen import attention_varlen as attention_varlen
+from cupyattn.ops.attention.api_varlen import attention_varlen_backward as attention_varlen_backward
+from cupyattn.ops.attention.block_mask import BlockMask as BlockMask
+from cupyattn.ops.attention.block_mask import block_mask as block_mask
+from cupyattn.ops.attention.modifiers import MaskMod as MaskMod
+from cupyattn.ops.attention.modifiers import ScoreMod as ScoreMod
+from cupyattn.ops.attention.options import DropoutSeed as DropoutSeed
+from cupyattn.ops.attention.reference.dense import AttentionGrads as AttentionGrads
+from cupyattn.ops.cache.api import append_kv as append_kv
+from cupyattn.ops.cache.api import copy_blocks as copy_blocks
+from cupyattn.ops.cache.api import gather as gather
+from cupyattn.ops.embedding.api import embedding as embedding
+from cupyattn.ops.embedding.api import embedding_backward as embedding_backward
+from cupyattn.ops.linear.api import linear as linear
+from cupyattn.ops.linear.api import linear_backward as linear_backward
+from cupyattn.ops.linear.api import linear_gelu as linear_gelu
+from cupyattn.ops.linear.api import linear_gelu_backward as linear_gelu_backward
+from cupyattn.ops.linear.api_quantised import dequantize as dequantize
+from cupyattn.ops.linear.api_quantised import quantize as quantize
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight as QuantizedWeight
+from cupyattn.ops.linear.reference import LinearGrads as LinearGrads
+from cupyattn.ops.losses.api import cross_entropy as cross_entropy
+from cupyattn.ops.losses.api import cross_entropy_backward as cross_entropy_backward
+from cupyattn.ops.losses.api_linear import linear_cross_entropy as linear_cross_entropy
+from cupyattn.ops.losses.api_linear import (
+    linear_cross_entropy_backward as linear_cross_entropy_backward,
 )
-from cupyattn.ops.activations.dropout import DropoutGrads, dropout, dropout_backward
-from cupyattn.ops.attention.api import attention, attention_backward
-from cupyattn.ops.attention.api_paged import merge_attention, paged_attention
-from cupyattn.ops.attention.api_varlen import attention_varlen, attention_varlen_backward
-from cupyattn.ops.attention.block_mask import BlockMask, block_mask
-from cupyattn.ops.attention.modifiers import MaskMod, ScoreMod
-from cupyattn.ops.attention.options import DropoutSeed
-from cupyattn.ops.attention.reference.dense import AttentionGrads
-from cupyattn.ops.cache.api import append_kv, copy_blocks, gather
-from cupyattn.ops.embedding.api import embedding, embedding_backward
-from cupyattn.ops.linear.api import (
-    linear,
-    linear_backward,
-    linear_gelu,
-    linear_gelu_backward,
-)
-from cupyattn.ops.linear.api_quantised import dequantize, quantize
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
-from cupyattn.ops.linear.reference import LinearGrads
-from cupyattn.ops.losses.api import cross_entropy, cross_entropy_backward
-from cupyattn.ops.losses.api_linear import linear_cross_entropy, linear_cross_entropy_backward
-from cupyattn.ops.losses.reference import LinearCrossEntropyGrads
-from cupyattn.ops.norms.api import (
-    LayerNormGrads,
-    RMSNormGrads,
-    layer_norm,
-    layer_norm_backward,
-    rms_norm,
-    rms_norm_backward,
-)
-from cupyattn.ops.optimizer.api import adamw_step, adamw_step_8bit, global_norm
-from cupyattn.ops.rope.api import Rotary, rope, rope_backward, rope_tables
-from cupyattn.ops.rope.reference import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
-from cupyattn.ops.sampling.api import sample
-from cupyattn.ops.softmax.api import (
-    log_softmax,
-    log_softmax_backward,
-    logsumexp,
-    logsumexp_backward,
-    softmax,
-    softmax_backward,
-)
-from cupyattn.ops.softmax.bias_gradient import SoftmaxGrads
-from cupyattn.runtime.backend import backend
-from cupyattn.runtime.kernel import Kernel
-from cupyattn.runtime.ranges import ranged
+from cupyattn.ops.losses.reference import LinearCrossEntropyGrads as LinearCrossEntropyGrads
+from cupyattn.ops.norms.api import LayerNormGrads as LayerNormGrads
+from cupyattn.ops.norms.api import RMSNormGrads as RMSNormGrads
+from cupyattn.ops.norms.api import layer_norm as layer_norm
+from cupyattn.ops.norms.api import layer_norm_backward as layer_norm_backward
+from cupyattn.ops.norms.api import rms_norm as rms_norm
+from cupyattn.ops.norms.api import rms_norm_backward as rms_norm_backward
+from cupyattn.ops.optimizer.api import adamw_step as adamw_step
+from cupyattn.ops.optimizer.api import adamw_step_8bit as adamw_step_8bit
+from cupyattn.ops.optimizer.api import global_norm as global_norm
+from cupyattn.ops.rope.api import Rotary as Rotary
+from cupyattn.ops.rope.api import rope as rope
+from cupyattn.ops.rope.api import rope_backward as rope_backward
+from cupyattn.ops.rope.api import rope_tables as rope_tables
+from cupyattn.ops.rope.reference import LinearScaling as LinearScaling
+from cupyattn.ops.rope.reference import Llama3Scaling as Llama3Scaling
+from cupyattn.ops.rope.reference import NTKScaling as NTKScaling
+from cupyattn.ops.rope.reference import YarnScaling as YarnScaling
+from cupyattn.ops.sampling.api import sample as sample
+from cupyattn.ops.softmax.api import log_softmax as log_softmax
+from cupyattn.ops.softmax.api import log_softmax_backward as log_softmax_backward
+from cupyattn.ops.softmax.api import logsumexp as logsumexp
+from cupyattn.ops.softmax.api import logsumexp_backward as logsumexp_backward
+from cupyattn.ops.softmax.api import softmax as softmax
+from cupyattn.ops.softmax.api import softmax_backward as softmax_backward
+from cupyattn.ops.softmax.bias_gradient import SoftmaxGrads as SoftmaxGrads
+from cupyattn.runtime import ranges
+from cupyattn.runtime.backend import backend as backend
+from cupyattn.runtime.kernel import Kernel as Kernel
 
-__all__ = [
-    "AttentionGrads",
-    "BlockMask",
-    "DropoutGrads",
-    "DropoutSeed",
-    "GatedGrads",
-    "Kernel",
-    "LayerNormGrads",
-    "LinearCrossEntropyGrads",
-    "LinearGrads",
-    "LinearScaling",
-    "Llama3Scaling",
-    "MaskMod",
-    "NTKScaling",
-    "QuantizedWeight",
-    "RMSNormGrads",
-    "Rotary",
-    "ScoreMod",
-    "SoftmaxGrads",
-    "YarnScaling",
-    "adamw_step",
-    "adamw_step_8bit",
-    "add_to",
-    "append_kv",
-    "attention",
-    "attention_backward",
-    "attention_varlen",
-    "attention_varlen_backward",
-    "backend",
-    "block_mask",
-    "copy_blocks",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "dequantize",
-    "device_info",
-    "dropout",
-    "dropout_backward",
-    "embedding",
-    "embedding_backward",
-    "gather",
-    "geglu",
-    "geglu_backward",
-    "gelu",
-    "gelu_backward",
-    "global_norm",
-    "layer_norm",
-    "layer_norm_backward",
-    "linear",
-    "linear_backward",
-    "linear_cross_entropy",
-    "linear_cross_entropy_backward",
-    "linear_gelu",
-    "linear_gelu_backward",
-    "log_softmax",
-    "log_softmax_backward",
-    "logsumexp",
-    "logsumexp_backward",
-    "merge_attention",
-    "paged_attention",
-    "quantize",
-    "rms_norm",
-    "rms_norm_backward",
-    "rope",
-    "rope_backward",
-    "rope_tables",
-    "sample",
-    "silu",
-    "silu_backward",
-    "softmax",
-    "softmax_backward",
-    "swiglu",
-    "swiglu_backward",
-    "vjp",
-]
-
-for _name in __all__:
-    if isfunction(globals()[_name]):
-        globals()[_name] = ranged(globals()[_name])
+for _name, _value in list(globals().items()):  # public ones alone: all else is a module
+    if inspect.isfunction(_value):
+        globals()[_name] = ranges.ranged(_value)
+    elif inspect.isclass(_value):  # its public name is the one in messages and for pickle
+        _value.__annotations__ = typing.get_type_hints(_value)
+        _value.__module__ = "cupyattn"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import doctest
+import pickle
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from support.search import deep
 from support.strategies import AttentionProblem, attention_problems, softmax_problems
 
 import cupyattn
+import cupyattn.functions
 from cupyattn import attention, attention_backward, reference, softmax_backward
 from cupyattn import softmax as softmax_forward
 
@@ -153,3 +156,21 @@ def test_kernels_refuse_and_say_what_to_do():
             cupyattn.attention(q, k, v)
         with pytest.raises(TypeError, match=r"x has dtype float64 on a GPU.*NumPy arrays"):
             cupyattn.softmax(KERNELS.put(RNG.standard_normal((3, 9))))
+
+
+CLASSES = [
+    value
+    for name in cupyattn.__all__
+    if isinstance(value := getattr(cupyattn, name), type) and hasattr(cupyattn.functions, name)
+]
+
+
+@pytest.mark.parametrize("public", CLASSES, ids=lambda public: public.__name__)
+def test_public_classes_report_the_package_and_are_pickled(public):
+    assert public.__module__ == "cupyattn"
+    assert pickle.loads(pickle.dumps(public)) is public
+    assert get_type_hints(public).keys() >= set(getattr(public, "_fields", ()))
+    # Collected here: a class is not where its module's doctests are looked for.
+    examples = doctest.DocTestParser().get_doctest(public.__doc__, {}, public.__name__, None, None)
+    ignored = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    assert doctest.DocTestRunner(optionflags=ignored).run(examples).failed == 0
