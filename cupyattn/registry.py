@@ -19,7 +19,6 @@ from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
 from cupyattn.ops.linear import kernels_quantised as quantised
-from cupyattn.ops.linear import kernels_quantised_float32 as quantised_float32
 from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
 from cupyattn.ops.linear import kernels_skinny as skinny
@@ -66,7 +65,6 @@ _MODULES = (
     quantised_skinny,
     linear_tensor_core,
     quantised,
-    quantised_float32,
     quantised_tile,
 )
 

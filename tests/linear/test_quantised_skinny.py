@@ -18,7 +18,6 @@ from support.search import deep, examples, mostly_deep, wider
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_quantised_float32 as float32
 from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.reference import error_ratio
@@ -159,7 +158,7 @@ def test_more_rows_go_to_other_kernels():
     def first(rows: int, dtype: str) -> str:
         return steps_of(case(rows, 40, 64, "nf4", dtype=dtype), DeviceTraits(75, 40))[0]
 
-    limits = {"float16": quantised_skinny.MAX_ROWS, "float32": float32.MAX_SKINNY_ROWS}
+    limits = {"float16": quantised_skinny.MAX_ROWS, "float32": quantised_skinny.MAX_FLOAT_ROWS}
     for dtype, most in limits.items():
         assert "thin" in first(most, dtype)
         assert "thin" not in first(most + 1, dtype)

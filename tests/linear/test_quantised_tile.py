@@ -21,7 +21,7 @@ from support.tensor_core_linear import forget_plans, tensor_core_alone
 import cupyattn
 from cupyattn import QuantizedWeight, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_quantised_float32, plan
+from cupyattn.ops.linear import kernels_quantised_tile, plan
 from cupyattn.ops.linear.weight_formats import FORMATS as ALL_FORMATS
 from cupyattn.ops.linear.weight_formats import NF4_CODEBOOK
 from cupyattn.reference import error_ratio
@@ -353,7 +353,7 @@ def test_no_bank_conflicts_and_few_sectors(shape, weights, turned):
 @contextmanager
 def float32_alone() -> Iterator[None]:
     """Inside, products with few rows too are computed by the float32 tiles."""
-    _, *tiled = kernels_quantised_float32.PLANS
+    tiled = [each for each in kernels_quantised_tile.PLANS if not each.tensor_cores]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "QUANTISED_PLANS", tiled)
         forget_plans()

@@ -8,7 +8,7 @@
 #include "../float32/product.cuh"
 #include "formats.cuh"
 
-// Field for field QUANTISED_FLOAT_PARAMS of cupyattn/ops/linear/kernels_quantised_float32.py. b_stride of the product
+// Field for field QUANTISED_FLOAT of cupyattn/ops/linear/kernels_quantised_tile.py. b_stride of the product
 // is the weights of a row.
 struct QuantisedFloatParams {
   FloatProductParams product;

@@ -10,7 +10,7 @@
 #include "../tensor_core/operand_feed.cuh"
 #include "tile_codes.cuh"
 
-// Field for field QUANTISED_TILE_PARAMS of cupyattn/ops/linear/kernels_quantised_tile.py. b_stride of the product is
+// Field for field QUANTISED_TILE of cupyattn/ops/linear/kernels_quantised_tile.py. b_stride of the product is
 // the weights of a row.
 struct QuantisedTileParams {
   ProductParams product;

@@ -1,7 +1,7 @@
-"""Skinny products (M <= 32) of a quantised weight on tensor cores: kernels and plans.
+"""Skinny products (M <= 32) of a quantised weight: kernels and plans.
 
-They are bound by bytes in flight, as in float16 (`kernels_skinny`). K has a quarter of the bytes,
-so one burst can cover all of it.
+Those on tensor cores are bound by bytes in flight, as in float16 (`kernels_skinny`). K has a
+quarter of the bytes, so one burst can cover all of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cupyattn.ops.linear.kernels_skinny import (
     product_epilogue,
     product_steps,
     relative,
+    skinny_params,
 )
 from cupyattn.ops.linear.problem import (
     READS_ONCE,
@@ -31,15 +32,18 @@ from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Specialisation, inputs
-from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
-from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, rows_for
+from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin",
     "linear/quantised/thin.cu",
     (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
 )
-KERNELS = (PRODUCT,)
+FLOAT_SKINNY = KernelSpec(
+    "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", PRODUCT.parameters
+)
+KERNELS = (PRODUCT, FLOAT_SKINNY)
 
 MAX_ROWS = 32
 """Maximum rows of x. At 64 rows, tiles of 128 rows are 0.8 to 1.7 times as fast
@@ -322,6 +326,49 @@ def _shared_bytes(kind: str, columns: int, groups: int, k_warps: int, pass_tiles
     return own if kind != "nf4" else _TABLE_BYTES + -(-own // VECTOR_BYTES) * VECTOR_BYTES
 
 
+# A GTX 1650 Ti needs 8 bytes of codes a cycle of a multiprocessor; decoding and products of one row
+# take about five instructions a weight, and with 16 warps that is about what there is.
+FLOAT_ROWS = (1, 2, 4, 8)
+"""Rows of x that the skinny kernel is compiled for."""
+MAX_FLOAT_ROWS = 16
+"""Maximum of skinny rows: for more, the tiles dequantise less often."""
+X_VECTOR = 4
+"""Items of x of one vector load."""
+_FLOAT_WARPS = 8
+_FLOAT_COLUMNS = 4  # of a warp
+
+
+@cache
+def float_skinny(
+    weights: str,
+    block_size: int,
+    dtype: str,
+    vec: int,
+    rows: int,
+    activation: str | None,
+    gated: bool,
+) -> Specialisation:
+    """Specialise the skinny kernel; block_size is 0 for "int8" blocks that are whole rows."""
+    run_items = WARP_SIZE * VECTOR_BYTES * (1 if weights == "int8" else 2)
+    return FLOAT_SKINNY.specialise(
+        threads=_FLOAT_WARPS * WARP_SIZE,
+        static_shared_bytes=rows * run_items * FLOAT_BYTES,
+        reason=f"{rows} rows of x for each weight that is decoded; 16 warps on a multiprocessor",
+        FORMAT=FORMAT_STRUCTS[weights],
+        BLOCK_SIZE=block_size,
+        DTYPE=dtype,
+        VEC=vec,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        ROWS=rows,
+        COLUMNS=_FLOAT_COLUMNS,
+        MIN_CTAS=2,
+    )
+
+
+_FLOAT_BLOCKS = (("nf4", 64), ("int4", 128), ("int8", 0), ("int8", 32), ("q4_1", 32), ("q4_k", 32))
+
+
 # The usual block size of each format, and the smallest.
 _CATALOGUE = {"nf4": (64, 32), "int4": (128, 32), "int8": (0, 32), "q4_1": (32,), "q4_k": (32,)}
 
@@ -341,6 +388,11 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         sizes = (*shape, 1, *_full(config))
         kernel = QuantisedSkinnyKernel(config, weights, block_size, 1, False, *sizes)
         yield skinny(kernel, ("silu", True, "float16"))
+    kinds = ((None, False), ("gelu", False), ("silu", True))
+    for (weights, block_size), dtype, rows, (activation, gated), vec in pairs(
+        _FLOAT_BLOCKS, tuple(STORAGE), FLOAT_ROWS, kinds, (1, X_VECTOR)
+    ):
+        yield float_skinny(weights, block_size, dtype, vec, rows, activation, gated)
 
 
 def _full(config: QuantisedSkinnyConfig) -> tuple[int, int]:
@@ -397,7 +449,47 @@ def _whole_spans(problem: ForwardProblem) -> bool:
     return weight.scales.vector >= blocks * form.numbers
 
 
-_REASON = READS_ONCE.format(most=MAX_ROWS)
+def _takes_float(problem: ForwardProblem) -> bool:
+    return problem.rows <= MAX_FLOAT_ROWS and streams(problem)
+
+
+def _float_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan the forward in float32 arithmetic: one launch."""
+    problem, slots, weight = draft.problem, draft.slots, draft.problem.quantised
+    whole = weight.format == "int8" and weight.block_size == problem.inner
+    tile_rows = next((most for most in FLOAT_ROWS if problem.rows <= most), FLOAT_ROWS[-1])
+    kernel = float_skinny(
+        weight.format,
+        0 if whole else weight.block_size,
+        problem.dtype.name,
+        X_VECTOR if problem.vector(problem.x) >= X_VECTOR else 1,
+        tile_rows,
+        problem.scalar_activation,
+        problem.gated,
+    )
+    columns = _FLOAT_WARPS * _FLOAT_COLUMNS // (1 + problem.gated)
+    ctas = -(-problem.rows // tile_rows) * -(-problem.outer // columns)
+    arrays = (
+        *(slots.x, slots.codes, slots.scales, slots.super_scales),
+        *(slots.b, slots.residual, slots.preactivation, slots.out),
+    )
+    return (Step.of(kernel, ctas, arrays, skinny_params(problem)),)
+
+
 PLANS: Plans = (
-    LinearPlan("forward", ("float16",), _forward_steps, _REASON, _takes, tensor_cores=True),
+    LinearPlan(
+        "forward",
+        ("float16",),
+        _forward_steps,
+        READS_ONCE.format(most=MAX_ROWS),
+        _takes,
+        tensor_cores=True,
+    ),
+    LinearPlan(
+        "forward",
+        tuple(STORAGE),
+        _float_steps,
+        READS_ONCE.format(most=MAX_FLOAT_ROWS),
+        _takes_float,
+    ),
 )

@@ -1,4 +1,8 @@
-"""Products of a quantised weight on tensor cores, for many rows: kernels and plans."""
+"""Products of a quantised weight for many rows, by tiles: kernels and plans.
+
+Float16 runs on tensor cores. Other dtypes, and float16 on devices without tensor cores, run in
+float32 arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from cupyattn.ops.linear.kernels_quantised import FORMAT_STRUCTS, RowBlocks, row_blocks
+from cupyattn.ops.linear import kernels_float32 as float32
+from cupyattn.ops.linear.kernels_float32 import FLOAT_PRODUCT_STRUCT
+from cupyattn.ops.linear.kernels_quantised import (
+    CODEBOOK_BYTES,
+    FORMAT_STRUCTS,
+    RowBlocks,
+    row_blocks,
+)
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
 from cupyattn.ops.linear.problem import (
+    IN_FLOAT32,
     ON_TENSOR_CORES,
     STRUCTS,
     BackwardDraft,
@@ -20,7 +32,6 @@ from cupyattn.ops.linear.problem import (
     Plans,
 )
 from cupyattn.ops.linear.tiles import (
-    PRODUCT_PARAMS,
     PRODUCT_STRUCT,
     Moves,
     Shape,
@@ -40,18 +51,21 @@ from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
-from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
-# QuantisedTileParams in cuda_src/linear/quantised/tile_feed.cuh
-QUANTISED_TILE_PARAMS = np.dtype(
-    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
-    align=True,
-)
-QUANTISED_TILE_STRUCT = StructParameter(
-    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
-)
+
+def _with_blocks(product: StructParameter, c_name: str) -> StructParameter:
+    """Return the C struct of a product, and of the blocks in a row of codes."""
+    blocks = ((field, np.int32) for field in ("blocks", "block_log2"))
+    dtype = np.dtype([("product", product.dtype), *blocks], align=True)
+    return StructParameter("params", dtype, c_name, (product,))
+
+
+# In cuda_src/linear/quantised: tile_feed.cuh and float_operand.cuh
+QUANTISED_TILE = _with_blocks(PRODUCT_STRUCT, "QuantisedTileParams")
+QUANTISED_FLOAT = _with_blocks(FLOAT_PRODUCT_STRUCT, "QuantisedFloatParams")
 
 _WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 
@@ -64,7 +78,7 @@ FORWARD = KernelSpec(
         *inputs("b", "residual", optional=True),
         Pointer("preactivation", optional=True),
         Pointer("out"),
-        QUANTISED_TILE_STRUCT,
+        QUANTISED_TILE,
     ),
 )
 PRODUCT = KernelSpec(
@@ -75,10 +89,32 @@ PRODUCT = KernelSpec(
         *_WEIGHT,
         *inputs("addend", optional=True),
         *(Pointer(name, optional=True) for name in ("partials", "result")),
-        QUANTISED_TILE_STRUCT,
+        QUANTISED_TILE,
     ),
 )
-KERNELS = (FORWARD, PRODUCT)
+FLOAT_FORWARD = KernelSpec(
+    "linear_forward_quantised_f32",
+    "linear/quantised/float_forward.cu",
+    (
+        *inputs("x"),
+        *_WEIGHT,
+        *inputs("b", "residual", optional=True),
+        *(Pointer("out"), Pointer("preactivation", optional=True)),
+        QUANTISED_FLOAT,
+    ),
+)
+FLOAT_DX = KernelSpec(
+    "linear_dx_quantised_f32",
+    "linear/quantised/float_dx.cu",
+    (
+        *inputs("dout"),
+        *_WEIGHT,
+        *inputs("preactivation", optional=True),
+        Pointer("dx"),
+        QUANTISED_FLOAT,
+    ),
+)
+KERNELS = (FORWARD, PRODUCT, FLOAT_FORWARD, FLOAT_DX)
 
 _Table = Mapping[tuple[Shape, bool], TileConfig]
 _MoveSlots = tuple[Moves, Moves, int, float]
@@ -258,6 +294,23 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     yield forward(arch, "nf4", "narrow", 1, 1)
     for along in (False, True):
         yield product(arch, "nf4", "narrow", 1, 1, along=along)
+    float_kinds = ((None, False), ("gelu", False), ("relu", False), ("silu", True))
+    for name, dtype, size, lines, (activation, gated), whole in pairs(
+        FORMAT_STRUCTS, float32.DTYPES, range(2), ("kDepth", "kLines"), float_kinds, (True, False)
+    ):
+        items, items_out = (vector_items(dtype), float32.OUT_VECTOR) if whole else (1, 1)
+        options = (activation, gated, items, items_out, CODEBOOK_BYTES.get(name, 0))
+        macros = {"FORMAT": FORMAT_STRUCTS[name], "W_ALONG": lines}
+        tables = {FLOAT_FORWARD: float32.PRODUCTS, FLOAT_DX: float32.GRADIENT_PRODUCTS}
+        for spec, table in tables.items():
+            config = float32.nth_config(table, arch, size)
+            yield float32.specialise_tile(spec, dtype, config, *options, **macros)
+
+
+def _passed(struct: StructParameter, params: np.ndarray, blocks: RowBlocks) -> np.ndarray:
+    own = new_struct(struct.dtype)
+    own["product"], own["blocks"], own["block_log2"] = params, blocks.blocks, blocks.block_log2
+    return own[()]
 
 
 @dataclass(frozen=True)
@@ -283,10 +336,7 @@ class QuantisedProduct(TensorCoreProduct):
 
     def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct QuantisedTileParams."""
-        own = new_struct(QUANTISED_TILE_PARAMS)
-        own["product"] = params
-        own["blocks"], own["block_log2"] = self.blocks.blocks, self.blocks.block_log2
-        return own[()]
+        return _passed(QUANTISED_TILE, params, self.blocks)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -352,9 +402,58 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     return (*before, *steps)
 
 
+def _float_forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan out and preactivation: one launch."""
+    problem, slots = draft.problem, draft.slots
+    config = float32.product_config(draft.traits.arch, problem.rows, problem.weight_columns)
+    kernel = float32.specialise_for(
+        FLOAT_FORWARD,
+        problem,
+        config,
+        float32.whole_halves(problem, problem.x),
+        float32.result_vector(problem),
+        CODEBOOK_BYTES.get(problem.quantised.format, 0),
+        FORMAT=FORMAT_STRUCTS[problem.quantised.format],
+        W_ALONG="kLines" if problem.w.along_columns else "kDepth",
+    )
+    arrays = (
+        *(slots.x, slots.codes, slots.scales, slots.super_scales),
+        *(slots.b, slots.residual, slots.out, slots.preactivation),
+    )
+    params = _passed(QUANTISED_FLOAT, float32.forward_params(problem), row_blocks(problem))
+    return (Step.of(kernel, float32.forward_ctas(problem, config), arrays, params),)
+
+
+def _float_dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dx: one launch."""
+    problem, slots = draft.problem, draft.slots
+    config = float32.product_config(
+        draft.traits.arch, problem.rows, problem.inner, float32.GRADIENT_PRODUCTS
+    )
+    kernel = float32.specialise_for(
+        FLOAT_DX,
+        problem,
+        config,
+        float32.whole_halves(problem, problem.dout, problem.preactivation),
+        float32.whole_out(problem, problem.dx),
+        CODEBOOK_BYTES.get(problem.quantised.format, 0),
+        FORMAT=FORMAT_STRUCTS[problem.quantised.format],
+        W_ALONG="kDepth" if problem.w.along_columns else "kLines",
+    )
+    arrays = (
+        *(slots.dout, slots.codes, slots.scales, slots.super_scales),
+        *(slots.preactivation, slots.dx),
+    )
+    params = _passed(QUANTISED_FLOAT, float32.dx_params(problem), row_blocks(problem))
+    return (Step.of(kernel, float32.dx_ctas(problem, config), arrays, params),)
+
+
 _DTYPES = ("float16",)
 PLANS: Plans = (
     LinearPlan("forward", _DTYPES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
     LinearPlan("dx", _DTYPES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
     LinearPlan("db", _DTYPES, db_steps, ON_TENSOR_CORES, tensor_cores=True),
+    LinearPlan("forward", tuple(STORAGE), _float_forward_steps, IN_FLOAT32),
+    LinearPlan("dx", tuple(STORAGE), _float_dx_steps, IN_FLOAT32),
+    LinearPlan("db", tuple(STORAGE), float32.db_steps, IN_FLOAT32),
 )

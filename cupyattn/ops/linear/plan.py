@@ -8,7 +8,6 @@ from typing import Any
 
 from cupyattn.ops.linear import (
     kernels_float32,
-    kernels_quantised_float32,
     kernels_quantised_skinny,
     kernels_quantised_tile,
     kernels_skinny,
@@ -49,7 +48,6 @@ The last ones take every problem: float16 too, on devices without tensor cores.
 QUANTISED_PLANS: Plans = (
     *kernels_quantised_skinny.PLANS,
     *kernels_quantised_tile.PLANS,
-    *kernels_quantised_float32.PLANS,
 )
 """Implementations for a quantised weight, in the same order."""
 
