@@ -45,8 +45,8 @@ from cupyattn.ops.linear.api import linear_gelu as linear_gelu
 from cupyattn.ops.linear.api import linear_gelu_backward as linear_gelu_backward
 from cupyattn.ops.linear.api_quantised import dequantize as dequantize
 from cupyattn.ops.linear.api_quantised import quantize as quantize
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight as QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads as LinearGrads
+from cupyattn.ops.linear.weight_formats import QuantizedWeight as QuantizedWeight
 from cupyattn.ops.losses.api import cross_entropy as cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward as cross_entropy_backward
 from cupyattn.ops.losses.api_linear import linear_cross_entropy as linear_cross_entropy

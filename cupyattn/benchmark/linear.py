@@ -23,8 +23,7 @@ from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.timer import READ, Round, Tensor
 from cupyattn.ops.linear.problem import ACTIVATIONS
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight, empty
-from cupyattn.ops.linear.weight_formats import FORMATS, blocks_for, pieces
+from cupyattn.ops.linear.weight_formats import FORMATS, QuantizedWeight, blocks_for, empty, pieces
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
-from cupyattn.ops.linear.quantized_weight import empty as empty_weight
 from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
+from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
 
 PRODUCTS = ("qkv", "output", "up", "down")

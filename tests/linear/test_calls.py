@@ -26,8 +26,7 @@ from cupyattn import (
     reference,
     vjp,
 )
-from cupyattn.ops.linear.checks import backward_call, forward_call
-from cupyattn.ops.linear.plan import backward_plan, forward_plan
+from cupyattn.ops.linear.plan import backward_call, backward_plan, forward_call, forward_plan
 from cupyattn.ops.linear.problem import LinearArrays, LinearBackwardArrays
 from cupyattn.reference import error_ratio
 from cupyattn.runtime.arrays import adopt

@@ -161,7 +161,7 @@ SIZES = {
 def weight_of(kind: str, block_size: int, inner: int) -> QuantizedWeight:
     """Eight rows of random codes and scales."""
     rng = np.random.default_rng(inner)
-    empty = cupyattn.ops.linear.quantized_weight.empty(
+    empty = cupyattn.ops.linear.weight_formats.empty(
         cupyattn.ops.linear.weight_formats.Blocks(kind, block_size), 8, inner, np
     )
     for name, array in empty.arrays.items():

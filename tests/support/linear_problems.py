@@ -20,8 +20,7 @@ from support.quantised_weights import moved, of_usual_size
 
 import cupyattn
 from cupyattn import LinearGrads, QuantizedWeight, reference
-from cupyattn.ops.linear.checks import forward_call
-from cupyattn.ops.linear.plan import forward_plan
+from cupyattn.ops.linear.plan import forward_call, forward_plan
 from cupyattn.ops.linear.problem import LinearArrays, weight_fields
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.reference import error_ratio

@@ -10,8 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from cupyattn.ops.linear import reference
-from cupyattn.ops.linear.checks import backward_call, forward_call
-from cupyattn.ops.linear.plan import backward_plan, forward_plan
+from cupyattn.ops.linear.plan import backward_call, backward_plan, forward_call, forward_plan
 from cupyattn.ops.linear.problem import (
     BackwardCall,
     ForwardCall,
@@ -19,8 +18,8 @@ from cupyattn.ops.linear.problem import (
     LinearBackwardArrays,
     weight_fields,
 )
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, require_bool

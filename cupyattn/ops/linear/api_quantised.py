@@ -15,8 +15,7 @@ from cupyattn.ops.linear.kernels_quantised import (
     run_dequantize,
     run_quantize,
 )
-from cupyattn.ops.linear.quantized_weight import WEIGHT_FIELDS, QuantizedWeight
-from cupyattn.ops.linear.weight_formats import FORMATS, Blocks
+from cupyattn.ops.linear.weight_formats import FORMATS, WEIGHT_FIELDS, Blocks, QuantizedWeight
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results

@@ -44,7 +44,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.bounds import activation_error, derivative_error
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import (
     _HALF,
     _ROUNDINGS,
@@ -59,6 +58,7 @@ from cupyattn.ops.linear.reference import (
     linear_backward,
     with_expanded_scales,
 )
+from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from cupyattn.ops.linear.problem import LinearProblem
-from cupyattn.ops.linear.quantized_weight import WEIGHT_FIELDS
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     INT4_LARGEST,
     TABLE,
+    WEIGHT_FIELDS,
     Blocks,
     pieces,
     require_blocks,

@@ -1,10 +1,13 @@
-"""Plans of calls of linear: the kernels of each product, and the launches of a call."""
+"""Calls of linear: their checks, the kernels of each product, and their launches."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn.ops.linear import (
     kernels_float32,
@@ -13,27 +16,410 @@ from cupyattn.ops.linear import (
     kernels_skinny,
     kernels_tensor_core,
 )
-from cupyattn.ops.linear.checks import described_backward, described_forward
 from cupyattn.ops.linear.kernels_quantised import EXPANDED, NESTED, expand_step
 from cupyattn.ops.linear.problem import (
+    ACTIVATIONS,
+    GATED,
     BackwardCall,
     BackwardDraft,
+    BackwardProblem,
     D,
     ForwardCall,
     ForwardDraft,
+    ForwardProblem,
     LinearArrays,
     LinearBackwardArrays,
     Matrix,
     Plans,
+    QuantisedOperand,
+    WeightFormat,
     weight_fields,
 )
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
-from cupyattn.runtime.arrays import Array, Layout, adopt
-from cupyattn.runtime.checks import require_item_alignment, require_kernel_dtype
+from cupyattn.ops.linear.weight_formats import FORMATS, QuantizedWeight
+from cupyattn.runtime.arrays import (
+    Array,
+    Description,
+    Layout,
+    Operands,
+    adopt,
+    contiguous,
+    layouts_of,
+    overlaps_itself,
+    starts_of,
+)
+from cupyattn.runtime.checks import (
+    CPU_FLOATS,
+    Overlaps,
+    require_contiguous_rows,
+    require_dtype,
+    require_given,
+    require_item_alignment,
+    require_kernel_dtype,
+    require_output,
+    require_rank,
+    require_same_dtype,
+    require_shape,
+    require_whole_item_strides,
+    require_workspace,
+)
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.traits import DeviceTraits
-from cupyattn.runtime.plan import SCRATCH_DTYPE, Plan, Planner, Step
+from cupyattn.runtime.errors import error, made_beforehand, shown
+from cupyattn.runtime.plan import SCRATCH_DTYPE, Output, Plan, Planner, Step
 from cupyattn.runtime.records import fields_of, given_of
+from cupyattn.runtime.structs import merge_axes
+
+MAX_EXTENT = 2**31 - 1024
+"""Maximum of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
+
+_GRADS = LinearBackwardArrays.SHOWN_AS
+
+
+def forward_call(
+    operands: Operands[LinearArrays[Array]],
+    activation: Any,
+    return_preactivation: bool,
+    weight: WeightFormat | None,
+) -> ForwardCall:
+    """Check a forward call, or find that its description was checked before.
+
+    `weight` describes the codes and scales if the weight is quantised.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    _require_activation(activation)
+    call = described_forward(operands.description, activation, return_preactivation, weight)
+    call.overlaps.check(operands)
+    return call
+
+
+def backward_call(
+    operands: Operands[LinearBackwardArrays[Array]],
+    activation: Any,
+    accumulate: bool,
+    weight: WeightFormat | None,
+) -> BackwardCall:
+    """Check a backward call, or find that its description was checked before.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As the public functions document.
+    """
+    _require_activation(activation)
+    call = described_backward(operands.description, activation, accumulate, weight)
+    call.overlaps.check(operands)
+    return call
+
+
+def _require_activation(activation: Any) -> None:
+    allowed = (*ACTIVATIONS, *GATED)
+    if activation is not None and not (isinstance(activation, str) and activation in allowed):
+        raise error(
+            ValueError if isinstance(activation, str) else TypeError,
+            f"activation = {shown(activation)}",
+            f"allowed are None, {', '.join(map(repr, allowed))}",
+            "pass one of them",
+        )
+
+
+@lru_cache(maxsize=4096)
+def described_forward(
+    description: Description,
+    activation: str | None,
+    return_preactivation: bool,
+    weight: WeightFormat | None,
+) -> ForwardCall:
+    """Check a forward call by the description of its `LinearArrays`."""
+    layouts = layouts_of(LinearArrays[Layout], description)
+    starts = starts_of(LinearArrays[int], description)
+    kept = return_preactivation and activation is not None
+    inputs = _inputs(layouts, starts, activation, weight, {"residual": layouts.residual})
+    lead, dtype = layouts.x.shape[:-1], inputs.dtype
+    residual = None
+    if layouts.residual is not None:
+        shape = (*lead, inputs.outer)
+        _require_rows_like_x("residual", layouts.residual, shape, "(..., N)")
+        residual = _as_rows("residual", layouts.residual, starts.residual)
+    outputs = {"out": Output((*lead, inputs.outer), dtype)}
+    if kept:
+        outputs["preactivation"] = Output((*lead, inputs.w.columns), dtype)
+    results = {}
+    for name, output in outputs.items():
+        layout = getattr(layouts, name)
+        if layout is not None:
+            require_output(name, layout, *output)
+        results[name] = _as_rows(name, layout or contiguous(*output), getattr(starts, name))
+    problem = ForwardProblem(*inputs, results["out"], residual, results.get("preactivation"))
+    overlaps = Overlaps.of(layouts, ("out", "preactivation", "workspace"))
+    return ForwardCall(problem, layouts, starts, outputs, overlaps)
+
+
+@lru_cache(maxsize=4096)
+def described_backward(
+    description: Description,
+    activation: str | None,
+    accumulate: bool,
+    weight: WeightFormat | None,
+) -> BackwardCall:
+    """Check a backward call by the description of its `LinearBackwardArrays`."""
+    layouts = layouts_of(LinearBackwardArrays[Layout], description)
+    starts = starts_of(LinearBackwardArrays[int], description)
+    require_given("dout", layouts.dout)
+    require_dtype("dout", layouts.dout, CPU_FLOATS)
+    others = {"dout": layouts.dout, "preactivation": layouts.preactivation}
+    inputs = _inputs(layouts, starts, activation, weight, others)
+    lead, dtype = layouts.x.shape[:-1], inputs.dtype
+    _require_rows_like_x("dout", layouts.dout, (*lead, inputs.outer), "(..., N)")
+    dout = _as_rows("dout", layouts.dout, starts.dout)
+    given, preactivation = layouts.preactivation, None
+    if given is not None and activation is None:
+        raise error(
+            ValueError,
+            "preactivation was given without an activation",
+            "it is what an activation was applied to",
+            "pass the activation that linear was given, or no preactivation",
+        )
+    if activation is not None:
+        shape = (*lead, inputs.w.columns)
+        if given is not None:
+            _require_rows_like_x("preactivation", given, shape, "(..., W)")
+        preactivation = _as_rows(
+            "preactivation", given or contiguous(shape, dtype), starts.preactivation
+        )
+    outputs = {}
+    for name, shown_as in _GRADS.items():
+        of = getattr(layouts, name[1:])
+        if of is not None:
+            outputs[name] = Output(of.shape, of.dtype)
+        elif getattr(layouts, name) is not None:
+            quantised = name == "dw" and weight is not None
+            raise error(
+                ValueError,
+                f"{shown_as} was given",
+                "a quantised weight has no gradient"
+                if quantised
+                else f"this call has no {name[1:]}",
+                "leave None there",
+            )
+    for name in ("dx", "db"):
+        layout = getattr(layouts, name)
+        if layout is not None:
+            require_output(_GRADS[name], layout, *outputs[name])
+    dx = _as_rows(_GRADS["dx"], layouts.dx or contiguous(*outputs["dx"]), starts.dx)
+    turns_dw = (
+        weight is None and not inputs.w.along_columns and min(inputs.w.rows, inputs.w.columns) > 1
+    )
+    dw = None
+    if layouts.dw is not None:
+        dw = _given_dw(layouts.dw, starts.dw or 0, outputs["dw"])
+    elif weight is None:
+        dw = _new_dw(outputs["dw"], turns_dw)
+    problem = BackwardProblem(*inputs, dout, dx, dw, preactivation, accumulate)
+    overlaps = Overlaps.of(layouts, ("dx", "dw", "db", "workspace"))
+    return BackwardCall(problem, layouts, starts, outputs, overlaps, turns_dw)
+
+
+def _given_dw(dw: Layout, start: int, output: Output) -> Matrix:
+    """Check a dw that the caller gave, and describe it as a matrix."""
+    if dw.shape != output.shape or dw.dtype != output.dtype or overlaps_itself(dw):
+        require_output(_GRADS["dw"], dw, *output)
+    _require_a_contiguous_axis(_GRADS["dw"], dw, made_beforehand(_GRADS["dw"]))
+    return _as_matrix(dw, start)
+
+
+def _new_dw(output: Output, turned: bool) -> Matrix:
+    shape, dtype = output
+    if turned:
+        return _as_matrix(contiguous(shape[::-1], dtype), 0).transposed
+    return _as_matrix(contiguous(shape, dtype), 0)
+
+
+class _Inputs(NamedTuple):
+    """The fields of a `LinearProblem`: the checked x, w and b of a call."""
+
+    rows: int
+    inner: int
+    outer: int
+    dtype: np.dtype
+    activation: str | None
+    x: Matrix
+    w: Matrix
+    weight: QuantisedOperand | None
+    b: Matrix | None
+
+
+def _inputs(
+    layouts: LinearArrays[Layout] | LinearBackwardArrays[Layout],
+    starts: LinearArrays[int] | LinearBackwardArrays[int],
+    activation: str | None,
+    weight: WeightFormat | None,
+    others: dict[str, Layout | None],
+) -> _Inputs:
+    """Check x, w, b and the workspace; `others` are arrays that share their dtype."""
+    require_given("x", layouts.x)
+    for name in ("codes", "scales") if weight else ("w",):
+        require_given(name, getattr(layouts, name))
+    x, w, b = layouts.x, layouts.w, layouts.b
+    require_dtype("x", x, CPU_FLOATS)
+    if not x.shape:
+        raise error(ValueError, "x has no axes", "x is (..., K)", "pass x[None]")
+    shape = _plain_shape(w) if w is not None else _quantised_shape(layouts.codes, weight)
+    require_same_dtype(_in_order({"x": x, "w": w, "b": b, **others}))
+    require_contiguous_rows("x", x)
+    if shape[0] != x.shape[-1]:
+        turned = " (w is the transpose of what some libraries keep)"
+        raise error(
+            ValueError,
+            f"x has shape {x.shape}, w {shape}",
+            f"w is (K, N) with K = {x.shape[-1]}, the last axis of x",
+            f"pass w.T{turned}" if shape[1] == x.shape[-1] else "pass a w of that height",
+        )
+    columns = shape[1]
+    if activation in GATED and columns % 2:
+        raise error(
+            ValueError,
+            f"w has {columns} columns with activation={activation!r}",
+            "a gated activation takes a w of shape (K, 2 N), N columns of the gate, then N others",
+            "pass both halves side by side, for example numpy.concatenate([w_gate, w_up], axis=1)",
+        )
+    if b is not None:
+        require_shape("b", b, (columns,), "(N,), an item for each column of w")
+        require_contiguous_rows("b", b)
+    if layouts.workspace is not None:
+        require_workspace(layouts.workspace)
+    rows = math.prod(x.shape[:-1])
+    for name, extent in (("M", rows), ("K", x.shape[-1]), ("N", columns)):
+        if extent > MAX_EXTENT:
+            raise error(
+                ValueError,
+                f"{name} = {extent}",
+                f"M, K and the columns of w are at most {MAX_EXTENT}",
+                "split the call",
+            )
+    if w is not None:
+        matrix, operand = _as_matrix(w, starts.w or 0), None
+    else:
+        assert weight is not None
+        strides = (columns, 1) if weight.transposed else (1, shape[0])
+        matrix = Matrix(shape[0], columns, *strides, x.dtype.itemsize, 0)
+        operand = _operand(weight, layouts, starts)
+    return _Inputs(
+        rows,
+        x.shape[-1],
+        columns // 2 if activation in GATED else columns,
+        x.dtype,
+        activation,
+        _as_rows("x", x, starts.x),
+        matrix,
+        operand,
+        None if b is None else Matrix(1, columns, columns, 1, b.dtype.itemsize, starts.b or 0),
+    )
+
+
+def _operand(
+    weight: WeightFormat,
+    layouts: LinearArrays[Layout] | LinearBackwardArrays[Layout],
+    starts: LinearArrays[int] | LinearBackwardArrays[int],
+) -> QuantisedOperand:
+    """Describe the arrays of a quantised weight."""
+    codes = _as_lines(layouts.codes, starts.codes)
+    scales = _as_lines(layouts.scales, starts.scales)
+    assert codes is not None
+    assert scales is not None
+    super_scales = _as_lines(layouts.super_scales, starts.super_scales)
+    return QuantisedOperand(*weight, codes, scales, super_scales)
+
+
+def _in_order(layouts: dict[str, Layout | None]) -> dict[str, Layout]:
+    """Return the arrays that are present, in the order of the public functions' parameters."""
+    names = ("dout", "x", "w", "b", "preactivation", "residual")
+    return {name: layout for name in names if (layout := layouts.get(name)) is not None}
+
+
+def _plain_shape(w: Layout) -> tuple[int, ...]:
+    require_dtype("w", w, CPU_FLOATS)
+    require_rank("w", w, "K N")
+    _require_a_contiguous_axis("w", w)
+    return w.shape
+
+
+def _quantised_shape(codes: Layout | None, weight: WeightFormat | None) -> tuple[int, ...]:
+    """Return the shape of a quantised weight; its class has checked the arrays."""
+    assert codes is not None
+    assert weight is not None
+    rows, width = codes.shape
+    width = width * 8 // FORMATS[weight.format].bits
+    return (rows, width) if weight.transposed else (width, rows)
+
+
+def _as_lines(layout: Layout | None, start: int | None) -> Matrix | None:
+    """Describe an array in C order as a matrix: its first axis by all others."""
+    if layout is None:
+        return None
+    columns = math.prod(layout.shape[1:])
+    return Matrix(layout.shape[0], columns, columns, 1, layout.dtype.itemsize, start or 0)
+
+
+def _require_rows_like_x(name: str, layout: Layout, shape: tuple[int, ...], meaning: str) -> None:
+    require_shape(name, layout, shape, f"{meaning} with the axes of x before its last")
+    require_contiguous_rows(name, layout)
+
+
+def _require_a_contiguous_axis(name: str, layout: Layout, fix: str = "") -> None:
+    """Raise unless one of the two axes is contiguous and the strides are whole items."""
+    itemsize = layout.dtype.itemsize
+    if 0 in layout.shape:
+        return
+    if not any(
+        extent == 1 or stride == itemsize
+        for extent, stride in zip(layout.shape, layout.strides, strict=True)
+    ):
+        raise error(
+            ValueError,
+            f"{name} has strides {layout.strides} for items of {itemsize} bytes",
+            "one of its two axes is contiguous, as in an array in C order, its transpose, and "
+            "slices of either",
+            fix or f"copy it with ascontiguousarray({name})",
+        )
+    require_whole_item_strides(name, layout, fix)
+
+
+def _as_rows(name: str, layout: Layout, start: int | None) -> Matrix:
+    """Describe an array of contiguous rows as a matrix; all axes before its last are M rows."""
+    *lead, columns = layout.shape
+    itemsize = layout.dtype.itemsize
+    shape, (strides,) = merge_axes(
+        tuple(lead), [tuple(stride // itemsize for stride in layout.strides[:-1])]
+    )
+    rows = math.prod(lead)
+    if len(shape) > 1 and rows * columns:
+        raise error(
+            ValueError,
+            f"{name} has shape {layout.shape} and strides {layout.strides}",
+            "the axes before the last lie evenly in memory, so that they are M rows",
+            f"copy it with ascontiguousarray({name.removeprefix('grads.')}), or call for each part",
+        )
+    row_stride = strides[0] if len(shape) == 1 else columns
+    return Matrix(rows, columns, row_stride, 1, itemsize, start or 0)
+
+
+def _as_matrix(layout: Layout, start: int) -> Matrix:
+    """Describe a two-dimensional array that is contiguous along one of its axes."""
+    itemsize = layout.dtype.itemsize
+    rows, columns = layout.shape
+    row_stride, column_stride = (stride // itemsize for stride in layout.strides)
+    if column_stride == 1 and columns > 1:
+        return Matrix(rows, columns, row_stride, 1, itemsize, start)
+    if row_stride == 1 and rows > 1:
+        return Matrix(rows, columns, 1, column_stride, itemsize, start)
+    if columns == 1:
+        return Matrix(rows, columns, row_stride, 1, itemsize, start)
+    return Matrix(rows, columns, 1, column_stride, itemsize, start)
+
 
 PLANS: Plans = (
     *kernels_skinny.PLANS,

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.arrays import Array, Layout
 from cupyattn.runtime.checks import Overlaps
 from cupyattn.runtime.device.traits import DeviceTraits

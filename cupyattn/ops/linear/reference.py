@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.reference import activation as activation_of
 from cupyattn.ops.activations.reference import activation_derivative
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
-from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE
+from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, QuantizedWeight
 from cupyattn.runtime.arrays import Array
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)

@@ -13,8 +13,8 @@ import numpy as np
 from cupyattn.ops.linear.api import linear, linear_backward
 from cupyattn.ops.linear.plan import backward_workspace_bytes, require_product, workspace_bytes
 from cupyattn.ops.linear.problem import weight_fields
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.ops.losses.api import (
     LossOptions,
     check_labels,
