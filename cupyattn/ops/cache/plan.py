@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,12 +81,10 @@ def append_plan(problem: AppendProblem, arch: int) -> Plan:
             f"{_MOST} slots",
             "split the tokens or the heads over several calls",
         )
-    params = _append_params(problem)
-    params["heads"], params["groups"] = heads, groups
-    params["kv_heads"], params["kv_groups"] = caches.kv_heads, kv_groups
+    params = _append_params(problem, (heads, groups), (caches.kv_heads, kv_groups))
     specialisation = specialise_append(config, launch)
     slots = values_of(planner.slots)
-    return planner.plan(Step.of(specialisation, -(-rows // rows_per_cta), slots, params[()]))
+    return planner.plan(Step.of(specialisation, -(-rows // rows_per_cta), slots, params))
 
 
 def _append_launch(problem: AppendProblem) -> AppendLaunch:
@@ -103,28 +101,41 @@ def _append_launch(problem: AppendProblem) -> AppendLaunch:
     )
 
 
-def _append_params(problem: AppendProblem) -> np.ndarray:
+def _append_params(
+    problem: AppendProblem, heads: tuple[int, int], kv_heads: tuple[int, int]
+) -> Any:
+    """Return the C struct AppendParams; heads come with the number of their groups."""
     layouts, caches = problem.layouts, problem.caches
-    params = new_struct(APPEND_PARAMS)
-    params["q"], params["k"], params["v"] = map(_slot_strides, (layouts.q, layouts.k, layouts.v))
-    params["k_cache"], params["v_cache"] = map(_slot_strides, (layouts.k_cache, layouts.v_cache))
-    for name, scales in (("k_scales", layouts.k_scales), ("v_scales", layouts.v_scales)):
-        if scales is not None:
-            params[name] = _strides(scales)
-    for name, numbers in (("slots", layouts.slot_mapping), ("positions", layouts.positions)):
-        if numbers is not None:
-            *batch, params[f"{name}_seq"] = _strides(numbers)
-            params[f"{name}_batch"] = batch[0] if batch else 0
-    if layouts.cos is not None and layouts.sin is not None:
-        params["cos_stride"], params["sin_stride"] = (
-            _strides(table)[0] for table in (layouts.cos, layouts.sin)
-        )
-        params["table_length"] = layouts.cos.shape[0]
-    params["slots"] = caches.slots
-    params["tokens"], params["seq"] = math.prod(problem.tokens), problem.tokens[-1]
-    params["half"], params["dim"] = problem.half, caches.head_dim
-    params["block_size"] = caches.block_size
-    return params
+    (slots_batch, slots_seq), (positions_batch, positions_seq) = (
+        (0, *_strides(numbers))[-2:] for numbers in (layouts.slot_mapping, layouts.positions)
+    )
+    return _struct(
+        APPEND_PARAMS,
+        q=_slot_strides(layouts.q),
+        k=_slot_strides(layouts.k),
+        v=_slot_strides(layouts.v),
+        k_cache=_slot_strides(layouts.k_cache),
+        v_cache=_slot_strides(layouts.v_cache),
+        k_scales=_strides(layouts.k_scales),
+        v_scales=_strides(layouts.v_scales),
+        slots_batch=slots_batch,
+        slots_seq=slots_seq,
+        positions_batch=positions_batch,
+        positions_seq=positions_seq,
+        cos_stride=_strides(layouts.cos)[0],
+        sin_stride=_strides(layouts.sin)[0],
+        table_length=0 if layouts.cos is None else layouts.cos.shape[0],
+        slots=caches.slots,
+        tokens=math.prod(problem.tokens),
+        seq=problem.tokens[-1],
+        heads=heads[0],
+        groups=heads[1],
+        kv_heads=kv_heads[0],
+        kv_groups=kv_heads[1],
+        half=problem.half,
+        dim=caches.head_dim,
+        block_size=caches.block_size,
+    )
 
 
 def _append_vector(problem: AppendProblem) -> int:
@@ -326,30 +337,29 @@ def gather_plan(problem: GatherProblem) -> Plan:
             most_tokens("gather", _MOST // (heads * units)),
             "gather fewer sequences or heads in a call",
         )
-    params = _gather_params(problem, k, v)
-    params["heads"], params["units"] = heads, units
-    specialisation = specialise_gather(
-        output.dtype.name, caches.format, vec, layouts.seqlens_k.dtype.name
+    params = _struct(
+        GATHER_PARAMS,
+        k_cache=_slot_strides(layouts.k_cache),
+        v_cache=_slot_strides(layouts.v_cache),
+        k_scales=_strides(layouts.k_scales),
+        v_scales=_strides(layouts.v_scales),
+        k=_slot_strides(k),
+        v=_slot_strides(v),
+        table_batch=_strides(layouts.block_table)[0],
+        table_block=_strides(layouts.block_table)[1],
+        seqlens_stride=_strides(layouts.seqlens_k)[0],
+        tokens=batch * length,
+        length=length,
+        heads=heads,
+        units=units,
+        block_size=caches.block_size,
+        num_blocks=caches.num_blocks,
+        max_blocks=layouts.block_table.shape[1],
     )
+    lengths = layouts.seqlens_k.dtype.name
+    specialisation = specialise_gather(output.dtype.name, caches.format, vec, lengths)
     slots = values_of(planner.slots)
-    return planner.plan(Step.of(specialisation, -(-threads // THREADS), slots, params[()]))
-
-
-def _gather_params(problem: GatherProblem, k: Layout, v: Layout) -> np.ndarray:
-    layouts, (batch, length, *_) = problem.layouts, problem.output.shape
-    params = new_struct(GATHER_PARAMS)
-    params["k_cache"], params["v_cache"] = map(_slot_strides, (layouts.k_cache, layouts.v_cache))
-    params["k"], params["v"] = map(_slot_strides, (k, v))
-    for name, scales in (("k_scales", layouts.k_scales), ("v_scales", layouts.v_scales)):
-        if scales is not None:
-            params[name] = _strides(scales)
-    params["table_batch"], params["table_block"] = _strides(layouts.block_table)
-    (params["seqlens_stride"],) = _strides(layouts.seqlens_k)
-    params["tokens"], params["length"] = batch * length, length
-    params["block_size"] = problem.caches.block_size
-    params["num_blocks"] = problem.caches.num_blocks
-    params["max_blocks"] = layouts.block_table.shape[1]
-    return params
+    return planner.plan(Step.of(specialisation, -(-threads // THREADS), slots, params))
 
 
 def _gather_vector(problem: GatherProblem, k: Layout, v: Layout) -> int:
@@ -366,20 +376,28 @@ def _gather_vector(problem: GatherProblem, k: Layout, v: Layout) -> int:
     return items if aligned else 1
 
 
-def _strides(layout: Layout) -> tuple[int, ...]:
-    """Return the strides in items."""
+def _struct(dtype: np.dtype, **fields: object) -> Any:
+    """Return a C struct with these fields."""
+    params = new_struct(dtype)
+    for name, value in fields.items():
+        params[name] = value
+    return params[()]
+
+
+def _strides(layout: Layout | None) -> tuple[int, ...]:
+    """Return the strides in items; zeros of an absent array."""
+    if layout is None:
+        return (0, 0, 0)
     return tuple(stride // layout.dtype.itemsize for stride in layout.strides)
 
 
 def _slot_strides(layout: Layout | None) -> tuple[int, ...]:
     """Return strides in items of (outer, inner, head): a block or batch element, a token, a head.
 
-    Arrays without a batch axis are one batch element. An absent array has zeros.
+    An array without a batch axis is one batch element.
     """
-    if layout is None:
-        return (0, 0, 0)
     axes = _strides(layout)
-    return axes[:3] if len(axes) == 4 else (0, *axes[:2])
+    return (0, *axes[:-1])[-3:]
 
 
 def _rows_aligned(arrays: Iterable[tuple[Layout | None, int | None]], unit: int) -> bool:
