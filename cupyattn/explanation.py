@@ -172,7 +172,7 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     if not callable(function):
         raise error(
             TypeError,
-            f"function has type {type(function).__name__}",
+            f"got {type(function).__name__} as function",
             "it is a function of this library",
             "pass for example cupyattn.attention, then the arrays and options of the call",
         )

@@ -78,7 +78,7 @@ from cupyattn.ops.softmax.api import logsumexp as logsumexp
 from cupyattn.ops.softmax.api import logsumexp_backward as logsumexp_backward
 from cupyattn.ops.softmax.api import softmax as softmax
 from cupyattn.ops.softmax.api import softmax_backward as softmax_backward
-from cupyattn.ops.softmax.bias_gradient import SoftmaxGrads as SoftmaxGrads
+from cupyattn.ops.softmax.kernels import SoftmaxGrads as SoftmaxGrads
 from cupyattn.runtime import ranges
 from cupyattn.runtime.backend import backend as backend
 from cupyattn.runtime.kernel import Kernel as Kernel

@@ -5,184 +5,100 @@ imports NumPy alone. Arguments are taken as validated; results are float64, roun
 need be.
 """
 
-from cupyattn.ops.activations.bounds import (
-    activation_backward_bound,
-    activation_bound,
-    activation_error,
-    add_to_bound,
-    derivative_error,
-    dropout_bound,
-    gated_backward_bound,
-    gated_bound,
+from cupyattn.ops.activations.bounds import activation_backward_bound as activation_backward_bound
+from cupyattn.ops.activations.bounds import activation_bound as activation_bound
+from cupyattn.ops.activations.bounds import activation_error as activation_error
+from cupyattn.ops.activations.bounds import add_to_bound as add_to_bound
+from cupyattn.ops.activations.bounds import derivative_error as derivative_error
+from cupyattn.ops.activations.bounds import dropout_bound as dropout_bound
+from cupyattn.ops.activations.bounds import gated_backward_bound as gated_backward_bound
+from cupyattn.ops.activations.bounds import gated_bound as gated_bound
+from cupyattn.ops.activations.reference import activation as activation
+from cupyattn.ops.activations.reference import activation_backward as activation_backward
+from cupyattn.ops.activations.reference import activation_derivative as activation_derivative
+from cupyattn.ops.activations.reference import add_to as add_to
+from cupyattn.ops.activations.reference import dropout as dropout
+from cupyattn.ops.activations.reference import gated as gated
+from cupyattn.ops.activations.reference import gated_backward as gated_backward
+from cupyattn.ops.attention.bounds import attention_backward_bound as attention_backward_bound
+from cupyattn.ops.attention.bounds import attention_bound as attention_bound
+from cupyattn.ops.attention.reference.block_mask import block_mask as block_mask
+from cupyattn.ops.attention.reference.cache_formats import dequantise as dequantise
+from cupyattn.ops.attention.reference.cache_formats import quantisation_bound as quantisation_bound
+from cupyattn.ops.attention.reference.cache_formats import quantise as quantise
+from cupyattn.ops.attention.reference.dense import attention as attention
+from cupyattn.ops.attention.reference.dense import attention_backward as attention_backward
+from cupyattn.ops.attention.reference.paged import merge_attention as merge_attention
+from cupyattn.ops.attention.reference.paged import merge_attention_bound as merge_attention_bound
+from cupyattn.ops.attention.reference.paged import paged_attention as paged_attention
+from cupyattn.ops.attention.reference.varlen import attention_varlen as attention_varlen
+from cupyattn.ops.attention.reference.varlen import (
+    attention_varlen_backward as attention_varlen_backward,
 )
-from cupyattn.ops.activations.reference import (
-    activation,
-    activation_backward,
-    activation_derivative,
-    add_to,
-    dropout,
-    element_keep,
-    gated,
-    gated_backward,
-)
-from cupyattn.ops.attention.bounds import attention_backward_bound, attention_bound
-from cupyattn.ops.attention.reference.block_mask import block_mask
-from cupyattn.ops.attention.reference.cache_formats import dequantise, quantisation_bound, quantise
-from cupyattn.ops.attention.reference.dense import attention, attention_backward
-from cupyattn.ops.attention.reference.paged import (
-    merge_attention,
-    merge_attention_bound,
-    paged_attention,
-)
-from cupyattn.ops.attention.reference.scores import attention_keep
-from cupyattn.ops.attention.reference.varlen import attention_varlen, attention_varlen_backward
-from cupyattn.ops.cache.bounds import append_kv_bound, gather_bound
-from cupyattn.ops.cache.reference import append_kv, copy_blocks, gather, rotated
-from cupyattn.ops.embedding.bounds import embedding_backward_bound
-from cupyattn.ops.embedding.reference import embedding, embedding_backward
-from cupyattn.ops.linear.bounds import linear_backward_bound, linear_bound
-from cupyattn.ops.linear.reference import (
-    dequantised_rows,
-    dequantize,
-    expand_scales,
-    linear,
-    linear_backward,
-    nest_scales,
-    quantize,
-    with_expanded_scales,
-)
+from cupyattn.ops.cache.bounds import append_kv_bound as append_kv_bound
+from cupyattn.ops.cache.bounds import gather_bound as gather_bound
+from cupyattn.ops.cache.reference import append_kv as append_kv
+from cupyattn.ops.cache.reference import copy_blocks as copy_blocks
+from cupyattn.ops.cache.reference import gather as gather
+from cupyattn.ops.cache.reference import rotated as rotated
+from cupyattn.ops.embedding.bounds import embedding_backward_bound as embedding_backward_bound
+from cupyattn.ops.embedding.reference import embedding as embedding
+from cupyattn.ops.embedding.reference import embedding_backward as embedding_backward
+from cupyattn.ops.linear.bounds import linear_backward_bound as linear_backward_bound
+from cupyattn.ops.linear.bounds import linear_bound as linear_bound
+from cupyattn.ops.linear.reference import dequantised_rows as dequantised_rows
+from cupyattn.ops.linear.reference import dequantize as dequantize
+from cupyattn.ops.linear.reference import expand_scales as expand_scales
+from cupyattn.ops.linear.reference import linear as linear
+from cupyattn.ops.linear.reference import linear_backward as linear_backward
+from cupyattn.ops.linear.reference import nest_scales as nest_scales
+from cupyattn.ops.linear.reference import quantize as quantize
+from cupyattn.ops.linear.reference import with_expanded_scales as with_expanded_scales
+from cupyattn.ops.losses.bounds import cross_entropy_backward_bound as cross_entropy_backward_bound
+from cupyattn.ops.losses.bounds import cross_entropy_bound as cross_entropy_bound
 from cupyattn.ops.losses.bounds import (
-    cross_entropy_backward_bound,
-    cross_entropy_bound,
-    linear_cross_entropy_backward_bound,
-    linear_cross_entropy_bound,
+    linear_cross_entropy_backward_bound as linear_cross_entropy_backward_bound,
 )
+from cupyattn.ops.losses.bounds import linear_cross_entropy_bound as linear_cross_entropy_bound
+from cupyattn.ops.losses.reference import cross_entropy as cross_entropy
+from cupyattn.ops.losses.reference import cross_entropy_backward as cross_entropy_backward
+from cupyattn.ops.losses.reference import linear_cross_entropy as linear_cross_entropy
 from cupyattn.ops.losses.reference import (
-    cross_entropy,
-    cross_entropy_backward,
-    linear_cross_entropy,
-    linear_cross_entropy_backward,
-    reduced,
-    spread,
+    linear_cross_entropy_backward as linear_cross_entropy_backward,
 )
-from cupyattn.ops.norms.bounds import norm_backward_bound, norm_bound
-from cupyattn.ops.norms.reference import norm, norm_backward
-from cupyattn.ops.optimizer.bounds import adamw_step_bound, global_norm_bound
-from cupyattn.ops.optimizer.reference import adamw_step, adamw_step_8bit, global_norm
-from cupyattn.ops.rope.bounds import rope_bound
-from cupyattn.ops.rope.reference import rope, rope_backward, rope_frequencies, rope_tables
-from cupyattn.ops.sampling.reference import sample, sampling_probabilities
-from cupyattn.ops.softmax.bounds import (
-    broadcast_sums_bound,
-    log_softmax_backward_bound,
-    log_softmax_bound,
-    logsumexp_backward_bound,
-    logsumexp_bound,
-    softmax_backward_bound,
-    softmax_bound,
-)
-from cupyattn.ops.softmax.reference import (
-    broadcast_sums,
-    log_softmax,
-    log_softmax_backward,
-    logsumexp,
-    logsumexp_backward,
-    softmax,
-    softmax_backward,
-)
-from cupyattn.runtime.philox import philox4x32_10
-from cupyattn.runtime.precision import error_ratio
-
-__all__ = [
-    "activation",
-    "activation_backward",
-    "activation_backward_bound",
-    "activation_bound",
-    "activation_derivative",
-    "activation_error",
-    "adamw_step",
-    "adamw_step_8bit",
-    "adamw_step_bound",
-    "add_to",
-    "add_to_bound",
-    "append_kv",
-    "append_kv_bound",
-    "attention",
-    "attention_backward",
-    "attention_backward_bound",
-    "attention_bound",
-    "attention_keep",
-    "attention_varlen",
-    "attention_varlen_backward",
-    "block_mask",
-    "broadcast_sums",
-    "broadcast_sums_bound",
-    "copy_blocks",
-    "cross_entropy",
-    "cross_entropy_backward",
-    "cross_entropy_backward_bound",
-    "cross_entropy_bound",
-    "dequantise",
-    "dequantised_rows",
-    "dequantize",
-    "derivative_error",
-    "dropout",
-    "dropout_bound",
-    "element_keep",
-    "embedding",
-    "embedding_backward",
-    "embedding_backward_bound",
-    "error_ratio",
-    "expand_scales",
-    "gated",
-    "gated_backward",
-    "gated_backward_bound",
-    "gated_bound",
-    "gather",
-    "gather_bound",
-    "global_norm",
-    "global_norm_bound",
-    "linear",
-    "linear_backward",
-    "linear_backward_bound",
-    "linear_bound",
-    "linear_cross_entropy",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_backward_bound",
-    "linear_cross_entropy_bound",
-    "log_softmax",
-    "log_softmax_backward",
-    "log_softmax_backward_bound",
-    "log_softmax_bound",
-    "logsumexp",
-    "logsumexp_backward",
-    "logsumexp_backward_bound",
-    "logsumexp_bound",
-    "merge_attention",
-    "merge_attention_bound",
-    "nest_scales",
-    "norm",
-    "norm_backward",
-    "norm_backward_bound",
-    "norm_bound",
-    "paged_attention",
-    "philox4x32_10",
-    "quantisation_bound",
-    "quantise",
-    "quantize",
-    "reduced",
-    "rope",
-    "rope_backward",
-    "rope_bound",
-    "rope_frequencies",
-    "rope_tables",
-    "rotated",
-    "sample",
-    "sampling_probabilities",
-    "softmax",
-    "softmax_backward",
-    "softmax_backward_bound",
-    "softmax_bound",
-    "spread",
-    "with_expanded_scales",
-]
+from cupyattn.ops.losses.reference import reduced as reduced
+from cupyattn.ops.losses.reference import spread as spread
+from cupyattn.ops.norms.bounds import norm_backward_bound as norm_backward_bound
+from cupyattn.ops.norms.bounds import norm_bound as norm_bound
+from cupyattn.ops.norms.reference import norm as norm
+from cupyattn.ops.norms.reference import norm_backward as norm_backward
+from cupyattn.ops.optimizer.bounds import adamw_step_bound as adamw_step_bound
+from cupyattn.ops.optimizer.bounds import global_norm_bound as global_norm_bound
+from cupyattn.ops.optimizer.reference import adamw_step as adamw_step
+from cupyattn.ops.optimizer.reference import adamw_step_8bit as adamw_step_8bit
+from cupyattn.ops.optimizer.reference import global_norm as global_norm
+from cupyattn.ops.rope.bounds import rope_bound as rope_bound
+from cupyattn.ops.rope.reference import rope as rope
+from cupyattn.ops.rope.reference import rope_backward as rope_backward
+from cupyattn.ops.rope.reference import rope_frequencies as rope_frequencies
+from cupyattn.ops.rope.reference import rope_tables as rope_tables
+from cupyattn.ops.sampling.reference import sample as sample
+from cupyattn.ops.sampling.reference import sampling_probabilities as sampling_probabilities
+from cupyattn.ops.softmax.bounds import broadcast_sums_bound as broadcast_sums_bound
+from cupyattn.ops.softmax.bounds import log_softmax_backward_bound as log_softmax_backward_bound
+from cupyattn.ops.softmax.bounds import log_softmax_bound as log_softmax_bound
+from cupyattn.ops.softmax.bounds import logsumexp_backward_bound as logsumexp_backward_bound
+from cupyattn.ops.softmax.bounds import logsumexp_bound as logsumexp_bound
+from cupyattn.ops.softmax.bounds import softmax_backward_bound as softmax_backward_bound
+from cupyattn.ops.softmax.bounds import softmax_bound as softmax_bound
+from cupyattn.ops.softmax.reference import broadcast_sums as broadcast_sums
+from cupyattn.ops.softmax.reference import log_softmax as log_softmax
+from cupyattn.ops.softmax.reference import log_softmax_backward as log_softmax_backward
+from cupyattn.ops.softmax.reference import logsumexp as logsumexp
+from cupyattn.ops.softmax.reference import logsumexp_backward as logsumexp_backward
+from cupyattn.ops.softmax.reference import softmax as softmax
+from cupyattn.ops.softmax.reference import softmax_backward as softmax_backward
+from cupyattn.runtime.philox import attention_keep as attention_keep
+from cupyattn.runtime.philox import element_keep as element_keep
+from cupyattn.runtime.philox import philox4x32_10 as philox4x32_10
+from cupyattn.runtime.precision import error_ratio as error_ratio

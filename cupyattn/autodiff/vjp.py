@@ -268,11 +268,11 @@ def _zeros_like(result: Array) -> Array:
 
 def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
     if not isinstance(wrt, tuple) or not all(isinstance(name, str) for name in wrt):
-        of = " with items that are no names" if isinstance(wrt, tuple) else ""
+        items = " with items that are no names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
-            f"wrt has type {type(wrt).__name__}{of}",
-            "it must be a tuple of names of options",
+            f"got {type(wrt).__name__}{items} as wrt",
+            "it is a tuple of names of options",
             f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
     for name in wrt:

@@ -32,7 +32,7 @@ BIAS = PROBLEM.normal("bias", (5, 7)).astype(np.float32)
 
 
 class Model:
-    """What users write."""
+    """A function that a user might write."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -104,7 +104,7 @@ def test_a_function_may_ask_which_library_an_array_is_of():
 
 
 def test_partials_take_arrays_beforehand():
-    """What a partial holds by position stands before the arrays that vjp is given."""
+    """The positional arguments of a partial come before the arrays that vjp gets."""
     _, pullback = vjp(partial(attention, Q, K), V)
     assert_array_equal(pullback(DOUT)[0], vjp(attention, Q, K, V)[1](DOUT)[2])
     assert len(pullback(DOUT)) == 1
@@ -143,7 +143,7 @@ def test_an_option_may_come_by_position_or_under_another_name():
 
 
 def test_an_option_may_be_in_a_partial():
-    """Of a name that vjp is given too, vjp's counts, as in a call of the partial."""
+    """If both have an option, the value passed to vjp is used, as in a call of the partial."""
     expected, pullback = vjp(attention, Q, K, V, bias=BIAS, wrt=("bias",))
     wanted = pullback(DOUT)[3]["bias"]
     for beforehand, options in ((BIAS, {}), (BIAS + 1, {"bias": BIAS})):

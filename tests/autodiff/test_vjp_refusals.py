@@ -85,7 +85,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "a backward": (
         lambda d: softmax_backward(d, d), (Q,), "calls softmax_backward, which has no backward",
     ),
-    "a product behind a backward": (
+    "a product after a backward": (
         lambda d: softmax_backward(d * 2, d), (Q,), "uses argument 0 itself",
     ),
     "no call": (lambda q: Q, (Q,), "makes no such call with its arguments"),
@@ -177,7 +177,7 @@ def test_stand_ins_refuse_every_operation(operation):
 
 
 def test_stand_ins_refuse_cupy():
-    """Of CuPy arrays too, without a GPU: their items are nowhere."""
+    """CuPy arrays too, without a GPU: no code reads their items."""
     cupy = pytest.importorskip("cupy")
     x = device_array(Q.shape, Q.dtype)
     for function in (

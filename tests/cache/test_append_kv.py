@@ -74,7 +74,7 @@ def test_tokens_are_in_their_slots(problem):
 
 
 def strided(array: np.ndarray) -> np.ndarray:
-    """The same numbers, every second item of each axis but the last, or of the only one."""
+    """Return these numbers with a stride of 2 on each axis but the last, or on the only axis."""
     axes = tuple(2 * extent for extent in array.shape[:-1]) or (2 * array.size,)
     wide = np.zeros((*axes, *array.shape[len(axes) :]), array.dtype)
     every = (slice(None, None, 2),) * len(axes)
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_finite_stay_in_their_head(bits, value):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantisation_is_bit_for_bit_at_any_size(bits):
-    """Scales from what is flushed to the largest; quotients beside ties."""
+    """Scales from what is flushed to the largest; quotients next to ties."""
     rng = np.random.default_rng(bits)
     problem = AppendProblem((64,), H=0, G=4, D=24, dtype="float32", bits=bits)
     given = problem.memory()
@@ -233,7 +233,7 @@ def test_every_array_has_strides_of_its_own():
 
 @pytest.mark.parametrize("vec", [8, *deep(1)])
 def test_a_warp_has_read_its_queries_before_it_writes_them(vec):
-    """Lanes read what others overwrite. Those of the emulator go together, a GPU's need not."""
+    """Lanes read what others overwrite. The emulator runs lanes in lockstep, a GPU need not."""
     launch = AppendLaunch("float16", "float16", 64, vec, "int32", "float32", "int32", False)
     specialisation = specialise_append(append_config(75, ROTATED.H, launch.chunks), launch)
     ptx = compile_ptx(specialisation, TURING).code.decode()

@@ -39,7 +39,7 @@ EVERY_HEAD_DIM = [
     *deep(*(("float16", head_dim, 4) for head_dim in (16, 24, 32, 40, 48, *range(96, 256, 16)))),
     *deep(("bfloat16", 16, 4), ("float32", 8, 4), ("float32", 200, 4)),
 ]
-"""Of rows in whole vectors of 16 bytes, from the smallest beside which the table is little."""
+"""Head dims with rows of whole 16-byte vectors, from the smallest that outweighs the table."""
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "group"), [*KERNELS, *EVERY_HEAD_DIM])
@@ -147,7 +147,7 @@ def key_loads(report: Report) -> list[Access]:
 @pytest.mark.parametrize("head_dim", [64, *deep(128, 96, 256, 48)])
 @pytest.mark.parametrize("block_size", [16, *deep(48, 256)])
 def test_as_many_bytes_as_dense_in_whole_sectors(head_dim, block_size):
-    """Rows of keys are those of the dense kernel; beside them come entries of the table."""
+    """Rows of keys are those of the dense kernel, plus entries of the table."""
     problem = PagedProblem(**{**vars(CHUNK), "D": head_dim, "block_size": block_size})
     q, k, v, table, lengths = arrays = problem.arrays()
     keys, values = (gathered(cache, table, lengths) for cache in (k, v))
@@ -169,7 +169,7 @@ def test_as_many_bytes_as_dense_in_whole_sectors(head_dim, block_size):
 @pytest.mark.parametrize("bits", [8, *deep(4)])
 @pytest.mark.parametrize("head_dim", [64, *deep(128, 96, 256, 48)])
 def test_integers_are_read_as_they_are_kept(head_dim, bits):
-    """Of the one CTA each item once, in whole sectors where rows are these."""
+    """One CTA reads each item once, in whole sectors if rows are whole sectors."""
     problem = PagedProblem(**{**vars(CHUNK), "D": head_dim, "bits": bits, "options": ()})
     report = report_of(lambda: call(problem, problem.arrays()))
     loads = [a for a in report.accesses if "no_allocate" in a.instruction.opcode]
@@ -235,7 +235,7 @@ def sectors(accesses: list[Access], suffix: str, *, write: bool) -> int:
 
 @pytest.mark.parametrize("dtype", mostly_deep(["float16", "float32", "bfloat16"], ["float16"]))
 def test_k_and_v_are_read_once_and_written_once(dtype):
-    """In 16 bytes a lane and whole sectors; beside them there are the slots alone."""
+    """In 16 bytes a lane and whole sectors; only the slots are read as well."""
     problem = replace(PLAIN, dtype=dtype)
     accesses, stored = appended(problem)
     row_sectors = problem.D * (4 if dtype == "float32" else 2) // SECTOR

@@ -32,7 +32,7 @@ def pools(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def in_order(array: np.ndarray, copies: list[tuple[int, int]], axis: int = 0) -> np.ndarray:
-    """What the copies leave, of an array with that axis of blocks."""
+    """Return the array after the copies, which are made one by one along an axis of blocks."""
     blocks = np.moveaxis(array.copy(), axis, 0)
     for src, dst in copies:
         if src >= 0:
@@ -41,7 +41,7 @@ def in_order(array: np.ndarray, copies: list[tuple[int, int]], axis: int = 0) ->
 
 
 def copied(caches: np.ndarray, copies: Any, scales: np.ndarray | None = None) -> list[np.ndarray]:
-    """What the kernel leaves of (K and V), and of their scales."""
+    """Return (K and V), and their scales, after the kernel's copies."""
     placed = [KERNELS.put(array) for array in (caches, scales) if array is not None]
     options = dict(zip(("k_scales", "v_scales"), placed[1], strict=True)) if len(placed) > 1 else {}
     if isinstance(copies, np.ndarray):
@@ -84,7 +84,7 @@ def test_copies_are_made_in_their_order(copies, array, scaled):
 )
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_chains(copies, kind):
-    """Within what is copied together, across it, and across launches."""
+    """Chains within one batch of loads, across batches, and across launches."""
     caches = pools("float32", (5, 3, 1, 8))
     found = copied(caches, kind(copies))
     assert_array_equal(bits(found[0]), bits(in_order(caches, copies, 1)))
@@ -103,7 +103,7 @@ def test_chains(copies, kind):
     ],
 )
 def test_words_of_every_size(dtype, shape, margin):
-    """Of 16 bytes down to one, as the arrays allow; float64 is copied by kernels, too."""
+    """Words of 16 bytes down to one, as the arrays allow; kernels copy float64 too."""
     size = int(np.prod(shape))
     memory = np.zeros(margin + 2 * size, dtype_of(dtype))
     memory[margin:] = pools(dtype, shape).ravel()
@@ -267,7 +267,7 @@ def gathered(arguments: list[np.ndarray], **options: Any) -> list[np.ndarray]:
 )
 @examples(10)
 def test_tokens_come_back(kind, lengths, heads, block_size, seed):
-    """Bit for bit, or within the bound of what was quantised; NaN beside them never leaks."""
+    """Bit for bit, or within the bound of what was quantised; NaN in other slots never leaks."""
     dtype, bits, head_dim = kind
     arguments, scales, tokens = sequences(
         tuple(lengths), heads, head_dim, dtype, bits=bits, block_size=block_size, seed=seed
@@ -289,7 +289,7 @@ def test_tokens_come_back(kind, lengths, heads, block_size, seed):
 @everywhere
 @pytest.mark.parametrize("length", [None, 7, 40])
 def test_how_long_the_results_are(side, length):
-    """By default as long as the table allows; zeros behind each sequence's tokens."""
+    """By default as long as the table allows; zeros after each sequence's tokens."""
     arguments, _, tokens = sequences((7, 2), 2, 8, "float32")
     capacity = tokens.shape[2]
     assert capacity == 12
@@ -318,7 +318,7 @@ def test_views_and_results_that_are_given(side, bits):
     wide = np.full((4, 2 * table.shape[1] + 3), -7, np.int32)
     wide[::2, 1:-2:2] = table
     out = side.put(np.full((2, table.shape[1] * 4, 3, 2, 16), 77, np.float16))
-    # K has strides of its own, and so have its scales.
+    # K and its scales have other strides than V.
     by_head = {n: side.put(s.copy()) for n, s in scales.items()}
     if bits:
         by_head["k_scales"] = side.put(np.repeat(scales["k_scales"], 2, axis=2))[:, :, ::2]

@@ -46,7 +46,7 @@ def ids_of(rows: int, shape: tuple[int, ...], dtype: str, spread: str) -> np.nda
     spread=st.sampled_from(("any", "one row", "padding")),
     accumulate=st.booleans(),
 )
-@example("float16", 2, (1030,), 8, "int32", "any", False)  # a run begins behind the first CTA's
+@example("float16", 2, (1030,), 8, "int32", "any", False)  # a run begins after the first CTA's
 @example("float16", 2, (97,), 8, "int32", "from a chunk's last on", False)
 def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate):
     numbers = ids_of(rows, shape, ids, spread)

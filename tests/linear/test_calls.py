@@ -399,7 +399,7 @@ def test_bad_input_is_refused(call, changed, message):
 
 
 def test_unaligned_scales_are_refused():
-    """Kernels load a scale and its shift together, and slices of a file may start anywhere."""
+    """Kernels load a scale with its shift, and slices of a file may start anywhere."""
     scales = np.zeros(QUANTISED.scales.size + 8, np.float16)
     first = 1 - scales.ctypes.data // 2 % 2
     odd = scales[first:][: QUANTISED.scales.size].reshape(QUANTISED.scales.shape)

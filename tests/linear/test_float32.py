@@ -55,7 +55,7 @@ CASE = LinearCase((70,), 40, 72, residual=True)
             ("float32", "silu"),
             ("bfloat16", "relu"),
             ("float32", "geglu"),
-        ),
+        )
     ],
 )
 def test_activations_are_within_bounds(dtype, activation):

@@ -60,8 +60,7 @@ def require_right(problem: LinearCase) -> None:
 @pytest.mark.parametrize(
     ("rows", "weights"),
     mostly_deep(
-        itertools.product(ROWS, FORMATS),
-        [*((1, weights) for weights in FORMATS), (5, "nf4")],
+        itertools.product(ROWS, FORMATS), [*((1, weights) for weights in FORMATS), (5, "nf4")]
     ),
 )
 def test_every_format(rows, weights):
@@ -75,8 +74,7 @@ def test_every_format(rows, weights):
 
 
 @pytest.mark.parametrize(
-    ("weights", "block_size"),
-    mostly_deep(OTHER_BLOCKS, [("nf4", 512), ("int4", 32)]),
+    ("weights", "block_size"), mostly_deep(OTHER_BLOCKS, [("nf4", 512), ("int4", 32)])
 )
 @pytest.mark.parametrize("rows", [2, *deep(1, 6, 20)])
 def test_blocks_of_every_size(rows, weights, block_size):

@@ -42,7 +42,7 @@ def case(
     return LinearCase((rows,), inner, outer, "float16", activation, weights=weights, **options)
 
 
-# At the last row and column of a tile, before and behind them; the sum in one k-tile and in
+# At the last row and column of a tile, before and after them; the sum in one k-tile and in
 # several; blocks of one k-tile, of several, and of a whole row; loads and stores by vectors, or by
 # items; rows that lie apart.
 FORWARD = [
@@ -172,10 +172,7 @@ def test_split_sum_has_no_empty_part():
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "problem",
-    [
-        case(256, 256, 64, "nf4", "gelu"),
-        case(256, 512, 200, "nf4", turned=True, biased=False),
-    ],
+    [case(256, 256, 64, "nf4", "gelu"), case(256, 512, 200, "nf4", turned=True, biased=False)],
     ids=str,
 )
 def test_tuned_tiling_is_used(problem, monkeypatch):
@@ -439,7 +436,7 @@ def test_drawn_problems_in_float32(data):
 @pytest.mark.parametrize("turned", [False, *deep(True)])
 @float32_alone()
 def test_float32_has_no_bank_conflicts(turned):
-    """Each entry of the codebook has a bank of its own."""
+    """Each entry of the codebook has a separate bank."""
     inner, outer = (64, 256) if turned else (256, 64)
     problem = float_case(128, outer, inner, "nf4", turned=turned, biased=False)
     x, w, _ = problem.inputs()

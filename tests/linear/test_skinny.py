@@ -326,7 +326,7 @@ def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
         (16384, 4096, 1),
         (2560, 10240, 1),
         (2048, 2**20, 1),  # 128 CTAs fill a T4
-        (256, 2048, 1),  # two turns round the warps: nothing to save
+        (256, 2048, 1),  # two rounds of the warps: nothing to save
         (256, 8192, 4),
         (16, 2**20, 80),
     ],

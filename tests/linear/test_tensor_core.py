@@ -42,7 +42,7 @@ def case(rows, outer, inner, activation=None, **options) -> LinearCase:
     return LinearCase((rows,), inner, outer, "float16", activation, **options)
 
 
-# At the last row and column of a tile, before and behind them; the sum in one k-tile, in several,
+# At the last row and column of a tile, before and after them; the sum in one k-tile, in several,
 # with a ragged first one; loads and stores by vectors, by items, or one of each; rows that lie
 # apart, and backwards.
 FORWARD = [
@@ -159,11 +159,7 @@ def _linear(arrays, b):
     placed = {name: KERNELS.put(array) for name, array in arrays.items()}
     with KERNELS.running(), tensor_core_alone("small"):
         cupyattn.linear(
-            placed["x"],
-            placed["w"],
-            KERNELS.put(b),
-            residual=placed["residual"],
-            out=placed["out"],
+            placed["x"], placed["w"], KERNELS.put(b), residual=placed["residual"], out=placed["out"]
         )
     return KERNELS.get(placed["out"])
 

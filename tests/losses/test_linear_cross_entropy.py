@@ -367,7 +367,7 @@ def test_chunks_with_a_workspace_give_the_same_bits(side):
 
 
 def test_the_logits_of_chunks_are_in_the_workspace(recorder):
-    """A thin last chunk and the tensor cores' split products need scratch memory of their own."""
+    """A skinny last chunk, and split products on tensor cores, need separate scratch memory."""
     x, w, labels = device_array((1000, 512)), device_array((512, 520)), device_array((1000,), int)
     f32 = np.float32
     lse, dloss, out = device_array((1000,), f32), device_array((), f32), device_array((), f32)

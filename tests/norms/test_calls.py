@@ -183,13 +183,13 @@ KINDS = wider(
     (("float32", LAYER, ("weight",)), ("bfloat16", RMS, ())),
 )
 
-# Rows that a warp, a CTA and a CTA with several strips hold, and rows that are read twice; with
+# Rows that fit a warp, a CTA, a CTA with several row segments, and rows that are read twice; with
 # vector and scalar loads. There are enough rows for each CTA to process several.
 CASES = [
     (70, 129, "bfloat16", LAYER, ALL),
     (37, 1000, "float32", RMS, ()),
     (11, 2048, "float16", LAYER, ALL),
-    (3, 16_385, "float16", LAYER, ("weight",)),  # one item in the last strip
+    (3, 16_385, "float16", LAYER, ("weight",)),  # one item in the last row segment
 ]
 # The other configurations of both tables.
 OTHERS = [
@@ -434,7 +434,7 @@ def test_scalar_loads_where_rows_do_not_start_at_vectors():
 
 
 def test_options_that_equal_checked_ones_are_still_refused():
-    """Checks of options are cached by value and type; an error of a check stands alone."""
+    """Checks of options are cached by value and type; an error has no other as its cause."""
     x = np.ones((2, 4), np.float32)
     cupyattn.rms_norm(x, eps=1.0, return_stats=True)
     for options in ({"return_stats": 1}, {"eps": [1.0]}, {"eps": True}, {"eps": "1"}):

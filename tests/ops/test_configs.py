@@ -114,7 +114,7 @@ def test_vectors_are_16_bytes():
 
 
 def test_the_same_key_is_the_same_object():
-    """What is loaded, planned and cached goes by identity."""
+    """Loaded modules, plans and caches use a specialisation's identity."""
     assert teaching.tiled(75, "float16", 64, 32) is teaching.tiled(75, "float16", 64, 32)
     assert teaching.naive("float16", 64, 32) is teaching.naive("float16", 64, 32)
     small = softmax.FORWARD.specialise
@@ -128,7 +128,7 @@ def test_the_same_key_is_the_same_object():
 
 
 def met(specialisations: Iterable[Specialisation], *names: str) -> set[tuple[Any, ...]]:
-    """The values of these macros that come together."""
+    """The combinations of these macros' values."""
     return {tuple(dict(each.macros)[name] for name in names) for each in specialisations}
 
 
@@ -136,13 +136,13 @@ def of_kernel(entry: str) -> list[Specialisation]:
     return [each for each in catalogue() if each.spec.entry == entry]
 
 
-def test_the_catalogue_has_every_kernel_and_nothing_twice():
+def test_the_ahead_of_time_list_has_every_kernel_and_nothing_twice():
     labels = Counter(specialisation.label for specialisation in catalogue())
     assert max(labels.values()) == 1, labels.most_common(1)
     assert {specialisation.spec.entry for specialisation in catalogue()} == set(KERNELS)
 
 
-def test_the_catalogue_is_of_pairs_and_stays_so():
+def test_the_ahead_of_time_list_has_pairs_alone():
     """Each entry takes `compile` and CI a third of a second: 1,272 of them seven minutes.
 
     An option or a dtype more is a few entries more if it meets the others in pairs, and doubles
@@ -151,7 +151,7 @@ def test_the_catalogue_is_of_pairs_and_stays_so():
     assert len([*catalogue()]) <= 1_400
 
 
-def test_the_catalogue_has_every_pair_of_row_dtype_and_load():
+def test_the_ahead_of_time_list_has_every_pair_of_row_dtype_and_load():
     tiled = of_kernel("attention_tiled")
     rows = {(limit, row.rows) for limit, row in teaching.TILED[75].items()}
     assert met(tiled, "HEAD_DIM", "ROWS") == rows
@@ -190,7 +190,7 @@ def test_rows_of_dbias_start_and_end_where_the_table_says(terms, lanes):
     assert float32.backward.dbias_row(75, terms).lanes == lanes
 
 
-def test_the_catalogue_has_every_kernel_of_dbias_and_dsinks():
+def test_the_ahead_of_time_list_has_every_kernel_of_dbias_and_dsinks():
     dbias = of_kernel("attention_backward_f32_dbias")
     assert met(dbias, "DTYPE", "LANES") == set(itertools.product(STORAGE, (1, WARP_SIZE)))
     assert met(dbias, "MASK", "SOFTCAP", "DROPOUT") == {("true", "true", "true")}
@@ -200,7 +200,7 @@ def test_the_catalogue_has_every_kernel_of_dbias_and_dsinks():
     assert met(naive, "DTYPE") == {(dtype,) for dtype in STORAGE}
 
 
-def test_the_catalogue_has_every_flash_row_and_option():
+def test_the_ahead_of_time_list_has_every_flash_row_and_option():
     macros = [dict(s.macros) for s in catalogue() if s.spec.entry == "attention_forward"]
     rows = {(m["HEAD_DIM"], m["M_TILES"], m["TILE_K"], m["VEC"]) for m in macros}
     tables = tensor_core.forward
@@ -249,7 +249,7 @@ def test_float_backward_rows_and_the_options_that_take_registers(table):
                 assert config(75, *dims, options) is rows[max(row, 128)]
 
 
-def test_the_catalogue_has_every_float32_flash_row_and_option():
+def test_the_ahead_of_time_list_has_every_float32_flash_row_and_option():
     found = of_kernel("attention_forward_f32")
     table, dtypes = float32.forward.FLASH[75], float32.forward.DTYPES
     assert met(found, "HEAD_DIM", "COLUMN_LANES", "PAIRS") == {

@@ -189,7 +189,7 @@ def test_a_bias_that_is_true_and_false_is_sent_to_mask(make):
 def test_a_list_of_q_and_k_is_sent_to_a_tuple():
     cos, sin = cupyattn.rope_tables(4, 8)
     x = np.zeros((1, 4, 1, 8), np.float32)
-    with pytest.raises(TypeError, match=r"x has type list; .* pass a tuple \(q, k\)"):
+    with pytest.raises(TypeError, match=r"got list as x; .* pass a tuple \(q, k\)"):
         cupyattn.rope([x, x], cos, sin)
 
 
@@ -537,7 +537,7 @@ BACKWARD_OPTIONS = (*WRONG_OPTIONS, "dlse", "deterministic", "grads", "accumulat
 
 @given(st.data())
 def test_anything_at_all_as_an_option(data: st.DataObject):
-    """Whatever it is, the call runs or says in three parts what is wrong with it."""
+    """For any argument the call runs, or its error has three parts."""
     call, names = data.draw(st.sampled_from(((forward, OPTIONS), (backward, BACKWARD_OPTIONS))))
     call = call()
     call.options[data.draw(st.sampled_from(names))] = data.draw(ODDITIES)

@@ -49,7 +49,7 @@ def test_norm_forward_arguments(recorder):
 @pytest.mark.parametrize(
     ("length", "items", "strips"), [(768, 24, 3), (1024, 32, 4), (1000, 32, 4), (260, 16, 2)]
 )
-def test_strips_follow_from_the_row_length(recorder, length, items, strips):
+def test_row_segments_follow_from_the_row_length(recorder, length, items, strips):
     layer_norm(device_array((5, length)))
     macros = dict(recorder.started[0].specialisation.macros)
     expected = strips if length % 8 == 0 else items
@@ -136,14 +136,18 @@ def test_options_of_each_call_reach_the_kernel(recorder):
     for seed, step, top_p in ((1, 0, 0.5), (2**64 - 1, 7, 0.5), (1, 2**40, 0.25)):
         cupyattn.sample(logits, seed=seed, step=step, top_p=top_p, top_k=9, min_p=0.125)
         draw = recorder.started[-1]
-        told = dict(
+        passed = dict(
             zip([p.name for p in draw.specialisation.spec.parameters], draw.arguments, strict=True)
         )
-        assert (told["seed_value"], told["step_value"], told["top_k_value"]) == (seed, step, 9)
-        assert (told["top_p_value"], told["min_p_value"]) == (top_p, 0.125)
-        assert (told["temperature_value"], told["repetition_penalty_value"]) == (1, 1)
-        assert type(told["seed_value"]) is np.uint64
-        assert all(told[name] is None for name in ("seed", "step", "temperature", "top_k"))
+        assert (passed["seed_value"], passed["step_value"], passed["top_k_value"]) == (
+            seed,
+            step,
+            9,
+        )
+        assert (passed["top_p_value"], passed["min_p_value"]) == (top_p, 0.125)
+        assert (passed["temperature_value"], passed["repetition_penalty_value"]) == (1, 1)
+        assert type(passed["seed_value"]) is np.uint64
+        assert all(passed[name] is None for name in ("seed", "step", "temperature", "top_k"))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,9 @@ def test_explain_gives_reasons(function, arrays, options, reasons, monkeypatch):
     assert all(map(str.startswith, report.reasons, reasons))
 
 
-def test_explain_tells_how_to_pass_a_shape():
-    with pytest.raises(TypeError, match=r"argument 1 is \(4, 5\), a shape without a dtype") as told:
+def test_explain_reports_how_to_pass_a_shape():
+    with pytest.raises(
+        TypeError, match=r"argument 1 is \(4, 5\), a shape without a dtype"
+    ) as passed:
         cupyattn.explain(cupyattn.linear, ((3, 4), "float16"), (4, 5))
-    assert str(told.value).endswith('pass for example ((4, 5), "float16")')
+    assert str(passed.value).endswith('pass for example ((4, 5), "float16")')

@@ -1,4 +1,4 @@
-"""What the public functions give: the reference rounded once, in the shapes and dtypes promised."""
+"""Results of public functions: the reference rounded once, in the documented shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -129,9 +129,9 @@ def test_gradients_are_those_of_finite_differences(name):
     direction = RNG.standard_normal(given[name].shape)
     step = 1e-5
     ahead = loss(**{name: given[name] + step * direction})
-    behind = loss(**{name: given[name] - step * direction})
+    after = loss(**{name: given[name] - step * direction})
     slope = (getattr(grads, f"d{name}") * direction).sum()
-    assert abs((ahead - behind) / (2 * step) - slope) <= 1e-8 * (1 + abs(slope))
+    assert abs((ahead - after) / (2 * step) - slope) <= 1e-8 * (1 + abs(slope))
 
 
 def test_softmaxs_gradient_is_that_of_finite_differences():

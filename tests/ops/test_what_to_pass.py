@@ -1,4 +1,4 @@
-"""What errors say to pass instead of what is no array: followed, it works, and nothing is lost."""
+"""Errors for an argument that is no array: following their advice works, and loses nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def error_of(call: Call, trail: tuple[Any, ...], change: Any) -> list[str]:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.function.__name__)
 def test_the_calls_themselves_are_right(call):
-    """And where they take `grads` or a workspace, its kind is told."""
+    """And where they take `grads` or a workspace, its kind is reported."""
     call.run()
     if hasattr(grads := call.options.get("grads"), "_fields"):
         passed, allowed, _ = error_of(call, ("grads",), tuple)
@@ -131,7 +131,7 @@ def test_a_number_is_told_the_shape():
 
 
 def made(example: str, array: np.ndarray) -> np.ndarray:
-    """What an error says to make, of the letters that the documentation has for extents."""
+    """Make the array that an error describes; the letters are the documentation's extents."""
     extents = {"B": 1, "S": 3, "length": 3, "shape": array.shape, "dtype": array.dtype}
     return eval(example, {"numpy": np, **extents})
 

@@ -266,16 +266,16 @@ def test_nan_and_minus_infinity_are_never_drawn(side):
 def test_row_draws_the_same_id_alone(side, filters):
     """Row i of a call with the seed s draws with seed s + i, wherever it is in the batch."""
     x, options = logits_of(5, 200, "float32"), FILTERS[filters]
-    together = side.get(cupyattn.sample(side.put(x), seed=40, step=2, **options))
+    at_once = side.get(cupyattn.sample(side.put(x), seed=40, step=2, **options))
     seeds = np.arange(44, 39, -1)
     turned = cupyattn.sample(side.put(x[::-1].copy()), seed=side.put(seeds), step=2, **options)
-    assert_array_equal(side.get(turned)[::-1], together)
+    assert_array_equal(side.get(turned)[::-1], at_once)
     for row in range(5):
         alone = cupyattn.sample(side.put(x[row : row + 1]), seed=40 + row, step=2, **options)
-        assert side.get(alone) == together[row]
-    assert len({*together.tolist()}) > 1
+        assert side.get(alone) == at_once[row]
+    assert len({*at_once.tolist()}) > 1
     later = side.get(cupyattn.sample(side.put(x), seed=40, step=3, **options))
-    assert (later != together).any()
+    assert (later != at_once).any()
 
 
 @everywhere

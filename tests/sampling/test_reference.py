@@ -68,7 +68,7 @@ def test_kept_tokens_match_the_plain_definition(
     assert_allclose(found, exact / exact.sum(), rtol=1e-4)
 
 
-def test_equal_scores_are_kept_together():
+def test_equal_scores_are_kept_both():
     logits = np.array([[3, 1, 2, 2, 2, 0]], np.float16)
     kept = reference.sampling_probabilities(logits, top_k=2)[0] > 0
     assert_array_equal(kept, [1, 0, 1, 1, 1, 0])
@@ -115,8 +115,8 @@ def test_min_p_that_a_token_has_exactly_keeps_it(weights, last, level):
 
 def test_top_p_applies_after_top_k():
     logits = np.log([[0.4, 0.3, 0.2, 0.1]])
-    together = reference.sampling_probabilities(logits, top_k=2, top_p=0.56)[0]
-    assert_allclose(together, [1, 0, 0, 0])  # 0.4 / 0.7 is enough
+    both = reference.sampling_probabilities(logits, top_k=2, top_p=0.56)[0]
+    assert_allclose(both, [1, 0, 0, 0])  # 0.4 / 0.7 is enough
     assert_allclose(reference.sampling_probabilities(logits, top_p=0.56)[0], [4 / 7, 3 / 7, 0, 0])
 
 

@@ -345,12 +345,7 @@ def swiglu_backward(
 
 @differentiable(lambda: geglu_backward, gradients=GatedGrads._fields)
 def geglu(
-    gate: Array,
-    up: Array | None = None,
-    /,
-    *,
-    approximate: str = "none",
-    out: Array | None = None,
+    gate: Array, up: Array | None = None, /, *, approximate: str = "none", out: Array | None = None
 ) -> Array:
     r"""Gated linear unit with gelu: ``gelu(gate) * up``.
 

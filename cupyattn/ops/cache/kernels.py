@@ -237,10 +237,10 @@ def stored_bytes(dtype: str, cache: str, vec: int) -> int:
 
 
 def append_config(arch: int, heads: int, chunks: int) -> AppendConfig:
-    """Return the configuration for at most that many heads, of so many chunks a lane."""
+    """Return the configuration for at most `heads` heads with `chunks` chunks in a lane."""
     rows = rows_for(APPEND_TABLE, arch).items()
-    together = heads if chunks == 1 else 1
-    return next(row for limit, row in rows if limit is None or together <= limit)
+    shared = heads if chunks == 1 else 1
+    return next(row for limit, row in rows if limit is None or shared <= limit)
 
 
 @cache

@@ -139,7 +139,7 @@ def _append_params(
 
 
 def _append_vector(problem: AppendProblem) -> int:
-    """Return how many items one load brings: a vector's if all pieces start at one, or 1."""
+    """Return the items in one load: a vector's if all pieces start at one, otherwise 1."""
     layouts, starts, caches = problem.layouts, problem.starts, problem.caches
     items = vector_items(problem.dtype.name)
     stored = stored_bytes(problem.dtype.name, caches.format, items)
@@ -186,7 +186,7 @@ class BlockBytes(NamedTuple):
         return cls(shape, strides, layout.strides[block_axis])
 
     def fits(self, start: int, word: int) -> bool:
-        """Tell whether it is words of so many bytes, where the array starts so far from one."""
+        """Tell whether it has whole words, in an array that starts `start` bytes after one."""
         places = (start, self.block_stride, *self.strides[:-1], self.shape[-1])
         return not any(place % word for place in places)
 
@@ -296,7 +296,7 @@ def copy_launches(problem: CopiesProblem) -> CopyLaunches:
 def run_gather(
     device: Device, problem: GatherProblem, operands: Operands[GatherArrays[Array]]
 ) -> tuple[Array, Array]:
-    """Gather k and v, into the arrays that are given."""
+    """Gather k and v into the given arrays, or new ones."""
     results = run(device, gather_plan(problem), operands)
     assert results.k is not None
     assert results.v is not None
@@ -318,7 +318,7 @@ def gather_plan(problem: GatherProblem) -> Plan:
     planner = Planner(GatherArrays, layouts, dict.fromkeys(RESULTS, output))
     k, v = (contiguous(*output) if each is None else each for each in (layouts.k, layouts.v))
     vec = _gather_vector(problem, k, v)
-    # Heads that lie one behind the other everywhere are one; scales are of each.
+    # Heads that are neighbours in all arrays are treated as one; a scale belongs to one head.
     heads, dim = caches.kv_heads, caches.head_dim
     if not caches.quantised and all(
         each.strides[2] == dim * output.dtype.itemsize or heads == 1
@@ -363,7 +363,7 @@ def gather_plan(problem: GatherProblem) -> Plan:
 
 
 def _gather_vector(problem: GatherProblem, k: Layout, v: Layout) -> int:
-    """Return how many items a thread has of k: a vector's where every row starts at one, or 1."""
+    """Return the items of k in one load: a vector's if every row starts at one, otherwise 1."""
     layouts, starts, dtype = problem.layouts, problem.starts, problem.output.dtype.name
     items = vector_items(dtype)
     stored = stored_bytes(dtype, problem.caches.format, items)
@@ -401,9 +401,9 @@ def _slot_strides(layout: Layout | None) -> tuple[int, ...]:
 
 
 def _rows_aligned(arrays: Iterable[tuple[Layout | None, int | None]], unit: int) -> bool:
-    """Tell whether every row of the arrays that are there starts at a multiple of `unit` bytes.
+    """Tell whether every row of the arrays that are present starts at a multiple of `unit` bytes.
 
-    `arrays` has each with the bytes by which it starts beyond a multiple of 16.
+    Each array comes with the number of bytes by which it starts after a multiple of 16.
     """
     return all(
         layout is None

@@ -12,11 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyattn.ops.attention.reference.cache_formats import (
-    STORED_BITS,
-    dequantise,
-    quantise,
-)
+from cupyattn.ops.attention.reference.cache_formats import STORED_BITS, dequantise, quantise
 from cupyattn.ops.attention.reference.paged import gathered
 from cupyattn.ops.rope.reference import rotate
 

@@ -160,10 +160,7 @@ def described_forward(
 
 @lru_cache(maxsize=4096)
 def described_backward(
-    description: Description,
-    activation: str | None,
-    accumulate: bool,
-    weight: WeightFormat | None,
+    description: Description, activation: str | None, accumulate: bool, weight: WeightFormat | None
 ) -> BackwardCall:
     """Check a backward call by the description of its `LinearBackwardArrays`."""
     layouts = layouts_of(LinearBackwardArrays[Layout], description)
@@ -421,20 +418,13 @@ def _as_matrix(layout: Layout, start: int) -> Matrix:
     return Matrix(rows, columns, 1, column_stride, itemsize, start)
 
 
-PLANS: Plans = (
-    *kernels_skinny.PLANS,
-    *kernels_tensor_core.PLANS,
-    *kernels_float32.PLANS,
-)
+PLANS: Plans = (*kernels_skinny.PLANS, *kernels_tensor_core.PLANS, *kernels_float32.PLANS)
 """Implementations by preference: skinny, on tensor cores, and in float32 arithmetic.
 
 The last ones take every problem: float16 too, on devices without tensor cores.
 """
 
-QUANTISED_PLANS: Plans = (
-    *kernels_quantised_skinny.PLANS,
-    *kernels_quantised_tile.PLANS,
-)
+QUANTISED_PLANS: Plans = (*kernels_quantised_skinny.PLANS, *kernels_quantised_tile.PLANS)
 """Implementations for a quantised weight, in the same order."""
 
 

@@ -33,12 +33,7 @@ from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.outputs import require_grads, round_into
 from cupyattn.runtime.plan import Output, allot
 from cupyattn.runtime.records import Record
-from cupyattn.runtime.rows import (
-    RowOptions,
-    call_rows,
-    row_problem,
-    statistics_dtype,
-)
+from cupyattn.runtime.rows import RowOptions, call_rows, row_problem, statistics_dtype
 from cupyattn.runtime.value_checks import on_host
 
 Reference = Callable[..., Any]
@@ -487,9 +482,7 @@ def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
 def _label_check(options: LossOptions) -> Callable[[Any], None]:
     """Return the check of a call's labels against its logits."""
 
-    def check(
-        arrays: CrossEntropyArrays[Array] | CrossEntropyBackwardArrays[Array],
-    ) -> None:
+    def check(arrays: CrossEntropyArrays[Array] | CrossEntropyBackwardArrays[Array]) -> None:
         check_labels(arrays.labels, arrays.logits.shape[-1], options.ignore_index)
 
     return check

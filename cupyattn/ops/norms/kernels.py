@@ -52,11 +52,7 @@ _BACKWARD_ROWS = {
     4096: RowConfig(512, 256, 16, "two rows at once write one partial sum", summing_ctas=1),
     8192: RowConfig(512, 512, 16, "a CTA a row, still read once", summing_ctas=1),
     None: RowConfig(
-        1024,
-        1024,
-        0,
-        "longer than registers hold: a second read, from the cache",
-        summing_ctas=1,
+        1024, 1024, 0, "longer than registers hold: a second read, from the cache", summing_ctas=1
     ),
 }
 BACKWARD_ROWS: RowTable = {

@@ -285,10 +285,7 @@ def _rotated(
     kind = two if isinstance(x, tuple) else one
     operands = adopt(kind(x0, x1, cos, sin, positions, out0, out1), _FIXES)
     problem = rope_problem(
-        operands,
-        interleaved=bool(interleaved),
-        inverse=bool(inverse),
-        accumulate=bool(accumulate),
+        operands, interleaved=bool(interleaved), inverse=bool(inverse), accumulate=bool(accumulate)
     )
     device = device_of(operands)
     if device is None:
@@ -307,8 +304,8 @@ def _both(name: str, value: Any, x: Any) -> tuple[Any, Any]:
         count = f" of length {len(pair)}" if isinstance(pair, tuple) else ""
         raise error(
             TypeError,
-            f"{name} has type {type(value).__name__}{count}",
-            "it must be one array, or a tuple of two; results as the arguments are",
+            f"got {type(value).__name__}{count} as {name}",
+            "it is one array, or a tuple of two; results as the arguments are",
             "pass a tuple (q, k), or call rope for each array",
         )
     return pair
@@ -436,8 +433,8 @@ def _check_scaling(scaling: object) -> None:
     if not isinstance(scaling, _SCALINGS):
         raise error(
             TypeError,
-            f"scaling has type {type(scaling).__name__}",
-            f"it must be None or one of {names}",
+            f"got {type(scaling).__name__} as scaling",
+            f"it is None or one of {names}",
             "pass for example scaling=cupyattn.LinearScaling(2.0)",
         )
     for name, value in scaling._asdict().items():

@@ -58,12 +58,7 @@ def table_rows(table: np.ndarray, positions: NDArray[np.integer]) -> NDArray[np.
 
 
 def rope(
-    x: ArrayLike,
-    cos: ArrayLike,
-    sin: ArrayLike,
-    positions: ArrayLike,
-    *,
-    interleaved: bool = False,
+    x: ArrayLike, cos: ArrayLike, sin: ArrayLike, positions: ArrayLike, *, interleaved: bool = False
 ) -> NDArray[np.float64]:
     """Rotate the feature pairs of every token by the angles of its position.
 

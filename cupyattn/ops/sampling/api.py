@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.sampling import reference
-from cupyattn.ops.sampling.kernels import (
-    SampleArrays,
-    SampleNumbers,
-    run_sample,
-    sample_problem,
-)
+from cupyattn.ops.sampling.kernels import SampleArrays, SampleNumbers, run_sample, sample_problem
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results

@@ -55,7 +55,7 @@ class SampleOption(NamedTuple):
     dtypes: tuple[str, ...]
     """Allowed dtypes of the array."""
     holds: Callable[[Any], Any]
-    """Tells whether numbers are allowed."""
+    """Returns whether numbers are allowed."""
     allowed: str
     fix: str
 
@@ -281,8 +281,8 @@ def _number(name: str, value: object) -> Any:
     if isinstance(value, list | tuple):
         raise error(
             TypeError,
-            f"{name} has type {type(value).__name__}",
-            "it must be a number for all rows, or an array (rows,)",
+            f"got {type(value).__name__} as {name}",
+            "it is a number for all rows, or an array (rows,)",
             f"pass an array, one a row: numpy.array({name}, {dtype!r})",
         )
     if dtype == "float32":
@@ -491,10 +491,7 @@ def _plan(problem: SampleProblem, work: SampleWork) -> Plan:
         specialisations.insert(0, specialise(MAXIMA, config))
         scratch |= {"maxima": rows * parts}
     if work.filtered:
-        scratch |= {
-            "bins": rows * SUMS * BINS,
-            "candidates": rows * CANDIDATES * CANDIDATE_WORDS,
-        }
+        scratch |= {"bins": rows * SUMS * BINS, "candidates": rows * CANDIDATES * CANDIDATE_WORDS}
     slots = given_of(planner.slots)
     slots |= {name: planner.scratch(items) for name, items in scratch.items()}
     params = _params(arrays, parts)

@@ -185,7 +185,7 @@ def _flushed(x: Float32) -> Float32:
 
 
 def _kept(scores: Float32, options: SampleOptions) -> NDArray[np.bool_]:
-    """Tell which tokens the filters keep: those with the largest scores, equal ones together."""
+    """Return which tokens the filters keep: those with the largest scores, ties included."""
     with np.errstate(over="ignore"):
         units = -scores * _F(2.0**24)
     distances = np.minimum(np.clip(units, 0, _F(2.0**30)).astype(np.int64), _FARTHEST)

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import overload
 
 import numpy as np
 
 from cupyattn.ops.softmax import reference
-from cupyattn.ops.softmax.bias_gradient import (
-    BiasGradientArrays,
-    SoftmaxGrads,
-    backward_options,
-    require_bias_gradient,
-    softmax_gradients,
-)
 from cupyattn.ops.softmax.kernels import (
     BACKWARD,
     FORWARD,
     LOGSUMEXP,
     LOGSUMEXP_BACKWARD,
+    BiasGradientArrays,
     LogSumExpBackwardArrays,
+    Reference,
     ScoreArrays,
     SoftmaxBackwardArrays,
+    SoftmaxGrads,
+    backward_options,
+    require_bias_gradient,
+    softmax_gradients,
 )
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.checks import (
-    checked_once,
-    factor,
-    require_bool,
-)
+from cupyattn.runtime.checks import checked_once, factor, require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import require_grads, take_grads
 from cupyattn.runtime.rows import RowOptions, call_along
-
-Reference = Callable[..., np.ndarray]
 
 
 @differentiable(
@@ -215,14 +207,10 @@ def softmax_backward(
     return _gradients(
         reference.softmax_backward,
         False,
-        dout,
-        out,
+        *(dout, out, bias, grads, workspace),
         axis=axis,
         scale=scale,
-        bias=bias,
-        grads=grads,
         accumulate=accumulate,
-        workspace=workspace,
     )
 
 
@@ -359,14 +347,10 @@ def log_softmax_backward(
     return _gradients(
         reference.log_softmax_backward,
         True,
-        dout,
-        out,
+        *(dout, out, bias, grads, workspace),
         axis=axis,
         scale=scale,
-        bias=bias,
-        grads=grads,
         accumulate=accumulate,
-        workspace=workspace,
     )
 
 
@@ -495,13 +479,13 @@ def _gradients(
     logarithm: bool,
     dout: Array,
     out: Array,
+    bias: Array | None,
+    grads: Array | SoftmaxGrads | None,
+    workspace: Array | None,
     *,
     axis: int,
     scale: float,
-    bias: Array | None,
-    grads: Array | SoftmaxGrads | None,
     accumulate: bool,
-    workspace: Array | None,
 ) -> Array | SoftmaxGrads:
     """Return dx, or with a bias dx and dbias; `gradient` is the reference of dx."""
     if bias is None and isinstance(grads, tuple):

@@ -1,29 +1,42 @@
-"""Kernels of softmax, its logarithm and the log-sum-exp, and the sum of a bias's gradient."""
+"""Kernels of softmax, its logarithm and the log-sum-exp, and gradients with respect to a bias."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from cupyattn.ops.softmax import reference
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import (
     Array,
     Description,
     Layout,
-    Operands,
+    adopt,
     contiguous,
+    is_contiguous,
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.device import Device
-from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import (
+    checked_once,
+    factor,
+    integer,
+    require_apart,
+    require_bool,
+    require_given,
+    require_kernel_dtype,
+)
+from cupyattn.runtime.errors import error, made_beforehand
+from cupyattn.runtime.outputs import round_into
+from cupyattn.runtime.plan import Output, Plan, Planner, Step, allot, run
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import (
     COLUMN_SUMS_COLUMNS,
@@ -33,6 +46,7 @@ from cupyattn.runtime.row_kernel import (
     RowTable,
     column_sums,
 )
+from cupyattn.runtime.rows import RowOptions, broadcast_layout, call_rows
 from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
@@ -213,11 +227,9 @@ DBIAS = KernelSpec(
     ),
 )
 ROW_SUM_DTYPE = np.dtype(np.float32)
+_BYTES = np.dtype(np.uint8)
 
-
-def _columns(vec: int) -> int:
-    """Return how many columns a CTA sums."""
-    return _WARP * vec
+Reference = Callable[..., np.ndarray]
 
 
 @cache
@@ -234,40 +246,15 @@ def _bias_sum(dtype: str, vec: int, logarithm: bool) -> Specialisation:
     )
 
 
-def sum_bias_gradient(
-    device: Device,
-    operands: Operands[BiasSumArrays[Array]],
-    *,
-    logarithm: bool,
-    accumulate: bool = False,
-) -> Array:
-    """Return the gradient of a bias, summed over the axes that it broadcasts along.
-
-    Parameters
-    ----------
-    operands : Operands
-        dout and out, whose last axis is contiguous; row_sum, which softmax_backward wrote, float32
-        for each row in C order; bias, which is not read; dbias and workspace if they are given.
-    logarithm : bool
-        Whether it is the gradient of log_softmax.
-    accumulate : bool
-        Add to the contents of dbias.
-    """
-    plan = _bias_sum_plan(operands.description, logarithm, device.multiprocessors, accumulate)
-    dbias = run(device, plan, operands).dbias
-    assert dbias is not None
-    return dbias
-
-
-def bias_sum_bytes(device: Device, description: Description) -> int:
-    """Return the bytes of scratch memory that `sum_bias_gradient` needs for arrays like these."""
-    return _bias_sum_plan(description, False, device.multiprocessors, False).workspace_bytes
-
-
 @lru_cache(maxsize=4096)
 def _bias_sum_plan(
     description: Description, logarithm: bool, multiprocessors: int, accumulate: bool
 ) -> Plan:
+    """Plan the gradient of a bias: its sum over the axes that it broadcasts along.
+
+    The last axis of dout and out is contiguous. softmax_backward has written row_sum, float32 for
+    each row in C order. The bias is not read.
+    """
     layouts = layouts_of(BiasSumArrays[Layout], description)
     starts = starts_of(BiasSumArrays[int], description)
     (*rows, length), bias = layouts.out.shape, layouts.bias
@@ -292,7 +279,7 @@ def _bias_sum_plan(
         params.append(row_params(shape, length, strides))
         counts.append(math.prod(shape))
     kept, summed = counts
-    ctas = kept * -(-length // _columns(vec))
+    ctas = kept * -(-length // (_WARP * vec))
     wanted = -(-_DBIAS_CTAS * multiprocessors // ctas)
     warps = _DBIAS_THREADS // _WARP
     splits = max(min(wanted, summed // (warps * _DBIAS_ROWS_OF_A_WARP)), 1)
@@ -323,6 +310,129 @@ def _bias_sum_vector(read: Mapping[str, Layout], starts: Mapping[str, int]) -> i
         if length % vec or any(n % VECTOR_BYTES for n in (starts[name], *steps)):
             return 1
     return vec
+
+
+class SoftmaxGrads(NamedTuple):
+    """Gradients of the inputs of `softmax` or `log_softmax`, each of its input's shape.
+
+    In ``grads=`` a field that is None, the default, makes a new array.
+
+    Attributes
+    ----------
+    dx : array (..., N)
+        Gradient with respect to x.
+    dbias : array of bias's shape
+        Gradient with respect to the bias, summed over the axes that it broadcast along.
+    """
+
+    dx: Array | None = None
+    dbias: Array | None = None
+
+
+@dataclass(slots=True)
+class BiasGradientArrays(Record[T]):
+    """Arrays of a backward of softmax whose bias has a gradient."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"dx": "grads.dx", "dbias": "grads.dbias"})
+
+    dout: T
+    out: T
+    bias: T | None = None
+    workspace: T | None = None
+    dx: T | None = None
+    dbias: T | None = None
+
+
+@checked_once
+def backward_options(
+    gradient: Reference, scale: object, accumulate: object, logarithm: bool
+) -> tuple[Reference, RowOptions]:
+    """Check the options of a backward; return the reference of dx with them, and the kernel's."""
+    scale = factor("scale", scale)
+    require_bool("accumulate", accumulate)
+    choices = {"logarithm": logarithm}
+    options = RowOptions.of(choices=choices, accumulate=bool(accumulate), scale=scale)
+    return partial(gradient, scale=scale), options
+
+
+def softmax_gradients(
+    arrays: BiasGradientArrays[Array],
+    axis: Any,
+    gradient: Reference,
+    exact: Reference,
+    options: RowOptions,
+) -> SoftmaxGrads:
+    """Return dx and dbias, the gradient of the scores summed over the axes that bias lacks.
+
+    Parameters
+    ----------
+    arrays : BiasGradientArrays
+        All arrays of the call.
+    axis : int
+        The axis that softmax ran over: an error unless it is the last.
+    gradient : callable
+        The reference of the gradient of the scores.
+    exact, options
+        The reference of dx and the options of its kernel, from `backward_options`.
+    """
+    operands = adopt(arrays)
+    layouts = layouts_of(BiasGradientArrays[Layout], operands.description)
+    require_given("dout", layouts.dout)
+    require_given("out", layouts.out)
+    out, bias = layouts.out, layouts.bias
+    assert bias is not None
+    assert arrays.bias is not None
+    _require_last(axis, len(out.shape))
+    broadcast_layout(FORWARD, "bias", bias, out)
+    results = {"dx": Output(out.shape, out.dtype), "dbias": Output(bias.shape, bias.dtype)}
+    require_apart(operands, results)
+    if layouts.dbias is not None and not is_contiguous(layouts.dbias):
+        raise error(
+            ValueError,
+            f"grads.dbias has strides {layouts.dbias.strides}",
+            "it is contiguous in C order",
+            made_beforehand("grads.dbias"),
+        )
+    device, accumulate = device_of(operands), options.accumulate
+    if arrays.dx is None:
+        options = options._replace(accumulate=False)
+    if device is None:
+        exact_dbias = reference.broadcast_sums(gradient(arrays.dout, arrays.out), bias.shape)
+        if accumulate and arrays.dbias is not None:
+            exact_dbias = exact_dbias + arrays.dbias.astype(exact_dbias.dtype)
+        dx = call_rows(
+            BACKWARD, SoftmaxBackwardArrays(arrays.dout, arrays.out, arrays.dx), exact, options
+        ).dx
+        return SoftmaxGrads(dx, round_into(arrays.dbias, exact_dbias, bias.dtype))
+
+    require_kernel_dtype("dout", layouts.dout.dtype)
+    statistics = Output(out.shape[:-1], ROW_SUM_DTYPE)
+    dout, outs, biases = (operands.description[n] for n in range(3))
+    row_sums = (*contiguous(*statistics)[:2], ROW_SUM_DTYPE, 0)
+    sizes = (dout, outs, biases, row_sums, None, None)
+    needed = _bias_sum_plan(sizes, False, device.multiprocessors, False).workspace_bytes
+    row_sum, sums = allot(device, [statistics, Output((needed,), _BYTES)], arrays.workspace)
+    each = SoftmaxBackwardArrays(arrays.dout, arrays.out, arrays.dx, row_sum)
+    dx = call_rows(BACKWARD, each, exact, options).dx
+    summed = adopt(BiasSumArrays(arrays.dout, arrays.out, arrays.bias, row_sum, arrays.dbias, sums))
+    logarithm = dict(options.choices)["logarithm"]
+    plan = _bias_sum_plan(summed.description, logarithm, device.multiprocessors, accumulate)
+    return SoftmaxGrads(dx, run(device, plan, summed).dbias)
+
+
+def require_bias_gradient(call: Mapping[str, Any]) -> None:
+    """Raise ValueError if a recorded call of softmax has no gradient with respect to its bias."""
+    _require_last(call["axis"], call["out"].ndim)
+
+
+def _require_last(axis: Any, rank: int) -> None:
+    if integer("axis", axis) not in (-1, rank - 1):
+        raise error(
+            ValueError,
+            f"axis = {axis!r} with a bias",
+            "the gradient of a bias is available only for softmax over the last axis",
+            "pass transposed views, or sum the gradient with a scale of 1 over the bias's axes",
+        )
 
 
 _ROW_KERNELS = (FORWARD, BACKWARD, LOGSUMEXP, LOGSUMEXP_BACKWARD)
