@@ -27,13 +27,7 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, p: object, seed: object) -> Draw:
-        """Check the options of a call.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `dropout` documents.
-        """
+        """Check the options of a call."""
         probability = real("p", p)
         if not 0.0 <= probability < 1.0:
             raise error(

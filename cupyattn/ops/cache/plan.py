@@ -51,13 +51,7 @@ def run_append(
 
 @lru_cache(maxsize=4096)
 def append_plan(problem: AppendProblem, arch: int) -> Plan:
-    """Plan a call of append_kv.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `append_kv` documents of a GPU.
-    """
+    """Plan a call of append_kv."""
     layouts, caches = problem.layouts, problem.caches
     require_item_alignment(given_of(layouts), given_of(problem.starts))
     require_kernel_dtype("k", problem.dtype)
@@ -305,13 +299,7 @@ def run_gather(
 
 @lru_cache(maxsize=4096)
 def gather_plan(problem: GatherProblem) -> Plan:
-    """Plan a call of gather.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `gather` documents of a GPU.
-    """
+    """Plan a call of gather."""
     layouts, caches, output = problem.layouts, problem.caches, problem.output
     require_item_alignment(given_of(layouts), given_of(problem.starts), layouts.SHOWN_AS)
     require_kernel_dtype("k" if caches.quantised else "k_cache", output.dtype)

@@ -134,13 +134,7 @@ class GatherProblem:
 
 
 def append_problem(operands: Operands[AppendArrays[Array]], *, interleaved: bool) -> AppendProblem:
-    """Check a call of append_kv: its description, unless that was checked before, and its values.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `append_kv` documents.
-    """
+    """Check a call of append_kv: its description, unless checked before, and its values."""
     problem = checked_append(operands.description, interleaved)
     problem.overlaps.check(operands)
     if checks_values(operands):
@@ -286,11 +280,6 @@ def copies_problem(operands: Operands[CopyArrays[Array]], pairs: Pairs | None) -
     """Check a call of copy_blocks: its description, unless checked before, and its values.
 
     `pairs` are the copies, None where they are an array.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `copy_blocks` documents.
     """
     problem = checked_copies(operands.description)
     problem.overlaps.check(operands)
@@ -371,13 +360,7 @@ def _require_blocks(pairs: Iterable[Iterable[int]], num_blocks: int, *, padded: 
 def gather_problem(
     operands: Operands[GatherArrays[Array]], max_seqlen_k: int | None, dtype: np.dtype | None
 ) -> GatherProblem:
-    """Check a call of gather: its description, unless that was checked before, and its values.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `gather` documents.
-    """
+    """Check a call of gather: its description, unless checked before, and its values."""
     problem = checked_gather(operands.description, max_seqlen_k, dtype)
     problem.overlaps.check(operands)
     if checks_values(operands):
@@ -464,11 +447,6 @@ def _require_caches(
     """Check k_cache and v_cache, and their scales, which quantised caches have.
 
     With `pools` they may have an axis of layers before the others.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
     """
     k, v = layouts.k_cache, layouts.v_cache
     require_given("k_cache", k)

@@ -263,13 +263,7 @@ class EmbeddingProblem:
 
 
 def embedding_problem(operands: Operands[EmbeddingArrays[Array]]) -> EmbeddingProblem:
-    """Check the arrays of a forward call; a call that was checked before is found in a cache.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `embedding` documents.
-    """
+    """Check the arrays of a forward call; a call that was checked before is found in a cache."""
     problem = _forward_problem(operands.description)
     _check_memory(problem, operands, operands.arrays.ids)
     return problem
@@ -278,13 +272,7 @@ def embedding_problem(operands: Operands[EmbeddingArrays[Array]]) -> EmbeddingPr
 def embedding_backward_problem(
     operands: Operands[EmbeddingBackwardArrays[Array]], accumulate: bool
 ) -> EmbeddingProblem:
-    """Check the arrays of a backward call; a call that was checked before is found in a cache.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `embedding_backward` documents.
-    """
+    """Check the arrays of a backward call; a call that was checked before is found in a cache."""
     problem = _backward_problem(operands.description, accumulate)
     _check_memory(problem, operands, operands.arrays.ids)
     return problem

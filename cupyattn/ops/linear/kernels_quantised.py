@@ -224,16 +224,6 @@ def expand() -> Specialisation:
     )
 
 
-def nest_ctas(count: int) -> int:
-    """Return the grid of NEST: a warp for each group of blocks."""
-    return -(-count // (GROUP * (_NEST_THREADS // WARP_SIZE)))
-
-
-def expand_ctas(count: int) -> int:
-    """Return the grid of EXPAND."""
-    return -(-count // (_EXPAND_ITEMS * _NEST_THREADS))
-
-
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield formats, dtypes, lanes and loads in pairs."""
     del arch  # one configuration serves all
@@ -273,33 +263,22 @@ def expand_step(count: int, slots: tuple[int | None, ...]) -> Step:
 
     `slots` are those of scales, super_scales, scale_table and absmax.
     """
-    return Step.of(expand(), expand_ctas(count), slots, count)
-
-
-def require_made(kind: Any) -> str:
-    """Return a format that `quantize` writes, or raise."""
-    if isinstance(kind, str) and kind in _MADE:
-        return kind
-    raise error(
-        ValueError if isinstance(kind, str) else TypeError,
-        f"format = {shown(kind)}",
-        f"weights are quantised to {', '.join(map(repr, _MADE))}; others are read from files",
-        "pass one of these",
-    )
+    return Step.of(expand(), -(-count // (_EXPAND_ITEMS * _NEST_THREADS)), slots, count)
 
 
 def quantize_blocks(
     operands: Operands[QuantizeArrays[Array]], kind: Any, block_size: Any
 ) -> Blocks:
-    """Check a call of quantize, and its values where these are checked.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `quantize` documents.
-    """
+    """Check a call of quantize, and its values where these are checked."""
     size = None if block_size is None else integer("block_size", block_size)
-    blocks = _checked_blocks(operands.description, require_made(kind), size)
+    if not isinstance(kind, str) or kind not in _MADE:
+        raise error(
+            ValueError if isinstance(kind, str) else TypeError,
+            f"format = {shown(kind)}",
+            f"weights are quantised to {', '.join(map(repr, _MADE))}; others are read from files",
+            "pass one of these",
+        )
+    blocks = _checked_blocks(operands.description, kind, size)
     require_apart(operands, dict.fromkeys(WEIGHT_FIELDS))
     if checks_values(operands):
         _require_values(operands.arrays.w, blocks)
@@ -384,10 +363,13 @@ def _quantize_plan(description: Description, blocks: Blocks) -> Plan:
     if not nested:
         return planner.plan(step)
     made = (scales, slots.scales, slots.super_scales, slots.scale_table)
-    return planner.plan(step, Step.of(nest(), nest_ctas(count), made, count))
+    return planner.plan(
+        step, Step.of(nest(), -(-count // (GROUP * (_NEST_THREADS // WARP_SIZE))), made, count)
+    )
 
 
-class DequantizeProblem(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DequantizeProblem:
     """A valid call of dequantize; equal calls share one object."""
 
     blocks: Blocks
@@ -397,23 +379,11 @@ class DequantizeProblem(NamedTuple):
     output: Output
     overlaps: Overlaps
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
 
 def dequantize_problem(
     operands: Operands[DequantizeArrays[Array]], blocks: Blocks, transposed: bool, dtype: np.dtype
 ) -> DequantizeProblem:
-    """Check the out of a call, or find that it was checked before.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `dequantize` documents.
-    """
+    """Check the out of a call, or find that it was checked before."""
     problem = _described_problem(operands.description, blocks, transposed, dtype)
     problem.overlaps.check(operands)
     return problem

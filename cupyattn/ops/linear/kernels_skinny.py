@@ -237,7 +237,8 @@ def skinny_launch(
     step = step_items(config, x_tiles)
     # Single items take a register each: a longer burst would spill.
     steps = config.steps_for(inner, step) if vec > 1 else 1
-    tiles = -(-outer // (cta_columns(config, along_k, x_tiles) // (1 + gated)))
+    columns = config.groups * _warp_columns(config, along_k, x_tiles) // (1 + gated)
+    tiles = -(-outer // columns)
     iterations = -(-inner // (step * steps * config.k_warps))
     splits = (
         min(multiprocessors * config.ctas_per_sm // tiles, iterations // 2)
@@ -251,11 +252,6 @@ def skinny_launch(
 def step_items(config: SkinnyConfig, x_tiles: int) -> int:
     """Return the items of K in a warp's step."""
     return _STEP_ITEMS if x_tiles else WARP_SIZE // config.tile * _LANE_ITEMS
-
-
-def cta_columns(config: SkinnyConfig, along_k: bool, x_tiles: int) -> int:
-    """Return the columns of w that a CTA sums."""
-    return config.groups * _warp_columns(config, along_k, x_tiles)
 
 
 def _warp_columns(config: SkinnyConfig, along_k: bool, x_tiles: int) -> int:
@@ -325,11 +321,6 @@ def _skinny_shared_bytes(config: SkinnyConfig, columns: int, pass_tiles: int) ->
 _MERGE_THREADS = 128
 
 
-def merge_ctas(items: int) -> int:
-    """Return the grid of `merge` for a number of items of the result."""
-    return -(-items // _MERGE_THREADS)
-
-
 @cache
 def merge(activation: str | None, gated: bool) -> Specialisation:
     """Specialise the kernel that adds the splits of K."""
@@ -381,7 +372,7 @@ def product_steps(
         Step.of(product, ctas, (*operands, None, None, None, partials), sums),
         Step.of(
             merge(problem.scalar_activation, problem.gated),
-            merge_ctas(problem.rows * problem.outer),
+            -(-problem.rows * problem.outer // _MERGE_THREADS),
             (partials, *epilogue),
             skinny_params(problem, splits=splits),
         ),

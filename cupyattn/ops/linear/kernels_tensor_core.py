@@ -188,20 +188,9 @@ def forward(
 ) -> Specialisation:
     """Specialise the forward.
 
-    Parameters
-    ----------
-    arch : int
-        The number of the architecture.
-    shape : Shape
-        The kind of tile.
-    vec, out_vec : int
-        Items of a load of x and w, and of an access to results and residual: 8, or 1.
-    w_along : bool
-        Whether the columns of w are contiguous, otherwise its rows are.
-    activation : str, optional
-        The activation of the result, or of its gate.
-    paired : bool
-        Whether w has the columns of a gate and of up.
+    `vec` are the items of a load of x and w, `out_vec` those of an access to results and residual:
+    8, or 1. `w_along` tells whether the columns of w are contiguous; otherwise its rows are. With
+    `paired`, w has the columns of a gate and of up.
     """
     return specialise_tile(
         FORWARD,

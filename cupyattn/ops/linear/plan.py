@@ -19,7 +19,7 @@ from cupyattn.ops.linear import (
 from cupyattn.ops.linear.kernels_quantised import EXPANDED, NESTED, expand_step
 from cupyattn.ops.linear.problem import (
     ACTIVATIONS,
-    GATED,
+    GATES,
     BackwardCall,
     BackwardDraft,
     BackwardProblem,
@@ -84,11 +84,6 @@ def forward_call(
     """Check a forward call, or find that its description was checked before.
 
     `weight` describes the codes and scales if the weight is quantised.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
     """
     _require_activation(activation)
     call = described_forward(operands.description, activation, return_preactivation, weight)
@@ -102,13 +97,7 @@ def backward_call(
     accumulate: bool,
     weight: WeightFormat | None,
 ) -> BackwardCall:
-    """Check a backward call, or find that its description was checked before.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
-    """
+    """Check a backward call, or find that its description was checked before."""
     _require_activation(activation)
     call = described_backward(operands.description, activation, accumulate, weight)
     call.overlaps.check(operands)
@@ -116,7 +105,7 @@ def backward_call(
 
 
 def _require_activation(activation: Any) -> None:
-    allowed = (*ACTIVATIONS, *GATED)
+    allowed = (*ACTIVATIONS, *GATES)
     if activation is not None and not (isinstance(activation, str) and activation in allowed):
         raise error(
             ValueError if isinstance(activation, str) else TypeError,
@@ -276,7 +265,7 @@ def _inputs(
             f"pass w.T{turned}" if shape[1] == x.shape[-1] else "pass a w of that height",
         )
     columns = shape[1]
-    if activation in GATED and columns % 2:
+    if activation in GATES and columns % 2:
         raise error(
             ValueError,
             f"w has {columns} columns with activation={activation!r}",
@@ -307,7 +296,7 @@ def _inputs(
     return _Inputs(
         rows,
         x.shape[-1],
-        columns // 2 if activation in GATED else columns,
+        columns // 2 if activation in GATES else columns,
         x.dtype,
         activation,
         _as_rows("x", x, starts.x),
@@ -522,13 +511,7 @@ def _with_expanded_scales(draft: D) -> tuple[tuple[Step, ...], D]:
 
 
 def require_product(x: Array, w: Array | QuantizedWeight) -> None:
-    """Raise unless ``linear(x, w)`` is a valid call.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `linear` documents.
-    """
+    """Raise unless ``linear(x, w)`` is a valid call."""
     weight, form = weight_fields(w)
     described_forward(adopt(LinearArrays(x, *weight)).description, None, False, form)
 

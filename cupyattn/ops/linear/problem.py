@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from cupyattn.ops.linear.reference import GATES
 from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.arrays import Array, Layout
 from cupyattn.runtime.checks import Overlaps
@@ -19,8 +20,6 @@ from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.storage import VECTOR_BYTES
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
-GATED = {"swiglu": "silu", "geglu": "gelu"}
-"""The gated activations, and the activation that each applies to its gate."""
 STRUCTS = {
     None: "Identity",
     "gelu": "Gelu",
@@ -163,7 +162,7 @@ class LinearProblem:
     """N: columns of the result. With a gated activation, w has twice as many."""
     dtype: np.dtype
     activation: str | None
-    """One of `ACTIVATIONS` or `GATED`, or None."""
+    """One of `ACTIVATIONS` or `GATES`, or None."""
     x: Matrix
     """(M, K), with contiguous rows."""
     w: Matrix
@@ -176,12 +175,12 @@ class LinearProblem:
     @property
     def gated(self) -> bool:
         """Whether the result is the activation of the first N columns of x w + b times the rest."""
-        return self.activation in GATED
+        return self.activation in GATES
 
     @property
     def scalar_activation(self) -> str | None:
         """The function of one number that the activation applies, to its gate if it is gated."""
-        return GATED.get(self.activation or "", self.activation)
+        return GATES.get(self.activation or "", self.activation)
 
     @property
     def weight_columns(self) -> int:

@@ -380,19 +380,7 @@ def product_steps(
     addend: Slot = None,
     added: Matrix | None = None,
 ) -> tuple[Step, ...]:
-    """Plan result = A B + addend.
-
-    Parameters
-    ----------
-    operands : tuple of slots
-        The arrays of A and B, as the kernel takes them.
-    result : slot and Matrix
-        The array that is written, and its layout.
-    addend : slot, optional
-        The array that is added.
-    added : Matrix, optional
-        The layout of the addend if it is another array than the result.
-    """
+    """Plan result = A B + addend; `added` is the layout of the addend if it is not the result."""
     out, matrix = result
     added = added or matrix
     split, out_vec = tiling.splits > 1, whole_vector(matrix.vector, added.vector)

@@ -349,13 +349,7 @@ class LossOptions(NamedTuple):
 def checked_options(
     ignore_index: object, label_smoothing: object, z_loss: object, reduction: object
 ) -> LossOptions:
-    """Check the options, and return those of the kernels.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `cross_entropy` documents.
-    """
+    """Check the options, and return those of the kernels."""
     ignored = integer("ignore_index", ignore_index)
     if not -(2**63) <= ignored < 2**63:
         raise error(

@@ -114,18 +114,10 @@ def _reduction(labels: str, mean: bool) -> Specialisation:
 def reduce_losses(
     device: Device, operands: Operands[ReductionArrays[Array]], ignore_index: int, mean: bool
 ) -> Array:
-    """Reduce `losses` to one number, or divide the number `dloss`.
+    """Reduce `losses` to one number, or divide the number `dloss`; the record has one of them.
 
-    Parameters
-    ----------
-    device : Device
-        Where the arrays are.
-    operands : Operands
-        `labels`, either `losses` or `dloss`, and `result` if it is given.
-    ignore_index : int
-        The label of rows that do not count.
-    mean : bool
-        Divide by the number of rows that count, instead of by 1.
+    Rows with the label `ignore_index` do not count. With `mean`, divide by the number of rows that
+    count.
     """
     plan = _reduction_plan(operands.description, ignore_index, mean)
     result = run(device, plan, operands).result

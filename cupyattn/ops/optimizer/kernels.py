@@ -103,13 +103,7 @@ class AdamwNumbers(NamedTuple):
         weight_decay: object,
         grad_scale: object,
     ) -> AdamwNumbers:
-        """Check the options of a step.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `adamw_step` documents.
-        """
+        """Check the options of a step."""
         count = integer("step", step)
         _require(count >= 1, f"step = {count}", "steps count from 1", "pass 1 in the first step")
         if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -227,13 +221,7 @@ class EightBitProblem:
 
 
 def eight_bit_problem(operands: Operands[EightBitArrays[Array]]) -> EightBitProblem:
-    """Check the arrays of a call; a call that was checked before is found in a cache.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `adamw_step_8bit` documents.
-    """
+    """Check the arrays of a call; a call that was checked before is found in a cache."""
     problem = _cached_eight_bit_problem(operands.description)
     problem.overlaps.check(operands)
     return problem
@@ -439,13 +427,7 @@ class GlobalNormProblem:
 
 
 def norm_problem(operands: Operands[Any]) -> GlobalNormProblem:
-    """Check the arrays of a call; a call that was checked before is found in a cache.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `global_norm` documents.
-    """
+    """Check the arrays of a call; a call that was checked before is found in a cache."""
     kind: Any = type(operands.arrays)
     problem = _cached_norm_problem(kind, operands.description)
     problem.overlaps.check(operands)

@@ -248,13 +248,7 @@ def rope_problem(
     inverse: bool,
     accumulate: bool = False,
 ) -> RopeProblem:
-    """Check the arrays of a call; a call that was checked before is found in a cache.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `rope` documents.
-    """
+    """Check the arrays of a call; a call that was checked before is found in a cache."""
     kind: Any = type(operands.arrays)
     problem = _cached_problem(kind, operands.description, interleaved, inverse, accumulate)
     problem.overlaps.check(operands)

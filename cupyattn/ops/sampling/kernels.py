@@ -236,13 +236,7 @@ class SampleNumbers(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> SampleNumbers:
-        """Check options by name, without those that are arrays.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As `sample` documents.
-        """
+        """Check options by name, without those that are arrays."""
         values = dict(given)
         drawn = {}  # seed and step mostly differ from call to call: they are not in the cache
         for name in ("seed", "step"):
@@ -369,13 +363,7 @@ class SampleWork(NamedTuple):
 def sample_problem(
     operands: Operands[SampleArrays[Array]], numbers: SampleNumbers
 ) -> SampleProblem:
-    """Check a call; layouts that were checked before are found in a cache, values are not.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `sample` documents.
-    """
+    """Check a call; layouts that were checked before are found in a cache, values are not."""
     problem = _cached_problem(operands.description)
     problem.overlaps.check(operands)
     arrays = operands.arrays

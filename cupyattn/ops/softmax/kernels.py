@@ -364,16 +364,9 @@ def softmax_gradients(
 ) -> SoftmaxGrads:
     """Return dx and dbias, the gradient of the scores summed over the axes that bias lacks.
 
-    Parameters
-    ----------
-    arrays : BiasGradientArrays
-        All arrays of the call.
-    axis : int
-        The axis that softmax ran over: an error unless it is the last.
-    gradient : callable
-        The reference of the gradient of the scores.
-    exact, options
-        The reference of dx and the options of its kernel, from `backward_options`.
+    `gradient` is the reference of the gradient of the scores. `exact`, the reference of dx, and the
+    options of its kernel are from `backward_options`. Softmax ran over `axis`, which must be the
+    last.
     """
     operands = adopt(arrays)
     layouts = layouts_of(BiasGradientArrays[Layout], operands.description)
