@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from cupyattn.ops.rope.kernels import RopeConfig
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import (
@@ -174,21 +175,12 @@ COPY_THREADS = 128
 """Threads of a CTA of copy_blocks: a block has few words, and more CTAs keep more SMs loading."""
 
 
-@dataclass(frozen=True)
-class AppendConfig:
-    """Threads of a CTA, and how many heads share a lane's cosines and sines."""
-
-    threads: int
-    heads: int
-    reason: str
-
-
 # A call takes the first configuration with at least as many heads as each of its arrays, or with at
 # least 1 where a lane has several chunks of a head. None takes the rest.
-APPEND_TABLE: Mapping[int, Mapping[int | None, AppendConfig]] = {
+APPEND_TABLE: Mapping[int, Mapping[int | None, RopeConfig]] = {
     75: {
-        1: AppendConfig(128, 1, "one head, or enough loads of one to be in flight"),
-        None: AppendConfig(128, 4, "cosines once for four heads; small CTAs, for a step has few"),
+        1: RopeConfig(128, 1, "one head, or enough loads of one to be in flight"),
+        None: RopeConfig(128, 4, "cosines once for four heads; small CTAs, for a step has few"),
     }
 }
 
@@ -236,7 +228,7 @@ def stored_bytes(dtype: str, cache: str, vec: int) -> int:
     return vec * _BITS.get(cache, 8 * STORAGE[dtype]) // 8
 
 
-def append_config(arch: int, heads: int, chunks: int) -> AppendConfig:
+def append_config(arch: int, heads: int, chunks: int) -> RopeConfig:
     """Return the configuration for at most `heads` heads with `chunks` chunks in a lane."""
     rows = rows_for(APPEND_TABLE, arch).items()
     shared = heads if chunks == 1 else 1
@@ -244,7 +236,7 @@ def append_config(arch: int, heads: int, chunks: int) -> AppendConfig:
 
 
 @cache
-def specialise_append(config: AppendConfig, launch: AppendLaunch) -> Specialisation:
+def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisation:
     """Specialise the kernel that writes tokens."""
     return APPEND.specialise(
         threads=config.threads,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import given_of, values_of
-from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
+from cupyattn.runtime.storage import rows_aligned, vector_items
 from cupyattn.runtime.structs import merge_axes, new_struct
 
 _MOST = 2**32 - 1
@@ -147,8 +146,8 @@ def _append_vector(problem: AppendProblem) -> int:
     )
     kept = (layouts.k_cache, starts.k_cache), (layouts.v_cache, starts.v_cache)
     aligned = (
-        _rows_aligned(loaded, VECTOR_BYTES)
-        and _rows_aligned(kept, stored)
+        rows_aligned(loaded)
+        and rows_aligned(kept, stored)
         and caches.head_dim % items == rotated % items == 0
     )
     return items if aligned else 1
@@ -357,8 +356,8 @@ def _gather_vector(problem: GatherProblem, k: Layout, v: Layout) -> int:
     stored = stored_bytes(dtype, problem.caches.format, items)
     kept = (layouts.k_cache, starts.k_cache), (layouts.v_cache, starts.v_cache)
     aligned = (
-        _rows_aligned(((k, starts.k), (v, starts.v)), VECTOR_BYTES)
-        and _rows_aligned(kept, stored)
+        rows_aligned(((k, starts.k), (v, starts.v)))
+        and rows_aligned(kept, stored)
         and problem.caches.head_dim % items == 0
     )
     return items if aligned else 1
@@ -386,22 +385,3 @@ def _slot_strides(layout: Layout | None) -> tuple[int, ...]:
     """
     axes = _strides(layout)
     return (0, *axes[:-1])[-3:]
-
-
-def _rows_aligned(arrays: Iterable[tuple[Layout | None, int | None]], unit: int) -> bool:
-    """Tell whether every row of the arrays that are present starts at a multiple of `unit` bytes.
-
-    Each array comes with the number of bytes by which it starts after a multiple of 16.
-    """
-    return all(
-        layout is None
-        or (
-            (start or 0) % unit == 0
-            and all(
-                stride % unit == 0
-                for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True)
-                if extent > 1
-            )
-        )
-        for layout, start in arrays
-    )

@@ -48,7 +48,7 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import R, Record, T, given_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, inputs
-from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.storage import STORAGE, rows_aligned, vector_items
 from cupyattn.runtime.structs import Strides, element_params, elements_struct, merge_axes
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 from cupyattn.runtime.value_checks import checks_values, require_within
@@ -250,16 +250,9 @@ class EmbeddingProblem:
     def vec(self) -> int:
         """How many items one load has: a vector's if every row starts at one, or 1."""
         items = vector_items(self.target.dtype.name)
-        strides = [
-            stride
-            for layout in (self.rows, self.target)
-            for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True)
-            if extent > 1
-        ]
-        used = ("dout", "dtable") if self.field == "dtable" else ("out", "table")
-        aligned = not any(self.starts.get(name, 0) for name in used)
-        whole = self.target.shape[1] % items == 0
-        return items if aligned and whole and not any(s % VECTOR_BYTES for s in strides) else 1
+        rows, target = ("dout", "dtable") if self.field == "dtable" else ("out", "table")
+        used = (self.rows, self.starts.get(rows)), (self.target, self.starts.get(target))
+        return items if self.target.shape[1] % items == 0 and rows_aligned(used) else 1
 
 
 def embedding_problem(operands: Operands[EmbeddingArrays[Array]]) -> EmbeddingProblem:

@@ -339,9 +339,7 @@ def _quantize_plan(description: Description, blocks: Blocks) -> Plan:
     require_item_alignment(given_of(layouts), given_of(starts))
     w, (kind, block_size) = layouts.w, blocks
     inner, outer = w.shape
-    outputs = {
-        name: Output(*piece) for name, piece in pieces(kind, outer, inner, block_size).items()
-    }
+    outputs = pieces(kind, outer, inner, block_size)
     whole = _whole_vectors(w, starts.w, axis=0)
     # Lanes go along the axis whose items lie closer together.
     strides = [abs(stride) for stride in w.strides]

@@ -21,6 +21,7 @@ from cupyattn.runtime.arrays import (
     starts_of,
 )
 from cupyattn.runtime.errors import RefusalError, error, shown
+from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, fields_of, given_of
 
 
@@ -104,35 +105,30 @@ class Blocks(NamedTuple):
     block_size: int
 
 
-class Piece(NamedTuple):
-    """The shape and dtype of an array of a quantised weight."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-def pieces(kind: str, outer: int, inner: int, block_size: int) -> dict[str, Piece]:
+def pieces(kind: str, outer: int, inner: int, block_size: int) -> dict[str, Output]:
     """Return the arrays of a weight of N = `outer` and K = `inner`.
 
     Examples
     --------
     >>> pieces("nf4", 6, 128, 64)["scales"]
-    Piece(shape=(6, 2), dtype=dtype('float32'))
+    Output(shape=(6, 2), dtype=dtype('float32'))
     """
     form = FORMATS[kind]
-    code = Piece((outer, inner * form.bits // 8), np.dtype(np.uint8 if form.bits == 4 else np.int8))
+    code = Output(
+        (outer, inner * form.bits // 8), np.dtype(np.uint8 if form.bits == 4 else np.int8)
+    )
     last = () if form.numbers == 1 else (form.numbers,)
     found = {
         "codes": code,
-        "scales": Piece((outer, inner // block_size, *last), np.dtype(form.scale)),
+        "scales": Output((outer, inner // block_size, *last), np.dtype(form.scale)),
     }
     if form.super_block is not None:
         shape = (outer, inner // form.super_block, *last)
-        found["super_scales"] = Piece(shape, np.dtype(np.float16))
+        found["super_scales"] = Output(shape, np.dtype(np.float16))
     if form.group is not None:
         groups = -(-outer * (inner // block_size) // form.group)
-        found["super_scales"] = Piece((groups, 2), np.dtype(np.float32))
-        found["scale_table"] = Piece((TABLE,), np.dtype(np.float32))
+        found["super_scales"] = Output((groups, 2), np.dtype(np.float32))
+        found["scale_table"] = Output((TABLE,), np.dtype(np.float32))
     return found
 
 

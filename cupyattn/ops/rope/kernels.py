@@ -44,7 +44,7 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of, values_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
-from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.storage import STORAGE, rows_aligned, vector_items
 from cupyattn.runtime.structs import TOKEN_STRIDES, new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 from cupyattn.runtime.value_checks import checks_values, require_within
@@ -421,15 +421,7 @@ def slot_items(
     items = vector_items(x.dtype.name)
     rotated = 2 * half if interleaved else half
     rest = x.shape[-1] - 2 * half
-    aligned = all(
-        start == 0
-        and all(
-            stride % VECTOR_BYTES == 0
-            for extent, stride in zip(layout.shape[:-1], layout.strides[:-1], strict=True)
-            if extent > 1
-        )
-        for start, layout in arrays
-    )
+    aligned = rows_aligned((layout, start) for start, layout in arrays)
     return items if aligned and rotated % items == 0 and rest % items == 0 else 1
 
 

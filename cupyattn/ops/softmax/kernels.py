@@ -56,7 +56,7 @@ from cupyattn.runtime.spec import (
     StructParameter,
     inputs,
 )
-from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES, vector_items
+from cupyattn.runtime.storage import STORAGE, rows_aligned, vector_items
 from cupyattn.runtime.structs import row_params, rows_params
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, with_gates
 
@@ -266,7 +266,9 @@ def _bias_sum_plan(
         zero_first = [slots.dbias] if slots.dbias is not None and not accumulate else []
         return planner.plan(zero_first=zero_first, zero_new=accumulate)
     read = {"dout": layouts.dout, "out": layouts.out}
-    vec = _bias_sum_vector(read, {"dout": starts.dout, "out": starts.out})
+    items = vector_items(layouts.out.dtype.name)
+    aligned = rows_aligned(((layouts.dout, starts.dout), (layouts.out, starts.out)))
+    vec = items if aligned and length % items == 0 else 1
     read["row_sum"] = contiguous(tuple(rows), ROW_SUM_DTYPE)
     params, counts = [], []
     for keep in (True, False):
@@ -298,18 +300,6 @@ def _bias_sum_plan(
         ),
         zero_new=accumulate,
     )
-
-
-def _bias_sum_vector(read: Mapping[str, Layout], starts: Mapping[str, int]) -> int:
-    """Return the number of items in one load: a vector's if every row starts at one, or 1."""
-    vec = 1
-    for name, layout in read.items():
-        *outer, length = layout.shape
-        vec = vector_items(layout.dtype.name)
-        steps = [n for n, extent in zip(layout.strides, outer, strict=False) if extent > 1]
-        if length % vec or any(n % VECTOR_BYTES for n in (starts[name], *steps)):
-            return 1
-    return vec
 
 
 class SoftmaxGrads(NamedTuple):
