@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,6 @@ from cupyattn.ops.linear.problem import (
     READS_ONCE,
     STRUCTS,
     BackwardDraft,
-    BackwardProblem,
     ForwardDraft,
     ForwardProblem,
     LinearPlan,
@@ -273,45 +272,39 @@ def forward_params(problem: ForwardProblem) -> np.ndarray:
     )
 
 
-def dx_params(problem: BackwardProblem) -> np.ndarray:
-    """Fill the C struct FloatProductParams of dx."""
-    return float_params(
-        a=problem.dout,
-        b=problem.w,
-        result=problem.dx,
-        preactivation=problem.preactivation,
-        depth=problem.weight_columns,
-        half=problem.half,
-        accumulate=problem.accumulate,
+def forward_step(
+    draft: ForwardDraft,
+    spec: KernelSpec,
+    weight: tuple[int | None, ...],
+    vec: int,
+    passed: Callable[[np.ndarray], np.ndarray] = lambda params: params,
+    own_bytes: int = 0,
+    **macros: Any,
+) -> Step:
+    """Plan out and preactivation by a kernel that takes the slots `weight` in place of w."""
+    problem, slots = draft.problem, draft.slots
+    config = product_config(draft.traits.arch, problem.rows, problem.weight_columns)
+    results = (problem.b, problem.residual, problem.out, problem.preactivation)
+    kernel = specialise_for(
+        spec,
+        problem,
+        config,
+        vec,
+        whole(problem, *results, items=OUT_VECTOR),
+        own_bytes,
+        **macros,
+        W_ALONG="kLines" if problem.w.along_columns else "kDepth",
     )
-
-
-def result_vector(problem: ForwardProblem) -> int:
-    """Return how many items the forward's epilogue takes at once."""
-    return whole_out(problem, problem.b, problem.residual, problem.out, problem.preactivation)
+    columns = config.tile_n // 2 if problem.gated else config.tile_n
+    ctas = -(-problem.rows // config.tile_m) * -(-problem.outer // columns)
+    arrays = (slots.x, *weight, slots.b, slots.residual, slots.out, slots.preactivation)
+    return Step.of(kernel, ctas, arrays, passed(forward_params(problem)))
 
 
 def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan out and preactivation: one launch."""
-    problem, slots = draft.problem, draft.slots
-    config = product_config(draft.traits.arch, problem.rows, problem.weight_columns)
-    kernel = specialise_for(
-        FORWARD,
-        problem,
-        config,
-        whole_halves(problem, problem.x, problem.w),
-        result_vector(problem),
-        W_ALONG="kLines" if problem.w.along_columns else "kDepth",
-    )
-    ctas = forward_ctas(problem, config)
-    arrays = (slots.x, slots.w, slots.b, slots.residual, slots.out, slots.preactivation)
-    return (Step.of(kernel, ctas, arrays, forward_params(problem)),)
-
-
-def forward_ctas(problem: ForwardProblem, config: FloatTileConfig) -> int:
-    """Return the grid of a forward."""
-    columns = config.tile_n // 2 if problem.gated else config.tile_n
-    return -(-problem.rows // config.tile_m) * -(-problem.outer // columns)
+    vec = whole(draft.problem, draft.problem.x, draft.problem.w)
+    return (forward_step(draft, FORWARD, (draft.slots.w,), vec),)
 
 
 def _skinny_steps(draft: ForwardDraft) -> tuple[Step, ...]:
@@ -323,7 +316,7 @@ def _skinny_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         "kLines" if problem.w.along_columns else "kDepth",
         problem.scalar_activation,
         problem.gated,
-        whole_halves(problem, problem.x, problem.w),
+        whole(problem, problem.x, problem.w),
     )
     columns = SKINNY_COLUMNS // (2 if problem.gated else 1)
     arrays = (slots.x, slots.w, slots.b, slots.residual, slots.out, slots.preactivation)
@@ -334,25 +327,47 @@ def _is_skinny(problem: ForwardProblem) -> bool:
     return problem.rows <= SKINNY_ROWS[-1]
 
 
-def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
-    """Plan dx: one launch."""
+def dx_step(
+    draft: BackwardDraft,
+    spec: KernelSpec,
+    weight: tuple[int | None, ...],
+    vec: int,
+    passed: Callable[[np.ndarray], np.ndarray] = lambda params: params,
+    own_bytes: int = 0,
+    **macros: Any,
+) -> Step:
+    """Plan dx by a kernel that takes the slots `weight` in place of w."""
     problem, slots = draft.problem, draft.slots
     config = product_config(draft.traits.arch, problem.rows, problem.inner, GRADIENT_PRODUCTS)
     kernel = specialise_for(
-        DX,
+        spec,
         problem,
         config,
-        whole_halves(problem, problem.dout, problem.w, problem.preactivation),
-        whole_out(problem, problem.dx),
+        vec,
+        whole(problem, problem.dx, items=OUT_VECTOR),
+        own_bytes,
+        **macros,
         W_ALONG="kDepth" if problem.w.along_columns else "kLines",
     )
-    arrays = (slots.dout, slots.w, slots.preactivation, slots.dx)
-    return (Step.of(kernel, dx_ctas(problem, config), arrays, dx_params(problem)),)
+    params = float_params(
+        a=problem.dout,
+        b=problem.w,
+        result=problem.dx,
+        preactivation=problem.preactivation,
+        depth=problem.weight_columns,
+        half=problem.half,
+        accumulate=problem.accumulate,
+    )
+    ctas = -(-problem.rows // config.tile_m) * -(-problem.inner // config.tile_n)
+    arrays = (slots.dout, *weight, slots.preactivation, slots.dx)
+    return Step.of(kernel, ctas, arrays, passed(params))
 
 
-def dx_ctas(problem: BackwardProblem, config: FloatTileConfig) -> int:
-    """Return the grid of dx."""
-    return -(-problem.rows // config.tile_m) * -(-problem.inner // config.tile_n)
+def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Plan dx: one launch."""
+    problem = draft.problem
+    vec = whole(problem, problem.dout, problem.w, problem.preactivation)
+    return (dx_step(draft, DX, (draft.slots.w,), vec),)
 
 
 def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
@@ -370,8 +385,8 @@ def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
         DW,
         problem,
         config,
-        whole_halves(problem, problem.x, problem.dout, problem.preactivation),
-        whole_out(problem, problem.dw),
+        whole(problem, problem.x, problem.dout, problem.preactivation),
+        whole(problem, problem.dw, items=OUT_VECTOR),
         TRANSPOSED=cpp_bool(transposed),
     )
     params = float_params(
@@ -402,7 +417,7 @@ def db_steps(draft: BackwardDraft) -> tuple[Step, ...]:
         dtype,
         problem.scalar_activation,
         problem.gated,
-        whole_halves(problem, problem.dout, problem.preactivation),
+        whole(problem, problem.dout, problem.preactivation),
     )
     params = float_params(
         a=problem.dout,
@@ -424,23 +439,14 @@ def db_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     )
 
 
-def whole(problem: LinearProblem, *matrices: Matrix | None) -> int:
-    """Return 16 bytes' worth of items if all lines of these are whole vectors, otherwise 1."""
-    items = vector_items(problem.dtype.name)
-    return items if problem.vector(*matrices) == items else 1
+def whole(problem: LinearProblem, *matrices: Matrix | None, items: int | None = None) -> int:
+    """Return `items`, by default 16 bytes' worth, if all lines are whole vectors of them, or 1.
 
-
-def whole_halves(problem: LinearProblem, *matrices: Matrix | None) -> int:
-    """Return `whole`, but 1 where a vector may have items of both halves of a gated weight."""
-    items = whole(problem, *matrices)
-    return items if not problem.gated or problem.outer % items == 0 else 1
-
-
-def whole_out(problem: LinearProblem, *matrices: Matrix | None) -> int:
-    """Return how many items an epilogue takes at once of all these."""
-    whole = problem.vector(*matrices) >= OUT_VECTOR
-    halves = not problem.gated or problem.outer % OUT_VECTOR == 0
-    return OUT_VECTOR if whole and halves else 1
+    It is 1 too where a vector may have items of both halves of a gated weight.
+    """
+    items = items or vector_items(problem.dtype.name)
+    halves = not problem.gated or problem.outer % items == 0
+    return items if problem.vector(*matrices) >= items and halves else 1
 
 
 def float_params(

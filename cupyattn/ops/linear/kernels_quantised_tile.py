@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import ClassVar
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -307,7 +307,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
             yield float32.specialise_tile(spec, dtype, config, *options, **macros)
 
 
-def _passed(struct: StructParameter, params: np.ndarray, blocks: RowBlocks) -> np.ndarray:
+def _passed(struct: StructParameter, blocks: RowBlocks, params: np.ndarray) -> np.ndarray:
     own = new_struct(struct.dtype)
     own["product"], own["blocks"], own["block_log2"] = params, blocks.blocks, blocks.block_log2
     return own[()]
@@ -336,7 +336,7 @@ class QuantisedProduct(TensorCoreProduct):
 
     def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct QuantisedTileParams."""
-        return _passed(QUANTISED_TILE, params, self.blocks)
+        return _passed(QUANTISED_TILE, self.blocks, params)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -402,50 +402,29 @@ def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     return (*before, *steps)
 
 
-def _float_forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
-    """Plan out and preactivation: one launch."""
+def _float_weight(draft: ForwardDraft | BackwardDraft) -> dict[str, Any]:
+    """Return the arguments of `float32.forward_step` and `dx_step` for a quantised weight."""
     problem, slots = draft.problem, draft.slots
-    config = float32.product_config(draft.traits.arch, problem.rows, problem.weight_columns)
-    kernel = float32.specialise_for(
-        FLOAT_FORWARD,
-        problem,
-        config,
-        float32.whole_halves(problem, problem.x),
-        float32.result_vector(problem),
-        CODEBOOK_BYTES.get(problem.quantised.format, 0),
-        FORMAT=FORMAT_STRUCTS[problem.quantised.format],
-        W_ALONG="kLines" if problem.w.along_columns else "kDepth",
-    )
-    arrays = (
-        *(slots.x, slots.codes, slots.scales, slots.super_scales),
-        *(slots.b, slots.residual, slots.out, slots.preactivation),
-    )
-    params = _passed(QUANTISED_FLOAT, float32.forward_params(problem), row_blocks(problem))
-    return (Step.of(kernel, float32.forward_ctas(problem, config), arrays, params),)
+    name = problem.quantised.format
+    return {
+        "weight": (slots.codes, slots.scales, slots.super_scales),
+        "passed": partial(_passed, QUANTISED_FLOAT, row_blocks(problem)),
+        "own_bytes": CODEBOOK_BYTES.get(name, 0),
+        "FORMAT": FORMAT_STRUCTS[name],
+    }
+
+
+def _float_forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Plan out and preactivation in float32 arithmetic: one launch."""
+    vec = float32.whole(draft.problem, draft.problem.x)
+    return (float32.forward_step(draft, FLOAT_FORWARD, vec=vec, **_float_weight(draft)),)
 
 
 def _float_dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
-    """Plan dx: one launch."""
-    problem, slots = draft.problem, draft.slots
-    config = float32.product_config(
-        draft.traits.arch, problem.rows, problem.inner, float32.GRADIENT_PRODUCTS
-    )
-    kernel = float32.specialise_for(
-        FLOAT_DX,
-        problem,
-        config,
-        float32.whole_halves(problem, problem.dout, problem.preactivation),
-        float32.whole_out(problem, problem.dx),
-        CODEBOOK_BYTES.get(problem.quantised.format, 0),
-        FORMAT=FORMAT_STRUCTS[problem.quantised.format],
-        W_ALONG="kDepth" if problem.w.along_columns else "kLines",
-    )
-    arrays = (
-        *(slots.dout, slots.codes, slots.scales, slots.super_scales),
-        *(slots.preactivation, slots.dx),
-    )
-    params = _passed(QUANTISED_FLOAT, float32.dx_params(problem), row_blocks(problem))
-    return (Step.of(kernel, float32.dx_ctas(problem, config), arrays, params),)
+    """Plan dx in float32 arithmetic: one launch."""
+    problem = draft.problem
+    vec = float32.whole(problem, problem.dout, problem.preactivation)
+    return (float32.dx_step(draft, FLOAT_DX, vec=vec, **_float_weight(draft)),)
 
 
 _DTYPES = ("float16",)
