@@ -268,10 +268,10 @@ def _zeros_like(result: Array) -> Array:
 
 def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
     if not isinstance(wrt, tuple) or not all(isinstance(name, str) for name in wrt):
-        items = " with items that are no names" if isinstance(wrt, tuple) else ""
+        unnamed = " with items that are no names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
-            f"got {type(wrt).__name__}{items} as wrt",
+            f"got {type(wrt).__name__}{unnamed} as wrt",
             "it is a tuple of names of options",
             f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
