@@ -157,19 +157,9 @@ SIZES = (1, 2, 7, 8, 15, 31, 32, 33, 40, 127, 128, 257, 264)
 )
 def test_sizes_and_strides(rows, inner, outer, along_k, apart, biased, added, seed):
     """Vector and scalar loads; what lies around the views is NaN."""
-    start, padding = apart
-    case(
-        rows,
-        inner,
-        outer,
-        along_k=along_k,
-        activation=None,
-        biased=biased,
-        added=added,
-        start=start,
-        padding=padding,
-        seed=seed,
-    ).require_right()
+    options = {"biased": biased, "added": added, "seed": seed}
+    options |= dict(zip(("start", "padding"), apart, strict=True))
+    case(rows, inner, outer, along_k=along_k, activation=None, **options).require_right()
 
 
 @pytest.mark.parametrize(
@@ -276,6 +266,12 @@ def test_accesses_of_wide_weights_use_whole_sectors(rows, along_k, activation):
     assert report.sector_efficiency >= 0.98
 
 
+def launch(**problem: Any) -> skinny.SkinnyLaunch:
+    """Choose for a T4 and vector loads."""
+    usual = {"along_k": True, "rows": 8, "outer": 10_000, "gated": False}
+    return skinny.skinny_launch(75, 40, 8, **{**usual, **problem})
+
+
 CONFIGURATIONS = [
     (along_k, limit, columns, config)
     for along_k, by_rows in skinny.CONFIGURATIONS[75].items()
@@ -300,11 +296,10 @@ def test_configuration_fits_turing(along_k, limit, columns, config):
     assert config.reason.strip()
     assert config.threads * config.ctas_per_sm <= TURING.threads_per_sm
     for gated in (False, True):
-        launch = skinny.skinny_launch(
-            75, 40, 8, along_k=along_k, rows=limit, inner=4096, outer=columns or 2**20, gated=gated
-        )
-        assert launch.kernel.config is config
-        shared = skinny.skinny(launch.kernel, ("silu", gated, "float16")).static_shared_bytes
+        sizes = {"rows": limit, "inner": 4096, "outer": columns or 2**20}
+        found = launch(along_k=along_k, gated=gated, **sizes)
+        assert found.kernel.config is config
+        shared = skinny.skinny(found.kernel, ("silu", gated, "float16")).static_shared_bytes
         assert shared <= skinny.SHARED_BYTES
         assert shared * config.ctas_per_sm <= TURING.shared_bytes_per_sm
 
@@ -314,10 +309,7 @@ def test_configuration_fits_turing(along_k, limit, columns, config):
 )
 def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
     """A burst has 4 or 5 steps of 32 for eight warps, the longer one if both waste as much."""
-    launch = skinny.skinny_launch(
-        75, 40, 8, along_k=True, rows=8, inner=inner, outer=10_000, gated=False
-    )
-    assert launch.kernel.steps == steps
+    assert launch(inner=inner).kernel.steps == steps
 
 
 @pytest.mark.parametrize(
@@ -332,19 +324,14 @@ def test_burst_covers_k_with_the_fewest_zeros(inner, steps):
     ],
 )
 def test_k_is_split_for_few_ctas_and_long_k(outer, inner, splits):
-    launch = skinny.skinny_launch(
-        75, 40, 8, along_k=True, rows=8, inner=inner, outer=outer, gated=False
-    )
-    assert launch.splits == splits
+    assert launch(inner=inner, outer=outer).splits == splits
 
 
 def test_a_gated_product_has_a_cta_for_half_as_many_results():
     for along_k in (True, False):
         for rows in (1, 8, 64):
             plain, gated = (
-                skinny.skinny_launch(
-                    75, 40, 8, along_k=along_k, rows=rows, inner=64, outer=1000, gated=gated
-                )
+                launch(along_k=along_k, rows=rows, inner=64, outer=1000, gated=gated)
                 for gated in (False, True)
             )
             assert plain.kernel.config is gated.kernel.config

@@ -91,11 +91,8 @@ def test_in_place_and_backward(side, interleaved, dim, pairs):
 
     gradients = cupyattn.rope_backward((side.put(dq), side.put(dk)), cos, sin, **options)
     for gradient, x, out, dout in zip(gradients, (q, k), turned, (dq, dk), strict=True):
-        inner, outer = (
-            (side.get(gradient).astype(float) * x).sum(),
-            (out.astype(float) * dout).sum(),
-        )
-        assert_allclose(inner, outer, rtol=1e-4)
+        inner = (side.get(gradient).astype(float) * x).sum()
+        assert_allclose(inner, (out.astype(float) * dout).sum(), rtol=1e-4)
     into = side.put(there.copy())
     once = side.get(cupyattn.rope_backward(side.put(dq), cos, sin, **options))
     added = cupyattn.rope_backward(side.put(dq), cos, sin, grads=into, accumulate=True, **options)
@@ -259,10 +256,6 @@ def test_bad_pairs(side):
         cupyattn.rope_backward(x, cos, sin, accumulate=True)
 
 
-def values_are_checked(side):
-    return cupyattn.backend(checks=True)
-
-
 @everywhere
 @pytest.mark.parametrize(
     ("positions", "message"),
@@ -273,7 +266,7 @@ def values_are_checked(side):
 )
 def test_error_names_the_first_position_out_of_range(side, positions, message):
     x, cos, sin = (side.put(a) for a in bad().values())
-    with values_are_checked(side), pytest.raises(ValueError, match=message):
+    with cupyattn.backend(checks=True), pytest.raises(ValueError, match=message):
         cupyattn.rope(x, cos, sin, positions=side.put(np.array(positions)))
 
 

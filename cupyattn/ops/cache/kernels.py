@@ -257,7 +257,7 @@ def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisatio
 
 @cache
 def specialise_copies(word: int, copy: str) -> Specialisation:
-    """Specialise the kernel that copies blocks, for words of that many bytes."""
+    """Specialise the kernel that copies blocks, for words of `word` bytes."""
     return COPY_BLOCKS.specialise(
         threads=COPY_THREADS,
         gates=Gates(registers=88),

@@ -158,7 +158,7 @@ FORWARD_ROWS: ElementTable = {
 
 
 def forward_config(arch: int, row_bytes: int) -> ElementConfig:
-    """Return the configuration for rows of that many bytes."""
+    """Return the configuration for rows of `row_bytes` bytes."""
     rows = rows_for(FORWARD_ROWS, arch).items()
     return next(row for limit, row in rows if limit is None or row_bytes <= limit)
 

@@ -91,7 +91,7 @@ KERNELS = (FORWARD, SKINNY, DX, DW, DB)
 DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that Turing's tensor cores do not take, and float16 for devices without them."""
 OUT_VECTOR = 4
-"""Items of one load or store of the epilogue, if rows are aligned to so many."""
+"""Items of one load or store of the epilogue, if rows are aligned to as many."""
 SKINNY_ROWS = (1, 2, 4, 8, 16)
 """Rows of x that the skinny kernel is compiled for."""
 SKINNY_COLUMNS = 32

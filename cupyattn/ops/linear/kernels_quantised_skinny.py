@@ -436,7 +436,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
 
 
 def _vector(problem: ForwardProblem) -> int:
-    """Return 8 if all loads of x may bring 16 bytes, otherwise 1."""
+    """Return 8 if all loads of x may have 16 bytes, otherwise 1."""
     whole = vector_items(problem.dtype.name)
     return whole if problem.vector(problem.x) == whole else 1
 

@@ -424,7 +424,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
 
 
 def _vector(problem: ForwardProblem) -> int:
-    """Return 8 if all loads of x and w may bring 16 bytes, otherwise 1."""
+    """Return 8 if all loads of x and w may have 16 bytes, otherwise 1."""
     w = problem.w
     halves = [w.columns_from(n, problem.outer).vector for n in range(0, w.columns, problem.outer)]
     whole = vector_items(problem.dtype.name)

@@ -199,7 +199,7 @@ class LinearProblem:
         return self.weight
 
     def vector(self, *matrices: Matrix | None) -> int:
-        """Return how many items one load or store may bring of all these matrices; None is skipped.
+        """Return the items that one load or store of any of these may have; None is skipped.
 
         The greatest common divisor of each `Matrix.vector`: for float16, 8 if everything is aligned
         to 16 bytes and every line consists of whole vectors; at least 1.

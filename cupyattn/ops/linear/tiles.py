@@ -199,8 +199,8 @@ def split_sums(vec: int, activation: str | None = None, *, paired: bool = False)
 _GROUP_LOG2 = 3  # of the tiles of rows that neighbouring CTAs compute
 _RECIPROCAL_REACH = 2**30  # groups of CTAs times tiles of columns squared (params.cuh)
 
-# A CTA's work before and after its loop takes as long as about so many items of the sum, by a count
-# of its instructions. If two CTAs share a multiprocessor, half of it overlaps the other's loop.
+# A CTA's work before and after its loop takes as long as about 100 items of the sum, by a count of
+# its instructions. If two CTAs share a multiprocessor, half of it overlaps the other's loop.
 _OUTSIDE_LOOP = 100
 # Operands come from L2, which is busy for 51 (1/rows + 1/columns) of the products' time on a T4. A
 # part of that is not hidden. This is an estimate, which no GPU has confirmed.
@@ -240,7 +240,7 @@ class TensorCoreProduct(ABC):
     """Items of an access to the result."""
 
     unit: ClassVar[int] = VECTOR
-    """Parts of the sum are multiples of so many items."""
+    """Parts of the sum are multiples of `unit` items."""
 
     @abstractmethod
     def config(self, arch: int, shape: Shape) -> TileConfig:

@@ -460,7 +460,7 @@ def spread(
 
 
 def targets(out: Any, return_lse: bool) -> tuple[Any, Any]:
-    """Return the arrays of out= for the loss and lse; None for a result that is to be made."""
+    """Return the arrays of out= for the loss and lse; None for a new result."""
     if not return_lse or out is None:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:

@@ -99,7 +99,7 @@ def norm_backward(
     dtotal : (..., N) floats, optional
         Gradient with respect to total.
     weight, bias : (N,) floats, optional
-        The bias only says that there is a dbias.
+        With a bias, there is a dbias. Its items are not read.
     mean, rstd : (...) floats
         Results of `norm`, possibly rounded. For RMS norm mean is None.
     weight_offset : float

@@ -360,7 +360,7 @@ def specialise_root() -> Specialisation:
 
 @cache
 def norm_arrays(count: int) -> type[Any]:
-    """Return the record of `global_norm` of so many arrays: x0, x1 and so on, out, workspace."""
+    """Return the record of `global_norm` of `count` arrays: x0, x1 and so on, out, workspace."""
     names = [f"x{i}" for i in range(count)]
     optional = [(name, Any, field(default=None)) for name in ("out", "workspace")]
     shown_as = {name: f"arrays[{i}]" for i, name in enumerate(names)}

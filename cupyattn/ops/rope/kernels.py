@@ -149,7 +149,7 @@ TABLE: Mapping[int, Mapping[int | None, RopeConfig]] = {
 
 
 def rope_config(arch: int, heads: int) -> RopeConfig:
-    """Return the configuration for arrays of at most that many heads."""
+    """Return the configuration for arrays of at most `heads` heads."""
     rows = rows_for(TABLE, arch).items()
     return next(row for limit, row in rows if limit is None or heads <= limit)
 

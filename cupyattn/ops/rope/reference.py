@@ -171,9 +171,9 @@ class YarnScaling(NamedTuple):
     original_length : int
         Length that the model was trained on.
     beta_fast : float
-        A pair with at least so many rotations in original_length keeps its frequency.
+        A pair with at least this many rotations in original_length keeps its frequency.
     beta_slow : float
-        A pair with at most so many rotations is interpolated.
+        A pair with at most this many rotations is interpolated.
     attention_factor : float, optional
         The factor of cosines and sines; by default 0.1 ln(factor) + 1.
     """
@@ -216,9 +216,9 @@ class Llama3Scaling(NamedTuple):
     factor : float
         The divisor of the lowest frequencies.
     low_freq_factor : float
-        A frequency with at most so many waves in original_length positions is divided.
+        A frequency with at most this many waves in original_length positions is divided.
     high_freq_factor : float
-        A frequency with at least so many waves is kept.
+        A frequency with at least this many waves is kept.
     original_length : int
         Length that the model was first trained on.
     """
