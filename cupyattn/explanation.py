@@ -172,8 +172,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     if not callable(function):
         raise error(
             TypeError,
-            f"got {type(function).__name__} as function",
-            "it is a function of this library",
+            f"function has type {type(function).__name__}",
+            "it must be a function of this library",
             "pass for example cupyattn.attention, then the arrays and options of the call",
         )
     for i, each in enumerate(arrays):

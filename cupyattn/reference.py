@@ -18,6 +18,7 @@ from cupyattn.ops.activations.reference import activation_backward as activation
 from cupyattn.ops.activations.reference import activation_derivative as activation_derivative
 from cupyattn.ops.activations.reference import add_to as add_to
 from cupyattn.ops.activations.reference import dropout as dropout
+from cupyattn.ops.activations.reference import element_keep as element_keep
 from cupyattn.ops.activations.reference import gated as gated
 from cupyattn.ops.activations.reference import gated_backward as gated_backward
 from cupyattn.ops.attention.bounds import attention_backward_bound as attention_backward_bound
@@ -31,6 +32,7 @@ from cupyattn.ops.attention.reference.dense import attention_backward as attenti
 from cupyattn.ops.attention.reference.paged import merge_attention as merge_attention
 from cupyattn.ops.attention.reference.paged import merge_attention_bound as merge_attention_bound
 from cupyattn.ops.attention.reference.paged import paged_attention as paged_attention
+from cupyattn.ops.attention.reference.scores import attention_keep as attention_keep
 from cupyattn.ops.attention.reference.varlen import attention_varlen as attention_varlen
 from cupyattn.ops.attention.reference.varlen import (
     attention_varlen_backward as attention_varlen_backward,
@@ -98,7 +100,5 @@ from cupyattn.ops.softmax.reference import logsumexp as logsumexp
 from cupyattn.ops.softmax.reference import logsumexp_backward as logsumexp_backward
 from cupyattn.ops.softmax.reference import softmax as softmax
 from cupyattn.ops.softmax.reference import softmax_backward as softmax_backward
-from cupyattn.runtime.philox import attention_keep as attention_keep
-from cupyattn.runtime.philox import element_keep as element_keep
 from cupyattn.runtime.philox import philox4x32_10 as philox4x32_10
 from cupyattn.runtime.precision import error_ratio as error_ratio

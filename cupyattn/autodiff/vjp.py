@@ -271,8 +271,8 @@ def _require_wrt(wrt: object, options: Mapping[str, object]) -> None:
         unnamed = " with items that are no names" if isinstance(wrt, tuple) else ""
         raise error(
             TypeError,
-            f"got {type(wrt).__name__}{unnamed} as wrt",
-            "it is a tuple of names of options",
+            f"wrt has type {type(wrt).__name__}{unnamed}",
+            "it must be a tuple of names of options",
             f"pass wrt=({wrt!r},)" if isinstance(wrt, str) else 'pass for example wrt=("bias",)',
         )
     for name in wrt:

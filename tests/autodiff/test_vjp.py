@@ -264,8 +264,8 @@ def placed_all(side: Any, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrt", "options", "message"),
     [
-        ("bias", {}, r"got str as wrt; it is a tuple of names.*; pass wrt=\(.bias.,\)"),
-        (([],), {}, "got tuple with items that are no names as wrt; it is a tuple of names"),
+        ("bias", {}, r"wrt has type str; it must be a tuple of names.*; pass wrt=\(.bias.,\)"),
+        (([],), {}, "wrt has type tuple with items that are no names; it must be a tuple of names"),
         (("bias",), {}, r"wrt names 'bias', which was not given; .* arrays; give vjp an array"),
         (("bias",), {"bias": None}, r"wrt names 'bias', which has type NoneType; "),
         (("causal",), {"causal": True}, r"wrt names 'causal', which has type bool; "),

@@ -293,7 +293,7 @@ def test_launches_that_are_too_large():
     ("copies", "kind", "message"),
     [
         (None, TypeError, "copies is None"),
-        (3, TypeError, "got int as copies; it is a sequence of Copy(src, dst)"),
+        (3, TypeError, "copies has type int; it must be a sequence of Copy(src, dst)"),
         ([3], TypeError, "copies[0] is 3; each copy is a pair"),
         ([(0, 1), (0, 1, 2)], TypeError, "copies[1] is (0, 1, 2)"),
         ([(0, 1.0)], TypeError, "copies[0]'s dst is 1.0 of type float"),

@@ -189,7 +189,7 @@ def test_a_bias_that_is_true_and_false_is_sent_to_mask(make):
 def test_a_list_of_q_and_k_is_sent_to_a_tuple():
     cos, sin = cupyattn.rope_tables(4, 8)
     x = np.zeros((1, 4, 1, 8), np.float32)
-    with pytest.raises(TypeError, match=r"got list as x; .* pass a tuple \(q, k\)"):
+    with pytest.raises(TypeError, match=r"x has type list; .* pass a tuple \(q, k\)"):
         cupyattn.rope([x, x], cos, sin)
 
 

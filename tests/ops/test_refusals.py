@@ -138,7 +138,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
         ({"top_p": ones(2, dtype=np.float16)}, TypeError, "top_p has dtype float16"),
         ({"min_p": -0.1}, ValueError, "min_p = -0.1; it is 0 to 1"),
         ({"min_p": 1.1}, ValueError, "min_p = 1.1"),
-        ({"min_p": [0.1, 0.2]}, TypeError, "got list as min_p"),
+        ({"min_p": [0.1, 0.2]}, TypeError, "min_p has type list"),
         ({"repetition_penalty": 0}, ValueError, "repetition_penalty = 0; it is finite and more"),
         ({"repetition_penalty": 2.0, "previous": None}, TypeError, "without previous"),
         ({"repetition_penalty": ones(2), "previous": None}, TypeError, "without previous"),
@@ -164,9 +164,7 @@ def test_bad_input_of_sample(side, changed, kind, message):
 def test_error_for_a_list_says_to_pass_an_array(name, kind):
     """The example in the message is evaluated and accepted."""
     given: dict[str, Any] = {"seed": 0, "previous": PREVIOUS, name: kind([1, 1])}
-    message = (
-        f"^got {kind.__name__} as {name}; it is a number for all rows, .*; pass an array, one a"
-    )
+    message = f"^{name} has type {kind.__name__}; it must be a number for .*; pass an array, one a"
     with pytest.raises(TypeError, match=message) as said:
         cupyattn.sample(LOGITS, **given)
     *_, example = str(said.value).split(": ")

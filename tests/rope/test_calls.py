@@ -241,13 +241,13 @@ def test_bad_pairs(side):
     x, cos, sin = (side.put(a) for a in bad().values())
     other = side.put(np.zeros((2, 3, 1, 6), F32))
     for pair, kind, message in (
-        ((x,), TypeError, "got tuple of 1 as x; it is one array, or a tuple of two"),
+        ((x,), TypeError, "x has type tuple of length 1; it must be one array, or a tuple of two"),
         ((x, other), ValueError, r"x\[1\] has shape"),
         ((x, x), ValueError, r"out\[0\] overlaps x\[1\]"),
     ):
         with pytest.raises(kind, match=message):
             cupyattn.rope(pair, cos, sin, out=pair if len(pair) == 2 else None)
-    with pytest.raises(TypeError, match="got list as out"):
+    with pytest.raises(TypeError, match="out has type list"):
         cupyattn.rope((x, x), cos, sin, out=[x, x])
     q = side.put(np.zeros((2, 3, 4, 8), F32))
     with pytest.raises(ValueError, match=r"out\[0\] overlaps x\[1\]"):
@@ -400,7 +400,7 @@ def test_frequencies_match_transformers():
         ((4, 8), {"dtype": "int32"}, TypeError, "dtype = 'int32'; allowed are"),
         ((4, 8), {"dtype": "float"}, None, ""),
         ((4, 8), {"dtype": object()}, TypeError, "dtype = <object"),
-        ((4, 8), {"scaling": 2.0}, TypeError, "got float as scaling; it is None or one of Linear"),
+        ((4, 8), {"scaling": 2.0}, TypeError, "scaling has type float; it must be None or one"),
         ((4, 8), {"scaling": LinearScaling(0)}, ValueError, "factor = 0.0 of LinearScaling; it is"),
         ((4, 8), {"scaling": LinearScaling("2")}, TypeError, "factor of scaling has type str"),
         ((4, 8), {"scaling": Llama3Scaling(8, 4, 4)}, ValueError, "high_freq_factor = 4; it is"),

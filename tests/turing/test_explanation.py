@@ -156,7 +156,7 @@ def test_no_items_are_no_launch():
 def test_errors_are_those_of_the_function():
     with pytest.raises(ValueError, match=r"k is \(B, Sk, G, D\) with q's B and D"):
         explain(cupyattn.attention, Q, ((1, 4096, 32, 64), "float16"), Q)
-    with pytest.raises(TypeError, match="got str as function; it is a function of this library"):
+    with pytest.raises(TypeError, match="function has type str; it must be a function"):
         explain("attention", Q)
 
 

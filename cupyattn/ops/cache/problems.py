@@ -324,8 +324,8 @@ def pairs_of(copies: Any) -> Pairs:
     except TypeError as failure:
         raise error(
             TypeError,
-            f"got {type(copies).__name__} as copies",
-            "it is a sequence of Copy(src, dst), or an array (n, 2) of integers",
+            f"copies has type {type(copies).__name__}",
+            "it must be a sequence of Copy(src, dst), or an array (n, 2) of integers",
             "pass what Sequence.append has returned",
         ) from failure
     return tuple([_pair(f"copies[{i}]", copy) for i, copy in enumerate(items)])

@@ -61,24 +61,19 @@ from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs
 from cupyattn.runtime.value_checks import checks_values
 
-# QuantizeParams in cuda_src/linear/quantised/quantize.cu
-QUANTIZE_PARAMS = np.dtype(
-    [
-        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
-        *((field, np.uint32) for field in ("outer", "blocks", "block_size")),
-    ],
-    align=True,
-)
-QUANTIZE_STRUCT = StructParameter("params", QUANTIZE_PARAMS, "QuantizeParams")
 
-# DequantizeParams in cuda_src/linear/quantised/dequantize.cu
-DEQUANTIZE_PARAMS = np.dtype(
-    [
-        *((field, np.int64) for field in ("inner_stride", "outer_stride")),
-        *((field, np.uint32) for field in ("outer", "units", "block_size")),
-    ],
-    align=True,
-)
+def _weight_params(units: str) -> np.dtype:
+    """Return a C struct: the strides of a weight, N, blocks or units of a row, and their size."""
+    strides = ((field, np.int64) for field in ("inner_stride", "outer_stride"))
+    return np.dtype(
+        [*strides, *((field, np.uint32) for field in ("outer", units, "block_size"))], align=True
+    )
+
+
+# In cuda_src/linear/quantised: quantize.cu and dequantize.cu
+QUANTIZE_PARAMS = _weight_params("blocks")
+QUANTIZE_STRUCT = StructParameter("params", QUANTIZE_PARAMS, "QuantizeParams")
+DEQUANTIZE_PARAMS = _weight_params("units")
 DEQUANTIZE_STRUCT = StructParameter("params", DEQUANTIZE_PARAMS, "DequantizeParams")
 
 QUANTIZE = KernelSpec(

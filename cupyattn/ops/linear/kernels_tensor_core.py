@@ -398,15 +398,12 @@ def _gradient_blocks(problem: BackwardProblem) -> int:
 
 def gradient(draft: BackwardDraft) -> FormedGradient:
     """Return the launch that computes dz and its sums over rows; a call's products share it."""
-    if draft.formed is None:
-        draft.formed = _form_gradient(draft)
-    return draft.formed
-
-
-def _form_gradient(draft: BackwardDraft) -> FormedGradient:
+    if draft.formed is not None:
+        return draft.formed
     problem, slots = draft.problem, draft.slots
     if problem.activation is None and not problem.biased:
-        return FormedGradient((), None, None)
+        draft.formed = FormedGradient((), None, None)
+        return draft.formed
     read = [problem.dout]
     params = new_struct(PREACTIVATION_GRADIENT_PARAMS)
     params["dout_stride"] = problem.dout.leading
@@ -431,7 +428,8 @@ def _form_gradient(draft: BackwardDraft) -> FormedGradient:
         (slots.dout, slots.preactivation, formed, partials),
         params[()],
     )
-    return FormedGradient((step,), formed, partials)
+    draft.formed = FormedGradient((step,), formed, partials)
+    return draft.formed
 
 
 _DTYPES = ("float16",)

@@ -338,11 +338,6 @@ class BackwardDraft:
 D = TypeVar("D", ForwardDraft, BackwardDraft)
 
 
-def _always(problem: object) -> bool:
-    del problem
-    return True
-
-
 @dataclass(frozen=True)
 class LinearPlan(Generic[D]):
     """One implementation of one product: which problems it takes, and the function that plans it.
@@ -374,7 +369,7 @@ class LinearPlan(Generic[D]):
     plan: Callable[[D], tuple[Step, ...]]
     reason: str
     """For `cupyattn.explain`, with {rows} and {dtype} of the problem."""
-    takes: Callable[[Any], bool] = _always
+    takes: Callable[[Any], bool] = lambda problem: True
     tensor_cores: bool = False
     """Whether its kernels need tensor cores."""
 

@@ -304,8 +304,8 @@ def _both(name: str, value: Any, x: Any) -> tuple[Any, Any]:
         count = f" of length {len(pair)}" if isinstance(pair, tuple) else ""
         raise error(
             TypeError,
-            f"got {type(value).__name__}{count} as {name}",
-            "it is one array, or a tuple of two; results as the arguments are",
+            f"{name} has type {type(value).__name__}{count}",
+            "it must be one array, or a tuple of two; results as the arguments are",
             "pass a tuple (q, k), or call rope for each array",
         )
     return pair
@@ -433,8 +433,8 @@ def _check_scaling(scaling: object) -> None:
     if not isinstance(scaling, _SCALINGS):
         raise error(
             TypeError,
-            f"got {type(scaling).__name__} as scaling",
-            f"it is None or one of {names}",
+            f"scaling has type {type(scaling).__name__}",
+            f"it must be None or one of {names}",
             "pass for example scaling=cupyattn.LinearScaling(2.0)",
         )
     for name, value in scaling._asdict().items():

@@ -275,8 +275,8 @@ def _number(name: str, value: object) -> Any:
     if isinstance(value, list | tuple):
         raise error(
             TypeError,
-            f"got {type(value).__name__} as {name}",
-            "it is a number for all rows, or an array (rows,)",
+            f"{name} has type {type(value).__name__}",
+            "it must be a number for all rows, or an array (rows,)",
             f"pass an array, one a row: numpy.array({name}, {dtype!r})",
         )
     if dtype == "float32":
