@@ -95,13 +95,7 @@ PRESETS = {
 
 
 def checked(config: Config) -> Config:
-    """Return a config whose numbers fit together.
-
-    Raises
-    ------
-    ValueError
-        Otherwise: saying which do not.
-    """
+    """Return the config if its numbers fit together, or raise ValueError."""
     architecture, heads, groups = config.architecture, config.num_heads, config.num_kv_heads
     if architecture not in ARCHITECTURES:
         raise unknown_architecture(architecture)

@@ -1,4 +1,4 @@
-"""The packages of the extra `models`, imported when they are needed."""
+"""Packages of the extras, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.fork import no_fork
 
 
-def extra(module: str, does: str) -> Any:
-    """Import a module of the extra; `does` says what it is for.
-
-    Raises
-    ------
-    RuntimeError
-        If it is not installed.
-    """
+def extra(module: str, does: str, name: str = "models") -> Any:
+    """Import a module of a package that the extra `name` installs; `does` is what it is for."""
     try:
         with no_fork():
             return import_module(module)
@@ -24,6 +18,6 @@ def extra(module: str, does: str) -> Any:
         raise error(
             RuntimeError,
             f"no {module.partition('.')[0]}, which {does} ({failure})",
-            "it comes with the extra models",
-            "pip install 'cupyattn[models]'",
+            f"the extra {name} installs it",
+            f"pip install 'cupyattn[{name}]'",
         ) from failure

@@ -1,28 +1,27 @@
 """The forward of GPT-2, Llama and Phi-2, from token ids to the mean loss.
 
-With x the hidden states of all tokens, a row each, a layer of GPT-2 and of Llama is
+With x the hidden states of all tokens, one row each, a layer of GPT-2 and of Llama is
 
     x = x + output(attention(norm(x)))
     x = x + down(activation(up(mlp_norm(x))))
 
-and a layer of Phi-2, where attention and the MLP stand side by side, as in GPT-J,
+and a layer of Phi-2, where attention and the MLP are parallel, as in GPT-J,
 
     h = norm(x)
     x = x + down(activation(up(h))) + output(attention(h))
 
-where one product makes qkv and up, and the MLP runs beside attention: neither waits for the other.
+where one product computes qkv and up, and the MLP runs concurrently with attention.
 
 GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019) adds a learned
 row for each position to the embedding, its norms are layer norms, its activation is gelu. Llama
 (Touvron et al., arXiv:2302.13971) has rotary positions, RMS norms and silu(gate) * up, which is the
 activation "swiglu" of one product. Phi-2 (Javaheripi and Bubeck, "Phi-2: the surprising power of
-small language models", 2023) rotates the first features of a head only, and has layer norms. All
-of that is in the weights and the config: a norm with a bias is a layer norm.
+small language models", 2023) rotates only the first features of a head, and has layer norms. The
+weights and the config contain all of that: a norm with a bias is a layer norm.
 
-Each call below is one kernel, and the sum of two embeddings one more; all other sums are made where
-a product is stored.
-
-The loss computes the head and its cross-entropy for a limited number of rows at a time.
+Each call below is one kernel; the sum of two embeddings is one more. All other sums are computed
+where a product is stored. The loss computes the head and its cross-entropy for a limited number of
+rows at a time.
 """
 
 from __future__ import annotations
@@ -53,32 +52,14 @@ from cupyattn.runtime.arrays import Array
 
 
 class Beside:
-    """Between ``with`` and `join` a GPU runs what stands within beside what follows.
+    """A second stream: on a GPU the ``with`` block runs concurrently with what follows it.
 
-    What is begun within sees all that was queued before, and after `join` everything sees its
-    results. Both hold in a CUDA graph that is captured around them. On NumPy arrays one thing is
-    done after the other.
+    Work in the block sees all that was queued before it, and after `join` everything sees its
+    results, also in a CUDA graph that is captured around both. On NumPy arrays the block runs at
+    once.
 
-    Parameters
-    ----------
-    xp : module
-        numpy or cupy.
-
-    Notes
-    -----
-    Memory of arrays that are made within is reused within alone, where the next ``with`` makes it
-    wait for all readers. So one is used from one stream at a time.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> beside = Beside(np)
-    >>> with beside:
-    ...     x = np.arange(3) + 1
-    >>> y = np.arange(3)
-    >>> beside.join()
-    >>> x + y
-    array([1, 3, 5])
+    Memory allocated in the block is reused only in the block, where the next ``with`` makes it wait
+    for all readers. So use an instance from one stream at a time.
     """
 
     def __init__(self, xp: ModuleType) -> None:
@@ -98,7 +79,7 @@ class Beside:
             self._stream.__exit__(*raised)
 
     def join(self) -> None:
-        """Let all that is queued from here on wait for what was begun within."""
+        """Make all work that is queued from now on wait for the block."""
         if self._xp is not np:
             self._xp.cuda.get_current_stream().wait_event(self._stream.record())
 
@@ -120,7 +101,7 @@ BACKWARDS: dict[str, Callable[..., Array | GatedGrads]] = {
 
 
 def activated(preactivation: Array, activation: str) -> Array:
-    """Return the activation of rows: (..., F), of (..., 2 F) where it is gated."""
+    """Return the activation of rows: (..., F), from (..., 2 F) if it is gated."""
     return FUNCTIONS[activation](preactivation)
 
 
@@ -146,7 +127,7 @@ def hidden_states(
     attend: Attend,
     beside: Beside,
 ) -> Iterator[Array]:
-    """Yield the hidden states (total, E): embedded, behind each layer, and behind the last norm."""
+    """Yield the hidden states (total, E): embedded, after each layer, after the last norm."""
     width = config.num_heads * config.head_dim
     x = embedding(weights.embedding, ids)
     if weights.positions is not None:
@@ -171,7 +152,7 @@ def hidden_states(
 
 
 def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, Callable[[], Array]]:
-    """Return q, k and v in one array, and what makes the inside of the MLP."""
+    """Return q, k and v in one array, and a function that computes the inside of the MLP."""
     if layer.qkv_up is None:
         return layer.qkv(normed), lambda: layer.up(normed, activation=config.activation)
     both = layer.qkv_up(normed)
@@ -203,10 +184,10 @@ def rows_at_once(columns: int, itemsize: int) -> int:
 
 
 def logit_chunks(head: Product, hidden: Array, xp: ModuleType) -> Iterator[tuple[slice, Array]]:
-    """Yield the logits of hidden states (rows, E), and whose rows they are.
+    """Yield the rows and the logits of chunks of hidden states (rows, E).
 
-    Each chunk is written over the one before. `cupyattn.linear_cross_entropy` does the same; a head
-    with a bias, or one that is not trained and needs no gradient, is not within its reach.
+    Each chunk is written over the one before. `cupyattn.linear_cross_entropy` does so too, but has
+    no bias and always computes the gradient of the weight.
     """
     columns = len(head.weight)
     step = min(rows_at_once(columns, hidden.dtype.itemsize), len(hidden))

@@ -35,12 +35,9 @@ QUANTIZE = (*MADE, OF_THE_FILE)
 
 
 def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
-    """Return how weights are kept in a format, or for None in the model's dtype.
+    """Return how weights are kept in a format; None means the model's dtype.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For anything else; `files` says whether the caller takes `OF_THE_FILE`.
+    `files` says whether the caller also takes `OF_THE_FILE`.
     """
     if quantize is None:
         return in_dtype
@@ -77,17 +74,11 @@ def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
 
 
 def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
-    """Return how weights are kept in the blocks of their file, as far as there is code for them.
+    """Return how weights are kept in the blocks of their file, where there is code for them.
 
-    A product of several tensors, as q, k and v, has blocks of one kind: where they differ it is in
-    the model's dtype, and so are weights of other kinds. Scales that are codes stay codes where all
-    tensors of a product have one table, and each begins with a group of its own; otherwise they
-    become the float32 that they stand for.
-
-    Raises
-    ------
-    ValueError
-        If there are no such blocks in the file.
+    A product of several tensors, such as q, k and v, needs blocks of one kind; otherwise it is in
+    the model's dtype. Scales that are codes stay codes if all tensors of a product have one table,
+    and each begins with a new group; otherwise they become float32.
     """
     tensors, kept = checkpoint.tensors, dict[tuple[int, str], Blocks]()
     quantised = [each for each in tensors.values() if isinstance(each, QuantisedTensor)]
@@ -114,7 +105,7 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
 def _common_blocks(
     parts: Sequence[QuantisedTensor], table: tuple[float, ...] | None
 ) -> Blocks | None:
-    """Return how the tensors of a product are kept, one behind the other."""
+    """Return the common blocks of the consecutive tensors of a product, or None."""
     found = {part.blocks for part in parts}
     if len(found) != 1:
         return None
@@ -132,13 +123,7 @@ DTYPES = ("float16", "float32", "bfloat16")
 
 
 def model_library(given: object) -> Any:
-    """Return numpy or cupy; for None cupy where there is a GPU that kernels run on.
-
-    Raises
-    ------
-    TypeError
-        For anything else.
-    """
+    """Return numpy or cupy; None selects cupy if there is a GPU that kernels run on."""
     if given is None:
         usable = any(each["unusable_because"] is None for each in device_info()["devices"])
         return load_cupy() if usable else np
@@ -153,13 +138,7 @@ def model_library(given: object) -> Any:
 
 
 def model_dtype(given: Any, xp: ModuleType) -> str:
-    """Return the name of a model's dtype; for None what its device computes fastest.
-
-    Raises
-    ------
-    TypeError
-        For one that models are not kept in.
-    """
+    """Return the name of a model's dtype; None selects the fastest of its device."""
     if given is None:
         return "float32" if xp is np else "float16"
     name = given

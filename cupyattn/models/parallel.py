@@ -29,7 +29,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: ModuleType) -> Any:
-    """Return rows of a weight on the host, part behind part, in new arrays of `xp`."""
+    """Return rows of a weight on the host, the parts in order, in new arrays of `xp`."""
 
     def cut(array: Array) -> Array:
         return xp.concatenate([xp.asarray(array[part]) for part in parts])
@@ -42,15 +42,9 @@ def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: ModuleT
 
 
 def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> Any:
-    """Return columns of a weight on the host in new arrays of `xp`.
+    """Return columns of a weight on the host in new arrays of `xp`, or raise ValueError.
 
-    A part that begins or ends within blocks has smaller ones, with the scales of those that they
-    are of: it stands for the same numbers.
-
-    Raises
-    ------
-    ValueError
-        If the format has no blocks so small.
+    A part that begins or ends within a block gets smaller blocks with the same scales.
     """
     if not isinstance(weight, QuantizedWeight):
         return xp.array(weight[:, part], order="C")
@@ -115,13 +109,7 @@ class Summed(NamedTuple):
 
 
 def share_of(config: Config, size: int) -> Config:
-    """Return the config of a rank's share, of as many ranks.
-
-    Raises
-    ------
-    ValueError
-        If heads or the MLP do not split evenly.
-    """
+    """Return the config of one rank's share, or raise ValueError if it does not split evenly."""
     for what, number in (
         ("heads", config.num_heads),
         ("key-value heads", config.num_kv_heads),
@@ -142,13 +130,7 @@ def share_of(config: Config, size: int) -> Config:
 
 
 def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tuple[Config, Weights]:
-    """Return a rank's share of a model: its config and weights, as new arrays of `xp`.
-
-    Raises
-    ------
-    ValueError
-        As `share_of`; and where columns of quantised weights are no whole blocks.
-    """
+    """Return a rank's share of a model: its config and weights, as new arrays of `xp`."""
     size, rank = group.size, group.rank
     share = share_of(config, size)
     dim, inner = config.head_dim, config.intermediate_size
@@ -201,15 +183,7 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
 
 
 def require_group(group: object, xp: ModuleType) -> None:
-    """Raise unless a model of arrays of `xp` can be spread over a group.
-
-    Raises
-    ------
-    TypeError
-        For a group that is none.
-    ValueError
-        For arrays that its communicator does not carry.
-    """
+    """Raise unless ranks of a group can hold a model in arrays of `xp`."""
     if not isinstance(group, Group):
         raise error(
             TypeError,
@@ -239,15 +213,9 @@ def require_group(group: object, xp: ModuleType) -> None:
 def agreed(
     group: Group | None, alike: Mapping[str, object], xp: ModuleType, number: int = 0
 ) -> int:
-    """Return the smallest number that a rank has; what this one has where there is no group.
+    """Return the smallest `number` of all ranks, or `number` itself without a group.
 
-    Ranks make the same steps, in the same room and from the same seed: `alike` is what has to be
-    the same on all of them, by name.
-
-    Raises
-    ------
-    ValueError
-        If ranks say otherwise, on each of them.
+    Raise ValueError on every rank unless the values of `alike` are the same on all of them.
     """
     if group is None:
         return number

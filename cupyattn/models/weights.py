@@ -168,10 +168,7 @@ def rows_of(whole: Product, rows: slice) -> Product:
 
 
 def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
-    """Return each array once, with its name: ``layers.0.qkv.weight``.
-
-    Those of a quantised weight have their own names behind it: ``layers.0.qkv.weight.codes``.
-    """
+    """Return each array once, with its name: ``layers.0.qkv.weight``, or ``....weight.codes``."""
     for name, part in named_parts(weights):
         if isinstance(part, QuantizedWeight):
             yield from ((f"{name}.{own}", array) for own, array in part.arrays.items())

@@ -31,16 +31,7 @@ _GROUP = FORMATS[_NESTED].group or 0
 
 
 def unpacked_nf4(stored: dict[str, Stored]) -> dict[str, AnyTensor]:
-    """Return what a model takes of the tensors of its files.
-
-    Raises
-    ------
-    NotImplementedError
-        For weights in another type than NF4, with another codebook, or whose rows are no whole
-        blocks.
-    ValueError
-        For parts that are missing or do not fit together.
-    """
+    """Return the tensors of a model; weights in NF4 stay quantised."""
     rest, found = dict(stored), {}
     for state_name in [name for name in stored if STATE in name]:
         name, _, kind = state_name.partition(STATE)

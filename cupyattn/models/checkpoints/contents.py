@@ -1,7 +1,6 @@
-"""A checkpoint before any weight is read: its tensors, and the weights of a model that they are.
+"""A checkpoint before any weight is read: its tensors, and the arrays of a model that they fill.
 
-A table for each format and architecture has the names of weights in files, and maps each to views
-of a model's arrays.
+A `Naming` for each format and architecture maps the names of weights in files to views of arrays.
 """
 
 from __future__ import annotations
@@ -23,14 +22,8 @@ from cupyattn.runtime.errors import error
 class Tensor(NamedTuple):
     """A tensor in a file.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Of all of it.
-    read : callable
-        ``read(start, stop)`` gives these rows (of its first axis) as floats of any size.
-    read_columns : callable, optional
-        The same of its second axis, for files of weights (K, N).
+    ``read(start, stop)`` returns these rows (first axis) as floats of any size. ``read_columns``
+    does so for the second axis, in files whose weights are (K, N).
     """
 
     shape: tuple[int, ...]
@@ -39,14 +32,9 @@ class Tensor(NamedTuple):
 
 
 class NestedScales(NamedTuple):
-    """How else a weight in "nf4" may be read: in "nf4_nested", with scales as codes.
+    """How to read a weight in "nf4" as "nf4_nested", whose scales are codes of a table.
 
-    Attributes
-    ----------
-    table : tuple of float
-        What codes stand for.
-    read : callable
-        ``read(start, stop)``, from a row on that is a multiple of `rows_apart`.
+    ``read(start, stop)`` needs a start that is a multiple of `rows_apart`.
     """
 
     table: tuple[float, ...]
@@ -54,18 +42,10 @@ class NestedScales(NamedTuple):
 
 
 class QuantisedTensor(NamedTuple):
-    """The weight of a product that a file holds in four or eight bits.
+    """The weight (N, K) of a product that a file holds in four or eight bits.
 
-    Attributes
-    ----------
-    shape : tuple of int
-        (N, K).
-    blocks : Blocks
-        What its rows are read as.
-    read : callable
-        ``read(start, stop)`` gives these rows of N as NumPy arrays.
-    nested : NestedScales, optional
-        Where the file has codes for scales.
+    ``read(start, stop)`` returns these rows as NumPy arrays in the format of `blocks`. `nested` is
+    set if the file has codes for scales.
     """
 
     shape: tuple[int, ...]
@@ -78,9 +58,9 @@ AnyTensor = Tensor | QuantisedTensor
 
 
 class Naming(NamedTuple):
-    """Names without ``.weight`` and ``.bias``; those of a layer without its prefix.
+    """The names of weights, without ``.weight`` and ``.bias``; those of a layer without its prefix.
 
-    Several names of one product are its rows one behind the other, as q, k and v.
+    Several names of one product are consecutive rows of it, such as q, k and v.
     """
 
     embedding: str
@@ -172,18 +152,11 @@ GGUF = {
 
 
 class TensorTarget(NamedTuple):
-    """Where a tensor goes: views of arrays, which its items fill in their order.
+    """The arrays that a tensor of a file fills, in order.
 
-    Attributes
-    ----------
-    targets : dict from str to array
-        One, or those of a quantised weight by their names, whose first axes are alike.
-    shape : tuple of int
-        That of the tensor in the file.
-    blocks : Blocks, or None
-        Of a quantised weight.
-    turned : bool
-        Whether the targets' first axis is the file's second.
+    `targets` has one array ("all"), or the arrays of a quantised weight by name, whose first axes
+    are equal. `shape` is the tensor's in the file. If `turned`, the first axis of the targets is
+    the second axis of the file.
     """
 
     targets: dict[str, Array]
@@ -193,14 +166,10 @@ class TensorTarget(NamedTuple):
 
 
 class TensorTargets(NamedTuple):
-    """Where the tensors of a checkpoint go.
+    """The targets of the tensors of a checkpoint, by name.
 
-    Attributes
-    ----------
-    filled : dict from str to Place
-        Tensors that have to be there.
-    repeated : dict from str to Place
-        Tensors that may be there, and then hold what is at that place already.
+    Tensors of `filled` must be in the files. Those of `repeated` may be, and then must equal what
+    their target already holds.
     """
 
     filled: dict[str, TensorTarget]
@@ -229,7 +198,7 @@ def places(
     weights: Weights,
     tensors: Mapping[str, AnyTensor],
 ) -> TensorTargets:
-    """Return the place of each tensor of a checkpoint that has these, or of one that is to be."""
+    """Return the target of each tensor of a checkpoint; no `tensors` for one to be written."""
     prefix = _prefix(naming, tensors)
     filled: dict[str, TensorTarget] = {}
 
@@ -288,7 +257,7 @@ def _place(
     naming: Naming,
     tensor: AnyTensor | None,
 ) -> TensorTarget:
-    """Return the place of some rows of a product, those of `heads` in the order of pairs."""
+    """Return the target of rows of a product; rows of `heads` are in the order of pairs."""
     blocks = part.blocks if isinstance(part, QuantizedWeight) else None
     arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
     if heads is not None:
@@ -303,7 +272,7 @@ def _place(
 def _shares(
     names: tuple[str, ...], product: Product, heads: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, slice, int]]:
-    """Return which rows of a product each name has, and its share of them: how many heads."""
+    """Yield the rows of a product that each name has, and how many heads they are."""
     shares = heads if len(names) > 1 and heads else (1,) * len(names)
     unit, start = len(product.weight) // sum(shares), 0
     for name, share in zip(names, shares, strict=True):
@@ -345,10 +314,34 @@ def modules_of(
 def _as_pairs(rows: Array, heads: int) -> Array:
     """View rows (heads D, ...) as (heads, D/2, 2, ...): row m of a head, then row m + D/2.
 
-    In that order the files hold q and k, for a rotation of neighbours; the library's rotation turns
-    the halves of a head, as the model was trained.
+    Files with interleaved rotary pairs hold q and k in this order; the library rotates halves.
     """
     return rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2)
+
+
+def mismatch(
+    tensors: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Collection[str] = (),
+    ignores: Callable[[str], bool] = lambda name: False,
+) -> str:
+    """Return how tensors differ from those of the given shapes by name, "" if they do not."""
+    kinds = {
+        "missing": [name for name in shapes if name not in tensors and name not in optional],
+        "unknown": [name for name in tensors if name not in shapes and not ignores(name)],
+        "misshapen": [
+            f"{name} is {tensors[name].shape}, not {shape}"
+            for name, shape in shapes.items()
+            if name in tensors and tensors[name].shape != shape
+        ],
+    }
+    return "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+
+
+def _listed(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def is_ignored(naming: Naming, name: str) -> bool:
@@ -357,20 +350,9 @@ def is_ignored(naming: Naming, name: str) -> bool:
 
 
 class Checkpoint(NamedTuple):
-    """A model in files: its config, and its tensors by the names that they have there.
+    """A model in files: its config, and its tensors by their names in the files.
 
-    Attributes
-    ----------
-    where : str
-        The file or folder, for errors.
-    config : Config
-        Its numbers.
-    naming : Naming
-        What its weights are called.
-    tensors : dict from str to Tensor or QuantisedTensor
-        All that the files hold.
-    read_tokenizer : callable
-        Returns its tokenizer, or None.
+    `where` is the file or folder, for errors. `read_tokenizer` returns a `Tokenizer` or None.
     """
 
     where: str
@@ -381,7 +363,7 @@ class Checkpoint(NamedTuple):
 
 
 def damaged(where: str, what: str) -> ValueError:
-    """Make the error of a file that is not what it should be."""
+    """Make the error for a file that is not as it was published."""
     return error(
         ValueError,
         f"{where}: {what}",

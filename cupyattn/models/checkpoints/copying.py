@@ -17,6 +17,7 @@ from cupyattn.models.checkpoints.contents import (
     TensorTarget,
     TensorTargets,
     is_ignored,
+    mismatch,
     places,
 )
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
@@ -53,16 +54,10 @@ def filled(
     *,
     by: Any = None,
 ) -> Weights:
-    """Read all weights, after a look at every name and shape, for which nothing is allocated.
+    """Read all weights, after a check of every name and shape that allocates nothing.
 
-    They are converted and quantised by `xp`, or `by` another library: on a GPU for memory of the
-    host, which may be the larger one.
-
-    Raises
-    ------
-    ValueError
-        For tensors that are missing, or of another shape, or that no model of this config has; and
-        for weights that are not finite in the dtype of the model.
+    Weights are converted and quantised by `xp`, or by the library `by`: a GPU can prepare weights
+    for the memory of the host, which may be larger.
     """
     naming, config, tensors = checkpoint.naming, checkpoint.config, checkpoint.tensors
     _require_fit(checkpoint, places(naming, config, empty(config, dtype, _Shapes), tensors))
@@ -80,31 +75,18 @@ def filled(
 
 
 def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
-    tensors, known = checkpoint.tensors, {**targets.filled, **targets.repeated}
-    missing = [name for name in targets.filled if name not in tensors]
-    extra = [
-        name
-        for name, tensor in tensors.items()
-        if name not in known
-        and not is_ignored(checkpoint.naming, name)
-        and not _adds_nothing(name, tensors)
-    ]
-    wrong = [
-        f"{name} is {tensors[name].shape}, not {place.shape}"
-        for name, place in known.items()
-        if name in tensors and tensors[name].shape != place.shape
-    ]
-    complaints = [
-        f"{title}: {_listed(names)}"
-        for title, names in (("missing", missing), ("unknown", extra), ("misshapen", wrong))
-        if names
-    ]
-    if complaints:
-        config = checkpoint.config
+    tensors, config = checkpoint.tensors, checkpoint.config
+    found = mismatch(
+        tensors,
+        {name: target.shape for name, target in (targets.filled | targets.repeated).items()},
+        optional=targets.repeated,
+        ignores=lambda name: is_ignored(checkpoint.naming, name) or _adds_nothing(name, tensors),
+    )
+    if found:
         raise error(
             ValueError,
-            f"{checkpoint.where}: tensors do not fit its config; {'; '.join(complaints)}",
-            f"a model {config.architecture} of {config.num_layers} layers has "
+            f"{checkpoint.where}: tensors do not fit its config; {found}",
+            f"a {config.architecture} model of {config.num_layers} layers has "
             f"{len(targets.filled)} tensors of fixed names and shapes",
             "load the files of one model, all of them, with their own config",
         )
@@ -119,11 +101,6 @@ def _adds_nothing(name: str, tensors: Mapping[str, AnyTensor]) -> bool:
     if len(tensor.shape) != 1 or tensor.shape[0] not in weight.shape:  # the size is checked first
         return False
     return not tensor.read(0, tensor.shape[0]).any()
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _each_part(

@@ -17,18 +17,9 @@ _LARGEST_NUMBER = 3e38  # float32 ends there
 class Fields(NamedTuple):
     """Values by name; null is as if absent.
 
-    Every read either gives a value of its kind, or raises an error with the file, the name, what
-    was found and what is allowed: ValueError where the file must be damaged, NotImplementedError
-    where it may be a model that there is no code for.
-
-    Attributes
-    ----------
-    given : dict
-        Whatever a file held.
-    where : str
-        The file, for errors.
-    prefix : str
-        Before all names.
+    A read returns a value of its type, or raises an error with the file, the name, the value and
+    what is allowed: ValueError if the file must be damaged, NotImplementedError if there may be
+    such a model but no code for it. `where` is the file, and `prefix` comes before all names.
     """
 
     given: Json
@@ -36,10 +27,7 @@ class Fields(NamedTuple):
     prefix: str = ""
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Return a count, `least` or more.
-
-        A list is one for each layer, for which there is no code.
-        """
+        """Return a count of at least `least`; a list, one for each layer, is not supported."""
         value = self._value(name, default)
         if isinstance(value, list):
             raise self._unsupported(name, value, "one number for all layers")

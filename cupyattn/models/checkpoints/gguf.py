@@ -1,12 +1,12 @@
 """GGUF files as llama.cpp's converter writes them: the format, its blocks, and a model's config.
 
 The specification is ggml's docs/gguf.md. The package gguf has a reader too, but it takes seconds
-for the tokens of a vocabulary. Here that package only dequantises.
+for the tokens of a vocabulary. It is used only to dequantise.
 
-Blocks of Q4_0, Q4_1, Q8_0 and Q4_K (ggml's ggml-common.h) are kept as they are. A row is a sequence
-of blocks, each with its scales before its integers. In a block of 32 four-bit weights, byte j has
-weight j in its low half and weight j + 16 in its high half. Q4_K has eight blocks of 32 in a
-super-block, and pairs of them in the halves of 32 bytes.
+Blocks of Q4_0, Q4_1, Q8_0 and Q4_K (ggml's ggml-common.h) are kept. A row is a sequence of blocks,
+each with its scales before its integers. In a block of 32 four-bit weights, byte j has weight j in
+its low half and weight j + 16 in its high half. Q4_K has eight blocks of 32 in a super-block, and
+pairs of them in the halves of 32 bytes.
 """
 
 from __future__ import annotations
@@ -45,17 +45,7 @@ _Arrays = dict[str, np.ndarray]
 
 
 def kept_blocks(kind: str, stored: np.ndarray, inner: int) -> QuantisedTensor | None:
-    """Return a matrix of bytes (N, bytes of a row) as a tensor (N, K); None if it is not kept.
-
-    Parameters
-    ----------
-    kind : str
-        As GGUF calls it.
-    stored : uint8 array
-        As the file has it.
-    inner : int
-        K.
-    """
+    """Return bytes (N, bytes of a row) as a tensor (N, K); None if such blocks are not kept."""
     if kind not in _KINDS:
         return None
     found = _KINDS[kind]
@@ -137,19 +127,7 @@ _KINDS = {
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 _PLAIN = ("F32", "F16")
 _LEAST_STRING = 8  # bytes: its length
 _MOST_METADATA = 64 << 20
@@ -157,14 +135,9 @@ _MOST_METADATA = 64 << 20
 
 
 class GGUFFile(NamedTuple):
-    """The contents of a GGUF file.
+    """The metadata of a GGUF file, and its tensors by name.
 
-    Attributes
-    ----------
-    metadata : dict
-        Numbers, strings and lists by their keys.
-    tensors : dict from str to Tensor or QuantisedTensor
-        Their shapes as NumPy has them: the axis that is contiguous comes last.
+    Shapes are in the order of NumPy: the contiguous axis comes last.
     """
 
     metadata: Json
@@ -172,15 +145,7 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the metadata of a file, and where its tensors are; it stays mapped into memory.
-
-    Raises
-    ------
-    ValueError
-        For a file that is damaged, cut short or no GGUF.
-    NotImplementedError
-        For a version, or a type of tensors, that is unknown.
-    """
+    """Read the metadata of a file, and where its tensors are; it stays mapped into memory."""
     with open_regular(path, damaged) as file:
         is_empty = not os.fstat(file.fileno()).st_size
         content = np.empty(0, np.uint8) if is_empty else np.memmap(file, np.uint8, mode="r")
@@ -231,9 +196,8 @@ class _Cursor:
 
     def _require(self, size: int) -> None:
         if not 0 <= size <= len(self._content) - self.at:
-            raise damaged(
-                self.where, f"cut short: {size} bytes at {self.at} of {len(self._content)}"
-            )
+            have = len(self._content)
+            raise damaged(self.where, f"cut short: {size} bytes at {self.at} of {have}")
         if self.at + size > _MOST_METADATA:
             limit = size_text(_MOST_METADATA)
             raise damaged(
@@ -255,9 +219,7 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
-            raise damaged(
-                self.where, f"a value of the type {kind} at {self.at}, which there is none of"
-            )
+            raise damaged(self.where, f"a value of the unknown type {kind} at byte {self.at}")
         (inner,) = self.numbers("I", 1)
         (count,) = self.numbers("Q", 1)
         if inner in _SCALARS:
@@ -313,25 +275,16 @@ class _Info(NamedTuple):
         stored = content[start : start + total].reshape(*rows, width)
         if len(rows) == 1 and (kept := kept_blocks(kind.name, stored, columns)) is not None:
             return kept, total
-        if not rows:
-            read = partial(_numbers, quants.dequantize, stored, kind, block, size)
-            return Tensor(self.shape, read), total
-        return Tensor(self.shape, partial(_tensor_rows, quants.dequantize, stored, kind)), total
 
+        def read_rows(start: int, stop: int) -> np.ndarray:
+            return quants.dequantize(stored[start:stop], kind)
 
-def _tensor_rows(
-    dequantize: Any, stored: np.ndarray, kind: object, start: int, stop: int
-) -> np.ndarray:
-    return dequantize(stored[start:stop], kind)
+        def read_items(start: int, stop: int) -> np.ndarray:
+            first, end = start // block, -(-stop // block)
+            found = quants.dequantize(stored[first * size : end * size], kind)
+            return found[start - first * block : stop - first * block]
 
-
-def _numbers(
-    dequantize: Any, stored: np.ndarray, kind: object, block: int, size: int, start: int, stop: int
-) -> np.ndarray:
-    """Dequantise the blocks, of `size` bytes each, that hold the numbers asked for."""
-    first, end = start // block, -(-stop // block)
-    found = dequantize(stored[first * size : end * size], kind)
-    return found[start - first * block : stop - first * block]
+        return Tensor(self.shape, read_rows if rows else read_items), total
 
 
 _FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
@@ -356,7 +309,7 @@ _UNSUPPORTED: Json = {
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Read the config of a file and the names in it; of the weights nothing yet."""
+    """Read the config of a file and the names in it, but no weights."""
     file = read_gguf(path)
     kind = file.metadata.get("general.architecture")
     if not isinstance(kind, str) or kind not in _FORWARDS:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
 from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
@@ -25,24 +24,14 @@ from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_json
 
 Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
-"""From the tensors of files, by their names, to those that a model takes."""
+"""From the tensors of files, by their names, to those of a model."""
 
-
-_MARKS = {
-    STATE: "bitsandbytes",
-    ".qweight": "GPTQ or AWQ",
-}
+_MARKS = {STATE: "bitsandbytes", ".qweight": "GPTQ or AWQ"}
 """Parts of tensors' names that only quantised models have, each with its method."""
 
 
 def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
-    """Return the tensors of a model that is not quantised.
-
-    Raises
-    ------
-    ValueError
-        If they are those of a quantised one, whose config does not say so.
-    """
+    """Return the tensors of a model that is not quantised, or raise ValueError."""
     for name, tensor in stored.items():
         for mark, method in _MARKS.items():
             if mark in name:
@@ -56,13 +45,7 @@ def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
 
 
 def unpacking_of(config: Fields) -> Unpacking:
-    """Return how the tensors of a folder are read.
-
-    Raises
-    ------
-    NotImplementedError
-        For a method, or a variant of one, that there is no code for.
-    """
+    """Return how to read the tensors of a folder; raise for a method without code."""
     given = config.object("quantization_config")
     if not given:
         return partial(plain, where=config.where)
@@ -123,7 +106,7 @@ def _require_four_bits(fields: Fields) -> None:
 
 
 def _group_size(fields: Fields) -> int | None:
-    """Return how many weights along K share a scale; None stands for all of them."""
+    """Return how many weights along K share a scale; None means all of them."""
     size = fields.given.get("group_size", -1)
     if size in (None, -1):
         return None
@@ -157,20 +140,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def config_of(fields: Fields, generation: Fields) -> Config:
-    """Return the config of a folder.
-
-    Parameters
-    ----------
-    fields, generation : Fields
-        What config.json holds, and generation_config.json if there is one.
-
-    Raises
-    ------
-    NotImplementedError
-        For an architecture, a kind of rotary embedding or another trait that there is no code for.
-    ValueError
-        For values that are missing, of another kind, or do not fit together.
-    """
+    """Return the config of a folder from config.json and generation_config.json."""
     kind = fields.given.get("model_type")
     if kind == "gpt2":
         config = _gpt2(fields)
@@ -214,25 +184,12 @@ def _gpt2(fields: Fields) -> Config:
 
 
 def _llama(fields: Fields, kind: str) -> Config:
-    heads, head_dim = _heads(fields)
-    rope = _rope(fields, head_dim)
     biased = fields.flag("attention_bias", False)
     return Config(
         "llama",
-        vocab_size=fields.integer("vocab_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        hidden_size=fields.integer("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
-        max_positions=fields.integer("max_position_embeddings"),
+        **_sizes_and_rope(fields),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=_GATED[fields.choice("hidden_act", _GATED, "silu")],
-        rotary_dim=rope.rotary_dim,
-        rope_base=rope.base,
-        rope_scaling=rope.scaling,
-        tied=fields.flag("tie_word_embeddings", False),
         window_size=_window(fields, kind),
         qkv_bias=biased or kind == "qwen2",
         output_bias=biased and kind == "llama",
@@ -241,25 +198,12 @@ def _llama(fields: Fields, kind: str) -> Config:
 
 
 def _phi(fields: Fields) -> Config:
-    heads, head_dim = _heads(fields)
-    rope = _rope(fields, head_dim, partial=0.5)
     fields.refuse("qk_layernorm", False)
     return Config(
         "phi",
-        vocab_size=fields.integer("vocab_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        hidden_size=fields.integer("hidden_size"),
-        num_heads=heads,
-        num_kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
-        max_positions=fields.integer("max_position_embeddings"),
+        **_sizes_and_rope(fields, rotated=0.5),
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         activation=_ACTIVATIONS[fields.choice("hidden_act", _ACTIVATIONS, "gelu_new")],
-        rotary_dim=rope.rotary_dim,
-        rope_base=rope.base,
-        rope_scaling=rope.scaling,
-        tied=fields.flag("tie_word_embeddings", False),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -267,27 +211,34 @@ def _phi(fields: Fields) -> Config:
     )
 
 
-def _heads(fields: Fields) -> tuple[int, int]:
-    heads = fields.integer("num_attention_heads")
-    return heads, fields.integer("head_dim", fields.integer("hidden_size") // heads)
+def _sizes_and_rope(fields: Fields, rotated: float = 1.0) -> Json:
+    """Read the options that all models but GPT-2 have; `rotated` is the part of a head."""
+    heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    head_dim = fields.integer("head_dim", width // heads)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "max_positions": fields.integer("max_position_embeddings"),
+        "tied": fields.flag("tie_word_embeddings", False),
+        **_rope(fields, head_dim, rotated),
+    }
 
 
 def _window(fields: Fields, kind: str) -> tuple[int, int] | None:
-    """Return the window: `sliding_window` counts a query's own key."""
+    """Return the window: `sliding_window` includes the key of the query itself."""
     if kind == "qwen2":  # it has one in its last layers only, and no published model uses it
         fields.refuse("use_sliding_window", False)
     window = fields.integer("sliding_window", 0, least=0) if kind == "mistral" else 0
     return (window - 1, 0) if window else None
 
 
-class _Rope(NamedTuple):
-    rotary_dim: int
-    base: float
-    scaling: RopeScaling | None
-
-
-def _rope(fields: Fields, head_dim: int, partial: float = 1.0) -> _Rope:
-    """Read rope_parameters; before transformers 5 rope_theta, rope_scaling and the share apart."""
+def _rope(fields: Fields, head_dim: int, rotated: float) -> Json:
+    """Read rope_parameters, or the fields that transformers before 5 has instead."""
     fields.refuse("rope_interleaved", False)
     older = ("rope_theta", "partial_rotary_factor")
     rope = Fields(
@@ -300,7 +251,7 @@ def _rope(fields: Fields, head_dim: int, partial: float = 1.0) -> _Rope:
     )
     name = "type" if rope.given.get("rope_type") is None else "rope_type"
     kind = rope.choice(name, _ROPE_TYPES, default="default")
-    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", partial))
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", rotated))
     trained = rope.integer(
         "original_max_position_embeddings", fields.integer("max_position_embeddings")
     )
@@ -326,7 +277,8 @@ def _rope(fields: Fields, head_dim: int, partial: float = 1.0) -> _Rope:
             rope.number("beta_slow", 1.0),
             None if absent else rope.number("attention_factor"),
         )
-    return _Rope(rotary_dim, rope.number("rope_theta", 10000.0), scaling)
+    base = rope.number("rope_theta", 10000.0)
+    return {"rotary_dim": rotary_dim, "rope_base": base, "rope_scaling": scaling}
 
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -335,7 +287,7 @@ _MOST_BYTES = 16 << 20
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """Read a folder's config and the names in its files; of the weights nothing yet."""
+    """Read the config of a folder and the names in its files, but no weights."""
     files = _files(folder)
     generation = folder / "generation_config.json"
     fields = _fields(folder / "config.json")
@@ -363,13 +315,7 @@ def _fields(path: Path) -> Fields:
 
 
 def read_object(path: Path) -> Json:
-    """Read a JSON object from a file.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        If there is no file, or it is damaged, too large or nested too deeply.
-    """
+    """Read a JSON object from a file of a model; raises as `read_json`."""
     try:
         given = read_json(path, _MOST_BYTES, damaged)
     except FileNotFoundError:

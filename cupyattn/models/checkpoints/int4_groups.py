@@ -31,13 +31,7 @@ _SCALES = ("F16", "BF16", "F32")
 
 
 class Groups(NamedTuple):
-    """The three tensors of a weight.
-
-    Attributes
-    ----------
-    qweight, qzeros, scales : Stored
-        As they are in the file.
-    """
+    """The three tensors of a weight, as they are in the file."""
 
     qweight: Stored
     qzeros: Stored
@@ -66,9 +60,10 @@ def group_tensor(
     read_codes: Callable[[int, int], np.ndarray],
     read_zeros: Callable[[int, int], np.ndarray],
 ) -> QuantisedTensor:
-    """Return the weight (N, K); a group that is longer than a block of int4 is several.
+    """Return the weight (N, K); a group longer than a block of int4 becomes several blocks.
 
-    ``read_codes(start, stop)`` gives codes (rows, K / 2), and ``read_zeros`` zeros (groups, rows).
+    ``read_codes(start, stop)`` returns codes (rows, K / 2), and ``read_zeros`` zeros (groups,
+    rows).
     """
     size = inner if group_size is None else group_size
     if inner < 1 or outer < 1 or outer % PER_WORD or inner % size or inner % 32:
@@ -134,17 +129,7 @@ def integers_of(words: np.ndarray) -> np.ndarray:
 def unpacked_gptq(
     stored: dict[str, Stored], group_size: int | None, *, zeros_less_one: bool, in_order: bool
 ) -> dict[str, AnyTensor]:
-    """Return what a model takes of the tensors of its files.
-
-    `in_order` says whether groups lie along K where no g_idx says it.
-
-    Raises
-    ------
-    NotImplementedError
-        For groups that are scattered over K, or no whole ones.
-    ValueError
-        For parts that are missing or do not fit together.
-    """
+    """Return the tensors of a model; `in_order`: groups without g_idx are along K."""
     rest = dict(stored)
     found: dict[str, AnyTensor] = {}
     for name, groups in groups_of(rest):
@@ -191,15 +176,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked_awq(stored: dict[str, Stored], group_size: int | None) -> dict[str, AnyTensor]:
-    """Return what a model takes of the tensors of its files.
-
-    Raises
-    ------
-    NotImplementedError
-        For groups that are no whole ones.
-    ValueError
-        For parts that are missing or do not fit together.
-    """
+    """Return the tensors of a model."""
     rest = dict(stored)
     found: dict[str, AnyTensor] = {
         name: _awq_tensor(groups, group_size) for name, groups in groups_of(rest)

@@ -18,18 +18,10 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 class Stored(NamedTuple):
-    """A tensor of any dtype, as a file has it.
+    """A tensor of any dtype in a file.
 
-    Attributes
-    ----------
-    what : str
-        The file and its name there, for errors.
-    shape : tuple of int
-        As in the file.
-    kind : str
-        Its dtype, as safetensors calls it.
-    items : callable
-        ``items(index)`` reads a slice, or a tuple of slices.
+    `what` is the file and the tensor's name, for errors. `kind` is the dtype as safetensors names
+    it. ``items(index)`` reads a slice, or a tuple of slices.
     """
 
     what: str
@@ -38,13 +30,7 @@ class Stored(NamedTuple):
     items: Callable[[Any], np.ndarray]
 
     def require(self, kinds: tuple[str, ...], shape: tuple[int, ...] | None = None) -> Stored:
-        """Return it if it has one of the dtypes, and the shape.
-
-        Raises
-        ------
-        ValueError
-            Otherwise.
-        """
+        """Return the tensor if it has one of the dtypes, and the shape; else raise."""
         if self.kind not in kinds:
             raise damaged(self.what, f"it is of {self.kind}, not {' or '.join(kinds)}")
         if shape is not None and self.shape != shape:
@@ -52,7 +38,7 @@ class Stored(NamedTuple):
         return self
 
     def as_floats(self) -> Tensor:
-        """Return it as a tensor that is no part of a quantised one."""
+        """Return a tensor that is not part of a quantised one."""
 
         def read(start: int, stop: int) -> np.ndarray:
             return self._floats(slice(start, stop))
@@ -75,7 +61,7 @@ class Stored(NamedTuple):
 
 
 def read_metadata(file: Path) -> dict[str, str]:
-    """Return what the header of a file has beside its tensors; raises as `read_safetensors`."""
+    """Return the metadata in the header of a file."""
     safetensors = extra("safetensors", "reads the weights")
     try:
         return safetensors.safe_open(file, framework="numpy").metadata() or {}
@@ -84,13 +70,7 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 
 def read_safetensors(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by their names; of their items nothing is read.
-
-    Raises
-    ------
-    ValueError
-        For a file that is damaged.
-    """
+    """Return the tensors of a file by name, without reading their items."""
     dtype_of("bfloat16")  # NumPy has to know it before safetensors gives it any
     safetensors = extra("safetensors", "reads the weights")
     try:

@@ -25,17 +25,9 @@ _PARTIAL, _BEFORE = ".partial", ".before"
 
 
 def write_whole(files: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
-    """Write files beside their places, bring all to the disk, and only then rename them.
+    """Write files to temporary names, sync all to the disk, and only then rename them.
 
-    Parameters
-    ----------
-    files : mapping from path to callable
-        Each is called with the file to write into. Folders are made if need be.
-
-    Raises
-    ------
-    OSError
-        If one cannot be written: what was there before is as it was, also where Ctrl-C ends it.
+    On an OSError or an interrupt, older files are as they were. Folders are made if need be.
     """
     *firsts, _ = files
     partials: list[Path] = []
@@ -96,22 +88,7 @@ _AT_ONCE = 1 << 24
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write a file that is whole or not there.
-
-    Parameters
-    ----------
-    path : path
-        Its folder is made if need be.
-    arrays : mapping of arrays
-        NumPy or CuPy, of any strides.
-    metadata : mapping of str
-        What the header has beside them.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written: what was there before is as it was.
-    """
+    """Write a safetensors file of NumPy or CuPy arrays; it is complete or absent."""
     write_whole({path: partial(store, arrays=arrays, metadata=metadata)})
 
 
@@ -182,15 +159,6 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
     """Write weights, and copy all other files from the folder that the model came from.
 
     The config comes last: a folder that has one is complete.
-
-    Raises
-    ------
-    OSError
-        If they cannot be written.
-    ValueError
-        For weights that are not finite.
-    NotImplementedError
-        If that is no folder as transformers writes it.
     """
     require_source(source)
     naming = HUGGING_FACE[config.architecture]

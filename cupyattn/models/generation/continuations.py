@@ -1,9 +1,9 @@
 """A prompt in a generator: its samples, their tokens and text, and drafts of what follows.
 
 Drafts are speculative decoding without a second model. Prompt lookup (Saxena, 2023, "Prompt Lookup
-Decoding") searches the last tokens earlier in the text, and what followed there is a draft of what
-follows now. The model computes the whole draft in one step and keeps what it would have chosen
-itself: Leviathan et al., arXiv:2211.17192, for the greedy choice.
+Decoding") finds the last tokens earlier in the text, and proposes what followed them there. The
+model computes the whole draft in one step and keeps what it would have chosen itself (Leviathan et
+al., arXiv:2211.17192, for the greedy choice).
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ LONGEST_MATCH = 3
 
 
 def draft(tokens: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` tokens that followed the last ones when they stood before.
+    """Return at most `count` tokens that followed an earlier occurrence of the last tokens.
 
-    The longest match counts, and of several the latest.
+    The longest match counts, and the latest of several.
 
-    Examples
-    --------
     >>> draft([5, 6, 7, 8, 9, 1, 6, 7], 2)
     [8, 9]
-    >>> draft([1, 2, 3], 2)
-    []
     """
     text = array("i", tokens)
     width, whole = text.itemsize, text.tobytes()
@@ -50,12 +46,7 @@ def draft(tokens: Sequence[int], count: int) -> list[int]:
 def accepted(drafted: Sequence[int], chosen: Sequence[int]) -> list[int]:
     """Return the tokens that the model chose: its own after each draft that agrees with it.
 
-    `chosen` are the model's choices behind the last token and behind each of the draft.
-
-    Examples
-    --------
-    >>> accepted([8, 9, 4], [8, 9, 5, 7])
-    [8, 9, 5]
+    `chosen` has the model's choice after the last token, and after each token of the draft.
     """
     agreed = 0
     while agreed < len(drafted) and drafted[agreed] == chosen[agreed]:
@@ -66,10 +57,6 @@ def accepted(drafted: Sequence[int], chosen: Sequence[int]) -> list[int]:
 def padded(drafts: list[list[int]], count: int) -> list[list[int]]:
     """Return drafts that all have `count` tokens, if any draft has one.
 
-    Any tokens will do: most of them are refused.
-
-    Examples
-    --------
     >>> padded([[8, 9], []], 3)
     [[8, 9, 0], [0, 0, 0]]
     """
@@ -77,10 +64,10 @@ def padded(drafts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def appended(batch: Sequence[Work], drafts: Sequence[Sequence[int]]) -> bool:
-    """Append each draft to its sequence; where there are no blocks for all, append none.
+    """Append each draft to its sequence, or none if there are not enough blocks for all.
 
-    The scheduler has just appended a token: no sequence shares its last block, and none is copied
-    here.
+    The scheduler has just appended a token, so no sequence shares its last block and none is
+    copied.
     """
     lengths = [len(work.sequence) for work in batch]
     try:
@@ -96,7 +83,7 @@ def appended(batch: Sequence[Work], drafts: Sequence[Sequence[int]]) -> bool:
 def kept(
     batch: Sequence[Work], drafts: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]
 ) -> list[list[list[int]]]:
-    """Take back what the model refused; return what each sample of the batch goes on with."""
+    """Remove the tokens that the model refused; return what each sample goes on with."""
     results = []
     for work, drafted, found in zip(batch, drafts, chosen, strict=True):
         tokens = accepted(drafted, found)

@@ -49,11 +49,10 @@ Result = TypeVar("Result")
 
 
 class SerialCalls:
-    """Calls one at a time: a call that may come at any time waits for the one under way.
+    """Calls that run one at a time: a call that comes during another one waits for its end.
 
-    A stream that nobody reads ends as its iterator is collected: between two calls, or, where it
-    stands in a cycle, within a step, a submission or a cancellation, even with the allocator's lock
-    held.
+    A stream that nobody reads is cancelled when its iterator is collected. That can happen within a
+    step, a submission or a cancellation, even while the lock of the allocator is held.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class SerialCalls:
         self._left: list[Callable[[], None]] = []
 
     def make(self, call: Callable[..., Result], *given: object) -> Result:
-        """Make a call, and behind it what was left meanwhile."""
+        """Make a call, and then the calls that came during it."""
         if self._within.locked():  # within another one: the scheduler says whether it may be
             return call(*given)
         try:
@@ -71,7 +70,7 @@ class SerialCalls:
             self._make_left()
 
     def leave(self, call: Callable[..., None], *given: object) -> None:
-        """Make a call now, or as soon as the one that is under way has ended."""
+        """Make a call now, or as soon as the current one has ended."""
         self._left.append(partial(call, *given))
         self._make_left()
 
@@ -91,15 +90,7 @@ _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}
 def blocks_at_hand(
     model: TokenModel, dtype: DTypeLike, block_size: int, lengths: Sequence[int]
 ) -> int:
-    """Return how many blocks sequences of these lengths fill, or the most that there is room for.
-
-    Raises
-    ------
-    TypeError, ValueError
-        For a block size that no cache has.
-    MemoryError
-        If the longest alone has no room.
-    """
+    """Return how many blocks sequences of these lengths fill, or the most that memory holds."""
     block_size = as_count("block_size", block_size, 16, _MOST_BLOCK_SIZE)
     needed = [-(-length // block_size) for length in lengths]
     room = int(SHARE * free_bytes(model.xp)) // block_bytes(model.config, dtype, block_size)
@@ -121,7 +112,7 @@ def block_bytes(config: Config, dtype: DTypeLike, block_size: int) -> int:
 
 
 def free_bytes(xp: ModuleType) -> int:
-    """Return the free memory where arrays of a library are: of the current GPU, or of the host."""
+    """Return the free memory of the current GPU, or of the host for numpy."""
     if xp is not np:
         free, _ = xp.cuda.runtime.memGetInfo()
         return free + xp.get_default_memory_pool().free_bytes()
@@ -437,7 +428,7 @@ class Generator:
     def _verified(
         self, batch: tuple[Work, ...], draws: list[TokenDraw], drafts: list[list[int]]
     ) -> list[list[list[int]]]:
-        """Compute the drafts behind the last tokens; keep what the model chooses as well."""
+        """Compute the drafts after the last tokens; keep what the model chooses as well."""
         tokens = [[*work.tokens, *drafted] for work, drafted in zip(batch, drafts, strict=True)]
         if self._decoding is not None and len({len(each) for each in tokens}) == 1:
             chosen = self._decoding.run(tokens, draws)

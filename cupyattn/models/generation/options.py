@@ -69,7 +69,7 @@ class Ends(NamedTuple):
 def as_sampling(
     temperature: object, top_k: object, top_p: object, min_p: object, repetition_penalty: object
 ) -> Sampling:
-    """Read how tokens are drawn, or refuse it."""
+    """Return how tokens are drawn, or raise."""
     return Sampling(
         _number("temperature", temperature, "0 or more (0 is greedy)", 0, math.inf),
         None if top_k is None else min(as_count("top_k", top_k, 1), MOST_TOP_K),
@@ -83,26 +83,24 @@ def as_sampling(
 
 
 def as_count(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
-    """Read an integer; a bool is none."""
+    """Return an integer within limits, or raise; a bool is not an integer here."""
     allowed = f"{lowest} or more" if highest is None else f"{lowest} to {highest:,}"
     try:
         number = None if isinstance(value, bool) else as_int(value)
     except TypeError:
         number = None
-    if number is None:
+    if number is None or number < lowest or (highest is not None and number > highest):
         raise error(
-            TypeError, f"got {name} = {shown(value)}", f"it is an integer, {allowed}", "pass an int"
+            TypeError if number is None else ValueError,
+            f"got {name} = {shown(value)}",
+            f"it must be an integer, {allowed}",
+            f"pass for example {name}={max(lowest, 1)}",
         )
-    if number < lowest or (highest is not None and number > highest):
-        raise error(
-            ValueError, f"got {name} = {shown(number)}", f"allowed is {allowed}",
-            "pass one of those",
-        )  # fmt: skip
     return number
 
 
 def as_lengths(given: Any) -> list[int]:
-    """Read how long sequences will be."""
+    """Return how long sequences will be, or raise."""
     if not _is_iterable(given) or isinstance(given, str | bytes):
         raise error(
             TypeError, f"got lengths = {shown(given)}",
@@ -112,25 +110,17 @@ def as_lengths(given: Any) -> list[int]:
 
 
 def as_seed(seed: object) -> int:
-    """Read a seed, or draw one where none is given."""
-    if seed is None:
-        return randbits(SEED_BITS)
-    number = as_count("seed", seed, 0)
-    if number >= 1 << SEED_BITS:
-        raise error(
-            ValueError, f"got seed = {shown(number)}", f"seeds are 0 to 2**{SEED_BITS} - 1",
-            "pass a smaller one",
-        )  # fmt: skip
-    return number
+    """Return a seed, drawn if none is given."""
+    return randbits(SEED_BITS) if seed is None else as_count("seed", seed, 0, 2**SEED_BITS - 1)
 
 
 def as_prompts(prompts: object, model: Any) -> list[Prompt]:
-    """Read prompts: text or ids, one or several."""
+    """Return prompts: text or ids, one or several."""
     return [_prompt(each, model) for each in _listed(prompts)]
 
 
 def as_cache_dtype(given: object, dtype: str) -> str:
-    """Read how keys and values of a model in a dtype are kept."""
+    """Return the dtype or format of keys and values, for a model of this dtype."""
     if given is None or given == dtype:
         return dtype
     if given in ("int8", "int4"):
@@ -143,7 +133,7 @@ def as_cache_dtype(given: object, dtype: str) -> str:
 
 
 def as_ends(stop: Any, model: TokenModel) -> Ends:
-    """Read what ends a sample beside the tokens that end every text."""
+    """Return what ends a sample, with the tokens that end every text."""
     if stop is None:
         stop = ()
     if isinstance(stop, bytes | bytearray):
@@ -197,7 +187,7 @@ def _number(
 
 
 def _listed(prompts: Any) -> list[object]:
-    """Return the prompts one by one: a string, or integers, are one."""
+    """Return the prompts one by one: a string, or a list of integers, is one prompt."""
     if isinstance(prompts, str | Prompt):
         return [prompts]
     if isinstance(prompts, bytes | bytearray):
@@ -261,7 +251,7 @@ def _prompt(given: Any, model: TokenModel) -> Prompt:
 
 
 def _encoded(tokenizer: TextTokenizer, text: str, positions: int) -> list[int]:
-    """Return the tokens of a text; refuse one that is far too long by its beginning."""
+    """Return the tokens of a text; refuse one that is far too long from its beginning."""
     most = _CHARACTERS * positions
     if len(text) > most and len(tokenizer.encode(text[:most])) > 2 * positions:
         raise error(
@@ -272,7 +262,7 @@ def _encoded(tokenizer: TextTokenizer, text: str, positions: int) -> list[int]:
 
 
 def tokenizer_for(model: TokenModel, what: str) -> TextTokenizer:
-    """Return a model's tokenizer, which is only asked for where text is: it may load then."""
+    """Return the model's tokenizer, which may load now, or raise."""
     tokenizer: TextTokenizer | None = model.tokenizer
     if tokenizer is None:
         raise error(

@@ -1,9 +1,9 @@
 """Steps of a model over a paged cache: their inputs, packed steps, and captured decoding steps.
 
 A packed step computes any tokens of any sequences. A captured step has a largest batch, one new
-token of each sequence (or as many of each), and arrays that stay where they are. The token that it
-draws is the one that it computes next, and it advances its tables. So the next step is queued
-before the host has read what this one drew, and the GPU does not wait.
+token of each sequence (or as many of each), and arrays at fixed addresses. The token that it draws
+is the one that it computes next, and it advances its tables. So the next step is queued before the
+host has read what this one drew, and the GPU does not wait.
 
 With CuPy arrays a captured step is a CUDA graph. With NumPy arrays a replay is the call itself, and
 a copy is made at once.
@@ -41,21 +41,13 @@ def device_of(array: Array) -> AbstractContextManager[object]:
     return nullcontext() if isinstance(array, np.ndarray) else cast("CudaArray", array).device
 
 
-def upload(array: Array, staged: np.ndarray) -> None:
-    """Queue the copy of an array of the host; it may change as soon as this has returned."""
-    if isinstance(array, np.ndarray):
-        array[...] = staged
-    else:  # from memory that is not pinned the driver takes what it reads before the call returns
-        cast("CudaArray", array).set(staged, stream=_current_stream())
-
-
 def capture(
     xp: ModuleType, prepare: Callable[[], None], work: Callable[[], None]
 ) -> Callable[[], None]:
-    """Capture work on arrays that stay where they are; return what runs it on the current stream.
+    """Capture work on arrays at fixed addresses; return a function that runs it.
 
-    `prepare` fills these arrays, before each run of the work. What the work allocates comes from a
-    pool of its own, which lives as long as the graph does: nobody else gets that memory.
+    `prepare` fills these arrays before each run. What the work allocates comes from its own pool,
+    which lives as long as the graph, so that nobody else gets that memory.
     """
     if xp is np:
         return work
@@ -74,27 +66,16 @@ def capture(
                 stream.end_capture()
             raise
         graph = stream.end_capture()
-    return Replay(graph, pool, stream)
+    kept = graph, pool, stream  # the pool has the memory that the graph works in
+    return lambda: kept[0].launch()
 
 
 def _current_stream() -> Any:
     return load_cupy().cuda.get_current_stream()
 
 
-class Replay:
-    """A captured graph with the memory that it works in."""
-
-    def __init__(self, graph: Any, pool: object, stream: object) -> None:
-        self.graph = graph
-        self._kept = pool, stream
-
-    def __call__(self) -> None:
-        """Queue it on the current stream."""
-        self.graph.launch()
-
-
 class Readback:
-    """Copies of an array of results to the host; at most two of them are on their way."""
+    """Copies of an array of results to the host; at most two of them are pending."""
 
     def __init__(self, xp: ModuleType, items: int) -> None:
         self._turn = 0
@@ -106,9 +87,9 @@ class Readback:
                 self._places.append((host, xp.cuda.Event(disable_timing=True)))
 
     def queue(self, array: Array) -> Callable[[], list[int]]:
-        """Queue a copy; return what waits for it and reads it, before the next but one is queued.
+        """Queue a copy; return a function that waits for it and reads it.
 
-        Only for what was queued before it, so that later work goes on meanwhile.
+        Read before the next but one copy is queued. Work that is queued later runs meanwhile.
         """
         if isinstance(array, np.ndarray):
             copied = array.tolist()
@@ -132,20 +113,11 @@ _OFF = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.
 
 
 class TokenDraw(NamedTuple):
-    """A next token to draw, from the logits behind the last token of a sequence.
+    """A next token to draw, from the logits after the last token of a sequence.
 
-    Attributes
-    ----------
-    sequence : Sequence
-        Its last token is what the step computes.
-    sampling : Sampling
-        How it is drawn.
-    seed : int
-        Of the sample; together with the token's position it decides.
-    previous : sequence of int
-        What a repetition penalty weakens: all tokens so far.
-    left : int
-        How many tokens the sample may still have, this one included.
+    `seed` is the sample's; with the position of the token it determines the draw. `previous` has
+    all tokens so far if there is a repetition penalty. `left` is how many tokens the sample may
+    still have, this one included.
     """
 
     sequence: CachedSequence
@@ -156,18 +128,12 @@ class TokenDraw(NamedTuple):
 
 
 def used_options(draws: Iterable[TokenDraw]) -> frozenset[str]:
-    """Return the options of `cupyattn.sample` that matter to any of these."""
+    """Return the options of `cupyattn.sample` that any of these needs."""
     return frozenset().union(*(draw.sampling.used for draw in draws))
 
 
 class StepInputs:
-    """Arrays of a step in one piece of memory, uploaded at once and always at the same place.
-
-    Attributes
-    ----------
-    ids : int32 array (tokens,)
-        The tokens to compute.
-    """
+    """Arrays of a step in one allocation, uploaded together to fixed addresses."""
 
     def __init__(
         self,
@@ -222,13 +188,13 @@ class StepInputs:
                 off = self._off[name]
                 values = [getattr(draw.sampling, name) for draw in draws]
                 _fill(column, [off if value is None else value for value in values], off)
-        upload(self._buffer, self._staged)
+        if isinstance(self._buffer, np.ndarray):
+            self._buffer[...] = self._staged
+        else:  # of memory that is not pinned the driver makes a copy before the call returns
+            cast("CudaArray", self._buffer).set(self._staged, stream=_current_stream())
 
     def options(self, step: Array | None = None) -> Keywords:
-        """Return what `cupyattn.sample` takes beside the logits.
-
-        The step of a token is its position: `step` if it is given.
-        """
+        """Return the options of `cupyattn.sample`; `step` replaces the uploaded positions."""
         if len(self._placed) == 1:
             return {"seed": 0, "temperature": 0.0}
         given = {name: array for name, array in self._placed.items() if name != "ids"}
@@ -245,8 +211,8 @@ def paged_attend(
 ) -> Attend:
     """Return attention over a paged cache, for `Model.hidden`.
 
-    Of each layer it writes the new keys and values, rotated, and then lets the new queries see all.
-    `width` is how many of them each sequence has, None where that differs.
+    It writes the new keys and values of a layer, rotated, and then lets the new queries see all of
+    them. `width` is the number of new queries of each sequence, None where that differs.
     """
     window = model.config.window_size
 
@@ -262,25 +228,16 @@ def paged_attend(
     return attend
 
 
-class StepSequence:
-    """A sequence in a step: the tokens to compute, and the draws behind its last ones.
+class StepSequence(NamedTuple):
+    """A sequence in a step: the tokens to compute, and the draws after the last of them.
 
-    `draws` are all made behind the last token; with `every` there is one behind each token.
+    With `every` there is one draw after each token instead.
     """
 
-    __slots__ = ("draws", "every", "sequence", "tokens")
-
-    def __init__(
-        self,
-        sequence: CachedSequence,
-        tokens: Sequence[int],
-        draws: Sequence[TokenDraw],
-        every: bool = False,
-    ) -> None:
-        self.sequence = sequence
-        self.tokens = tokens
-        self.draws = draws
-        self.every = every
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    draws: Sequence[TokenDraw]
+    every: bool = False
 
 
 def packed_step(
@@ -313,7 +270,7 @@ def packed_step(
 
 
 def require_drawn(tokens: Sequence[int]) -> None:
-    """Refuse what `cupyattn.sample` returns for logits of which none can be drawn."""
+    """Raise for the result of `cupyattn.sample` for logits that are all NaN or -inf."""
     if min(tokens, default=0) < 0:
         raise error(
             FloatingPointError,
@@ -324,7 +281,7 @@ def require_drawn(tokens: Sequence[int]) -> None:
 
 
 class DecodeStep:
-    """A step of at most `batch` sequences with `width` new tokens each, at the same place."""
+    """A captured step of at most `batch` sequences with `width` new tokens each."""
 
     def __init__(
         self,
@@ -359,12 +316,12 @@ class DecodeStep:
         self._replay()
 
     def go_on(self) -> None:
-        """Queue the step behind it, of the same sequences with the tokens that it draws."""
+        """Queue the next step: the same sequences with the tokens that this one draws."""
         assert self._replay is not None
         self._replay()
 
     def read(self) -> Callable[[], list[int]]:
-        """Queue the way of the drawn tokens to the host; return what waits for them."""
+        """Queue the copy of the drawn tokens to the host; return a function that waits for it."""
         return self._readback.queue(self._inputs.ids)
 
     def _compute(self) -> None:
@@ -394,11 +351,11 @@ class Decoding:
         self._ahead: _Ahead | None = None
 
     def forget(self) -> None:
-        """Drop the step that is queued ahead: what it was for has ended."""
+        """Drop the step that is queued ahead: its sequences have ended."""
         self._ahead = None
 
     def run(self, ids: Sequence[Sequence[int]], draws: Sequence[TokenDraw]) -> list[list[int]]:
-        """Compute as many last tokens of each sequence; return what is drawn behind each token."""
+        """Compute the last tokens of each sequence; return what is drawn after each token."""
         width = len(ids[0])
         ahead, self._ahead = self._ahead, None
         if width == 1 and ahead is not None and ahead.expected == _state(draws, 0):
@@ -425,10 +382,7 @@ class Decoding:
         return self._steps[key]
 
     def _may_go_on(self, draws: Sequence[TokenDraw]) -> bool:
-        """Tell whether the next step is known: none ends, or needs a block.
-
-        No sequence shares its last block, in which its newest token has just been put.
-        """
+        """Tell whether the next step is known: no sequence ends, or needs a block."""
         size = self._cache.allocator.block_size
         return all(
             draw.left > 1
@@ -444,22 +398,16 @@ def _state(
     """Return all that a step depends on beside its tokens, if each sequence has `more` of them."""
     return [
         (
-            draw.sequence,
-            len(draw.sequence) + more,
-            draw.sequence.block_ids,
-            draw.sampling,
-            draw.seed,
+            each.sequence,
+            len(each.sequence) + more,
+            each.sequence.block_ids,
+            each.sampling,
+            each.seed,
         )
-        for draw in draws
+        for each in draws
     ]
 
 
 def _power_of_two(count: int) -> int:
-    """Return the least power of two that is not below a count.
-
-    Examples
-    --------
-    >>> [_power_of_two(count) for count in (1, 2, 3, 8, 9)]
-    [1, 2, 4, 8, 16]
-    """
+    """Return the least power of two that is not below a count."""
     return 1 << (count - 1).bit_length()

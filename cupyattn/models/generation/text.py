@@ -86,7 +86,7 @@ class TextStream:
         return "".join(self._pieces)
 
     def push(self, token: int) -> str:
-        """Take a token; return the text that is certain now. Behind its end there is none."""
+        """Take a token; return the text that is certain now, none after the end."""
         if self.stopped:
             return ""
         self._ids.append(token)
@@ -110,7 +110,7 @@ class TextStream:
         return piece + held
 
     def _begun(self) -> int:
-        """Return how many tokens at the end of the prompt begin a character: ids may do so."""
+        """Return how many tokens at the end of the prompt are part of an unfinished character."""
         for tokens in range(min(3, len(self._ids)) + 1):
             whole = self._ids[: len(self._ids) - tokens]
             if not self._tokenizer.decode(whole).endswith(INCOMPLETE):
@@ -121,7 +121,7 @@ class TextStream:
         return self._tokenizer.decode(self._ids[self._begin :])
 
     def _passed(self, piece: str) -> str:
-        """Return the part of new text, and of what is held, that no string can claim."""
+        """Return the part of new and held text that cannot belong to a stop string."""
         text = self._held + piece
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if ends:
@@ -135,12 +135,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    r"""Return how many characters at the end of a text are the beginning of a string.
-
-    Examples
-    --------
-    >>> _overlap("so\n", "\n\n"), _overlap("so", "\n\n")
-    (1, 0)
-    """
+    r"""Return how many characters at the end of a text are the beginning of a string."""
     most = min(len(text), len(stop) - 1)
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)

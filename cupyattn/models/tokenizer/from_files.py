@@ -34,24 +34,11 @@ def byte_level(
     special: Sequence[str] = (),
     added: Sequence[str] = (),
 ) -> Any:
-    """Return a tokenizers.Tokenizer.
+    """Return a tokenizers.Tokenizer, or raise ValueError if a merge has unknown tokens.
 
-    Parameters
-    ----------
-    vocab : mapping from str to int
-        Tokens, whose bytes are written as GPT-2 writes them, and their ids.
-    merges : sequence of str
-        Two tokens with a space between, the first to be merged first.
-    kind : str
-        One of `KINDS`.
-    special, added : sequence of str
-        Tokens of the vocabulary that are found in text as they are; special ones are left out of
-        decoded text.
-
-    Raises
-    ------
-    ValueError
-        If a merge is of tokens that are not in the vocabulary.
+    Tokens of `vocab` are written as GPT-2 writes bytes. A merge is two tokens with a space between;
+    the first of `merges` is merged first. `kind` is one of `KINDS`. Tokens of `special` and `added`
+    are found in text as they are; special ones are left out of decoded text.
     """
     tokenizers = extra("tokenizers", "makes ids of text")
     pairs = [tuple(merge.split(" ")) for merge in merges]
@@ -97,15 +84,7 @@ _MOST_OTHER_BYTES = 32 << 20
 
 
 def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
-    """Read the tokenizer of a folder; None if the folder has no file of one.
-
-    Raises
-    ------
-    ValueError
-        If its files are damaged.
-    NotImplementedError
-        If it is of a kind that is not read.
-    """
+    """Return the tokenizer of a folder; None if the folder has no file of one."""
     config = _settings(folder)
     special = config.get("special_tokens", {})
     where = folder / "tokenizer.json"
@@ -220,15 +199,7 @@ _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
 def tokenizer_of_gguf(metadata: Json, where: str) -> Tokenizer | None:
-    """Make the tokenizer that a file's metadata describes; None if they describe none.
-
-    Raises
-    ------
-    NotImplementedError
-        If it is of another kind than byte-level BPE and sentencepiece's BPE.
-    ValueError
-        If tokens or merges do not fit together.
-    """
+    """Return the tokenizer that the metadata of a file describe; None if there is none."""
     kind = metadata.get(f"{_PREFIX}model")
     tokens = metadata.get(f"{_PREFIX}tokens")
     if kind is None or tokens is None:

@@ -35,15 +35,10 @@ class ExceededError(Exception):
 class TemplateBudget:
     """The time and the sizes of values that are left to one run of a template.
 
-    Every operation of a template takes time in proportion to its operands and its result. So
-    these limits hold it, wherever it runs: a result has at most `most` characters, all results
-    together at most `left`, and the clock is read between operations. Both sizes grow with what
-    the caller passes, since a template may copy that.
-
-    Parameters
-    ----------
-    given : mapping
-        The variables that the caller passes to the template.
+    Every operation of a template takes time in proportion to its operands and its result. So two
+    sizes bound it: a result has at most `most` characters, and all results have at most `left`. The
+    clock is read between operations. Both sizes grow with the variables `given`, which a template
+    may copy.
     """
 
     def __init__(self, given: Mapping[str, TemplateValue]) -> None:

@@ -27,9 +27,8 @@ from cupyattn.models.tokenizer.template_budget import (
     current,
 )
 
-_SEARCHED = (
-    1 << 30
-)  # to search from the right, or to strip, takes the product of both lengths at worst
+_SEARCHED = 1 << 30
+"""The worst cost of a search from the right, or of stripping: the product of both lengths."""
 
 _PLAIN = """capitalize casefold endswith isalnum isalpha isascii isdecimal isdigit isidentifier
 islower isnumeric isprintable isspace istitle isupper lower removeprefix removesuffix splitlines
@@ -39,18 +38,13 @@ startswith swapcase title upper"""
 def require_method(
     budget: TemplateBudget, method: TemplateValue, given: tuple[object, ...], named: dict
 ) -> tuple:
-    """Check a call of a method of Python's own types; return its positional arguments.
-
-    Raises
-    ------
-    ExceededError
-        If it is none for templates, or its result would be too long.
-    """
+    """Check a call of a method of Python's own types; return its positional arguments."""
     owner = getattr(method, "__self__", None)
     kind = next((kind for kind in _METHODS if isinstance(owner, kind)), None)
     written_in_c = isinstance(method, BuiltinMethodType)
     if kind is None:
-        if written_in_c and type(owner).__module__ == "builtins" and not _is_module(owner):
+        is_builtin = type(owner).__module__ == "builtins" and not isinstance(owner, ModuleType)
+        if written_in_c and is_builtin:
             raise ExceededError(f"it calls {type(owner).__name__}.{method.__name__}")
         return given
     if not (written_in_c or kind is str):  # of a class of the caller's own
@@ -59,10 +53,6 @@ def require_method(
         raise ExceededError(f"it calls {kind.__name__}.{method.__name__}")
     check = _METHODS[kind][method.__name__]
     return given if check is None else check(budget, owner, *given, **named)
-
-
-def _is_module(owner: object) -> bool:
-    return isinstance(owner, ModuleType)
 
 
 def require_replaced(

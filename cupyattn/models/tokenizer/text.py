@@ -35,25 +35,12 @@ MOST_TEMPLATE = 1 << 17
 
 
 def rendered(template: str, where: str | None = None, /, **variables: object) -> str:
-    """Return the text that a template makes of its variables.
+    """Return the text that a template makes of its variables, or raise ValueError.
 
-    A template is a program that came with the weights: it may be damaged or malicious. It runs
-    in Jinja's sandbox, and within a `Budget`: 10 seconds, texts of 4 million characters or 8
-    times the size of the variables, integers of 1024 bits.
-
-    Parameters
-    ----------
-    template : str
-        The Jinja source.
-    where : str, optional
-        The file that it was read from, for errors.
-    **variables
-        What the template knows.
-
-    Raises
-    ------
-    ValueError
-        If the template is wrong, exceeds a limit, or refuses the variables.
+    A template is a program that came with the weights: it may be damaged or malicious. It runs in
+    Jinja's sandbox, and within a `TemplateBudget`: 10 seconds, texts of 4 million characters or 8
+    times the size of the variables, integers of 1024 bits. `where` is the file that it was read
+    from.
     """
     extra("jinja2", "runs chat templates")
     try:

@@ -1,11 +1,11 @@
 """The backward of `cupyattn.models.forward`, with the same names, from the last line to the first.
 
-Of the forward only the input of each layer is kept, L + 1 arrays (total, E). A layer is computed
-again before its gradients are (Chen et al., "Training deep nets with sublinear memory cost",
-arXiv:1604.06174), by the same calls, so with the same bits. d<name> is the gradient of the loss,
+Of the forward only the input of each layer is kept, L + 1 arrays (total, E). A layer is recomputed
+before its gradients (Chen et al., "Training deep nets with sublinear memory cost",
+arXiv:1604.06174) by the same calls, so with the same bits. d<name> is the gradient of the loss,
 times the loss scale, with respect to <name>. Gradients of frozen products are not computed. The
-gradient of a norm's weight is computed with its dx. All sums of hidden states' gradients are made
-where a product or a norm's gradient is stored.
+gradient of a norm's weight is computed with its dx. All sums of gradients of hidden states are
+computed where a product or the gradient of a norm is stored.
 
 A product may have low-rank adapters. Attention is causal within each sample of a batch.
 """
@@ -58,13 +58,8 @@ from cupyattn.runtime.errors import error
 class ArrayPart(NamedTuple):
     """A part of one of the model's arrays: ``array[part] = scale * learnt``.
 
-    Attributes
-    ----------
-    array : array
-        In the model's dtype, the very one that its layers hold.
-    part : tuple of slices
-        Of the shape of what is learnt.
-    scale : float
+    `array` is the very array that the model's layers hold. `part` selects the shape of what is
+    learnt.
     """
 
     array: Array
@@ -79,19 +74,11 @@ class ArrayPart(NamedTuple):
 
 
 class Gradients:
-    """Takes the gradients of a model's arrays, and adds them to those of what is learnt.
+    """Adds the gradients of a model's arrays to the gradients of the learnt arrays.
 
-    Each is rounded to the model's dtype once, as a product leaves it, and added in float32. An
-    array without a place is not trained, and is passed over.
-
-    Parameters
-    ----------
-    places : mapping from str to Place
-        Of what is learnt by name.
-    learnt, into : mapping from str to array
-        It, and where its gradients are added.
-    accumulate : bool
-        Whether to add to what stands there.
+    A product rounds each to the model's dtype, and they are added in float32. An array without a
+    part in `places` is not trained, and its gradient is ignored. `into` has the sums, which begin
+    at 0 unless `accumulate` is set.
     """
 
     def __init__(
@@ -113,7 +100,7 @@ class Gradients:
         return id(array) in self._parts
 
     def add(self, array: object, gradient: Array) -> None:
-        """Take the gradient of one of the model's arrays: d array = scale * d learnt there."""
+        """Add the gradient of one of the model's arrays: d array = scale * d learnt."""
         for place, _, into in self._parts.get(id(array), ()):
             found = gradient[place.part]
             if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 is of a kind of its own
@@ -121,7 +108,7 @@ class Gradients:
             into += found
 
     def add_rows(self, table: Array, ids: Array, gradient: Array) -> None:
-        """Take the gradient of ``embedding(table, ids)``, and add each row to its id's."""
+        """Add the gradient of ``embedding(table, ids)``, each row to the row of its id."""
         for _, learnt, into in self._parts.get(id(table), ()):
             dout = gradient.astype(into.dtype, copy=False)
             embedding_backward(dout, learnt, ids, grads=into, accumulate=True)
@@ -131,24 +118,13 @@ _AT_ONCE = 1 << 24  # numbers of a weight that are merged at a time, in float32
 
 
 class AdaptedProduct(NamedTuple):
-    """A `Product` whose weight is frozen, and LoRA beside it: ``x W^T + bias + D(x) A^T B^T``.
+    """A `Product` with a frozen weight and LoRA adapters: ``x W^T + bias + D(x) A^T B^T``.
 
     Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, equation 3,
-    with dropout D of what the adapters read. Modules whose rows one product has, such as q, k and
-    v, have adapters of their own: their matrices A stand one above the other, so that x is read
-    once, and their B, each times alpha / rank, are blocks of a B that is 0 elsewhere. They share a
-    mask of dropout.
-
-    Attributes
-    ----------
-    weight : array or QuantizedWeight (N, K)
-    bias : array (N,), or None
-    a : array (R, K)
-        Of all adapters, R being the sum of their ranks.
-    b : array (N, R)
-    dropout_p : float
-    seed : int, or None
-        Of dropout.
+    with dropout D before the adapters. Modules that are rows of one product, such as q, k and v,
+    have their own adapters: `a` (R, K) has their matrices A one after the other, so that x is read
+    once, and `b` (N, R) has their B, each times alpha / rank, as blocks, and 0 elsewhere. R is the
+    sum of their ranks. They share a dropout mask.
     """
 
     weight: Array | QuantizedWeight
@@ -167,7 +143,7 @@ class AdaptedProduct(NamedTuple):
         residual: Array | None = None,
         return_preactivation: bool = False,
     ) -> Any:
-        """Return what `Product` does, with the adapters; either an activation or a residual."""
+        """Return the product plus the adapters, with either an activation or a residual."""
         low = linear(self._dropped(x), self.a.T)
         added = linear(low, self.b.T, residual=residual)
         out = preactivation = linear(x, self.weight.T, self.bias, residual=added)
@@ -185,24 +161,20 @@ class AdaptedProduct(NamedTuple):
         """
         dropped = self._dropped(x)
         of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
-        assert of_b.dx is not None
-        assert of_b.dw is not None
-        gradients.add(self.b, of_b.dw.T)
+        gradients.add(self.b, _present(of_b.dw).T)
         dx = linear(dout, self.weight, residual=residual)
         if self.dropout_p:
-            of_a = linear_backward(of_b.dx, dropped, self.a.T)
-            assert of_a.dx is not None
+            of_a = linear_backward(_present(of_b.dx), dropped, self.a.T)
             given = self.dropout_p, self.seed
-            dropout_backward(of_a.dx, *given, grads=DropoutGrads(dx), accumulate=True)
+            dropout_backward(_present(of_a.dx), *given, grads=DropoutGrads(dx), accumulate=True)
         else:
             grads = LinearGrads(dx=dx)
-            of_a = linear_backward(of_b.dx, x, self.a.T, grads=grads, accumulate=True)
-        assert of_a.dw is not None
-        gradients.add(self.a, of_a.dw.T)
+            of_a = linear_backward(_present(of_b.dx), x, self.a.T, grads=grads, accumulate=True)
+        gradients.add(self.a, _present(of_a.dw).T)
         return dx
 
     def merged(self, xp: ModuleType) -> Product:
-        """Return a product whose weight has taken the adapters over, rounded once."""
+        """Return a product whose weight includes the adapters, rounded once."""
         wide = loss_dtype(self.a.dtype)
         a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
         step = max(1, _AT_ONCE // weight.shape[1])
@@ -233,15 +205,7 @@ def adapted_already() -> NotImplementedError:
 
 
 class SampleAttention:
-    """Attention of samples that are packed, q and k rotated on the way; an `Attend`.
-
-    Parameters
-    ----------
-    model : Model
-        Whose window and rotary tables it has.
-    batch : Batch
-        Whose samples.
-    """
+    """Attention within the packed samples of a batch, with rotated q and k; an `Attend`."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
         self.config, self._xp = model.config, model.xp
@@ -254,17 +218,17 @@ class SampleAttention:
         }
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
-        """Return attention as `cupyattn.models.forward.hidden_states` asks for it."""
+        """Return attention; see `cupyattn.models.forward.Attend`."""
         return attention_varlen(q, k, v, *self._lengths, **self._options)
 
     def with_lse(self, qkv: Array) -> tuple[Array, Array]:
-        """Return attention (total, H D) and its log-sum-exp, of the rows of one product."""
+        """Return attention (total, H D) and its log-sum-exp from rows of one product."""
         q, k, v = heads_of(self.config, qkv)
         out, lse = attention_varlen(q, k, v, *self._lengths, **self._options, return_lse=True)
         return out.reshape(len(qkv), -1), lse
 
     def backward(self, dout: Array, qkv: Array, out: Array, lse: Array, *, into: Array) -> Array:
-        """Write the gradient of qkv, bit for bit the same in every run."""
+        """Write the gradient of qkv, with the same bits in every run."""
         grads = AttentionGrads(*heads_of(self.config, into))
         q, k, v = heads_of(self.config, qkv)
         shape = len(qkv), self.config.num_heads, self.config.head_dim
@@ -293,11 +257,8 @@ def loss_and_gradients(
 ) -> Array:
     """Return the sum of the tokens' losses over `num_labels`, and add its gradients.
 
-    Notes
-    -----
-    The working set, beside weights and gradients: the inputs of all layers, once more what one
-    layer computes, with the gradients of that, and before it a chunk of logits.
-    `cupyattn.models.training.budget.working_bytes` says how many bytes that is.
+    `cupyattn.models.training.budget.working_bytes` computes the working set: the inputs of all
+    layers, what one layer computes with its gradients, and before that a chunk of logits.
     """
     weights, xp = model.weights, model.xp
     attention = SampleAttention(model, batch)
@@ -322,7 +283,7 @@ def loss_and_gradients(
 
 
 def layer_inputs(model: Model, batch: Batch, attention: SampleAttention) -> list[Array]:
-    """Return what goes into each layer, and at last what goes into the norm behind them."""
+    """Return the input of each layer, and last the input of the norm after them."""
     states = hidden_states(
         model.config, model.weights, batch.ids, batch.positions, attention, _ONE_AFTER_THE_OTHER
     )
@@ -361,7 +322,7 @@ def layer_backward(
 def parallel_layer_backward(
     layer: Layer, x: Array, dx: Array, attention: SampleAttention, gradients: Gradients
 ) -> Array:
-    """Return that of a layer whose attention and MLP read the same (Phi)."""
+    """Return the gradient of x of a layer whose attention and MLP are parallel (Phi)."""
     activation, columns = attention.config.activation, len(layer.qkv.weight)
     normed, *statistics = layer.norm(x, return_stats=True)
     if layer.qkv_up is None:
@@ -406,12 +367,10 @@ def product_backward(
     if not gradients.wants(product.weight):
         return linear(dout, product.weight, residual=residual, out=out)
     dx, dw, db = linear_backward(dout, x, product.weight.T, product.bias, grads=LinearGrads(dx=out))
-    assert dx is not None
-    assert dw is not None
-    gradients.add(product.weight, dw.T)
+    gradients.add(product.weight, _present(dw).T)
     if product.bias is not None:
-        assert db is not None
-        gradients.add(product.bias, db)
+        gradients.add(product.bias, _present(db))
+    dx = _present(dx)
     if residual is not None:
         dx += residual
     return dx
@@ -425,29 +384,31 @@ def norm_backward(
     dx: Array | None,
     gradients: Gradients,
 ) -> Array:
-    """Return the gradient of a norm's x, plus the dx of those that read x beside it."""
+    """Return the gradient of a norm's x, plus `dx` from other readers of x."""
     if norm.bias is None:
         of_rms = rms_norm_backward(dnormed, x, norm.weight, *statistics, dtotal=dx)
-        assert of_rms.dx is not None
-        assert of_rms.dweight is not None
-        gradients.add(norm.weight, of_rms.dweight)
-        return of_rms.dx
+        gradients.add(norm.weight, _present(of_rms.dweight))
+        return _present(of_rms.dx)
     bias = norm.bias if gradients.wants(norm.bias) else None
     found = layer_norm_backward(dnormed, x, norm.weight, *statistics, bias=bias, dtotal=dx)
-    assert found.dx is not None
-    assert found.dweight is not None
-    gradients.add(norm.weight, found.dweight)
+    gradients.add(norm.weight, _present(found.dweight))
     if found.dbias is not None:
         gradients.add(norm.bias, found.dbias)
-    return found.dx
+    return _present(found.dx)
+
+
+def _present(gradient: Array | None) -> Array:
+    """Return a gradient that was requested."""
+    assert gradient is not None
+    return gradient
 
 
 def head_backward(
     head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: ModuleType
 ) -> tuple[Array, Array]:
-    """Return the sum of all losses, and dhidden, where each loss has the gradient dloss.
+    """Return the sum of all losses, and dhidden, for the gradient `dloss` of each loss.
 
-    The logits of a chunk become their gradient where they are: they are computed once.
+    The gradient of a chunk of logits is written over them.
     """
     total, dhidden = xp.zeros((), dloss.dtype), xp.empty_like(hidden)
     for rows, logits in logit_chunks(head, hidden, xp):

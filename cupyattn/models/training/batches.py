@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.models.training.counts import count_of
+from cupyattn.models.generation.options import as_count
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
@@ -124,15 +124,13 @@ DIGEST = "sha256:"
 
 
 def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator) -> list[list[int]]:
-    """Put samples into batches of at most `capacity` tokens.
+    """Put samples into batches of at most `capacity` tokens; return the samples of each batch.
 
-    They are drawn in a random order. Of each window of a thousand the long ones go first, each to
-    the first batch with room for it (first fit decreasing), and then batches are drawn in a random
-    order again. Long is meant give or take a factor of two, so that the same samples do not meet in
-    every epoch.
+    Samples are drawn in a random order. The long ones of each window of a thousand go first, each
+    into the first batch with room (first fit decreasing). Then batches are drawn in a random order.
+    Lengths are compared after a random factor of up to two, so that epochs combine different
+    samples.
 
-    Examples
-    --------
     >>> found = packs([5, 4, 3, 3, 2, 1], 9, np.random.default_rng(0))
     >>> sorted(sorted(pack) for pack in found)
     [[0, 1], [2, 3, 4, 5]]
@@ -164,7 +162,7 @@ def _first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) ->
 
 
 def digest(samples: Sequence[Sample]) -> str:
-    """Return what tells samples and their order from any others."""
+    """Return a digest of samples and their order."""
     found = sha256()
     for sample in samples:
         for array in (np.array(len(sample.ids), np.int64), sample.ids, sample.labels):
@@ -201,8 +199,8 @@ class Packing:
     def __init__(self, samples: Sequence[Sample], *, batch_tokens: int, seed: int = 0) -> None:
         if not samples:
             raise error(ValueError, "no samples", "a training needs one or more", "pass some")
-        self.seed = count_of("seed", seed, least=0)
-        self.batch_tokens = count_of("batch_tokens", batch_tokens, least=1)
+        self.seed = as_count("seed", seed, 0)
+        self.batch_tokens = as_count("batch_tokens", batch_tokens, 1)
         longest = max(len(sample.ids) for sample in samples)
         if longest > batch_tokens:
             raise error(

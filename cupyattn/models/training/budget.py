@@ -28,16 +28,10 @@ _QUERIES_OF_A_TILE = 64  # what a sample's last tile of queries may be beyond it
 
 
 class Working(NamedTuple):
-    """The working memory of `gradients` on a GPU, in bytes, at its two ends.
+    """The working memory of `gradients` on a GPU, in bytes.
 
-    Attributes
-    ----------
-    kept : int
-        The inputs of all layers, which are there at both.
-    layer : int
-        With these what the backward of a layer takes, of its MLP or of its attention.
-    head : int
-        With these what cross-entropy takes.
+    `kept` is the inputs of all layers. `layer` is these and the backward of a layer, of its MLP or
+    its attention. `head` is these and cross-entropy.
     """
 
     kept: int
@@ -56,38 +50,18 @@ def working_bytes(
     rank: int = 16,
     dropout: bool = False,
 ) -> Working:
-    """Return what `gradients` takes on a GPU while it runs, beside all that was there before.
+    """Return the memory that `gradients` takes on a GPU while it runs, beyond what it was given.
 
-    That is beside weights, what is learnt, its gradients and the batch: a step of so many tokens
-    needs the larger of the two free.
+    A step of so many tokens, of so many samples, needs the larger of `layer` and `head`. `full` is
+    for `FullWeights`; otherwise there are `LoraAdapters` of this rank for all linear layers, with
+    dropout or without.
 
-    Parameters
-    ----------
-    config : Config
-        Of the model.
-    tokens, samples : int
-        Of a batch: all its tokens, and how many samples they are of.
-    dtype : str
-        Of the model.
-    full : bool
-        Of `FullWeights`; otherwise of `LoraAdapters` with adapters of all linear layers.
-    rank : int
-        Of these.
-    dropout : bool
-        Whether they have any.
-
-    Notes
-    -----
-    Of three moments: at the head the inputs of all layers and a chunk of logits, which
-    become their own gradient; in the backward of the last layer's MLP, and of its attention, the
-    inputs of all layers and what one layer computed, with its gradients so far. For float16 and
-    batches of some thousand tokens that is what is asked of the memory pool to a hundredth (a test
-    counts); where the head takes most, up to 64 MiB more, which its product may need on some GPU.
-    The pool itself may keep more than it is asked for.
-
-    Examples
-    --------
-    Of Llama-3.2-1B, with batches of 4,096 tokens:
+    At the head there are the inputs of all layers and a chunk of logits, which become their own
+    gradient; in the backward of the last layer there are the inputs of all layers, what one layer
+    computed, and its gradients so far. For float16 and batches of some thousand tokens this is what
+    is requested from the memory pool to 1 % (a test counts); if the head takes most, up to 64 MiB
+    more, which its product may need on some GPUs. The pool itself may keep more than it is asked
+    for.
 
     >>> from cupyattn import models
     >>> max(working_bytes(models.PRESETS["llama-3.2-1b"], 4096)) >> 20
@@ -140,21 +114,9 @@ _FEWEST_TOKENS = 128
 class Training(NamedTuple):
     """A description of a training: the model, its adapters, the optimizer and the batches.
 
-    Attributes
-    ----------
-    config : Config
-    dtype : str
-        Of weights and hidden states.
-    quantize : str, or None
-        What frozen weights are kept in; "file" with `blocks`.
-    lora : LoraOptions, or None
-        Of the adapters; None trains all weights.
-    state : {"float32", "8bit"}
-        Of the optimizer.
-    batch_tokens, samples : int
-        Tokens of a batch, and how many samples they are of at the least.
-    blocks : Quantises, optional
-        The blocks of each weight in its file.
+    `quantize` is the format of frozen weights, "file" with the `blocks` of the file. `lora` is None
+    to train all weights. `state` is the optimizer's, "float32" or "8bit". A batch has
+    `batch_tokens` tokens of at least `samples` samples.
     """
 
     config: Config
@@ -176,14 +138,10 @@ class Line(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """The contents of memory at the moment when they are largest.
+    """The contents of memory when it is fullest.
 
-    Attributes
-    ----------
-    lines : tuple of Line
-    logits : int
-        Bytes of the logits that cross-entropy has at a time. They lie where the working set is
-        otherwise; its line is what it takes beyond that.
+    `logits` is the bytes of a chunk of logits. They share memory with the working set; the line of
+    cross entropy is what they take beyond that.
     """
 
     lines: tuple[Line, ...]
@@ -201,16 +159,9 @@ class Budget(NamedTuple):
 
 
 def budget_of(training: Training) -> Budget:
-    """Return what a training takes.
+    """Return the memory that a training takes, or raise ValueError for an invalid training.
 
-    Raises
-    ------
-    ValueError
-        For targets that are no modules of the model, or weights that are no whole blocks.
-
-    Examples
-    --------
-    Phi-2 in four bits, with batches of 2 x 1,024 tokens, in MB:
+    Phi-2 in four bits, with batches of 2 x 1,024 tokens, in MiB:
 
     >>> from cupyattn import models
     >>> phi = Training(models.PRESETS["phi-2"], "float16", "nf4", LoraOptions(), "float32", 2048)
@@ -248,13 +199,7 @@ def budget_of(training: Training) -> Budget:
 
 
 def require_room(training: Training, free: int) -> Budget:
-    """Return the budget of a training if it fits.
-
-    Raises
-    ------
-    MemoryError
-        If it does not: what would.
-    """
+    """Return the budget of a training, or raise MemoryError with options that would fit."""
     budget = budget_of(training)
     if budget.needed <= free:
         return budget
@@ -269,7 +214,7 @@ def require_room(training: Training, free: int) -> Budget:
 
 
 def _fits(training: Training, free: int) -> bool:
-    """Tell whether it does; what the model cannot have, such as blocks of its rows, does not."""
+    """Tell whether a training fits; one that the model cannot have does not."""
     try:
         return budget_of(training).needed <= free
     except ValueError:
@@ -277,7 +222,7 @@ def _fits(training: Training, free: int) -> bool:
 
 
 def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
-    """Yield trainings that take less, those that change the least first, each with its options."""
+    """Yield trainings that take less memory, the smallest changes first, with their options."""
     changes: list[tuple[str, Json]] = []
     if training.state == "float32":
         changes.append(("--optimizer-state 8bit", {"state": "8bit"}))
@@ -316,12 +261,12 @@ def _of_smaller_rank(lora: LoraOptions | None) -> Iterator[LoraOptions]:
 
 
 def _items(sizes: Iterable[int]) -> int:
-    """Return the items of arrays that lie in one, each beginning at a multiple of `ALIGNMENT`."""
+    """Return the items of arrays in one, each beginning at a multiple of `ALIGNMENT`."""
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def _adapter_items(weights: Weights, config: Config, lora: LoraOptions) -> tuple[int, int]:
-    """Return how many numbers are learnt, and how many the products read of them."""
+    """Return how many numbers are learnt, and how many of them, padded, products read."""
     sizes: list[int] = []
     names: list[str] = []
     rounded = 0

@@ -38,7 +38,7 @@ def saved_in(folder: Path) -> list[Path]:
 
 
 def way_on(folder: Path) -> str:
-    """Return what to do where something could not be written, in a training that keeps these."""
+    """Return the fix for a failed write, in a training with checkpoints in this folder."""
     if saved := saved_in(folder):
         return f"make room, and go on from {saved[-1].name}, which is still there, with --resume"
     return "make room, and begin anew: there is no checkpoint yet"
@@ -47,27 +47,10 @@ def way_on(folder: Path) -> str:
 def save(
     folder: Path, step: int, arrays: Mapping[str, Array], state: Mapping[str, Any], *, keep: int = 2
 ) -> Path:
-    """Write a checkpoint, and remove all but the newest ones.
+    """Write a checkpoint, and remove all but the newest `keep`, this one among them.
 
-    Where the disk is full, older ones than the newest make room for it.
-
-    Parameters
-    ----------
-    folder : path
-        Made if need be.
-    step : int
-        In its name.
-    arrays : mapping of arrays
-        NumPy or CuPy.
-    state : mapping
-        What JSON holds.
-    keep : int
-        How many stay, this one among them.
-
-    Raises
-    ------
-    OSError
-        If there is no room, or the folder cannot be written: the newest one is as it was.
+    On a full disk, checkpoints older than the newest make room. If there is no room for all that,
+    an OSError is raised and the newest one is as it was. JSON holds the `state`.
     """
     path = folder / f"step-{step:08d}.safetensors"
     text = json.dumps(state, allow_nan=False)
@@ -95,24 +78,10 @@ def save(
 
 
 def load(path: Path, like: Mapping[str, Array]) -> tuple[dict[str, np.ndarray], Any]:
-    """Read a checkpoint: its arrays, and its state.
+    """Read the arrays and the state of a checkpoint; raise ValueError for a single wrong bit.
 
-    Parameters
-    ----------
-    path : path
-        The file.
-    like : mapping of arrays
-        The arrays of a training. If those of the file have other names, shapes or dtypes, they are
-        not read, and none are returned: a small file can say that they are large.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    ValueError
-        If it is damaged, were it by a single bit, or no checkpoint.
-    RuntimeError
-        If the package safetensors is not installed.
+    Arrays are not read, and none returned, unless they have the names, shapes and dtypes of `like`:
+    a small file can claim that they are large.
     """
     safetensors = extra("safetensors", "reads checkpoints")
     open_regular(path, damaged).close()  # safetensors opens it by name, and a FIFO would block
@@ -146,7 +115,7 @@ def _digest(arrays: Mapping[str, Array], text: str) -> str:
 
 
 def damaged(path: Path | str, why: str) -> ValueError:
-    """Return what is raised for a file that is no checkpoint."""
+    """Make the error for a file that is not a checkpoint."""
     return error(
         ValueError,
         f"{path} is no checkpoint of a training, or damaged ({why})",
@@ -165,16 +134,8 @@ _LEAST_CODE = -127
 class SavedState(NamedTuple):
     """The progress of a training.
 
-    Attributes
-    ----------
-    identity : dict
-        What its losses depend on: see `require_same`.
-    step, optimizer_steps : int
-        Steps that were taken, and those of them that were not skipped.
-    position : Position
-        Where it was in its data.
-    loss_scale : dict
-        For `LossScale.restore`.
+    `identity` is what its losses depend on. `optimizer_steps` counts the steps that were not
+    skipped.
     """
 
     identity: Json
@@ -185,13 +146,7 @@ class SavedState(NamedTuple):
 
     @classmethod
     def read(cls, file: Path, given: object, steps: int) -> SavedState:
-        """Read what a checkpoint of a training of so many steps holds.
-
-        Raises
-        ------
-        ValueError
-            For a field that is missing, unknown, of another type or out of range.
-        """
+        """Read the state in a checkpoint of a training of so many steps."""
         state = _Fields.of(file, "its state", given, cls._fields)
         scale = _Fields.of(
             file, "its loss_scale", state.given["loss_scale"], ("scale", "good", "skipped")
@@ -265,17 +220,7 @@ def require_position(file: Path, position: Position, packing: Packing) -> None:
 def require_arrays(
     file: Path, arrays: Mapping[str, np.ndarray], saved: Mapping[str, Array]
 ) -> None:
-    """Raise ValueError unless arrays are those of a training, and its optimizer can go on.
-
-    Parameters
-    ----------
-    file : path
-        The checkpoint, for errors.
-    arrays : mapping of arrays
-        Those of the checkpoint; none if they had other names, shapes or dtypes.
-    saved : mapping of arrays
-        Those of the training.
-    """
+    """Raise ValueError unless the arrays of a checkpoint are valid for those of the training."""
     if arrays.keys() != saved.keys():
         raise damaged(file, f"its arrays are not {', '.join(saved)}, each whole")
     for name, array in arrays.items():
@@ -292,14 +237,7 @@ def require_same(
 ) -> None:
     """Raise ValueError if a checkpoint is of another training.
 
-    Parameters
-    ----------
-    file : path
-        The checkpoint, for errors.
-    saved, here : mapping
-        What the losses depend on, in the checkpoint and in the training that is to go on.
-    called : mapping from str to str
-        What errors call it, where the user knows it by another name.
+    `saved` and `here` are what losses depend on; `called` has the names by which a user knows them.
     """
     for name in (*here, *(saved.keys() - here.keys())):  # what was passed is compared first
         now, before = here.get(name), saved.get(name)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.models.checkpoints.writing import write_whole
+from cupyattn.models.extras import extra
 from cupyattn.models.training.checkpoint import way_on
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, explaining, shown
-from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.reading import lines_of, parsed
 
 _LONGEST_LINE = 1 << 16
@@ -24,23 +24,10 @@ _COLOURS = "#56b4e9", "#0072b2", "#d55e00"
 
 
 class StepLog:
-    """A file to which a line is added for each step.
+    """A file with a line for each step.
 
-    Parameters
-    ----------
-    path : path
-    until : int
-        The step from which a training goes on: lines behind it, of steps that are taken again, are
-        dropped. 0 begins anew.
-    checkpoints : path
-        The folder of those from which it goes on where there is no room for a line.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read, or written.
-    ValueError
-        If a line, other than the last, is none of these.
+    Lines after step `until`, from which a training goes on, are dropped; 0 starts a new file.
+    Errors name the folder of checkpoints to resume from.
     """
 
     def __init__(self, path: Path, until: int, checkpoints: Path) -> None:
@@ -57,13 +44,7 @@ class StepLog:
             write_whole({path: lambda file: file.write(lines)})
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write a line; it has a ``step``.
-
-        Raises
-        ------
-        OSError
-            If there is no room. What was cut off is left out by `read`.
-        """
+        """Write a line, which has a ``step``."""
         with (
             explaining(
                 f"{self.path} of step {row['step']}",
@@ -80,16 +61,9 @@ def _line(row: Mapping[str, object]) -> str:
 
 
 def read(path: Path) -> list[Json]:
-    """Return the lines of a file; of one that is not there none.
+    """Return the lines of a file, none if there is no file.
 
-    A last line that was cut off, where a process ended while it wrote, is left out.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    ValueError
-        If another line is none that a training wrote.
+    The last line may be incomplete, if a process ended while it wrote, and is then left out.
     """
     rows: list[Json] = []
     wrong = None
@@ -129,13 +103,7 @@ def _is_row(row: object) -> bool:
 
 
 def smoothed(losses: list[float]) -> list[float]:
-    """Return the exponential means of losses, as if there had been as many before the first.
-
-    Examples
-    --------
-    >>> [round(loss, 3) for loss in smoothed([4.0, 2.0, 2.0])]
-    [4.0, 2.947, 2.598]
-    """
+    """Return the exponential means of losses, without a bias towards the first."""
     found, total, weight = [], 0.0, 0.0
     for loss in losses:
         total = _SMOOTHING * total + loss
@@ -145,28 +113,13 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def draw(rows: list[Json], path: Path, title: str) -> None:
-    """Draw the losses of all steps, and those of samples that are only looked at, as a PNG.
-
-    Raises
-    ------
-    RuntimeError
-        If matplotlib is not installed.
-    OSError
-        If it cannot be written.
-    """
-    try:
-        with no_fork():
-            from matplotlib.figure import Figure
-    except ImportError as failure:
-        raise error(
-            RuntimeError,
-            f"no matplotlib, which draws the losses ({failure})",
-            "it comes with the extra training; the losses are in the .jsonl file too",
-            "pip install 'cupyattn[training]'",
-        ) from failure
+    """Draw the losses of all steps, and those of samples that are held back, as a PNG."""
+    drawing = extra(
+        "matplotlib.figure", "draws the losses (they are in the .jsonl file too)", "training"
+    )
     steps = [row for row in rows if row.get("loss") is not None and not row.get("skipped")]
     looked_at = [row for row in rows if "eval_loss" in row]
-    figure = Figure(figsize=_INCHES, layout="constrained")
+    figure = drawing.Figure(figsize=_INCHES, layout="constrained")
     axes = figure.subplots()
     numbers, losses = [row["step"] for row in steps], [row["loss"] for row in steps]
     one, mean, held = _COLOURS

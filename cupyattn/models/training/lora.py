@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, LinearModule, modules_of
 from cupyattn.models.forward import loss_dtype
+from cupyattn.models.generation.options import as_count
 from cupyattn.models.training import peft
 from cupyattn.models.training.backward import (
     AdaptedProduct,
@@ -19,7 +20,6 @@ from cupyattn.models.training.backward import (
     loss_and_gradients,
 )
 from cupyattn.models.training.batches import DIGEST, Batch, Sample
-from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
@@ -268,7 +268,7 @@ class LoraAdapters:
     def _with_adapters(self, seed: int) -> Weights:
         weights, config = self._base.weights, self._base.config
         naming = HUGGING_FACE[config.architecture]
-        generator = np.random.default_rng(count_of("seed", seed, least=0))
+        generator = np.random.default_rng(as_count("seed", seed, 0))
         layers: list[Layer] = []
         names: list[str] = []
         for index, layer in enumerate(weights.layers):

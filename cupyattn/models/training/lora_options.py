@@ -33,7 +33,7 @@ _REPEATS = re.compile(r"[*+?{|(]")
 
 
 def require_pattern(pattern: Any, *, last_parts: bool) -> None:
-    """Raise ValueError for what is no regular expression of whole names, or of last parts."""
+    """Raise ValueError for an invalid regular expression of names, or of last parts."""
     failure: Exception
     try:
         if len(pattern) > _MOST_CHARACTERS:
@@ -59,9 +59,9 @@ def require_pattern(pattern: Any, *, last_parts: bool) -> None:
 
 @lru_cache(maxsize=16)
 def matcher(patterns: tuple[str, ...], *, last_parts: bool) -> Matcher:
-    """Return what matches these patterns, the same one each time.
+    """Return the matcher of these patterns, the same object each time.
 
-    `last_parts` lets a pattern match the last parts of a name as well as the whole name.
+    With `last_parts` a pattern may match the last parts of a name, as well as the whole name.
     """
     return Matcher(patterns, last_parts)
 
@@ -75,13 +75,7 @@ class Matcher:
         self._left = SECONDS
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Tell whether a pattern matches a name.
-
-        Raises
-        ------
-        ValueError
-            If that takes too long.
-        """
+        """Tell whether a pattern matches a name; raise ValueError if that takes too long."""
         pair = pattern, name
         if pair not in self._known:
             if len(self._known) == _MOST_PAIRS:
@@ -144,13 +138,7 @@ class LoraOptions(NamedTuple):
     use_rslora: bool = False
 
     def checked(self) -> LoraOptions:
-        """Return them in Python's own numbers, the targets as a tuple or a string.
-
-        Raises
-        ------
-        TypeError, ValueError
-            For numbers out of range, patterns that are none, and targets of another kind.
-        """
+        """Return valid options as plain numbers, the targets as a tuple or a string, or raise."""
         if not isinstance(self.use_rslora, bool | np.bool_):
             raise error(
                 TypeError,
@@ -219,7 +207,7 @@ class LoraOptions(NamedTuple):
         return next(found, default)
 
     def effective(self, modules: Iterable[str]) -> LoraOptions:
-        """Return them without idle patterns."""
+        """Return the options without idle patterns."""
         idle = self.idle(modules)
         return self._replace(
             rank_pattern={p: rank for p, rank in self.rank_pattern.items() if p not in idle},
@@ -227,10 +215,7 @@ class LoraOptions(NamedTuple):
         )
 
     def require_found(self, modules: Iterable[str]) -> None:
-        """Raise ValueError for targets and patterns that no module of the model has.
-
-        `modules` has the names of its linear layers.
-        """
+        """Raise ValueError for targets or patterns that match none of these linear layers."""
         names = list(modules)
         if isinstance(self.targets, str):
             unknown = [] if any(map(self.targeted, names)) else [self.targets]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
-from cupyattn.models.training.counts import count_of, positive_number
+from cupyattn.models.generation.options import as_count
+from cupyattn.models.training.counts import positive_number
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
@@ -25,19 +26,9 @@ ALIGNMENT = 256
 
 
 class Flat(NamedTuple):
-    """One float32 array, and where in it others lie.
+    """One float32 array that contains others, with zeros between them that stay zeros.
 
-    Matrices come first: what weight decay is for, norms and biases behind them are not.
-    Between two arrays there are zeros, which stay zeros in every step.
-
-    Attributes
-    ----------
-    array : float32 array (items,)
-        All of them.
-    views : dict of float32 arrays
-        Each in its own shape.
-    matrices : int
-        Items of those with two axes or more.
+    Its first `matrices` items are arrays of two axes or more, which decay. Norms and biases follow.
     """
 
     array: Array
@@ -53,10 +44,8 @@ class Flat(NamedTuple):
 
 
 def zeros(shapes: dict[str, tuple[int, ...]], xp: ModuleType) -> Flat:
-    """Make arrays of those shapes.
+    """Return arrays of these shapes, as views of one.
 
-    Examples
-    --------
     >>> flat = zeros({"bias": (3,), "weight": (2, 300)}, np)
     >>> flat.array.size, flat.matrices, flat.views["weight"].shape
     (1024, 768, (2, 300))
@@ -76,7 +65,7 @@ def zeros(shapes: dict[str, tuple[int, ...]], xp: ModuleType) -> Flat:
 
 
 def flatten(arrays: dict[str, Array], xp: ModuleType) -> Flat:
-    """Copy arrays into one, and put its views in their place in the dict."""
+    """Copy arrays into one, and replace them in the dict by its views."""
     flat = zeros({name: array.shape for name, array in arrays.items()}, xp)
     for name, view in flat.views.items():
         view[...] = arrays[name]
@@ -146,16 +135,7 @@ class AdamWOptions(NamedTuple):
 
 
 class AdamW:
-    """Parameters, gradients and running means, each as views of one array.
-
-    Parameters
-    ----------
-    arrays : dict of float32 arrays
-        What is learnt: views take the arrays' place in it.
-    options : AdamWOptions
-    xp : module
-        numpy or cupy.
-    """
+    """Parameters, gradients and running means, each as views of one array."""
 
     def __init__(self, arrays: dict[str, Array], options: AdamWOptions, xp: ModuleType) -> None:
         self.options = options.checked()
@@ -185,17 +165,7 @@ class AdamW:
         return global_norm(self._gradients.array, out=self._norm)
 
     def step(self, lr: float, grad_norm: float, loss_scale: float) -> None:
-        """Change the parameters.
-
-        Parameters
-        ----------
-        lr : float
-            Learning rate.
-        grad_norm : float
-            Of the gradients without the loss scale.
-        loss_scale : float
-            That the gradients have.
-        """
+        """Change the parameters; `grad_norm` is without the loss scale that the gradients have."""
         self.steps += 1
         clip = self.options.clip
         shrink = 1.0 if clip is None or grad_norm <= clip else clip / grad_norm
@@ -222,8 +192,6 @@ class AdamW:
 def state_bytes(state: str, items: int) -> int:
     """Return the bytes of the running means of so many items.
 
-    Examples
-    --------
     >>> state_bytes("float32", 256), state_bytes("8bit", 256)
     (2048, 520)
     """
@@ -283,7 +251,7 @@ class LossScale:
         self.scale = positive_number("scale", self.scale, example=FIRST)
         self.dynamic = bool(self.dynamic)
         for name, least in (("good_steps", 1), ("good", 0), ("skipped", 0)):
-            setattr(self, name, count_of(name, getattr(self, name), least=least))
+            setattr(self, name, as_count(name, getattr(self, name), least))
 
     @classmethod
     def off(cls) -> LossScale:
@@ -380,8 +348,8 @@ class Schedule(NamedTuple):
                 "pass one of these",
             )
         lr = positive_number("lr", lr, example=1e-4)
-        steps = count_of("steps", steps, least=1)
-        warmup = count_of("warmup", warmup, least=0)
+        steps = as_count("steps", steps, 1)
+        warmup = as_count("warmup", warmup, 0)
         if warmup >= steps:
             raise error(
                 ValueError,

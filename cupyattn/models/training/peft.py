@@ -1,4 +1,4 @@
-"""Adapters in files, as PEFT has them: adapter_config.json and adapter_model.safetensors."""
+"""Adapters in files as PEFT writes them: adapter_config.json, adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from cupyattn.models.checkpoints.contents import HUGGING_FACE, damaged
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, damaged, mismatch
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_metadata, read_safetensors
@@ -46,15 +46,7 @@ def write(
     model: Model,
     base_model: str | None,
 ) -> None:
-    """Write both files, for adapters of that model.
-
-    Raises
-    ------
-    OSError
-        If they cannot be written. Older files are as they were.
-    ValueError
-        For numbers that are not finite.
-    """
+    """Write both files for adapters of this model; on an OSError older files are as they were."""
     require_finite(tensors)
     targets = options.targets
     if targets == "all-linear":
@@ -93,15 +85,7 @@ def write(
 def read(
     folder: str | os.PathLike[str], model: Model, base_model: str | None
 ) -> tuple[LoraOptions, dict[str, Stored]]:
-    """Read the options of adapters, and find their tensors, by the names of `LoraAdapters`.
-
-    `model` is what they are for, and `base_model` its name.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError, NotImplementedError
-        As `LoraAdapters.load`.
-    """
+    """Return the options of adapters for `model`, and their tensors by `LoraAdapters`' names."""
     path = Path(folder)
     for name in (_CONFIG, _TENSORS):
         if not (path / name).is_file():
@@ -146,10 +130,10 @@ def _warn_of_another(
     metadata: Mapping[str, str],
     model: Model,
 ) -> None:
-    """Warn of other weights than those of the training.
+    """Warn if the adapters were trained with other weights.
 
-    The same model has other bits in another dtype or quantised. Then, and in the files of PEFT,
-    its names tell: neither is part of the other. Paths differ from place to place.
+    The same model has other bits in another dtype or quantised. Then, and in files of PEFT, only
+    the names of the models are compared. Paths differ from place to place.
     """
     if metadata.get("kept_in") == kept_in(model.weights):
         another, how = metadata.get("weights") != fingerprint(model.weights), ", of other weights"
@@ -213,27 +197,9 @@ def fitting(
     tensors: Mapping[str, Stored],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of adapters in float32, if they are those of the shapes by name.
-
-    Raises
-    ------
-    ValueError
-        For tensors that are missing, unknown or of another shape: adapters of another model; and
-        for numbers that are not finite.
-    """
-    wrong = [
-        f"{name} is {tensors[name].shape}, not {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    kinds = {
-        "missing": [name for name in shapes if name not in tensors],
-        "unknown": [name for name in tensors if name not in shapes],
-        "misshapen": wrong,
-    }
-    complaints = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
-    if complaints:
-        raise unfit(folder, "; ".join(complaints))
+    """Return the tensors of adapters in float32, or raise ValueError for other shapes."""
+    if differing := mismatch(tensors, shapes):
+        raise unfit(folder, differing)
     found = {}
     for name, shape in shapes.items():
         array = found[name] = tensors[name].as_floats().read(0, shape[0]).astype(np.float32)
@@ -243,7 +209,7 @@ def fitting(
 
 
 def unfit(folder: str | os.PathLike[str], why: str) -> ValueError:
-    """Return what is raised for adapters of another model."""
+    """Make the error for adapters of another model."""
     return error(
         ValueError,
         f"{folder}: adapters do not fit the model: {why}",
@@ -251,8 +217,3 @@ def unfit(folder: str | os.PathLike[str], why: str) -> ValueError:
         "in the shapes that the model's weights ask for",
         "load them with the model that they were trained with",
     )
-
-
-def _listed(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -1,7 +1,4 @@
-"""Models that a `Trainer` trains, the loss of samples alone, and a fingerprint of weights.
-
-The fingerprint distinguishes the weights of a model from those of another model of its shape.
-"""
+"""A protocol of models to train, the loss of samples, and fingerprints of weights and configs."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from cupyattn.runtime.value_checks import on_host
 
 
 def require_whole(model: Model) -> None:
-    """Raise NotImplementedError for a model of which a rank has a share."""
+    """Raise NotImplementedError for one rank's share of a model."""
     if model.group is not None:
         raise error(
             NotImplementedError,
@@ -39,7 +36,7 @@ def require_whole(model: Model) -> None:
 def require_samples(config: Config, samples: Sequence[Sample]) -> None:
     """Raise ValueError for samples that a model has no rows or no positions for.
 
-    A GPU would compute NaN of them, in whatever step they come.
+    A GPU would compute NaN from them, in whatever step they come.
     """
     for number, sample in enumerate(samples):
         if len(sample.ids) > config.max_positions:
@@ -125,21 +122,7 @@ class Trainable(Protocol):
 
 
 def batch_loss(model: Model, batch: Batch) -> Array:
-    """Return the mean loss of a batch's labels, by the forward alone; the batch is on its device.
-
-    Examples
-    --------
-    >>> from cupyattn import models
-    >>> from cupyattn.models.training.batches import packed
-    >>> tiny = models.PRESETS["gpt2"]._replace(
-    ...     num_layers=1, hidden_size=16, num_heads=2, num_kv_heads=2, head_dim=8,
-    ...     intermediate_size=32, vocab_size=50,
-    ... )
-    >>> model = models.random(tiny, dtype="float32", xp=np)
-    >>> model.weights.embedding[:] = 0
-    >>> float(np.exp(batch_loss(model, packed([Sample.of([3, 1, 4], [True] * 3)])))).__round__(3)
-    50.0
-    """
+    """Return the mean loss of a batch's labels, by the forward alone."""
     attend = SampleAttention(model, batch)
     hidden = model.hidden(batch.ids, batch.positions, attend)
     return mean_loss(model.weights.head, hidden, batch.labels, model.xp)
@@ -176,13 +159,10 @@ _ITEMS = 64
 
 
 def fingerprint(weights: Weights) -> str:
-    """Return a number, in hexadecimal, of some items of each array, and of the sum of all bits.
+    """Return a hexadecimal number of some items of each array, and of the sum of all bits.
 
-    Items that are evenly apart tell their order; the sum, one pass over an array where it lies,
-    tells whether any other is another.
+    Evenly spaced items depend on the order; the sum, in one pass, depends on every item.
 
-    Examples
-    --------
     >>> from cupyattn import models
     >>> tiny = models.PRESETS["gpt2"]._replace(num_layers=1, vocab_size=99)
     >>> one, same, other = (models.random(tiny, seed=seed, xp=np) for seed in (1, 1, 2))
@@ -192,17 +172,16 @@ def fingerprint(weights: Weights) -> str:
     found = sha256()
     for name, array in named_arrays(weights):
         found.update(name.encode())
-        found.update(_on_host(_some(array)).tobytes())
-        words = array.reshape(-1).view(f"u{array.dtype.itemsize}")
+        flat = array.reshape(-1)
+        found.update(on_host(flat[:: max(flat.size // _ITEMS, 1)]).tobytes())
+        words = flat.view(f"u{array.dtype.itemsize}")
         found.update(int(words.sum(dtype=np.uint64)).to_bytes(8, "little"))
     return found.hexdigest()[:16]
 
 
 def kept_in(weights: Weights) -> str:
-    """Return the dtypes and formats of weights: in others the same model has another fingerprint.
+    """Return the dtypes and formats of weights; the fingerprint of a model depends on them.
 
-    Examples
-    --------
     >>> from cupyattn import models
     >>> tiny = models.PRESETS["gpt2"]._replace(num_layers=1, vocab_size=99)
     >>> kept_in(models.random(tiny, dtype="float16", quantize="nf4", xp=np).weights)
@@ -214,28 +193,11 @@ def kept_in(weights: Weights) -> str:
 
 
 def config_fingerprint(config: Config) -> str:
-    """Return a number, in hexadecimal, of what is the same in each file of a model.
+    """Return a hexadecimal number of what is the same in each file of a model.
 
-    How long its texts are, which tokens there are, and whether the head lies in a file once more
-    differ between a folder and a GGUF file, and numbers of float32 by their last digits.
-
-    Examples
-    --------
-    >>> from cupyattn import models
-    >>> gpt2 = models.PRESETS["gpt2"]
-    >>> longer, wider = gpt2._replace(max_positions=2048), gpt2._replace(hidden_size=1024)
-    >>> config_fingerprint(gpt2) == config_fingerprint(longer) != config_fingerprint(wider)
-    True
+    A folder and a GGUF file of one model differ in the longest text, in the special tokens, in
+    whether the head is repeated, and in the last digits of float32 numbers.
     """
-    found = [getattr(config, name) for name in _OF_A_MODEL]
-    told = [f"{value:.6g}" if isinstance(value, float) else value for value in found]
-    return sha256(json.dumps(told).encode()).hexdigest()[:16]
-
-
-def _some(array: Array) -> Array:
-    flat = array.reshape(-1)
-    return flat[:: max(flat.size // _ITEMS, 1)]
-
-
-def _on_host(array: Array) -> np.ndarray:
-    return np.ascontiguousarray(on_host(array))
+    values = [getattr(config, name) for name in _OF_A_MODEL]
+    rounded = [f"{value:.6g}" if isinstance(value, float) else value for value in values]
+    return sha256(json.dumps(rounded).encode()).hexdigest()[:16]

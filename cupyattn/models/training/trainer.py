@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cupyattn.models.generation.options import as_count
 from cupyattn.models.training import checkpoint
 from cupyattn.models.training.batches import IGNORED, Batch, Packing, moved
 from cupyattn.models.training.checkpoint import (
@@ -19,7 +20,6 @@ from cupyattn.models.training.checkpoint import (
     require_position,
     require_same,
 )
-from cupyattn.models.training.counts import count_of
 from cupyattn.models.training.optimizer import AdamW, AdamWOptions, LossScale, Schedule
 from cupyattn.models.training.trainable import Trainable
 from cupyattn.runtime.annotations import Json
@@ -104,9 +104,9 @@ class Trainer:
         self.trainable = trainable
         self.packing = packing
         self.schedule = Schedule.checked(*schedule)
-        self.accumulate = count_of("accumulate", accumulate, least=1)
+        self.accumulate = as_count("accumulate", accumulate, 1)
         self.loss_scale = LossScale.off() if loss_scale is None else loss_scale
-        self.seed = count_of("seed", seed, least=0)
+        self.seed = as_count("seed", seed, 0)
         self.number = 0
         self._whole = True
         first = next(iter(trainable.arrays.values()))
@@ -307,13 +307,7 @@ def _as_json(found: Json) -> Json:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed of 63 bits that differs wherever one of the numbers does.
-
-    Examples
-    --------
-    >>> seed_of(0, 1, 0) == seed_of(0, 1, 0) != seed_of(0, 1, 1)
-    True
-    """
+    """Return a seed of 63 bits that differs wherever one of the numbers does."""
     (word,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return int(word >> np.uint64(1))
 

@@ -155,7 +155,7 @@ def test_ranks_and_scales_of_some():
             "'k_proj' matches no module that has an adapter; .*, or add what it matches to",
         ),
         ({"rank_pattern": 5}, ValueError, "rank_pattern = 5; patterns are a dict"),
-        ({"seed": -1}, ValueError, "seed = -1; it is an integer of 0 or more"),
+        ({"seed": -1}, ValueError, "seed = -1; it must be an integer, 0 or more"),
     ],
 )
 def test_what_is_refused(options, kind, message):
