@@ -1,11 +1,11 @@
-"""GPT-2, Llama and Phi-2 on the library's own functions: from files of weights to logits.
+"""GPT-2, Llama and Phi-2 on the library's functions: from files of weights to logits and text.
 
 >>> import numpy as np
 >>> from cupyattn import models
 >>> sorted(models.PRESETS)
 ['gpt2', 'llama-3.2-1b', 'phi-2']
 
-`cupyattn.models.training` fine-tunes them; it is imported when it is first asked for.
+`cupyattn.models.training` fine-tunes them; it is imported at its first use.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
 
 _MOST = {"num_layers": 10_000, "head_dim": 256, "max_positions": 10_000_000}
 _MOST_OTHERS = 10_000_000
-"""Beyond what any model has: larger numbers are those of a damaged file."""
+"""No model is larger: such numbers are in damaged files."""
 
 ARCHITECTURES = ("gpt2", "llama", "phi")
 GATED = ("swiglu", "geglu")
-"""Activations of an MLP whose first product has two halves, gate and up."""
+"""Activations of an MLP whose first product computes gate and up."""
 ELEMENTWISE = ("gelu", "gelu_tanh", "silu")
-"""Activations that are functions of their own, beside what `cupyattn.linear` does at the end."""
+"""Activations that are also separate functions, not only epilogues of `cupyattn.linear`."""
 
 
 class Config(NamedTuple):
@@ -26,29 +26,29 @@ class Config(NamedTuple):
     Attributes
     ----------
     architecture : {"gpt2", "llama", "phi"}
-        Which forward: "llama" is that of Mistral, Qwen2 and SmolLM2 as well.
+        Which forward; "llama" also runs Mistral, Qwen2 and SmolLM2.
     vocab_size : int
         V, the rows of the embedding; a tokenizer may know fewer.
     num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size : int
-        Layers; E; H; G, of which H is a multiple; D; and F, the width of the MLP.
+        Layers; E; H; G, which divides H; D; and F, the width of the MLP.
     max_positions : int
         The longest sequence.
     norm_eps : float
         Added to the variance, or mean square, in the norms.
     activation : str
-        Of the MLP, as `cupyattn.linear` calls it; gated ones are "swiglu" and "geglu".
+        The MLP's, by its name in `cupyattn.linear`; gated ones are "swiglu" and "geglu".
     rotary_dim : int
-        How many features of a head are rotated; 0 where positions have an embedding ("gpt2").
+        How many features of a head are rotated; 0 if positions have an embedding ("gpt2").
     rope_base, rope_scaling : float, and a scaling or None
-        As of `cupyattn.rope_tables`.
+        Options of `cupyattn.rope_tables`.
     tied : bool
         Whether the embedding is the head's weight too.
     window_size : (left, 0), optional
-        As of `cupyattn.attention`: keys that a query sees behind itself.
+        How many earlier keys a query sees; see `cupyattn.attention`.
     qkv_bias, output_bias, mlp_bias, head_bias : bool
         Which products have a bias.
     bos_id, eos_ids : int or None, and tuple of int
-        Tokens at which text begins, and ends.
+        Tokens that begin, and end, a text.
     """
 
     architecture: str
@@ -106,26 +106,26 @@ def checked(config: Config) -> Config:
         _require(
             isinstance(size, int) and 1 <= size <= most,
             f"{name} = {shown(size)}",
-            f"it is an int, 1 to {most:,}",
+            f"it must be an int, 1 to {most:,}",
         )
     _require(
         heads % groups == 0,
-        f"{heads} heads of {groups} for keys and values",
-        "one number is a multiple of the other",
+        f"num_heads = {heads}, num_kv_heads = {groups}",
+        "num_heads must be a multiple of num_kv_heads",
     )
     rotary_dim, base = config.rotary_dim, config.rope_base
-    _require(1 < base < float("inf"), f"rope_base = {base}", "it is above 1 and finite")
+    _require(1 < base < float("inf"), f"rope_base = {base}", "it must be above 1 and finite")
     _require(
         rotary_dim % 2 == 0 and 0 <= rotary_dim <= config.head_dim,
-        f"rotary_dim = {rotary_dim} of head_dim = {config.head_dim}",
-        "it is even, and at most head_dim",
+        f"rotary_dim = {rotary_dim}, head_dim = {config.head_dim}",
+        "rotary_dim must be even, and at most head_dim",
     )
-    rope_tables(1, rotary_dim, base=base, scaling=config.rope_scaling)  # whose checks these are
+    rope_tables(1, rotary_dim, base=base, scaling=config.rope_scaling)  # checks both
     return config
 
 
 def unknown_architecture(name: object, where: str = "") -> Exception:
-    """Make the error of an architecture that there is no forward for."""
+    """Make the error for an architecture that has no forward."""
     return error(
         NotImplementedError,
         f"{where}{': ' if where else ''}the architecture {shown(name)}",
@@ -137,4 +137,4 @@ def unknown_architecture(name: object, where: str = "") -> Exception:
 
 def _require(holds: bool, passed: str, allowed: str) -> None:
     if not holds:
-        raise error(ValueError, passed, allowed, "pass the model's config")
+        raise error(ValueError, passed, allowed, "pass the config of the model")

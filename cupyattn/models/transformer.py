@@ -1,4 +1,4 @@
-"""A model: its config, its weights on one device, and what they make of token ids."""
+"""A model: its config, its weights on one device, and its functions of token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.distributed import Group
 from cupyattn.models.config import Config
-from cupyattn.models.forward import Attend, Beside, hidden_states, mean_loss
+from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss
 from cupyattn.models.generation import Generates
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays, named_parts
@@ -21,7 +21,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 class Model(Generates):
-    """GPT-2, Llama or Phi-2 in arrays: what `load` and `random` return.
+    """GPT-2, Llama or Phi-2 in arrays, returned by `load` and `random`.
 
     Attributes
     ----------
@@ -30,13 +30,13 @@ class Model(Generates):
     weights : Weights
         Its arrays, by name.
     dtype : str
-        Of hidden states, and of weights that are not quantised: "float16", "float32" or "bfloat16".
+        Of hidden states and weights that are not quantised: "float16", "float32" or "bfloat16".
     xp : module
-        numpy or cupy: whose arrays they are.
+        numpy or cupy, the library of its arrays.
     rotary : Rotary, or None
-        The tables for all positions of the config; None where positions have an embedding.
+        The tables for all positions of the config; None if positions have an embedding.
     group : distributed.Group, or None
-        The ranks that hold it together, of which this one has the share that config says.
+        The ranks that hold the model; config and weights are this rank's share.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Model(Generates):
         self.xp = xp
         self.group = group
         self._read_tokenizer = read_tokenizer
-        self._beside = Beside(xp)
+        self._second_stream = SecondStream(xp)
         self.rotary: Rotary | None = None
         if config.rotary_dim:
             cos, sin = rope_tables(
@@ -74,7 +74,7 @@ class Model(Generates):
         )
 
     def _kept(self) -> str:
-        """Say how weights are kept."""
+        """Return how weights are kept."""
         parts = (part for _, part in named_parts(self.weights))
         kinds = {part.format for part in parts if isinstance(part, QuantizedWeight)}
         return f"{self.dtype}, layers in {', '.join(sorted(kinds))}" if kinds else self.dtype
@@ -86,14 +86,12 @@ class Model(Generates):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """From text to ids and back; None where the model came without one.
-
-        It is read when it is first asked for.
+        """From text to ids and back, read at the first use; None if the model has no tokenizer.
 
         Raises
         ------
         NotImplementedError
-            If the files have one of a kind that is not read.
+            If the files have a tokenizer of a kind that is not read.
         ValueError
             If its files are damaged.
         RuntimeError
@@ -102,16 +100,16 @@ class Model(Generates):
         return self._read_tokenizer()
 
     def hidden(self, ids: Array, positions: Array, attend: Attend) -> Array:
-        """Return the hidden states behind the last norm, which `head` takes.
+        """Return the hidden states after the last norm, the input of `head`.
 
         Parameters
         ----------
         ids, positions : int32 or int64 array (total,)
-            Tokens of any number of sequences, one behind the other, and where each stands.
+            Tokens of any number of sequences, one after the other, and the position of each.
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
-            (total, G, D), views that are not rotated, and returns (total, H, D). Which keys a token
-            sees, ``rotary``, the config's window and a cache are its business.
+            (total, G, D), views that are not rotated, and returns (total, H, D). It chooses which
+            keys a token sees, and applies ``rotary``, the config's window and a cache.
 
         Returns
         -------
@@ -122,16 +120,16 @@ class Model(Generates):
         return hidden
 
     def hidden_states(self, ids: Array, positions: Array, attend: Attend) -> Iterator[Array]:
-        """Yield what `hidden` returns, and before it each step to it.
+        """Yield the result of `hidden`, and before it each step to it.
 
-        The embedded tokens, the hidden states behind each layer, and those behind the last norm:
-        `Config.num_layers` + 2 arrays (total, E).
+        These are `Config.num_layers` + 2 arrays (total, E): the embedded tokens, the hidden states
+        after each layer, and those after the last norm.
         """
         given = self.config, self.weights, ids, positions, attend
-        return hidden_states(*given, self._beside)
+        return hidden_states(*given, self._second_stream)
 
     def head(self, hidden: Array) -> Array:
-        """Return the logits (rows, V) of hidden states (rows, E) behind the last norm."""
+        """Return the logits (rows, V) of hidden states (rows, E) after the last norm."""
         return self.weights.head(hidden)
 
     def logits(self, ids: object) -> Array:
@@ -140,7 +138,7 @@ class Model(Generates):
         Parameters
         ----------
         ids : integers (B, S)
-            Token ids, an array or lists of B sequences that are equally long: at most
+            Token ids, an array or lists of B sequences of one length, at most
             `Config.max_positions`.
 
         Returns
@@ -150,8 +148,8 @@ class Model(Generates):
         Raises
         ------
         TypeError, ValueError
-            For ids that are no integers, have not two axes, or are too long; on the CPU, and with
-            ``backend(checks=True)``, for an id that is not in the vocabulary.
+            For ids that are not integers, do not have two axes, or are too long; on the CPU, and
+            with ``backend(checks=True)``, for an id that is not in the vocabulary.
 
         Examples
         --------
@@ -174,31 +172,30 @@ class Model(Generates):
         Parameters
         ----------
         ids : integers (B, S)
-            As of `logits`.
+            Token ids, as in `logits`.
         labels : integers (B, S), optional
-            The tokens that count, where they stand in ids, and -100 for those that do not; by
-            default the ids. A token is predicted from those before it, so the first of a sequence
-            never counts.
+            The ids, by default, or -100 for tokens that do not count. A token is predicted from
+            those before it, so the first of a sequence never counts.
 
         Returns
         -------
         array (), float32 (float64 of a float64 model)
-            Their sum over their number; NaN where nothing counts.
+            NaN if no token counts.
 
         Raises
         ------
         TypeError, ValueError
-            As `logits`; for labels of another shape, or beyond the vocabulary where values are
-            checked.
+            As `logits`; also for labels of another shape, or, if values are checked, beyond the
+            vocabulary.
 
         Notes
         -----
-        The logits of some rows at a time exist, 2**27 bytes of them. For its gradient see
+        At most 2**27 bytes of logits exist at a time. For the gradient see
         `cupyattn.models.training`.
 
         Examples
         --------
-        A model that knows nothing finds each of 50 tokens equally likely:
+        An embedding of zeros makes each of 50 tokens equally likely:
 
         >>> import numpy as np
         >>> from cupyattn import models
@@ -216,8 +213,8 @@ class Model(Generates):
         if labels.shape != ids.shape:
             raise error(
                 ValueError,
-                f"labels have shape {labels.shape}, ids {ids.shape}",
-                "there is a label for each id: the id itself, or -100",
+                f"got labels of shape {labels.shape} for ids of shape {ids.shape}",
+                "there must be a label for each id: the id itself, or -100",
                 "pass labels of the shape of ids",
             )
         following = self.xp.full_like(labels, -100)
@@ -226,7 +223,7 @@ class Model(Generates):
         return mean_loss(self.weights.head, hidden, following.reshape(-1), self.xp)
 
     def with_weights(self, weights: Weights) -> Model:
-        """Return this model with other weights; it shares all else."""
+        """Return this model with other weights; all else is shared."""
         twin = copy(self)
         twin.weights = weights
         return twin
@@ -237,7 +234,7 @@ class Model(Generates):
         return self.hidden(ids.reshape(-1), positions, self.dense_attention(batch, length))
 
     def dense_attention(self, batch: int, length: int) -> Attend:
-        """Return the attention, for `hidden`, of sequences that are equally long and begin at 0."""
+        """Return the attention, for `hidden`, of sequences of one length that begin at 0."""
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, k, v = (each.reshape(batch, length, *each.shape[1:]) for each in (q, k, v))
@@ -252,17 +249,17 @@ class Model(Generates):
         try:
             ids = self.xp.asarray(given)
         except ValueError:  # lists of several lengths
-            raise _no_ids(ValueError, f"ids are {shown(given)}, no array") from None
+            raise _no_ids(ValueError, f"got ids = {shown(given)}, which is not an array") from None
         if ids.dtype.kind not in "iu":
-            raise _no_ids(TypeError, f"ids are of {ids.dtype}")
+            raise _no_ids(TypeError, f"got ids of {ids.dtype}")
         if ids.ndim != 2:
-            raise _no_ids(ValueError, f"ids have {ids.ndim} axes")
+            raise _no_ids(ValueError, f"got ids with {ids.ndim} axes")
         if ids.shape[1] > self.config.max_positions:
             raise error(
                 ValueError,
                 f"got {ids.shape[1]} tokens",
                 f"the model has {self.config.max_positions} positions",
-                "pass fewer",
+                f"pass at most {self.config.max_positions} tokens",
             )
         return ids if ids.dtype in (np.int32, np.int64) else ids.astype(np.int64)
 
@@ -271,6 +268,6 @@ def _no_ids(kind: type[Exception], passed: str) -> Exception:
     return error(
         kind,
         passed,
-        "they are integers (B, S): sequences that are equally long",
+        "ids must be integers (B, S): sequences of one length",
         "pass for example [tokenizer.encode(text)]",
     )

@@ -12,15 +12,15 @@ from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
 
 PRODUCTS = ("qkv", "output", "up", "down")
-"""The products of a layer, by their names in `Layer`."""
+"""The products of a `Layer`."""
 
 Quantises = Callable[[int, str, int], Blocks | None]
-"""``quantises(layer, product, K)``: how the weight of a layer's product is kept, by the product's
-name in `Layer`; None for the model's dtype."""
+"""``quantises(layer, product, K)``: the blocks of a product's weight, by its name in `Layer`; None
+for the model's dtype."""
 
 
 class Norm(NamedTuple):
-    """A layer norm, or without a bias an RMS norm."""
+    """A layer norm, or an RMS norm if there is no bias."""
 
     weight: Array
     bias: Array | None
@@ -34,9 +34,9 @@ class Norm(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product with a weight (N, K): products of few rows stream its rows as they lie.
+    """A product with a weight (N, K), which skinny products read in order.
 
-    Of a layer's products it may be a `QuantizedWeight`.
+    The weight of a layer's product may be a `QuantizedWeight`.
     """
 
     weight: Array | QuantizedWeight
@@ -59,14 +59,14 @@ class Layer(NamedTuple):
     output : Product
         From (H D) to E.
     mlp_norm : Norm, or None
-        Before the MLP; None where it reads what attention reads (Phi).
+        Before the MLP; None if the MLP reads the same as attention (Phi).
     up : Product
         To F, or to (2 F) for gate and up of a gated activation.
     down : Product
         From F to E.
     qkv_up : Product, or None
-        qkv and up as one product, whose rows they are: where both read the same (Phi) and `up` has
-        an activation that is a function of its own.
+        One product whose rows are qkv and up, if both read the same (Phi) and the activation of
+        `up` is a separate function.
     """
 
     norm: Norm
@@ -88,11 +88,11 @@ class Weights(NamedTuple):
     positions : array (P, E), or None
         A row for each position ("gpt2").
     layers : tuple of Layer
-        In their order.
+        In order.
     norm : Norm
         After the last layer.
     head : Product
-        To V; its weight is the embedding where they are tied.
+        To V; its weight is the embedding if they are tied.
     """
 
     embedding: Array
@@ -103,11 +103,11 @@ class Weights(NamedTuple):
 
 
 def in_dtype(layer: int, product: str, inner: int) -> None:
-    """Keep all weights in the model's dtype: one of `Quantises`."""
+    """Keep all weights in the model's dtype; one of `Quantises`."""
 
 
 def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) -> Weights:
-    """Return the weights of a model as arrays that have yet to be filled."""
+    """Return the weights of a model as uninitialised arrays."""
     width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     inner, kind = config.intermediate_size, dtype_of(dtype)
 
@@ -123,17 +123,17 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
 
     def layer(index: int) -> Layer:
         first = (heads + 2 * groups) * config.head_dim
-        behind = inner * (2 if config.activation in GATED else 1)
+        up_rows = inner * (2 if config.activation in GATED else 1)
         of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
         parallel, qkv_up = config.architecture == "phi", None
         together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
         apart = 1 if of_qkv is None else rows_apart(of_qkv, width)
         if parallel and together and of_qkv == of_up and first % apart == 0:
-            qkv_up = product(first + behind, width, config.qkv_bias, of_qkv)
+            qkv_up = product(first + up_rows, width, config.qkv_bias, of_qkv)
             qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
             qkv = product(first, width, config.qkv_bias, of_qkv)
-            up = product(behind, width, config.mlp_bias, of_up)
+            up = product(up_rows, width, config.mlp_bias, of_up)
         return Layer(
             norm=norm(),
             qkv=qkv,
@@ -179,15 +179,15 @@ def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:
 def named_parts(weights: Weights) -> Iterator[tuple[str, Array | QuantizedWeight]]:
     """Return each array and each quantised weight once, with its name."""
     seen = set()
-    for name, part in _walk("", weights):
+    for name, part in _leaves("", weights):
         if id(part) not in seen:
             seen.add(id(part))
             yield name, part
 
 
-def _walk(name: str, part: object) -> Iterator[tuple[str, Any]]:
+def _leaves(name: str, part: object) -> Iterator[tuple[str, Any]]:
     if hasattr(part, "_asdict"):
-        # What is the rows of a product that is named itself is not named again.
+        # Its rows are qkv and up, which have names.
         fields = [each for each in part._asdict().items() if each[0] != "qkv_up"]
     elif isinstance(part, tuple):
         fields = [(str(number), each) for number, each in enumerate(part)]
@@ -196,4 +196,4 @@ def _walk(name: str, part: object) -> Iterator[tuple[str, Any]]:
             yield name, part
         return
     for field, value in fields:
-        yield from _walk(f"{name}.{field}" if name else field, value)
+        yield from _leaves(f"{name}.{field}" if name else field, value)

@@ -15,7 +15,7 @@ from support.tiny_models import TINY, ByteTokenizer
 from cupyattn import PagedKVCache, models
 from cupyattn.models import Generator
 from cupyattn.models.config import ELEMENTWISE, GATED
-from cupyattn.models.forward import FUNCTIONS, Beside
+from cupyattn.models.forward import FUNCTIONS, SecondStream
 from cupyattn.models.generation import generator as room
 from cupyattn.models.generation import steps as graph
 from cupyattn.models.generation.continuations import LONGEST_MATCH, accepted, draft
@@ -322,7 +322,7 @@ def test_work_is_captured_behind_two_runs_of_it(xp, notes):
 
 
 def test_what_runs_beside_waits_at_both_ends(xp, notes):
-    beside = Beside(xp)
+    beside = SecondStream(xp)
     for _ in range(2):  # on the same stream
         with beside:
             notes.append("beside")

@@ -163,7 +163,7 @@ def test_an_index_stays_in_its_folder(copy):
     folder = copy("llama3")
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../phi/model.safetensors"}}))
-    assert "is no file of the folder" in refusal(folder)
+    assert "is not a file of the folder" in refusal(folder)
     index.write_text("{}")
     assert "no weight_map" in refusal(folder)
 
@@ -184,6 +184,10 @@ def test_a_pickle_is_never_read(copy):
 
 def test_folders_and_files_that_are_no_models(tmp_path):
     assert "there is no" in refusal(tmp_path / "nothing", FileNotFoundError)
+    assert refusal("some-org/Model-1.5", FileNotFoundError).endswith(
+        "; run: huggingface-cli download some-org/Model-1.5 --local-dir Model-1.5, and pass "
+        "'Model-1.5'"
+    )
     assert "neither model.safetensors nor" in refusal(tmp_path, FileNotFoundError)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "has no config.json" in refusal(tmp_path, FileNotFoundError)
@@ -251,7 +255,7 @@ def test_traits_without_code(copy, name, config, message):
         ({"num_hidden_layers": 3}, "missing: model.layers.2."),
         ({"num_hidden_layers": 10**9}, "num_layers = 1000000000"),
         ({"hidden_size": 2**40}, "hidden_size is 1099511627776"),
-        ({"num_key_value_heads": 3}, "4 heads of 3"),
+        ({"num_key_value_heads": 3}, "num_heads = 4, num_kv_heads = 3"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),

@@ -301,10 +301,10 @@ class Far:
 
 def test_what_a_gpu_has_made_is_brought_to_the_host():
     target, made = np.zeros(3), np.arange(3.0)
-    assert copying._beside(target, Far(made)) is made
-    assert copying._beside(target, made) is made
+    assert copying._where_target_is(target, Far(made)) is made
+    assert copying._where_target_is(target, made) is made
     far = Far(made)
-    assert copying._beside(far, far) is far
+    assert copying._where_target_is(far, far) is far
 
 
 def test_weights_for_the_host_are_quantised_by_the_device_s_library(tmp_path):

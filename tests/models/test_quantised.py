@@ -144,7 +144,7 @@ def test_rows_may_be_filled_in_pieces(monkeypatch):
     [
         ({"quantize": "nf5"}, ValueError, "weights are quantised to 'nf4', 'int4', 'int8'"),
         ({"quantize": "file"}, ValueError, "quantize = 'file'"),
-        ({"quantize": "nf4_nested"}, ValueError, "models have it of bitsandbytes' files alone"),
+        ({"quantize": "nf4_nested"}, ValueError, "only files of bitsandbytes have"),
         ({"quantize": 4}, TypeError, "quantize = 4"),
     ],
 )

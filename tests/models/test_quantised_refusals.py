@@ -124,7 +124,7 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
         }),
         NotImplementedError, "the type fp4",
     ),
-    "no shape": ("nested", lambda t: state(t, shape=None), ValueError, "a shape None"),
+    "no shape": ("nested", lambda t: state(t, shape=None), ValueError, "shape is None, which"),
     "another shape": (
         "nested", lambda t: state(t, shape=[128, 64]), ValueError,
         r"is \(128, 64\), not \(64, 128\)",
@@ -134,7 +134,7 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
     ),
     "no size of blocks": ("nested", lambda t: state(t, blocksize=0), ValueError, "blocksize is 0"),
     "an offset that is none": (
-        "nested", lambda t: state(t, nested_offset="x"), ValueError, "nested_offset 'x'",
+        "nested", lambda t: state(t, nested_offset="x"), ValueError, "nested_offset is 'x', which",
     ),
     "absmax that is not finite": (
         "bitsandbytes", replaced("weight.absmax", lambda a: a * np.float32(np.inf)), ValueError,
@@ -168,7 +168,7 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
     ),
     "scales that float16 has not": (
         "awq", replaced("scales", lambda a: a.astype(np.float32) * np.float32(1.0001)),
-        NotImplementedError, "scales that float16 has not",
+        NotImplementedError, "scales that float16 does not repr",
     ),
     "scales that are not finite": (
         "gptq", replaced("scales", lambda a: a * np.float16(np.nan)), ValueError, "holds nan",

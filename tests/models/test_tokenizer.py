@@ -288,7 +288,7 @@ def test_damaged_files(gpt2_folder, name, text):
 
 
 def test_text_is_a_string(gpt2_folder):
-    with pytest.raises(TypeError, match="it is a str"):
+    with pytest.raises(TypeError, match="it must be a str"):
         tokenizer_of_folder(gpt2_folder).encode(["hello"])
     with pytest.raises(ValueError, match="no surrogates"):
         tokenizer_of_folder(gpt2_folder).encode("\udcff")

@@ -1,9 +1,9 @@
-"""NF4 as bitsandbytes writes it: codes in one column, absmax of blocks, both quantised at will.
+"""NF4 as bitsandbytes writes it: codes in one column, and absmax of blocks, perhaps quantised too.
 
-Beside ``NAME.weight``, uint8 (N K / 2, 1), a file has its ``.absmax``, its ``.quant_map`` (the
+For ``NAME.weight``, uint8 (N K / 2, 1), a file has its ``.absmax``, its ``.quant_map`` (the
 codebook), and a ``.quant_state.bitsandbytes__nf4``: JSON in bytes. With double quantisation
 (Dettmers et al., arXiv:2305.14314, section 3) absmax are codes of a table ``.nested_quant_map``,
-times ``.nested_absmax`` of each 256, plus an offset that the JSON has.
+times ``.nested_absmax`` of each 256, plus an offset in the JSON.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _state(stored: Stored, kind: str) -> Fields:
         raise error(
             NotImplementedError,
             f"{stored.what}: weights of the type {kind}",
-            "bitsandbytes' NF4 is read",
-            "take the model as it was before it was quantised",
+            "of bitsandbytes' types only NF4 can be read",
+            "load the model from before it was quantised",
         )
     if len(stored.shape) != 1 or not stored.shape[0]:
         raise damaged(stored.what, f"no JSON: it is {stored.shape}")
@@ -67,15 +67,15 @@ def _state(stored: Stored, kind: str) -> Fields:
 def _tensor(codes: Stored, parts: dict[str, Stored | None], state: Fields) -> QuantisedTensor:
     shape = state.given.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int for n in shape):
-        raise damaged(state.where, f"a shape {shown(shape)}")
+        raise damaged(state.where, f"shape is {shown(shape)}, which is not two integers")
     rows, inner = shape
     block_size = state.integer("blocksize")
     if min(shape) < 1 or inner % block_size or not FORMATS["nf4"].allows(block_size, inner):
         raise error(
             NotImplementedError,
             f"{codes.what}: rows of {inner} weights in blocks of {block_size}",
-            "rows are whole blocks of a power of two from 32 to 4096",
-            "take the model as it was before it was quantised",
+            "rows must be whole blocks of a power of two from 32 to 4096 weights",
+            "load the model from before it was quantised",
         )
     count = rows * inner // block_size
     codes.require(("U8",), (rows * inner // 2, 1))
@@ -119,7 +119,9 @@ def _part(
 def _offset(state: Fields) -> float:
     offset = state.given.get("nested_offset")
     if not isinstance(offset, int | float) or isinstance(offset, bool) or not abs(offset) <= 3e38:
-        raise damaged(state.where, f"a nested_offset {shown(offset)}")
+        raise damaged(
+            state.where, f"nested_offset is {shown(offset)}, which is not a finite number"
+        )
     return float(offset)
 
 
@@ -128,13 +130,13 @@ def _require_codebook(codebook: np.ndarray, codes: Stored) -> None:
         raise error(
             NotImplementedError,
             f"{codes.what}: a quant_map {codebook.tolist()}",
-            "that of NF4 is read, as bitsandbytes has it",
-            "take the model as it was before it was quantised",
+            "only the quant_map of NF4, as bitsandbytes writes it, can be read",
+            "load the model from before it was quantised",
         )
 
 
 class _Nested(NamedTuple):
-    """How absmax are quantised themselves."""
+    """The quantised absmax of blocks."""
 
     absmax: Stored
     table: Stored
@@ -149,7 +151,7 @@ class _Scales(NamedTuple):
     nested: _Nested | None = None
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return those from a block to another, in float32 as bitsandbytes computes them."""
+        """Return a range of blocks' absmax, in float32 as bitsandbytes computes them."""
         found = self.absmax.items(slice(start, stop))
         if self.nested is None:
             return found
@@ -193,6 +195,6 @@ def _nested_rows(
 
 
 def _codes(codes: Stored, inner: int, start: int, stop: int) -> np.ndarray:
-    """Return rows as an array of its own, which is aligned, as bytes of a file may not be."""
+    """Return rows as an aligned array, which bytes of a file may not be."""
     found = codes.items(slice(start * inner // 2, stop * inner // 2))
     return found.reshape(stop - start, inner // 2).copy()

@@ -75,8 +75,8 @@ class Naming(NamedTuple):
     head: str
     positions: str | None = None
     prefix: str = ""
-    """Before all names but the head's; files of a model without its head may lack it."""
-    turned: bool = False
+    """Before all names but the head's; files of a model without a head may lack it."""
+    transposed: bool = False
     """Whether weights of layers are (K, N)."""
     paired: bool = False
     """Whether rows of q and k are in the order of interleaved rotary pairs."""
@@ -122,7 +122,7 @@ HUGGING_FACE = {
         last_norm="ln_f",
         head="lm_head",
         prefix="transformer.",
-        turned=True,
+        transposed=True,
         ignored=(r"h\.\d+\.attn\.(masked_)?bias$",),
     ),
 }
@@ -155,14 +155,14 @@ class TensorTarget(NamedTuple):
     """The arrays that a tensor of a file fills, in order.
 
     `targets` has one array ("all"), or the arrays of a quantised weight by name, whose first axes
-    are equal. `shape` is the tensor's in the file. If `turned`, the first axis of the targets is
-    the second axis of the file.
+    are equal. `shape` is the tensor's in the file. `transposed` says that the first axis of the
+    targets is the second axis of the file.
     """
 
     targets: dict[str, Array]
     shape: tuple[int, ...]
     blocks: Blocks | None = None
-    turned: bool = False
+    transposed: bool = False
 
 
 class TensorTargets(NamedTuple):
@@ -263,10 +263,10 @@ def _place(
     if heads is not None:
         arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
     # What is quantised is (N, K) in all files.
-    turned = naming.turned and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
-    if turned and blocks is None:
+    transposed = naming.transposed and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
+    if transposed and blocks is None:
         return TensorTarget({"all": arrays["all"].T}, part.shape[::-1])
-    return TensorTarget(arrays, part.shape[::-1] if turned else part.shape, blocks, turned)
+    return TensorTarget(arrays, part.shape[::-1] if transposed else part.shape, blocks, transposed)
 
 
 def _shares(
@@ -367,6 +367,6 @@ def damaged(where: str, what: str) -> ValueError:
     return error(
         ValueError,
         f"{where}: {what}",
-        "a model is read from whole files as they were published",
+        "a model is read from complete files as they were published",
         "download the file again, or convert the model again",
     )

@@ -34,12 +34,12 @@ from cupyattn.runtime.progress import progress
 from cupyattn.runtime.value_checks import on_host
 
 _AT_ONCE = 1 << 22
-"""Numbers: what is read beside the model takes some 50 MB, on the host and on the device."""
+"""Numbers that are read at a time: they take some 50 MB, on the host and on the device."""
 _LARGEST = {"float16": 65504.0, "int4": INT4_LARGEST}
 
 
 class _Shapes:
-    """In the place of numpy or cupy: arrays that have a shape, and no memory."""
+    """A stand-in for numpy or cupy whose arrays have a shape, and no memory."""
 
     @staticmethod
     def empty(shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -93,7 +93,7 @@ def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
 
 
 def _adds_nothing(name: str, tensors: Mapping[str, AnyTensor]) -> bool:
-    """Tell whether a tensor is a bias of zeros: GPTQ's files may have one for each weight."""
+    """Tell whether a tensor is a bias of zeros: files of GPTQ may have one for each weight."""
     stem, _, kind = name.rpartition(".")
     tensor, weight = tensors[name], tensors.get(f"{stem}.weight")
     if kind != "bias" or weight is None or isinstance(tensor, QuantisedTensor):
@@ -113,7 +113,9 @@ def _each_part(
 ) -> None:
     tensor = checkpoint.tensors[name]
     length = len(next(iter(place.targets.values())))
-    rows = tensor.shape[1 if place.turned else 0] // length  # of the file, for one of the targets
+    rows = (
+        tensor.shape[1 if place.transposed else 0] // length
+    )  # of the file, for one of the targets
     inner, blocks = tensor.shape[-1], place.blocks
     apart = 1 if blocks is None else rows_apart(blocks, inner)
     step = -(-max(1, _AT_ONCE // (math.prod(tensor.shape) // length)) // apart) * apart
@@ -132,7 +134,7 @@ def _each_part(
 def _found(
     tensor: AnyTensor, place: TensorTarget, start: int, stop: int, xp: ModuleType
 ) -> Array | QuantizedWeight:
-    """Return numbers as float32 on the device, or blocks that are kept as they are."""
+    """Return numbers as float32 on the device, or blocks that are kept."""
     if isinstance(tensor, QuantisedTensor):
         nested = place.blocks is not None and FORMATS[place.blocks.format].group is not None
         rows = tensor.nested.read if nested and tensor.nested is not None else tensor.read
@@ -140,13 +142,13 @@ def _found(
         arrays = {own: xp.asarray(array) for own, array in read.arrays.items()}
         weight = QuantizedWeight(read.format, **arrays, block_size=read.block_size, transposed=True)
         return weight if weight.blocks == place.blocks else dequantize(weight)
-    if place.turned and tensor.read_columns is not None:
+    if place.transposed and tensor.read_columns is not None:
         return _float32(tensor.read_columns(start, stop), xp).T
     return _float32(tensor.read(start, stop), xp)
 
 
 def _float32(found: np.ndarray, xp: ModuleType) -> Array:
-    """Bring numbers to the device as they are in the file, and widen them there."""
+    """Copy numbers to the device in the dtype of the file, and widen them there."""
     if found.dtype.name == "bfloat16":  # the upper half of a float32
         bits = xp.asarray(found.view(np.uint16)).astype(np.uint32)
         bits <<= 16
@@ -170,16 +172,18 @@ def _store(
         _require_finite(what, found, dtype, xp)
         if blocks is None:
             part = parts["all"]
-            part[...] = _beside(part, found.astype(part.dtype, copy=False)).reshape(part.shape)
+            part[...] = _where_target_is(part, found.astype(part.dtype, copy=False)).reshape(
+                part.shape
+            )
             return
         if blocks.format in _LARGEST:
             _require_finite(what, found, blocks.format, xp)
         found = quantize(found.T, format=blocks.format, block_size=blocks.block_size)
     for own, array in found.arrays.items():
-        parts[own][...] = _beside(parts[own], array).reshape(parts[own].shape)
+        parts[own][...] = _where_target_is(parts[own], array).reshape(parts[own].shape)
 
 
-def _beside(target: Array, array: Array) -> Array:
+def _where_target_is(target: Array, array: Array) -> Array:
     """Bring an array to the host if its target is there."""
     return on_host(array) if isinstance(target, np.ndarray) else array
 
@@ -197,7 +201,7 @@ def _require_finite(what: str, found: Array, dtype: str, xp: ModuleType) -> None
         raise error(
             ValueError,
             f"{what} holds {largest:g}",
-            f"weights of {dtype} are finite, up to {limit:g}",
+            f"weights of {dtype} must be finite, up to {limit:g}",
             fix,
         )
 
@@ -206,11 +210,11 @@ def _require_equal(
     what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: ModuleType
 ) -> None:
     part = parts["all"]
-    equal: Any = part == _beside(part, found.astype(part.dtype))
+    equal: Any = part == _where_target_is(part, found.astype(part.dtype))
     if not bool(equal.all()):
         raise error(
             ValueError,
-            f"{what} differs from the embedding, and the config says that they are one",
-            "a tied head holds the embedding",
-            "set tie_word_embeddings to false in the config if they are two",
+            f"{what} differs from the embedding, but the config ties them",
+            "the head of a tied model must equal the embedding",
+            "set tie_word_embeddings to false in config.json if they are two weights",
         )

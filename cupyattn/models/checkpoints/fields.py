@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from cupyattn.models.checkpoints.contents import damaged
@@ -10,7 +10,7 @@ from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 
 _LARGEST_COUNT = 2**31 - 1  # kernels count in int32
-_LARGEST_ID = 2**32 - 1  # GGUF has ids in uint32, of which the last stands for none
+_LARGEST_ID = 2**32 - 1  # ids of GGUF are uint32, whose largest means none
 _LARGEST_NUMBER = 3e38  # float32 ends there
 
 
@@ -25,14 +25,17 @@ class Fields(NamedTuple):
     given: Json
     where: str
     prefix: str = ""
+    refuse_file: Callable[[str, str], Exception] = damaged
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = _LARGEST_COUNT
+    ) -> int:
         """Return a count of at least `least`; a list, one for each layer, is not supported."""
         value = self._value(name, default)
-        if isinstance(value, list):
+        if isinstance(value, list) and self.refuse_file is damaged:
             raise self._unsupported(name, value, "one number for all layers")
-        if not _is_integer(value) or not least <= value <= _LARGEST_COUNT:
-            raise self._damaged(name, value, f"no integer of {least} to {_LARGEST_COUNT}")
+        if not _is_integer(value) or not least <= value <= most:
+            raise self._damaged(name, value, f"an integer from {least} to {most}")
         return int(value)
 
     def number(
@@ -42,21 +45,21 @@ class Fields(NamedTuple):
         value = self._value(name, default)
         real = isinstance(value, int | float) and not isinstance(value, bool)
         if not real or not 0 <= value <= _LARGEST_NUMBER or not (value or zero_allowed):
-            raise self._damaged(name, value, "no finite number above 0")
+            raise self._damaged(name, value, "a finite number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise self._damaged(name, value, "neither true nor false")
+            raise self._damaged(name, value, "true or false")
         return value
 
     def object(self, name: str) -> Json:
         """Return a JSON object, an empty one if it is absent."""
         value = self._value(name, {})
         if not isinstance(value, dict):
-            raise self._damaged(name, value, "no JSON object")
+            raise self._damaged(name, value, "a JSON object")
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
@@ -64,11 +67,11 @@ class Fields(NamedTuple):
         value = self._value(name, [])
         found = value if isinstance(value, list) else [value]
         if not all(_is_integer(each) and 0 <= each <= _LARGEST_ID for each in found):
-            raise self._damaged(name, value, "no token id")
+            raise self._damaged(name, value, "a token id")
         return tuple(found)
 
     def choice(self, name: str, allowed: Collection[str], default: str | None = None) -> str:
-        """Return one of the words allowed."""
+        """Return one of the allowed words."""
         value = self.given.get(self.prefix + name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in allowed:
@@ -76,7 +79,7 @@ class Fields(NamedTuple):
         return value
 
     def refuse(self, name: str, allowed: Any = None) -> None:
-        """Refuse a trait unless it is absent or, which comes to the same, has the value allowed."""
+        """Refuse a trait unless it is absent or has the allowed value, which means the same."""
         value = self.given.get(self.prefix + name, allowed)
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             code = "models without it" if allowed is None else repr(allowed)
@@ -87,11 +90,13 @@ class Fields(NamedTuple):
         if value is None:
             value = default
         if value is None:
-            raise damaged(self.where, f"it has no {self.prefix}{name}")
+            raise self.refuse_file(self.where, f"it has no {self.prefix}{name}")
         return value
 
     def _damaged(self, name: str, value: Any, what: str) -> Exception:
-        return damaged(self.where, f"{self.prefix}{name} is {shown(value)}, which is {what}")
+        return self.refuse_file(
+            self.where, f"{self.prefix}{name} is {shown(value)}, which is not {what}"
+        )
 
     def _unsupported(self, name: str, value: Any, code: str) -> Exception:
         return error(

@@ -54,7 +54,7 @@ def kept_blocks(kind: str, stored: np.ndarray, inner: int) -> QuantisedTensor | 
 
 
 class _BlockKind(NamedTuple):
-    """How blocks of a kind are read."""
+    """The format of blocks in GGUF, and how to unpack them."""
 
     format: str
     size: int
@@ -151,7 +151,7 @@ def read_gguf(path: Path) -> GGUFFile:
         content = np.empty(0, np.uint8) if is_empty else np.memmap(file, np.uint8, mode="r")
     cursor = _Cursor(str(path), content)
     if cursor.take(4) != _MAGIC:
-        raise damaged(str(path), "no GGUF file: it does not begin with these letters")
+        raise damaged(str(path), "not a GGUF file: it does not begin with these letters")
     (version,) = cursor.numbers("I", 1)
     if version not in _VERSIONS:
         raise error(
@@ -182,7 +182,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """A place in a file, from which values are read one behind the other."""
+    """A position in a file, from which values are read one after the other."""
 
     def __init__(self, where: str, content: np.ndarray) -> None:
         self.where = where
@@ -248,7 +248,7 @@ class _Info(NamedTuple):
         return cls(name, shape, *cursor.numbers("I", 1), *cursor.numbers("Q", 1))
 
     def tensor(self, path: Path, content: np.ndarray, start: int) -> tuple[AnyTensor, int]:
-        """Return the tensor, whose bytes begin at `start` within the file, and their number."""
+        """Return the tensor, whose bytes begin at `start` in the file, and their number."""
         quants = extra("gguf.quants", "dequantises weights")
         types = extra("gguf.constants", "dequantises weights")
         try:
@@ -262,7 +262,7 @@ class _Info(NamedTuple):
                 NotImplementedError,
                 f"{path}: {self.name} is of {kind.name if kind else f'type {self.kind}'}",
                 f"the package gguf dequantises {', '.join(known)}",
-                "take a file of one of these types, or a newer gguf",
+                "load a file of one of these types, or install a newer gguf",
             )
         *rows, columns = self.shape
         width = columns // block * size
@@ -305,7 +305,7 @@ _UNSUPPORTED: Json = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-"""Traits that there is no code for, and the value of each that changes nothing."""
+"""Traits without code, and the value of each that changes nothing."""
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -319,7 +319,7 @@ def open_gguf(path: Path) -> Checkpoint:
         raise error(
             NotImplementedError,
             f"{path}: one of {shown(parts)} files",
-            "a GGUF file is read that holds all of a model",
+            "a GGUF file must contain the whole model",
             "join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
         )
     naming = GGUF[kind]
@@ -350,7 +350,7 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
     heads, width = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", width // heads)
     if naming.paired and head_dim % 2:
-        raise damaged(where, f"heads of {head_dim}, which has no pairs")
+        raise damaged(where, f"heads of {head_dim} features, which are not pairs")
     positions, rotates = fields.integer("context_length"), kind != "gpt2"
     base = fields.number("rope.freq_base", 10000.0)
     rotary_dim = fields.integer("rope.dimension_count", head_dim) if rotates else 0
@@ -396,7 +396,7 @@ def _scaling(
 ) -> RopeScaling | None:
     factors = file.tensors.get("rope_freqs.weight")
     if isinstance(factors, QuantisedTensor):
-        raise damaged(fields.where, "rope_freqs.weight is quantised, a list of factors")
+        raise damaged(fields.where, "rope_freqs.weight, a list of factors, is quantised")
     if factors is not None:
         return _llama3(factors, base, rotary_dim, fields.where)
     kind = fields.choice("rope.scaling.type", _SCALINGS, default="linear")
@@ -413,7 +413,7 @@ def _scaling(
 
 
 def _llama3(factors: Tensor, base: float, rotary_dim: int, where: str) -> RopeScaling:
-    """Recognise what each frequency is divided by: the file has it in place of its parameters."""
+    """Recognise the factors of Llama 3, which the file has instead of the parameters."""
     if factors.shape != (rotary_dim // 2,):
         raise damaged(where, f"rope_freqs.weight is {factors.shape}, not {(rotary_dim // 2,)}")
     found = factors.read(0, factors.shape[0])
@@ -424,6 +424,6 @@ def _llama3(factors: Tensor, base: float, rotary_dim: int, where: str) -> RopeSc
     raise error(
         NotImplementedError,
         f"{where}: rope_freqs.weight of factors {shown(found.tolist())}",
-        "they are those of Llama 3.1 and later models",
-        "load a model of these, or the folder that the file was made from",
+        "only the factors of Llama 3.1 and later Llama 3 models are supported",
+        "load the folder that the file was made from",
     )

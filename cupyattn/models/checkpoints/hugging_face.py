@@ -37,8 +37,8 @@ def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
             if mark in name:
                 raise error(
                     ValueError,
-                    f"{where}: no quantization_config, and {tensor.what} is of {method}",
-                    "quantised weights are read as quantization_config says",
+                    f"{where}: no quantization_config, but {tensor.what} is quantised by {method}",
+                    "quantised weights need a quantization_config",
                     "take the config.json that was published with these files",
                 )
     return {name: tensor.as_floats() for name, tensor in stored.items()}
@@ -52,7 +52,7 @@ def unpacking_of(config: Fields) -> Unpacking:
     fields = Fields(given, f"{config.where}, quantization_config")
     method = given.get("quant_method")
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        method = "bitsandbytes"  # which did not name itself at first
+        method = "bitsandbytes"  # whose first releases did not write their name
     readers = {
         "bitsandbytes": _unpacking_bitsandbytes,
         "gptq": _unpacking_gptq,
@@ -119,9 +119,9 @@ def _unsupported(fields: Fields, what: str) -> Exception:
     return error(
         NotImplementedError,
         f"{fields.where}: {what}",
-        "quantised safetensors are read of bitsandbytes' NF4 in uint8, and of GPTQ and AWQ (gemm, "
-        "with zero points) in 4 bits with groups of a power of two from 32 on, or one for all",
-        "take such files, the model as it was before it was quantised, or a GGUF file of it",
+        "quantised safetensors must be bitsandbytes' NF4 in uint8, or GPTQ or AWQ (gemm, with zero "
+        "points) in 4 bits with groups of a power of two from 32 on, or one group for all",
+        "load such files, the model from before it was quantised, or a GGUF file of it",
     )
 
 
@@ -323,11 +323,11 @@ def read_object(path: Path) -> Json:
             FileNotFoundError,
             f"{path.parent} has no {path.name}",
             "a model's folder has config.json, safetensors and mostly tokenizer.json, as "
-            "transformers writes them; or pass a GGUF file itself",
-            "download or convert the model into that folder",
+            "transformers writes them",
+            f"run: huggingface-cli download NAME --local-dir {path.parent}, or pass a GGUF file",
         ) from None
     if not isinstance(given, dict):
-        raise damaged(str(path), "no JSON object")
+        raise damaged(str(path), "it is not a JSON object")
     return given
 
 
@@ -341,7 +341,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted({str(name) for name in shards.values()})
         for name in names:
             if Path(name).name != name:
-                raise damaged(str(folder / _INDEX), f"{shown(name)} is no file of the folder")
+                raise damaged(str(folder / _INDEX), f"{shown(name)} is not a file of the folder")
             if not os.path.isfile(folder / name):  # False as well for a name that is too long
                 raise damaged(str(folder), f"{name} is missing, which {_INDEX} names")
         return [folder / name for name in names]
@@ -349,14 +349,14 @@ def _files(folder: Path) -> list[Path]:
     if pickled:
         raise error(
             ValueError,
-            f"{folder} has {pickled[0]}, and no safetensors",
-            "weights are read from safetensors: a pickle can run any program, and is never opened",
-            "take the model's safetensors, or where you trust the file convert it with "
+            f"{folder} has {pickled[0]}, but no safetensors",
+            "weights must be in safetensors: a pickle can run any program, and is never opened",
+            "download the model's safetensors, or if you trust the file convert it with "
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)",
         )
     raise error(
         FileNotFoundError,
         f"{folder} has neither {_ONE} nor {_INDEX}",
-        "a model's folder holds its weights in safetensors, under the one name or the other",
-        "download or convert the model into that folder",
+        "the weights of a model must be in safetensors with one of these names",
+        f"run: huggingface-cli download NAME --local-dir {folder}",
     )

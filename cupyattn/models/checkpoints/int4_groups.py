@@ -70,8 +70,8 @@ def group_tensor(
         raise error(
             NotImplementedError,
             f"{groups.qweight.what}: N = {outer}, K = {inner} in groups of {size}",
-            f"K is a multiple of the group, and of 32; N of {PER_WORD}",
-            "take the model as it was before it was quantised",
+            f"K must be a multiple of the group and of 32, and N of {PER_WORD}",
+            "load the model from before it was quantised",
         )
     groups.scales.require(_SCALES, (inner // size, outer))
     groups.qzeros.require(("I32",), (inner // size, outer // PER_WORD))
@@ -88,9 +88,9 @@ def group_tensor(
         if not np.array_equal(*both, equal_nan=True):
             raise error(
                 NotImplementedError,
-                f"{groups.scales.what}: scales that float16 has not",
-                "a scale is kept in float16",
-                "take the model as it was before it was quantised",
+                f"{groups.scales.what}: scales that float16 does not represent",
+                "scales are kept in float16",
+                "load the model from before it was quantised",
             )
         pairs = np.stack([stored.T, read_zeros(start, stop).T.astype(np.float16)], axis=-1)
         return QuantizedWeight(
@@ -166,13 +166,13 @@ def _require_in_order(order: Stored, inner: int, group_size: int | None) -> None
         raise error(
             NotImplementedError,
             f"{order.what}: groups are scattered over K (desc_act, act-order)",
-            "GPTQ's files are read whose groups are neighbours along K",
-            "take a file that was quantised with desc_act=False, or the model as it was before",
+            "the groups of GPTQ's files must be consecutive along K",
+            "load a file that was quantised with desc_act=False, or the unquantised model",
         )
 
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where a word has each n."""
+"""The position of each n in a word."""
 
 
 def unpacked_awq(stored: dict[str, Stored], group_size: int | None) -> dict[str, AnyTensor]:

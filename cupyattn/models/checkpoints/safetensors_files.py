@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: what each is, and slices of it."""
+"""Tensors in safetensors files, and slices of them."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Stored(NamedTuple):
             raise error(
                 NotImplementedError,
                 f"{self.what} is of {self.kind}",
-                f"weights are read from {', '.join(_FLOATS)}, and quantised ones where config.json "
-                "says how in quantization_config",
-                "take the model as it was before it was quantised, or a GGUF file of it",
+                f"weights must be {', '.join(_FLOATS)}, or quantised as the quantization_config of "
+                "config.json describes",
+                "load the model from before it was quantised, or a GGUF file of it",
             )
         return self.items(index)
 

@@ -41,7 +41,7 @@ def write_whole(files: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-        for path in firsts:  # where the last cannot be replaced, these are put back
+        for path in firsts:  # these are restored if the last cannot be replaced
             if path.exists():
                 before[path] = path.with_suffix(_BEFORE)
                 _keep(path, before[path])
@@ -62,12 +62,12 @@ def write_whole(files: Mapping[Path, Callable[[BinaryIO], object]]) -> None:
         _sync_folder(folder)
 
 
-def _keep(path: Path, beside: Path) -> None:
-    beside.unlink(missing_ok=True)
+def _keep(path: Path, copy: Path) -> None:
+    copy.unlink(missing_ok=True)
     try:
-        os.link(path, beside)
+        os.link(path, copy)
     except OSError:  # not every file system has links
-        shutil.copy2(path, beside)
+        shutil.copy2(path, copy)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -84,7 +84,7 @@ DTYPES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "uint8": "U8",
 }  # fmt: skip
 _AT_ONCE = 1 << 24
-"""Bytes that are on their way from a GPU to the file."""
+"""Bytes per copy from a GPU to the file."""
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
@@ -117,7 +117,7 @@ def bytes_of(array: Array) -> Iterator[bytes]:
 
 
 def require_finite(arrays: Mapping[str, Array]) -> None:
-    """Raise ValueError for a number that no model computes with, before anything is written."""
+    """Raise ValueError for infinities and NaN, before anything is written."""
     for name, array in arrays.items():
         for part in _parts_of(array):
             if not bool((abs(part.astype(np.float32)) < np.inf).all()):
@@ -125,7 +125,7 @@ def require_finite(arrays: Mapping[str, Array]) -> None:
                 raise error(
                     ValueError,
                     f"{name} has numbers that {dtype} does not hold",
-                    "what is written is finite, in float16 up to 65,504",
+                    "weights in files must be finite, in float16 up to 65,504",
                     "merge with --dtype float32 or bfloat16, or train anew with it"
                     if dtype == "float16"
                     else "train anew with a smaller learning rate",
@@ -145,13 +145,13 @@ _OF_A_TRAINING = (".training", "losses.jsonl", "losses.png")
 
 
 def require_source(source: Path) -> None:
-    """Raise NotImplementedError unless there is a config to go with weights that are written."""
+    """Raise NotImplementedError unless the folder has a config for the weights to be written."""
     if not (source / _CONFIG).is_file():
         raise error(
             NotImplementedError,
             f"{source} is no folder with config.json",
-            "weights are written beside the config and the tokenizer that they came with",
-            "train a model in a folder as transformers writes it, or adapters of this one",
+            "weights are written with the config and the tokenizer of their folder",
+            "train a model from a folder that transformers wrote, or train adapters of this one",
         )
 
 

@@ -19,7 +19,7 @@ from cupyattn.models.generation.steps import TokenDraw
 from cupyattn.models.generation.text import TextStream, TextTokenizer
 
 LONGEST_MATCH = 3
-"""Tokens that must have stood before in this order; if they have not, fewer are looked for."""
+"""Tokens to search for; if they did not occur in this order, fewer are searched for."""
 
 
 def draft(tokens: Sequence[int], count: int) -> list[int]:
@@ -93,7 +93,7 @@ def kept(
 
 
 class Generation:
-    """The continuations of one prompt so far, which `Generator.submit` returns.
+    """The continuations of one prompt so far, returned by `Generator.submit`.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Generation:
     outputs : tuple of list of int
         The new tokens of each sample, with the one that ended it.
     seed : int
-        Sample s draws with seed + s: given again it gives the same tokens.
+        Sample s draws with seed + s. The same seed gives the same tokens again.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Generation:
         return found
 
     def draws(self, work: Work) -> list[TokenDraw]:
-        """Return what a step draws for a work of its request."""
+        """Return the draws of a step for a work of this request."""
         return [self._draw(work, sample) for sample in work.samples]
 
     def _draw(self, work: Work, sample: int) -> TokenDraw:
@@ -173,19 +173,19 @@ class Generation:
         return not self._sampling.used
 
     def draft(self, work: Work, count: int) -> list[int]:
-        """Return at most so many tokens that may follow those of a work's only sample."""
+        """Return at most so many tokens that may follow those of the only sample of a work."""
         (sample,) = work.samples
         request, output = self.request, self.request.outputs[sample]
         room = request.max_new_tokens - len(output) - 1
         return draft((*request.tokens, *output), min(count, room))
 
     def end(self) -> None:
-        """Count every sample as ended: it was cancelled."""
+        """Count every sample as ended: the request was cancelled."""
         for sample in sorted(self._open):
             self._close(sample)
 
     def take(self) -> list[int]:
-        """Take what the last step drew; return the samples whose text a string has ended."""
+        """Take the drawn tokens of a step; return the samples that a string has ended."""
         ended = []
         for sample in sorted(self._open):
             drawn = self.request.outputs[sample]
@@ -204,7 +204,7 @@ class Generation:
         return ended
 
     def _take(self, sample: int, token: int) -> bool:
-        """Pass a token on; return whether it has completed a string that ends the text."""
+        """Pass a token on; return whether it completed a string that ends the text."""
         if not self._streams:
             self._news.append(token)
             return False

@@ -61,7 +61,7 @@ class SerialCalls:
 
     def make(self, call: Callable[..., Result], *given: object) -> Result:
         """Make a call, and then the calls that came during it."""
-        if self._within.locked():  # within another one: the scheduler says whether it may be
+        if self._within.locked():  # in another call, which the scheduler allows or refuses
             return call(*given)
         try:
             with self._within:
@@ -81,7 +81,7 @@ class SerialCalls:
 
 
 SHARE = 0.9
-"""The part of the free memory that a cache may take; steps compute in the rest."""
+"""The share of the free memory that a cache may take; steps use the rest."""
 _MOST_BLOCK_SIZE = 2**31 - 16
 """A multiple of 16; a cache counts its slots in int32."""
 _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "int8": 8, "int4": 4}
@@ -124,48 +124,48 @@ def free_bytes(xp: ModuleType) -> int:
 
 MAX_BATCH = 32
 LONGEST = 2048
-"""Tokens of a sequence that a cache has room for by default, if the model has as many positions."""
+"""The default room for a sequence in a cache, in tokens, if the model has as many positions."""
 
 
 class Generator:
     """A model that generates for many prompts at once, from one paged cache.
 
-    `cupyattn.models.Model.generate` makes one for a call. One of your own keeps its cache between
-    calls, so that prompts which begin alike are computed once, and takes prompts at any time.
+    `cupyattn.models.Model.generate` makes one for each call. A generator that you keep also keeps
+    its cache, so that common beginnings of prompts are computed once, and takes prompts at any
+    time.
 
     Parameters
     ----------
     model : Model
-        What `cupyattn.models.load` or `random` returned.
+        A model that `cupyattn.models.load` or `random` returned.
     num_blocks, block_size : int, optional
         Blocks of the cache, and tokens in a block (a multiple of 16). By default there is room for
         `lengths`, or as much of it as 90 % of the free memory holds.
     lengths : sequence of int, optional
-        Tokens of the sequences that are to come, of which `max_batch` run at once: by default as
-        many of 2,048.
+        Tokens of the expected sequences, of which `max_batch` run at once; 2,048 each by default.
     cache_dtype : {"int8", "int4"}, optional
-        How keys and values are kept; by default in the model's dtype.
+        The format of keys and values; the model's dtype by default.
     max_batch, max_tokens : int
         The most sequences, and the most tokens, in a step: longer prompts are computed in parts.
     preempt : {"recompute", "swap"}
-        As of `cupyattn.Scheduler`: what becomes of a sequence that makes room for another.
+        What happens to a sequence that makes room for another; see `cupyattn.Scheduler`.
     num_host_blocks : int
         Blocks of host memory, for "swap", which needs at least one.
     lookup : int
-        Speculative decoding: at most so many tokens that followed the last ones before are computed
-        together with the next, and kept if the model chooses them. 0 is off. Only tokens that are
-        drawn greedily are found so. The result is the same, but where two tokens are equally likely
-        within the rounding of a step of one token and of a step of several.
+        Speculative decoding: at most so many tokens that followed an earlier occurrence of the last
+        tokens are computed in one step, and kept if the model chooses them. 0 is off. Only greedy
+        tokens are predicted. The result is the same, unless two tokens are equally likely within
+        the rounding of steps of one and of several tokens.
     captured : bool, optional
-        Whether steps of decoding are captured once and replayed. By default so on a GPU, where they
-        are CUDA graphs. On NumPy arrays such a step is called as it is.
+        Whether steps of decoding are captured once and replayed: by default on a GPU, as CUDA
+        graphs. On NumPy arrays such a step is called directly.
 
     Attributes
     ----------
     cache : PagedKVCache
         ``cache.statistics()`` and ``cache.picture()`` show how full it is.
     scheduler : Scheduler
-        Which sequences run and which wait.
+        The running and the waiting sequences.
 
     Raises
     ------
@@ -174,7 +174,7 @@ class Generator:
 
     Notes
     -----
-    A generator is used by one thread at a time.
+    Use a generator from one thread at a time.
 
     Examples
     --------
@@ -259,7 +259,7 @@ class Generator:
         stop: object = (),
         n: int = 1,
     ) -> Generation:
-        """Ask for continuations of one prompt; `step` computes them.
+        """Request continuations of one prompt, which `step` computes.
 
         Parameters and errors are those of `Model.generate`.
         """
@@ -270,12 +270,12 @@ class Generator:
         return submitted
 
     def step(self) -> tuple[Generation, ...]:
-        """Compute one step: a token of each sequence that generates, and of prompts what fits.
+        """Compute a step: one token of each sequence that generates, and as many of prompts as fit.
 
         Returns
         -------
         tuple of Generation
-            Those that finished with it.
+            The generations that this step finished.
         """
         return self._calls.make(self._step)
 
@@ -294,7 +294,7 @@ class Generator:
         return tuple(finished)
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation with what it has, and give back its blocks."""
+        """End a generation early, and free its blocks."""
         self._calls.make(self._cancel, generation)
 
     def _cancel(self, generation: Generation) -> None:
@@ -330,14 +330,14 @@ class Generator:
         return [each.results if n > 1 else each.results[0] for each in submitted]
 
     def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
-        """Generate for one prompt, and yield what comes: as `Model.stream`, from this cache."""
+        """Generate for one prompt, piece by piece: as `Model.stream`, from this cache."""
         if options.get("n", 1) != 1:
             raise error(
                 ValueError, f"got n = {shown(options['n'])}", "a stream is of one sample",
                 "call generate with n, or stream once for each seed",
             )  # fmt: skip
         pieces = self._pieces(self.submit(prompt, **options))
-        next(pieces)  # begun: so one that nobody reads ends what it asked for
+        next(pieces)  # a begun iterator cancels its request when it is collected
         return pieces
 
     def _pieces(self, generation: Generation) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Methods of a model that generate: a call makes a generator with a cache of the size it needs."""
+"""Methods of a model that generate: each call makes a generator with a cache of the right size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Generates:
         n: int = 1,
         **cache: object,
     ) -> list[Any]:
-        """Continue prompts, by as many sequences at a time as there is room for.
+        """Continue prompts, as many sequences at a time as there is room for.
 
         Parameters
         ----------
@@ -53,48 +53,46 @@ class Generates:
         max_new_tokens : int
             The most tokens to add. A text ends earlier with a token of ``config.eos_ids``.
         temperature : float
-            By which logits are divided before a token is drawn; 0 takes the largest.
+            Divides the logits before a token is drawn; 0 takes the largest.
         top_k, top_p, min_p, repetition_penalty : optional
-            As of `cupyattn.sample`.
+            Options of `cupyattn.sample`.
         seed : int, optional
-            What decides the draws, together with each token's position: a prompt's tokens do not
-            depend on the others of its batch. Sample s of a prompt has seed + s. By default every
-            prompt gets another seed each time.
+            The draws depend only on it and on each token's position, not on the other prompts of a
+            batch. Sample s of a prompt has seed + s. By default each prompt has a random seed.
         stop : str, int, or list of those
             Strings and token ids that end a sample. The string is not part of the text.
         n : int
-            How many samples to draw of each prompt; they share its keys and values.
+            How many samples to draw for each prompt; they share its keys and values.
         **cache
-            As of `Generator`: num_blocks, block_size, cache_dtype, max_batch, max_tokens, preempt,
-            num_host_blocks, lookup, captured. By default there are blocks for all sequences that
-            run at once, or as many as 90 % of the free memory holds: what does not fit waits.
+            Options of `Generator`: num_blocks, block_size, cache_dtype, max_batch, max_tokens,
+            preempt, num_host_blocks, lookup, captured. By default there are blocks for all running
+            sequences, or as many as 90 % of the free memory holds; other sequences wait.
 
         Returns
         -------
         list
-            For each prompt its new text if it is a string, otherwise a list of its new token ids,
-            with the one that ended it; with n > 1 a list of n of those.
+            The new text for each prompt that is a string, otherwise a list of its new token ids,
+            including the one that ended it; with n > 1 a list of n of those.
 
         Raises
         ------
         TypeError
-            If a prompt is neither text nor ids, or an option is not what it should be.
+            If a prompt is neither text nor ids, or an option has the wrong type.
         ValueError
-            If a prompt is empty or has an id that the model has not, prompt and new tokens exceed
+            If a prompt is empty or has an id beyond the vocabulary, prompt and new tokens exceed
             ``config.max_positions``, an option is out of range, text is given to a model without a
-            tokenizer, or ranks that hold the model together call otherwise. Nothing is computed
-            then.
+            tokenizer, or the ranks of a model call with different arguments. Nothing is computed.
         MemoryError
             If there is no room for the longest sequence alone.
 
         Notes
         -----
-        Batches are those of `cupyattn.Scheduler`, keys and values those of `cupyattn.PagedKVCache`.
-        Each call makes a `Generator` with a cache of its own. Who calls often keeps a `Generator`:
-        then prompts that begin alike are computed once, and steps are captured once.
-        On a GPU a step of decoding is one CUDA graph for each size of the batch. Its sums are
-        rounded in the order of that size, so that of two tokens that are equally likely within
-        rounding another may be chosen in another batch.
+        Each call makes a `Generator` with its own cache. For many calls keep a `Generator`: then
+        common beginnings of prompts are computed once, and steps are captured once.
+
+        On a GPU a step of decoding is one CUDA graph for each size of the batch, which determines
+        the order of its sums. If two tokens are equally likely within rounding, another one may be
+        chosen in another batch.
 
         Examples
         --------
@@ -129,7 +127,7 @@ class Generates:
         stop: object = (),
         **cache: object,
     ) -> Iterator[Any]:
-        """Continue one prompt, and yield what comes as soon as it is certain.
+        """Continue one prompt, and yield the result piece by piece.
 
         Parameters
         ----------
@@ -141,8 +139,8 @@ class Generates:
         Returns
         -------
         iterator
-            Of pieces of text, which never split a character, or of token ids for a prompt of ids.
-            Together they are what `generate` returns.
+            Pieces of text, which never split a character, or token ids for a prompt of ids. Joined
+            they are the result of `generate`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The options of a generation as they come in, and their errors."""
+"""Validation of the options of a generation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from cupyattn.runtime.errors import error, shown
 
 SEED_BITS = 63
 MOST_TOP_K = 2**31 - 1
-"""More than any vocabulary has, and what an int32 holds."""
+"""The largest int32, more than any vocabulary."""
 MOST_SEQUENCES = 1 << 16
 """Samples of a prompt, and sequences of a step: far more than a GPU's memory holds."""
-
-
 _CHARACTERS = 64
-"""Times the positions: of a longer text, so many characters are encoded first."""
+"""Characters per position of the model: of a longer text only this beginning is encoded first."""
 
 
 class Sampling(NamedTuple):
-    """How a next token is drawn: the options of `cupyattn.sample`, None where it is off."""
+    """The options of `cupyattn.sample` for a next token; None is off."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -34,7 +32,7 @@ class Sampling(NamedTuple):
 
     @property
     def used(self) -> frozenset[str]:
-        """The options that matter: none if the largest logit is taken as it is."""
+        """The options that matter: none if the largest logit is taken."""
         names = set()
         if self.repetition_penalty != 1.0:
             names |= {"temperature", "repetition_penalty"}
@@ -45,14 +43,14 @@ class Sampling(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """A prompt that has been read: where text and ids are made by other means, as of a chat.
+    """A prompt that was encoded by the caller, for example from a chat.
 
     Attributes
     ----------
     ids : tuple of int
         The tokens to continue.
     is_text : bool
-        Whether they are continued by text; otherwise by ids.
+        Whether the results are text; otherwise they are ids.
     """
 
     ids: tuple[int, ...]
@@ -274,7 +272,7 @@ def tokenizer_for(model: TokenModel, what: str) -> TextTokenizer:
 
 
 def as_captured(captured: bool | None, model: TokenModel) -> bool:
-    """Return whether steps of decoding are CUDA graphs: by default wherever they can be."""
+    """Return whether steps of decoding are CUDA graphs: by default if possible."""
     if captured and model.group is not None:
         raise error(
             NotImplementedError,

@@ -33,7 +33,7 @@ from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error
 
 WARM_UPS = 2
-"""The first loads kernels and constants, the second leaves the pool what the capture takes."""
+"""The first loads kernels and constants, the second fills the pool for the capture."""
 
 
 def device_of(array: Array) -> AbstractContextManager[object]:
@@ -395,7 +395,7 @@ class Decoding:
 def _state(
     draws: Sequence[TokenDraw], more: int
 ) -> list[tuple[CachedSequence, int, array[int], Sampling, int]]:
-    """Return all that a step depends on beside its tokens, if each sequence has `more` of them."""
+    """Return all that a step depends on except its tokens, if each sequence has `more` of them."""
     return [
         (
             each.sequence,

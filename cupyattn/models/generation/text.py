@@ -13,10 +13,10 @@ from cupyattn.models.forward import Attend
 from cupyattn.runtime.arrays import Array
 
 INCOMPLETE = "\ufffd"
-"""The character that a decoder writes for bytes that are no character, or not yet one."""
+"""The character that a decoder writes for bytes that are not a whole character."""
 CONTEXT = 10
-"""Tokens of a prompt that its continuation is decoded behind: some decoders drop a leading space,
-and no character has more than 4 bytes. Of a whole one, and of one that has begun."""
+"""Tokens of a prompt that are decoded before its continuation: some decoders drop a leading space,
+and a character has up to 4 bytes."""
 
 
 class TextTokenizer(Protocol):
@@ -42,7 +42,7 @@ class TokenModel(Protocol):
         """From text to ids and back."""
 
     def hidden(self, ids: Array, positions: Array, attend: Attend) -> Array:
-        """Return the hidden states behind the last norm."""
+        """Return the hidden states after the last norm."""
 
     def head(self, hidden: Array) -> Array:
         """Return the logits of hidden states."""

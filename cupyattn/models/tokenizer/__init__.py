@@ -1,4 +1,4 @@
-"""From text to token ids and back, as a model's files say, by the package tokenizers."""
+"""From text to token ids and back, with the tokenizers in the files of models."""
 
 from cupyattn.models.tokenizer.from_files import tokenizer_of_folder, tokenizer_of_gguf
 from cupyattn.models.tokenizer.text import Tokenizer

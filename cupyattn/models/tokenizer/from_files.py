@@ -1,7 +1,7 @@
 """Tokenizers from a model's files: tokenizer.json, vocab.json with merges.txt, or GGUF.
 
 Byte-level BPE (Radford et al., 2019, section 2.2) is the tokenizer of GPT-2 and its successors,
-made from a vocabulary and merges. How text is cut into words before it differs between models.
+made from a vocabulary and merges. Models cut text into words in different ways before it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS_OF_LLAMA3 = (
 _WORDS_OF_QWEN2 = _WORDS_OF_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 KINDS = ("gpt-2", "phi-2", "smollm", "llama-bpe", "qwen2")
-"""Ways to cut text into words, as GGUF files call them."""
+"""Ways to cut text into words, by their names in GGUF files."""
 
 
 def byte_level(
@@ -45,7 +45,7 @@ def byte_level(
     if wrong := [pair for pair in pairs if len(pair) != 2]:
         raise ValueError(f"the merge {wrong[0]!r} is not of two tokens")
     try:
-        # Llama 3 takes a word that is a token as it is, whatever the merges make of it.
+        # In Llama 3 a word that is a token stays whole, whatever the merges are.
         model = tokenizers.models.BPE(dict(vocab), pairs, ignore_merges=kind == "llama-bpe")
     except Exception as failure:  # the package raises no other
         raise ValueError(str(failure)) from failure
@@ -102,10 +102,9 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
     elif (folder / "tokenizer.model").is_file():
         raise error(
             NotImplementedError,
-            f"{folder} has tokenizer.model, a sentencepiece file, and no tokenizer.json",
-            "tokenizers are read from tokenizer.json, or vocab.json with merges.txt, or GGUF files",
-            "have transformers write it: AutoTokenizer.from_pretrained(folder)"
-            ".save_pretrained(folder)",
+            f"{folder} has tokenizer.model, a sentencepiece file, but no tokenizer.json",
+            "a tokenizer must be tokenizer.json, vocab.json with merges.txt, or in a GGUF file",
+            "convert it: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         )
     else:
         return None
@@ -125,7 +124,7 @@ def _settings(folder: Path) -> Json:
     if path.exists():
         given = read_json(path, _MOST_OTHER_BYTES, _damaged)
         if not isinstance(given, dict):
-            raise _damaged(path, "no JSON object")
+            raise _damaged(path, "it is not a JSON object")
     special = {}
     for name, token in given.items():
         if name.endswith("_token"):
@@ -141,7 +140,7 @@ def _settings(folder: Path) -> Json:
                 path, f"chat_template is {shown(template)}, not objects of name and template"
             ) from None
     if not isinstance(template, str | None):
-        raise _damaged(path, f"chat_template is {shown(template)}, which is no text")
+        raise _damaged(path, f"chat_template is {shown(template)}, which is not a text")
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
         template = read_text(path, 4 * MOST_TEMPLATE, _damaged)
@@ -153,7 +152,7 @@ def _gpt2(folder: Path) -> Any:
     lines = read_text(folder / "merges.txt", _MOST_OTHER_BYTES, _damaged).split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     if not isinstance(vocab, dict):
-        raise _damaged(folder / "vocab.json", "no JSON object")
+        raise _damaged(folder / "vocab.json", "it is not a JSON object")
     try:
         return byte_level(vocab, merges, "gpt-2", special=[_END] if _END in vocab else [])
     except ValueError as failure:
@@ -164,7 +163,7 @@ def _damaged(path: Path | str, failure: object) -> ValueError:
     return error(
         ValueError,
         f"{path}: {failure}",
-        "a tokenizer is read from whole files as they were published",
+        "a tokenizer is read from complete files as they were published",
         "download the file again",
     )
 
@@ -218,7 +217,7 @@ def tokenizer_of_gguf(metadata: Json, where: str) -> Tokenizer | None:
         raise error(
             ValueError,
             f"{where}: its tokenizer does not fit together ({failure})",
-            "tokens, merges and scores are those of one tokenizer",
+            "tokens, merges and scores must be of one tokenizer",
             "convert the model again",
         ) from failure
     named = {
@@ -230,15 +229,15 @@ def tokenizer_of_gguf(metadata: Json, where: str) -> Tokenizer | None:
     if not isinstance(template, str | None):
         raise error(
             ValueError,
-            f"{where}: tokenizer.chat_template is {shown(template)}, which is no text",
-            "it is a template of Jinja",
+            f"{where}: tokenizer.chat_template is {shown(template)}",
+            "it must be a text, a template of Jinja",
             "convert the model again",
         )
     return Tokenizer(inner, template, named, where=where, template_where=where)
 
 
 def _require_kinds(metadata: Json, where: str) -> None:
-    """Raise ValueError for a value of another type than tokenizers have there."""
+    """Raise ValueError for a value of the wrong type."""
     for name, value in metadata.items():
         kind = _KINDS.get(name.removeprefix(_PREFIX)) if name.startswith(_PREFIX) else None
         if kind is None:
@@ -251,7 +250,7 @@ def _require_kinds(metadata: Json, where: str) -> None:
             raise error(
                 ValueError,
                 f"{where}: {name} is {shown(value)}",
-                f"it is {kind.text}",
+                f"it must be {kind.text}",
                 "convert the model again",
             )
 
@@ -274,7 +273,7 @@ def _byte_level_of(metadata: Json, tokens: list[str], types: list[int], where: s
 
 
 def _sentencepiece(metadata: Json, tokens: list[str], types: list[int]) -> object:
-    """Make BPE of sentencepiece's scores: the pair of the best token is merged first."""
+    """Make BPE from sentencepiece's scores: the pair with the best token is merged first."""
     tokenizers = extra("tokenizers", "makes ids of text")
     vocab = {token: number for number, token in enumerate(tokens)}
     unknown = _of_type(tokens, types, _UNKNOWN)
@@ -314,7 +313,7 @@ def _merges(
 
 
 def _begin_and_end(inner: Any, metadata: Json, tokens: list[str], starts: bool) -> None:
-    """Have a text begin, and end, with the tokens that the metadata say."""
+    """Add the tokens that begin and end a text, as the metadata request."""
     starts = starts or metadata.get(f"{_PREFIX}pre") == "llama-bpe"
     parts, used = ["$A"], []
     for name, place, default in (("bos", 0, starts), ("eos", 2, False)):

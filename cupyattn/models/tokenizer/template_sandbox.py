@@ -1,8 +1,8 @@
-"""Jinja's sandbox with limits: what takes unbounded time or memory is left out or checked first.
+"""Jinja's sandbox with limits: operations of unbounded time or memory are missing or checked first.
 
 A template is rewritten before it is compiled, so that loops, literals, slices and comparisons are
-counted. Operators and calls pass through the sandbox anyway. Nothing is computed while a template
-is compiled. Imports jinja2: `text` imports this module when it needs it.
+counted; the sandbox intercepts operators and calls. Nothing is computed during compilation. `text`
+imports this module, and with it jinja2, when it needs it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ _MOST_DIGITS = 4300  # Python's own limit, which releases before 3.10.7 lack
 _MOST_PATTERN = 1000
 _MOST_COPIES = 1 << 19
 _MOST_PRECISION = 300
-_SCOPES = {"_loop_vars", "_block_vars"}  # which Jinja passes beside a call's own arguments
-_MADE, _STEP, _TEXT = "made here", "step here", "text here"  # names that no template can write
+_SCOPES = {"_loop_vars", "_block_vars"}  # which Jinja adds to the arguments of a call
+_MADE, _STEP, _TEXT = "made here", "step here", "text here"  # no template can write these names
 
 
 class Sandbox(ImmutableSandboxedEnvironment):

@@ -31,7 +31,7 @@ def panics_as_errors() -> Iterator[None]:
 
 
 MOST_TEMPLATE = 1 << 17
-"""The most characters of a template; the longest that models come with have some 40,000."""
+"""The most characters of a template; the longest in published models have some 40,000."""
 
 
 def rendered(template: str, where: str | None = None, /, **variables: object) -> str:
@@ -46,14 +46,13 @@ def rendered(template: str, where: str | None = None, /, **variables: object) ->
     try:
         return _rendered(template, variables)
     except Exception as failure:  # it may raise whatever Python raises, MemoryError as well
-        of = f"{where}: " if where else ""
-        told = f"{of}the chat template failed: {_told(failure)}"
+        file = f"{where}: " if where else ""
         raise error(
             ValueError,
-            told,
-            "messages are dicts of 'role' and 'content', mostly user and assistant in turn, and a "
-            "template makes of them little more than their text",
-            "pass messages that the model's template takes, or set tokenizer.chat_template",
+            f"{file}the chat template failed: {_reason(failure)}",
+            "messages must be dicts of 'role' and 'content', mostly of user and "
+            "assistant by turns, and the result little more than their text",
+            "pass messages that the model's template allows, or set tokenizer.chat_template",
         ) from failure
 
 
@@ -71,7 +70,7 @@ def _rendered(template: str, variables: dict[str, Any]) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("it writes halves of surrogate pairs, which are no characters") from None
+        raise ValueError("it writes halves of surrogate pairs, which are not characters") from None
     return text
 
 
@@ -82,23 +81,23 @@ def _compiled(template: str) -> Any:
     return Sandbox().from_string(template)
 
 
-def _told(failure: Exception) -> str:
+def _reason(failure: Exception) -> str:
     text = str(failure).encode("utf-8", "backslashreplace").decode()
     kind = type(failure).__name__
     return text if text and type(failure).__module__ != "builtins" else f"{kind} {text}".rstrip()
 
 
 class Tokenizer:
-    """A tokenizer, which turns text into ids and ids into text: `Model.tokenizer`.
+    """The tokenizer of a model (`Model.tokenizer`): from text to ids and back, and chats.
 
     Attributes
     ----------
     inner : tokenizers.Tokenizer
-        Which does the work.
+        The tokenizer of the package tokenizers.
     chat_template : str, or None
-        The Jinja template that makes one text of a chat's messages.
+        The Jinja template that makes one text from the messages of a chat.
     named_tokens : dict from str to str
-        What the template calls ``bos_token``, ``eos_token`` and so on.
+        The tokens ``bos_token``, ``eos_token`` and so on of the template.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it knows; a model's vocabulary may be padded beyond."""
+        """The number of tokens; the vocabulary of the model may be padded to more."""
         return self.inner.get_vocab_size()
 
     def encode(self, text: str, /, *, special_tokens: bool = True) -> list[int]:
@@ -133,17 +132,17 @@ class Tokenizer:
         Parameters
         ----------
         text : str
-            What is written in it as a special token, such as ``<|endoftext|>``, becomes that token.
+            A special token written in it, such as ``<|endoftext|>``, becomes that token.
         special_tokens : bool
-            Add what the model begins a text with, if it does; a chat template writes that itself.
+            Add the tokens that begin a text for this model; a chat template writes them itself.
 
         Raises
         ------
         TypeError
-            If text is no string.
+            If text is not a string.
         ValueError
-            If it has halves of surrogate pairs, as Python reads bytes that are no UTF-8, or if
-            the tokenizer lacks what it needs, such as its token for unknown characters.
+            If it has halves of surrogate pairs, as Python reads bytes that are not UTF-8, or if
+            the tokenizer lacks a token, such as that for unknown characters.
         """
         if isinstance(text, str) and any("\ud800" <= each <= "\udfff" for each in text):
             raise error(
@@ -155,8 +154,8 @@ class Tokenizer:
         if not isinstance(text, str):
             raise error(
                 TypeError,
-                f"text is {shown(text)} of type {type(text).__name__}",
-                "it is a str",
+                f"got text = {shown(text)}",
+                "it must be a str",
                 "encode several texts one by one",
             )
         with self._explained(f"the text {shown(text)}"):
@@ -168,8 +167,8 @@ class Tokenizer:
         Parameters
         ----------
         ids : iterable of int
-            Those that the tokenizer does not know, of a padded vocabulary, are left out. Bytes that
-            are no whole character give U+FFFD.
+            Unknown ids, of a padded vocabulary, are left out. Bytes that are not a whole character
+            become U+FFFD.
         special_tokens : bool
             Write special tokens too.
 
@@ -192,12 +191,12 @@ class Tokenizer:
             raise error(
                 ValueError,
                 f"{where}the tokenizer fails on {passed} ({failure})",
-                "a tokenizer has in its vocabulary what its rules name, such as its unknown token",
+                "the vocabulary must have all tokens of the rules, such as the unknown token",
                 "download the tokenizer's files again, or pass token ids",
             ) from failure
 
     def id_of(self, token: str, /) -> int | None:
-        """Return the id of one token as the vocabulary has it, None if there is none."""
+        """Return the id of one token, or None if the vocabulary does not have it."""
         return self.inner.token_to_id(token)
 
     def apply_chat_template(
@@ -208,7 +207,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        """Write a chat as the one text that the model was trained on.
+        """Write a chat as one text, in the form that the model was trained on.
 
         Parameters
         ----------
@@ -216,9 +215,9 @@ class Tokenizer:
             ``{"role": "user", "content": "Hello"}`` and so on; roles are "system", "user" and
             "assistant".
         add_generation_prompt : bool
-            End with what an answer of the assistant begins with.
+            End with the beginning of an answer of the assistant.
         **variables
-            What else the template knows.
+            More variables of the template.
 
         Returns
         -------
@@ -228,17 +227,17 @@ class Tokenizer:
         Raises
         ------
         ValueError
-            If the model has no chat template, or its template refuses the messages, fails, or
-            takes more time or memory than chats need.
+            If the model has no chat template, or the template refuses the messages, fails, or
+            exceeds its limits of time and memory.
         RuntimeError
             If the package jinja2 is not installed.
         """
         if self.chat_template is None:
             raise error(
                 ValueError,
-                "no chat template in the model's files",
-                "models that were trained on chats have one",
-                "pass the text that the model is to continue",
+                "there is no chat template in the model's files",
+                "only models that were trained on chats have one",
+                "generate from a text instead",
             )
         template, where = self._read_template
         return rendered(

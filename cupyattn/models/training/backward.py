@@ -38,7 +38,7 @@ from cupyattn import (
     rms_norm_backward,
 )
 from cupyattn.models.forward import (
-    Beside,
+    SecondStream,
     activated,
     activation_backward,
     heads_of,
@@ -103,7 +103,7 @@ class Gradients:
         """Add the gradient of one of the model's arrays: d array = scale * d learnt."""
         for place, _, into in self._parts.get(id(array), ()):
             found = gradient[place.part]
-            if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 is of a kind of its own
+            if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 has another kind
                 found = place.scale * found.astype(into.dtype)
             into += found
 
@@ -195,12 +195,12 @@ class AdaptedProduct(NamedTuple):
 
 
 def adapted_already() -> NotImplementedError:
-    """Make the error of a model that has adapters already."""
+    """Make the error for a model that has adapters."""
     return error(
         NotImplementedError,
         "a model that has adapters",
-        "what is trained is a model's own weights, or one LoraAdapters beside them",
-        "pass the model itself, or what merged() returns",
+        "only a model's own weights, or one LoraAdapters of it, can be trained",
+        "pass the model without adapters, or the result of merged()",
     )
 
 
@@ -243,7 +243,7 @@ class SampleAttention:
         return self._xp.empty(array.shape, array.dtype)
 
 
-_ONE_AFTER_THE_OTHER = Beside(np)  # many rows fill a GPU, and memory is counted once
+_NO_OVERLAP = SecondStream(np)  # many rows fill a GPU, and memory is counted once
 
 
 def loss_and_gradients(
@@ -285,7 +285,7 @@ def loss_and_gradients(
 def layer_inputs(model: Model, batch: Batch, attention: SampleAttention) -> list[Array]:
     """Return the input of each layer, and last the input of the norm after them."""
     states = hidden_states(
-        model.config, model.weights, batch.ids, batch.positions, attention, _ONE_AFTER_THE_OTHER
+        model.config, model.weights, batch.ids, batch.positions, attention, _NO_OVERLAP
     )
     return list(islice(states, model.config.num_layers + 1))
 

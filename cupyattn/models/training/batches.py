@@ -1,7 +1,4 @@
-"""Batches of packed samples: what each token should predict, and which samples share a batch.
-
-Short samples share a batch, in another order each epoch.
-"""
+"""Batches of packed samples, in another order each epoch, and what each token should predict."""
 
 from __future__ import annotations
 
@@ -19,18 +16,18 @@ from cupyattn.runtime.errors import error
 
 _LARGEST = np.iinfo(np.int32).max
 IGNORED = -100
-"""The label of a token that nothing is learnt from: what `cupyattn.cross_entropy` ignores."""
+"""The label that `cupyattn.cross_entropy` ignores."""
 
 
 class Batch(NamedTuple):
-    """Samples packed one behind the other, as `cupyattn.attention_varlen` takes them.
+    """Samples packed one after the other, as for `cupyattn.attention_varlen`.
 
     Attributes
     ----------
     ids, labels : int32 array (total,)
-        Tokens, and what each should predict; -100 carries no loss.
+        Tokens, and the token that each should predict; -100 has no loss.
     positions : int32 array (total,)
-        Where each token stands: every sample begins at 0.
+        The position of each token; every sample begins at 0.
     cu_seqlens : int32 array (samples + 1,)
         Where each sample begins, and the end of the last.
     max_seqlen : int
@@ -45,19 +42,19 @@ class Batch(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One text: int32 arrays (tokens,), the labels shifted, so that they stand beside the ids."""
+    """One text: int32 arrays (tokens,) of ids and of the labels that each id should predict."""
 
     ids: np.ndarray
     labels: np.ndarray
 
     @classmethod
     def of(cls, ids: Sequence[int], learnt: Sequence[bool]) -> Sample:
-        """Make one of tokens and of which among them are to be predicted.
+        """Make a sample from tokens, and a flag for each whether it is to be predicted.
 
         Raises
         ------
         TypeError, ValueError
-            For ids that are no row of integers of 0 or more, or not as many flags.
+            For ids that are not a list of integers of 0 or more, or another number of flags.
 
         Examples
         --------
@@ -87,13 +84,13 @@ def _no_sample(kind: type[Exception], passed: str) -> Exception:
     return error(
         kind,
         passed,
-        f"a sample is a row of token ids, integers of 0 to {_LARGEST}, and a flag for each",
+        f"a sample is a list of token ids, integers of 0 to {_LARGEST}, and a flag for each",
         "pass for example Sample.of(tokenizer.encode(text), [True] * len(ids))",
     )
 
 
 def packed(samples: Sequence[Sample]) -> Batch:
-    """Put samples one behind the other, in NumPy arrays.
+    """Put samples one after the other, in NumPy arrays.
 
     Examples
     --------
@@ -118,9 +115,9 @@ def moved(batch: Batch, xp: ModuleType) -> Batch:
 
 
 _WINDOW = 1024
-"""Samples that are packed with one another: enough to fill batches, few enough to mix."""
+"""Samples that are packed at a time: enough to fill batches, few enough to mix."""
 DIGEST = "sha256:"
-"""The beginning of a digest: errors tell that it differs, and not from what."""
+"""The beginning of a digest: errors report that it differs, but no values."""
 
 
 def packs(lengths: Sequence[int], capacity: int, generator: np.random.Generator) -> list[list[int]]:
@@ -171,7 +168,7 @@ def digest(samples: Sequence[Sample]) -> str:
 
 
 class Position(NamedTuple):
-    """How far a training is in its data."""
+    """The position of a training in its data."""
 
     epoch: int = 0
     batch: int = 0
@@ -179,7 +176,7 @@ class Position(NamedTuple):
 
 
 class Packing:
-    """Batches of samples, epoch after epoch without end: the same for the same seed.
+    """Batches of samples, epoch after epoch without end, which depend only on the seed.
 
     Parameters
     ----------
@@ -188,7 +185,7 @@ class Packing:
     batch_tokens : int
         The most tokens of a batch.
     seed : int
-        Of the order.
+        For the order.
 
     Raises
     ------
@@ -198,7 +195,9 @@ class Packing:
 
     def __init__(self, samples: Sequence[Sample], *, batch_tokens: int, seed: int = 0) -> None:
         if not samples:
-            raise error(ValueError, "no samples", "a training needs one or more", "pass some")
+            raise error(
+                ValueError, "got no samples", "a training needs at least one", "pass some samples"
+            )
         self.seed = as_count("seed", seed, 0)
         self.batch_tokens = as_count("batch_tokens", batch_tokens, 1)
         longest = max(len(sample.ids) for sample in samples)
@@ -206,7 +205,7 @@ class Packing:
             raise error(
                 ValueError,
                 f"a sample of {longest} tokens in batches of {batch_tokens}",
-                "a sample is in one batch as a whole",
+                "a sample must fit into one batch",
                 "raise --batch-tokens, or lower --max-length",
             )
         self.samples = samples
@@ -214,7 +213,7 @@ class Packing:
         self._epoch: tuple[int, list[list[int]]] | None = None
 
     def epoch(self, number: int) -> list[list[int]]:
-        """Return which samples each batch of an epoch has."""
+        """Return the samples of each batch of an epoch."""
         if self._epoch is None or self._epoch[0] != number:
             generator = np.random.default_rng([self.seed, number])
             lengths = [len(sample.ids) for sample in self.samples]
@@ -222,7 +221,7 @@ class Packing:
         return self._epoch[1]
 
     def batches(self, epochs: int) -> int:
-        """Return how many batches so many epochs have."""
+        """Return the number of batches in so many epochs."""
         return sum(len(self.epoch(number)) for number in range(epochs))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -242,7 +241,7 @@ class Packing:
         return packed([self.samples[i] for i in here[at]]), following
 
     def identity(self) -> Json:
-        """Return what has to be the same where a training goes on."""
+        """Return the values that must be the same when a training is resumed."""
         return {
             "the samples": digest(self.samples),
             "Packing.batch_tokens": self.batch_tokens,

@@ -241,14 +241,14 @@ def _smaller(training: Training) -> Iterator[tuple[str, Training]]:
                 smaller = smaller._replace(**change)
             if smaller.quantize and smaller.lora is None:
                 continue
-            told = [what for what, _ in chosen]
+            options = [what for what, _ in chosen]
             times = 1
             while smaller.batch_tokens // times >= _FEWEST_TOKENS:
                 tokens = training.batch_tokens // times
                 fewer = [f"--batch-tokens {tokens} --accumulate {times}"] if times > 1 else []
                 samples = -(-training.samples // times)
                 yield (
-                    " and ".join([*told, *fewer]),
+                    " and ".join([*options, *fewer]),
                     smaller._replace(batch_tokens=tokens, samples=samples),
                 )
                 times *= 2

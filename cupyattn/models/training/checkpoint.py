@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.writing import DTYPES, bytes_of, write_tensors
 from cupyattn.models.extras import extra
 from cupyattn.models.training.batches import DIGEST, Packing, Position
-from cupyattn.models.training.counts import LARGEST, as_float
 from cupyattn.models.training.optimizer import MOST_SKIPPED
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
@@ -58,7 +58,7 @@ def save(
     size = sum(array.nbytes for array in arrays.values())
     with explaining(
         f"the checkpoint {path} could not be written",
-        f"it takes {size_text(size)} beside those that are kept",
+        f"it takes {size_text(size)} in addition to those that are kept",
         lambda: way_on(folder),
     ):
         while True:
@@ -119,16 +119,16 @@ def damaged(path: Path | str, why: str) -> ValueError:
     return error(
         ValueError,
         f"{path} is no checkpoint of a training, or damaged ({why})",
-        "one is read as it was written",
-        "remove it, and the one before it is used",
+        "a checkpoint is read only if it is exactly as it was written",
+        "remove it to resume from the one before it",
     )
 
 
 _LARGEST_COUNT = 2**63 - 1
 _LEAST = {"v": 0, "m_scales": 0, "v_scales": 0}
-"""Means of squares, and scales. A negative one makes what is learnt NaN, or turns its steps."""
+"""Means of squares, and scales. A negative one gives NaN, or reverses steps."""
 _LEAST_CODE = -127
-"""Codes of "m" in 8 bits stand for -1 to 1; there is none below."""
+"""The code of -1, the smallest number of "m" in 8 bits."""
 
 
 class SavedState(NamedTuple):
@@ -147,74 +147,47 @@ class SavedState(NamedTuple):
     @classmethod
     def read(cls, file: Path, given: object, steps: int) -> SavedState:
         """Read the state in a checkpoint of a training of so many steps."""
-        state = _Fields.of(file, "its state", given, cls._fields)
-        scale = _Fields.of(
+        state = _fields(file, "its state", given, cls._fields)
+        scale = _fields(
             file, "its loss_scale", state.given["loss_scale"], ("scale", "good", "skipped")
         )
         position = state.given["position"]
         if not isinstance(position, list) or len(position) != len(Position._fields):
-            raise damaged(file, f"its position is {shown(position)}, and not an epoch and a batch")
-        where = _Fields(file, dict(zip(Position._fields, position, strict=True)))
+            raise damaged(file, f"its position is {shown(position)}, not an epoch and a batch")
+        where = state._replace(given=dict(zip(Position._fields, position, strict=True)))
         identity = state.given["identity"]
         if not isinstance(identity, dict):
-            raise damaged(file, f"its identity is {shown(identity)}, which is no object")
-        step = state.integer("step", steps)
+            raise damaged(file, f"its identity is {shown(identity)}, which is not an object")
+        step = state.integer("step", least=0, most=steps)
+        most = _LARGEST_COUNT
         return cls(
             identity,
             step,
-            state.integer("optimizer_steps", step),
-            Position(*(where.integer(name, _LARGEST_COUNT) for name in Position._fields)),
+            state.integer("optimizer_steps", least=0, most=step),
+            Position(*(where.integer(name, least=0, most=most) for name in Position._fields)),
             {
-                "scale": scale.positive("scale"),
-                "good": scale.integer("good", _LARGEST_COUNT),
-                "skipped": scale.integer("skipped", MOST_SKIPPED - 1),
+                "scale": scale.number("scale"),
+                "good": scale.integer("good", least=0, most=most),
+                "skipped": scale.integer("skipped", least=0, most=MOST_SKIPPED - 1),
             },
         )
 
 
-class _Fields(NamedTuple):
-    """Values by name, of the state of a checkpoint."""
-
-    file: Path
-    given: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, file: Path, what: str, given: object, names: tuple[str, ...]) -> _Fields:
-        """Take an object that has these fields and no others."""
-        if not isinstance(given, dict):
-            raise damaged(file, f"{what} is {shown(given)}, which is no object")
-        if given.keys() != set(names):
-            found = ", ".join(map(shown, sorted(given)[:9])) or "nothing"
-            raise damaged(
-                file, f"{what} is not that of a training: {found} in place of {', '.join(names)}"
-            )
-        return cls(file, given)
-
-    def integer(self, name: str, most: int) -> int:
-        """Return an integer from 0 to `most`."""
-        value = self.given[name]
-        if type(value) is not int or not 0 <= value <= most:
-            raise damaged(
-                self.file, f"its {name} is {shown(value)}, which is no integer of 0 to {most}"
-            )
-        return value
-
-    def positive(self, name: str) -> float:
-        """Return a positive number."""
-        value = self.given[name]
-        number = as_float(value)
-        if not 0 < number <= LARGEST:
-            raise damaged(self.file, f"its {name} is {shown(value)}, which is no number above 0")
-        return number
+def _fields(file: Path, what: str, given: object, names: tuple[str, ...]) -> Fields:
+    """Return the fields of an object that has these and no others."""
+    if not isinstance(given, dict):
+        raise damaged(file, f"{what} is {shown(given)}, which is not an object")
+    if given.keys() != set(names):
+        found = ", ".join(map(shown, sorted(given)[:9])) or "nothing"
+        raise damaged(file, f"{what} must have {', '.join(names)}, not {found}")
+    return Fields(given, str(file), refuse_file=damaged)
 
 
 def require_position(file: Path, position: Position, packing: Packing) -> None:
     """Raise ValueError unless an epoch has the batch of a position."""
     batches = len(packing.epoch(position.epoch))
     if position.batch >= batches:
-        raise damaged(
-            file, f"its batch is {position.batch}, and epoch {position.epoch} has {batches}"
-        )
+        raise damaged(file, f"batch is {position.batch}, but epoch {position.epoch} has {batches}")
 
 
 def require_arrays(

@@ -1,4 +1,4 @@
-"""The result of each step, as lines of JSON that outlive the process, and as a plot."""
+"""The result of each step as lines of JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyattn.runtime.reading import lines_of, parsed
 
 _LONGEST_LINE = 1 << 16
 _SMOOTHING = 0.9
-_ENOUGH = 30  # steps: of fewer the mean lags behind
+_ENOUGH = 30  # steps: the mean of fewer lags
 _INCHES = 8.0, 4.0
 _PIXELS_PER_INCH = 150
 _COLOURS = "#56b4e9", "#0072b2", "#d55e00"
@@ -35,9 +35,9 @@ class StepLog:
         self.checkpoints = checkpoints
         with explaining(
             f"no losses in {path}",
-            "lines of the steps so far stay, and those of steps that are taken again do not",
-            "make room, or move away what stands in its place: losses then begin with the next "
-            "step",
+            "lines of earlier steps are kept, and lines of repeated steps are removed",
+            "make room, or move away the file or folder of that name: losses then begin with the "
+            "next step",
         ):
             kept = [row for row in read(path) if row["step"] <= until] if until else []
             lines = "".join(map(_line, kept)).encode()

@@ -24,18 +24,18 @@ Piece = tuple[list[int], bool]
 
 
 class Reader(NamedTuple):
-    """How lines become samples.
+    """Makes samples from lines.
 
     Attributes
     ----------
     tokenizer : Tokenizer
         The model's.
     end : int or None
-        The token behind a text or a completion, which is learnt too: that it ends there.
+        The token after a text or a completion, which is learnt too.
     longest : int
-        Tokens of a sample. Longer texts are cut into several; what has a prompt is refused.
+        The most tokens of a sample. Longer texts are cut; lines with a prompt are refused.
     vocab_size : int, optional
-        Of the model: lines whose ids are beyond it are refused by their number.
+        The model's: lines with larger ids are refused.
     """
 
     tokenizer: Tokenizer
@@ -44,14 +44,14 @@ class Reader(NamedTuple):
     vocab_size: int | None = None
 
     def read(self, path: str | os.PathLike[str]) -> list[Sample]:
-        """Read all lines of a file; empty ones are passed over.
+        """Read all lines of a file; empty ones are skipped.
 
         Raises
         ------
         OSError
             If the file cannot be read.
         ValueError
-            For a line that is no sample: its number, and what is wrong with it.
+            For a line that is not a sample, with its number and the reason.
         """
         samples, number = [], 0
         for number, line in _lines(Path(path)):
@@ -65,7 +65,7 @@ class Reader(NamedTuple):
         return samples
 
     def samples(self, given: Mapping[str, Any], where: str) -> list[Sample]:
-        """Make samples of one line's object; `where` is what errors call it."""
+        """Make samples from one line's object; errors name it by `where`."""
         forms = {
             ("text",): self._text,
             ("prompt", "completion"): self._completion,
@@ -77,7 +77,7 @@ class Reader(NamedTuple):
         raise _bad(
             where,
             f"it has {', '.join(map(repr, known or given)) or 'nothing'}",
-            "name its fields so, and those of one form alone",
+            "use the names of one of these forms alone",
         )
 
     def _text(self, given: Mapping[str, Any], where: str) -> list[Piece]:
@@ -91,7 +91,7 @@ class Reader(NamedTuple):
         ]
 
     def _chat(self, given: Mapping[str, object], where: str) -> list[Piece]:
-        """Cut a chat where answers begin and end: these are learnt, what is around them is not.
+        """Cut a chat where answers begin and end: only answers are learnt.
 
         The parts are encoded one by one, as a prompt is when the model is used.
         """
@@ -100,7 +100,7 @@ class Reader(NamedTuple):
             raise _bad(where, f"its messages are {shown(messages)}", "write a list of objects")
         for number, each in enumerate(messages):
             for name in ("role", "content"):
-                if not isinstance(each.get(name), str):  # which templates write as 'None', or leave
+                if not isinstance(each.get(name), str):  # a template would write "None", or nothing
                     raise _bad(
                         where,
                         f"its message {number} has the {name} {shown(each.get(name))}",
@@ -156,15 +156,15 @@ class Reader(NamedTuple):
             raise error(
                 ValueError,
                 f"{where} has the token {most}, as {self.tokenizer!r} writes it",
-                f"the model knows those up to {self.vocab_size - 1}",
-                "put the tokenizer of this very model in its folder",
+                f"tokens of the model are 0 to {self.vocab_size - 1}",
+                "put the tokenizer of this model into its folder",
             )
         learnt = [flag for tokens, flag in pieces for _ in tokens]
         if len(ids) > self.longest and not all(learnt):
             raise error(
                 ValueError,
                 f"{where} has {len(ids)} tokens",
-                f"a sample has at most {self.longest}, and a prompt is not cut from its answer",
+                f"a sample has at most {self.longest}, and a prompt stays with its answer",
                 "raise --max-length and --batch-tokens, up to the model's positions, or shorten or "
                 "remove the line",
             )
@@ -181,7 +181,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError as failure:
             raise _bad(
-                f"line {number} of {path}", f"it is no UTF-8: {failure}", "save it as UTF-8"
+                f"line {number} of {path}", f"it is not UTF-8: {failure}", "save it as UTF-8"
             ) from None
         if text:
             yield number, text
@@ -209,7 +209,7 @@ def _bad(where: str, what: str, fix: str) -> ValueError:
 def split(
     samples: Sequence[Sample], fraction: float, seed: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """Part samples into those that are learnt, and a random fraction that is only looked at.
+    """Split samples into those that are learnt, and a random fraction that is held back.
 
     Examples
     --------
@@ -219,7 +219,10 @@ def split(
     """
     if not 0 <= fraction < 1:
         raise error(
-            ValueError, f"a fraction of {fraction}", "it is 0 to below 1", "pass for example 0.1"
+            ValueError,
+            f"a fraction of {fraction}",
+            "it must be at least 0 and below 1",
+            "pass for example 0.1",
         )
     order = np.random.default_rng([seed, 1]).permutation(len(samples)).tolist()
     held = min(int(len(samples) * fraction), len(samples) - 1)

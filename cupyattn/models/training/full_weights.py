@@ -1,4 +1,4 @@
-"""All weights of a model, trained."""
+"""Full fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class FullWeights:
     Parameters
     ----------
     model : Model
-        Its arrays are changed by `updated`. Where they are not float32, a float32 copy of each is
-        what is learnt.
+        `updated` changes its arrays. Arrays that are not float32 are learnt as float32 copies.
 
     Attributes
     ----------
     arrays : dict from str to array
-        float32, by the names of `cupyattn.models.Weights`: ``layers.0.qkv.weight``. The embedding
-        is the head's weight too where the two are tied: its gradients are the sum of both uses.
+        float32, by the names of `cupyattn.models.Weights`: ``layers.0.qkv.weight``. If the
+        embedding is the head's weight too, its gradients are the sum of both uses.
 
     Raises
     ------
     NotImplementedError
-        For a model with quantised weights, or with adapters, and for one over several ranks.
+        For a model with quantised weights, with adapters, or over several ranks.
 
     Examples
     --------
@@ -77,17 +76,16 @@ class FullWeights:
             if isinstance(array, QuantizedWeight):
                 raise error(
                     NotImplementedError,
-                    f"{name} is a {array!r}",
-                    "weights that are trained are kept in floating point",
-                    "train adapters beside quantised weights (LoraAdapters), or load the model "
-                    "without quantize",
+                    f"{name} is {array!r}",
+                    "quantised weights cannot be trained",
+                    "train LoraAdapters of the model, or load it without quantize",
                 )
             self.arrays[name] = array.astype(loss_dtype(array.dtype), copy=False)
             self._places[name] = ArrayPart(array, (slice(None),))
         for index, layer in enumerate(model.weights.layers):
             if any(isinstance(product, AdaptedProduct) for product in layer):
                 raise adapted_already()
-            if layer.qkv_up is not None:  # which is what computes
+            if layer.qkv_up is not None:  # this product computes
                 self._place_rows(f"layers.{index}", layer)
 
     def _place_rows(self, name: str, layer: Layer) -> None:
@@ -98,7 +96,7 @@ class FullWeights:
                 self._places[f"{name}.up.{kind}"] = ArrayPart(whole, (slice(first, None),))
 
     def require(self, samples: Sequence[Sample], /) -> None:
-        """Raise ValueError for ids and lengths that the model has not, as `Trainable` says."""
+        """Raise ValueError for samples beyond the vocabulary or the positions; see `Trainable`."""
         require_samples(self._model.config, samples)
 
     def gradients(
@@ -112,17 +110,17 @@ class FullWeights:
         seed: int,
         accumulate: bool,
     ) -> Array:
-        """Return the loss of a batch, and write or add its gradients, as `Trainable` says."""
+        """Return the loss of a batch, and write or add its gradients; see `Trainable`."""
         gradients = Gradients(self._places, self.arrays, into, accumulate)
         return loss_and_gradients(
             self._model, batch, gradients, num_labels=num_labels, loss_scale=loss_scale
         )
 
     def identity(self) -> Json:
-        """Return the weights that the training began with, as `Trainable` says."""
+        """Return what losses depend on except `arrays`; see `Trainable`."""
         return {"the model's weights": DIGEST + self._began_with}
 
     def updated(self) -> None:
-        """Round what was learnt into the weights of the model."""
+        """Round the learnt arrays into the weights of the model."""
         for name, place in self._places.items():
             place.fill(self.arrays[name])

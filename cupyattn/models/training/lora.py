@@ -33,29 +33,29 @@ _SEEDS = 2**64
 class LoraAdapters:
     """Adapters of a model's linear layers, as a `Trainable`.
 
-    Of a module with the weight W (N, K) an adapter has A (rank, K) and B (N, rank), and what the
-    module computes becomes ``x W^T + bias + alpha / rank * dropout(x) A^T B^T``.
+    An adapter of a module with the weight W (N, K) has A (rank, K) and B (N, rank). The module then
+    computes ``x W^T + bias + alpha / rank * dropout(x) A^T B^T``.
 
     Parameters
     ----------
     model : Model
-        Its weights, which may be quantised, are read and never changed.
+        Its weights, which may be quantised, are never changed.
     rank : int
-        r, the rank of what is added to each weight.
+        The rank of the matrix that is added to each weight.
     alpha : float
         The scale is alpha / rank.
     dropout : float
-        Probability of dropping an item of what the adapters read, in training alone.
+        Probability of dropping an input of the adapters, in training alone.
     targets : "all-linear", list of str, or str
-        Which modules have adapters: all linear layers but the head; those with these names, as
-        they were published (``q_proj``, ``gate_proj``; GPT-2's ``c_attn`` is one module); or those
-        whose whole name a regular expression matches.
+        The modules with adapters: all linear layers but the head; those with these published names
+        (``q_proj``, ``gate_proj``; GPT-2's ``c_attn`` is one module); or those whose whole name a
+        regular expression matches.
     seed : int
-        Of the first A: uniform, up to K**-0.5 in size, on every device the same. B begins as 0, so
-        that nothing is added at first.
+        For the first A: uniform, up to K**-0.5 in size, the same on every device. B is 0 at first,
+        so that nothing is added.
     rank_pattern, alpha_pattern : mapping from str to number
-        Other ranks and alphas for modules whose last parts match a regular expression. Each has
-        to match one that has an adapter.
+        Other ranks and alphas for modules whose last parts match a regular expression. Each has to
+        match a module with an adapter.
     use_rslora : bool
         Scale by alpha / sqrt(rank).
 
@@ -64,25 +64,24 @@ class LoraAdapters:
     arrays : dict from str to array
         float32, by name: ``model.layers.0.self_attn.q_proj.lora_A.weight``.
     model : Model
-        The given model with the adapters beside its weights, which logits, loss and generate use.
-        It takes over what is learnt at each `updated`.
+        The model with adapters, for logits, loss and generate; each `updated` copies what was
+        learnt.
     options : LoraOptions
-        What they were made with.
+        The options.
 
     Raises
     ------
     TypeError, ValueError
-        For options out of range, and targets that are no modules of the model.
+        For options out of range, and targets that are not modules of the model.
     NotImplementedError
-        For a model with adapters already, and for one over several ranks.
+        For a model with adapters, or over several ranks.
 
     Notes
     -----
-    Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685; with weights
-    of four bits Dettmers et al., "QLoRA", arXiv:2305.14314. Modules that one product computes, as
-    q, k and v, read x once, and share a mask of dropout; PEFT draws one for each. Each module's
-    gradients have the same distribution either way; masks of their own would take a copy of x, and
-    a product with A, for each.
+    Hu et al., "LoRA: low-rank adaptation of large language models", arXiv:2106.09685; for weights
+    in four bits Dettmers et al., "QLoRA", arXiv:2305.14314. Modules that one product computes, such
+    as q, k and v, read x once, and share a dropout mask; PEFT draws one for each, which has the
+    same distribution for each module but takes a copy of x, and a product with A, for each.
 
     Examples
     --------
@@ -132,7 +131,7 @@ class LoraAdapters:
         return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers>"
 
     def require(self, samples: Sequence[Sample], /) -> None:
-        """Raise ValueError for ids and lengths that the model has not, as `Trainable` says."""
+        """Raise ValueError for samples beyond the vocabulary or the positions; see `Trainable`."""
         require_samples(self._base.config, samples)
 
     def gradients(
@@ -146,7 +145,7 @@ class LoraAdapters:
         seed: int,
         accumulate: bool,
     ) -> Array:
-        """Return the loss of a batch, and write or add its gradients, as `Trainable` says."""
+        """Return the loss of a batch, and write or add its gradients; see `Trainable`."""
         return loss_and_gradients(
             self.with_dropout(seed),
             batch,
@@ -156,12 +155,12 @@ class LoraAdapters:
         )
 
     def updated(self) -> None:
-        """Round what was learnt into the arrays that products read."""
+        """Round the learnt arrays into the arrays of the products."""
         for name, place in self._places.items():
             place.fill(self.arrays[name])
 
     def identity(self) -> Json:
-        """Return what losses depend on beside the adapters, as `Trainable` says."""
+        """Return what losses depend on except `arrays`; see `Trainable`."""
         options = self.options
         return {
             "alpha": options.alpha,
@@ -172,16 +171,16 @@ class LoraAdapters:
         }
 
     def merged(self) -> Model:
-        """Return a model without adapters, whose weights have taken them over.
+        """Return a model without adapters, whose weights include them.
 
         Returns
         -------
         Model
             Weights with adapters are new arrays in the model's dtype, W + alpha / rank * B A,
             rounded once, in float16 to infinity beyond 65,504; all others are shared. A quantised
-            weight with an adapter comes out dequantised: in four bits again it would lose what is
-            smaller than their steps. Where there is no room for that, use `model`, which adds the
-            adapters as it computes.
+            weight with an adapter is dequantised, because quantising it again would lose the
+            adapter. If there is no memory for that, use `model`, which adds the adapters as it
+            computes.
         """
         layers = []
         for layer in self.model.weights.layers:
@@ -203,9 +202,9 @@ class LoraAdapters:
         Parameters
         ----------
         folder : str or path
-            Made if need be. Both files are complete before they take the place of others.
+            Made if need be. Both files are complete before they replace others.
         base_model : str, optional
-            The name or path of the model, for those who read the files.
+            The name or path of the model, which the files then contain.
 
         Raises
         ------
@@ -228,16 +227,16 @@ class LoraAdapters:
     ) -> LoraAdapters:
         """Read adapters of a model from a folder that `save` or PEFT wrote.
 
-        Other weights than those that they were trained with are warned of. In another dtype or
-        quantised otherwise, and in the files of PEFT, only the model's name tells.
+        A warning reports other weights than in their training. With another dtype or format, and
+        for files of PEFT, only the names of the models are compared.
 
         Parameters
         ----------
         model : Model
-            What they were trained with.
+            The model that they were trained with.
         folder : str or path
         dropout : float, optional
-            Instead of theirs, to train on.
+            Replaces their own, for more training.
         base_model : str, optional
             The model's name or path.
 
@@ -246,10 +245,10 @@ class LoraAdapters:
         FileNotFoundError
             If a file is missing.
         ValueError
-            For files that are damaged, and adapters of another model: other modules or shapes,
-            or where `save` wrote them another config.
+            For files that are damaged, and adapters of another model: with other modules or
+            shapes, or, if `save` wrote them, another config.
         NotImplementedError
-            For what PEFT can do beside LoRA of linear layers, such as DoRA, by its name.
+            For features of PEFT other than LoRA of linear layers, such as DoRA.
         """
         options, tensors = peft.read(folder, model, base_model)
         peft.require_ranks(folder, options, tensors)
@@ -285,7 +284,7 @@ class LoraAdapters:
     def _adapted(
         self, product: Product, modules: list[LinearModule], generator: np.random.Generator
     ) -> AdaptedProduct:
-        """Put the adapters of some modules beside the product that they are rows of."""
+        """Add the adapters of some modules to the product that they are rows of."""
         if isinstance(product, AdaptedProduct):
             raise adapted_already()
         xp, dtype = self._base.xp, dtype_of(self._base.dtype)
@@ -305,7 +304,7 @@ class LoraAdapters:
         return AdaptedProduct(product.weight, product.bias, a, b)
 
     def with_dropout(self, seed: int) -> Model:
-        """Return `model` as it is in training: each product with a mask of its own."""
+        """Return `model` for training: each product has another dropout seed."""
         weights, dropout = self.model.weights, float(self.options.dropout)
         if not dropout:
             return self.model

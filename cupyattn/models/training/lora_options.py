@@ -1,8 +1,8 @@
-"""The options of adapters: which modules have one, of which rank, and by what it is scaled.
+"""The options of adapters: which modules have one, its rank, and its scale.
 
-Modules may be named by regular expressions, which come with files of adapters. Python's own engine
-backtracks without end on patterns such as ``(a+)+b``, and cannot be stopped. The package regex
-understands the same patterns, lookaheads among them, and takes a time limit.
+Regular expressions of module names come with files of adapters. Python's own engine backtracks
+without end on patterns such as ``(a+)+b``, and cannot be stopped. The package regex understands the
+same patterns, and takes a time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS = 2.0
 
 _MOST_CHARACTERS = 1 << 16
 _MOST_PAIRS = 1 << 20
-_MOST_REPEATS = 1000  # regex makes a copy of what is repeated for each time that it has to match
+_MOST_REPEATS = 1000  # regex copies a group for each required repeat
 _SLOW = 1e-3  # a match of less time costs nothing: most take a microsecond
 _LEAST_COUNT = re.compile(r"\{(\d+)")
 _REPEATS = re.compile(r"[*+?{|(]")
@@ -40,7 +40,7 @@ def require_pattern(pattern: Any, *, last_parts: bool) -> None:
             raise ValueError(f"{len(pattern)} characters; at most {_MOST_CHARACTERS} are read")
         if math.prod(max(int(count), 1) for count in _LEAST_COUNT.findall(pattern)) > _MOST_REPEATS:
             raise ValueError(f"it repeats more than {_MOST_REPEATS} times, counts multiplied")
-        re.compile(_whole(pattern, last_parts))  # regex accepts more, of which PEFT knows nothing
+        re.compile(_whole(pattern, last_parts))  # regex accepts more than PEFT
         _compiled(pattern, last_parts)
         return
     except RuntimeError as missing:
@@ -117,7 +117,7 @@ def _too_slow(pattern: str, taken: str) -> ValueError:
     return error(
         ValueError,
         f"the pattern {shown(pattern)} takes {taken} to match modules",
-        "a pattern of modules is matched in microseconds",
+        "a pattern must match within microseconds",
         "pass a list of names, or a pattern without repeats within repeats",
     )
 
@@ -143,24 +143,24 @@ class LoraOptions(NamedTuple):
             raise error(
                 TypeError,
                 f"use_rslora = {shown(self.use_rslora)}",
-                "alpha is divided by the square root of the rank, or by the rank",
+                "it must be a bool: whether alpha is divided by the square root of the rank",
                 "pass True or False",
             )
+        dicts = "patterns are a dict from names of modules to numbers"
         for name in ("rank_pattern", "alpha_pattern"):
             given = getattr(self, name)
-            _require(isinstance(given, Mapping), f"{name} = {shown(given)}", "patterns are a dict "
-                     "from names of modules to numbers")  # fmt: skip
+            _require(isinstance(given, Mapping), f"{name} = {shown(given)}", dicts)
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
             whole = isinstance(rank, Integral) and not isinstance(rank, bool)
-            _require(whole and 1 <= rank <= _MOST_RANK, f"{name} = {shown(rank)}", "a rank is an "
-                     f"int, 1 to {_MOST_RANK}")  # fmt: skip
+            allowed = f"a rank is an int, 1 to {_MOST_RANK}"
+            _require(whole and 1 <= rank <= _MOST_RANK, f"{name} = {shown(rank)}", allowed)
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            _require(0 < as_float(alpha) < 1e9, f"{name} = {shown(alpha)}", "an alpha "
-                     "is a number above 0")  # fmt: skip
+            allowed = "an alpha is a number above 0"
+            _require(0 < as_float(alpha) < 1e9, f"{name} = {shown(alpha)}", allowed)
         _require(
             0 <= as_float(self.dropout) < 1,
             f"dropout = {shown(self.dropout)}",
-            "it is the probability of dropping an input, at least 0 and below 1",
+            "it must be a probability, at least 0 and below 1",
         )
         targets = self.targets if isinstance(self.targets, str) else _names(self.targets)
         if isinstance(targets, str):
@@ -259,7 +259,7 @@ def _names(targets: object) -> str | tuple[str, ...]:
         raise error(
             TypeError,
             f"targets = {shown(targets)}",
-            "they are 'all-linear', a list of names, or a regular expression of whole names",
+            "targets must be 'all-linear', a list of names, or a regular expression of whole names",
             "pass for example ['q_proj', 'v_proj']",
         )
     return names
@@ -277,4 +277,4 @@ def _plain(alpha: object) -> float:
 
 def _require(holds: bool, passed: str, allowed: str) -> None:
     if not holds:
-        raise error(ValueError, passed, allowed, "pass such a one, for example rank=16, alpha=32")
+        raise error(ValueError, passed, allowed, "pass for example rank=16, alpha=32")

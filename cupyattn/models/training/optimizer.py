@@ -1,7 +1,7 @@
 """AdamW over all that is learnt, its learning rates, and the loss scale.
 
-One launch updates what decays and one what does not: the arrays of each are views of one array. The
-loss scale keeps float16 gradients within float16's range.
+One launch updates the matrices, which decay, and one all else: each group is views of one array.
+The loss scale keeps float16 gradients within float16's range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
 
 ALIGNMENT = 256
-"""Items: a block of an 8-bit state is one array's alone."""
+"""Items: no block of an 8-bit state has items of two arrays."""
 
 
 class Flat(NamedTuple):
@@ -79,16 +79,16 @@ assert ALIGNMENT % _BLOCK == 0, "no block is of two arrays"
 
 
 class AdamWOptions(NamedTuple):
-    """Options of an AdamW step, all but the learning rate.
+    """Options of an AdamW step, except the learning rate.
 
     Attributes
     ----------
     betas, eps, weight_decay
-        As of `cupyattn.adamw_step`. What has one axis, norms and biases, does not decay.
+        Options of `cupyattn.adamw_step`. Arrays of one axis, norms and biases, do not decay.
     clip : float or None
-        The largest norm of all gradients together: larger ones are scaled down to it.
+        The largest norm of all gradients; larger ones are scaled down to it.
     state : {"float32", "8bit"}
-        What the running means are kept in: 8 bytes of each number that is learnt, or 2.
+        The format of the running means: 8 bytes for each learnt number, or 2.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -98,22 +98,17 @@ class AdamWOptions(NamedTuple):
     state: str = "float32"
 
     def checked(self) -> AdamWOptions:
-        """Return them, in Python's own numbers.
+        """Return valid options as Python's own numbers.
 
         Raises
         ------
         TypeError, ValueError
-            For numbers out of range; those of `cupyattn.adamw_step` too, before the first step.
+            For numbers out of range.
         """
-        with backend("reference"):  # which is asked, of arrays of one item
-            adamw_step(
-                *np.zeros((4, 1), np.float32),
-                step=1,
-                lr=0.0,
-                betas=self.betas,
-                eps=self.eps,
-                weight_decay=self.weight_decay,
-            )
+        one = np.zeros((4, 1), np.float32)
+        decay = self.weight_decay
+        with backend("reference"):  # checks the numbers
+            adamw_step(*one, step=1, lr=0.0, betas=self.betas, eps=self.eps, weight_decay=decay)
         clip = self.clip
         if clip is not None:
             clip = positive_number("clip", clip, allowed=", or None")
@@ -121,17 +116,12 @@ class AdamWOptions(NamedTuple):
             raise error(
                 ValueError,
                 f"state = {shown(self.state)}",
-                f"it is {', '.join(map(repr, STATES))}",
+                f"it must be one of {', '.join(map(repr, STATES))}",
                 "pass one of these",
             )
         beta1, beta2 = self.betas
-        return AdamWOptions(
-            (float(beta1), float(beta2)),
-            float(self.eps),
-            float(self.weight_decay),
-            clip,
-            self.state,
-        )
+        betas = float(beta1), float(beta2)
+        return AdamWOptions(betas, float(self.eps), float(decay), clip, self.state)
 
 
 class AdamW:
@@ -148,20 +138,20 @@ class AdamW:
 
     @property
     def gradients(self) -> dict[str, Array]:
-        """Where gradients are written, by the names of the arrays."""
+        """The arrays that gradients are written to, by name."""
         return self._gradients.views
 
     @property
     def parameters(self) -> dict[str, Array]:
-        """The arrays that a step changes, by their names."""
+        """The arrays that a step changes, by name."""
         return self._parameters.views
 
     def zero_gradients(self) -> None:
-        """Begin a step: what is added to gradients is added to zeros."""
+        """Set all gradients to zero, which begins a step."""
         self._gradients.array.fill(0)
 
     def norm(self) -> Array:
-        """Return the norm of all gradients together, where they are."""
+        """Return the norm of all gradients, on their device."""
         return global_norm(self._gradients.array, out=self._norm)
 
     def step(self, lr: float, grad_norm: float, loss_scale: float) -> None:
@@ -185,7 +175,7 @@ class AdamW:
             )
 
     def saved(self) -> dict[str, Array]:
-        """Return what a checkpoint keeps, by name."""
+        """Return the arrays of a checkpoint, by name."""
         return {"parameters": self._parameters.array, **self._means}
 
 
@@ -199,7 +189,7 @@ def state_bytes(state: str, items: int) -> int:
 
 
 def _means(state: str, items: int, xp: ModuleType) -> dict[str, Array]:
-    """Return zeros for the running means, in the order in which the step takes them."""
+    """Return zeros for the running means, in the order of the arguments of the step."""
     if state == "float32":
         return {name: xp.zeros(items, np.float32) for name in ("m", "v")}
     codes = {"m": xp.zeros(items, np.int8), "v": xp.zeros(items, np.uint8)}
@@ -211,27 +201,27 @@ FIRST = 2.0**16
 LEAST, MOST = 1.0, 2.0**24
 GOOD_STEPS = 2000
 MOST_SKIPPED = 40
-"""Steps in a row: from the highest scale to the lowest, and some more."""
+"""Consecutive steps: from the highest scale to the lowest, and some more."""
 
 
 @dataclass
 class LossScale:
-    """A factor of the loss that follows what the gradients bear.
+    """A factor of the loss that adapts to the range of the gradients.
 
-    It is halved where gradients overflow, and that step is skipped; it is doubled after
-    `good_steps` steps that did not (Micikevicius et al., "Mixed precision training",
-    arXiv:1710.03740, section 3.2). Powers of two round nothing.
+    It is halved if gradients overflow, and that step is skipped; it is doubled after `good_steps`
+    steps without overflow (Micikevicius et al., "Mixed precision training", arXiv:1710.03740,
+    section 3.2). Powers of two round nothing.
 
     Attributes
     ----------
     scale : float
-        What the next step takes.
+        The factor in the next step.
     dynamic : bool
-        Whether it changes: that of float32 models is 1, and stays.
+        Whether it changes; that of float32 models stays 1.
     good_steps : int
-        After which it is doubled.
+        Steps after which it is doubled.
     good, skipped : int
-        Steps since the last change, and skipped ones in a row.
+        Steps since the last change, and consecutive skipped ones.
     """
 
     scale: float = FIRST
@@ -241,12 +231,12 @@ class LossScale:
     skipped: int = 0
 
     def __post_init__(self) -> None:
-        """Keep Python's own numbers.
+        """Convert to Python's own numbers.
 
         Raises
         ------
         TypeError, ValueError
-            For a scale that is not positive, and steps that are no counts.
+            For a scale that is not positive, and steps that are not counts.
         """
         self.scale = positive_number("scale", self.scale, example=FIRST)
         self.dynamic = bool(self.dynamic)
@@ -255,16 +245,16 @@ class LossScale:
 
     @classmethod
     def off(cls) -> LossScale:
-        """Return that of a model whose gradients need none."""
+        """Return a scale of 1 that does not change."""
         return cls(1.0, dynamic=False)
 
     def update(self, finite: bool) -> None:
-        """Take over whether a step's gradients were finite.
+        """Adapt the scale, given whether the gradients of a step were finite.
 
         Raises
         ------
         FloatingPointError
-            If they have not been for so many steps that no scale will help.
+            If so many steps were not finite that no scale will help.
         """
         if finite:
             self.skipped = 0
@@ -283,15 +273,15 @@ class LossScale:
                 f"last with a loss scale of {self.scale:g}",
                 "steps that are not finite are skipped, and the loss scale is halved",
                 "take a smaller learning rate or a longer warm-up, clip gradients, or train in "
-                "float32; what was saved before is good",
+                "float32; earlier checkpoints are good",
             )
 
     def state(self) -> Json:
-        """Return what a checkpoint keeps."""
+        """Return the values for a checkpoint."""
         return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
     def restore(self, state: Json) -> None:
-        """Go on from there."""
+        """Continue from the values of a checkpoint."""
         self.scale, self.good = state["scale"], state["good"]
         self.skipped = state["skipped"]
 
@@ -305,7 +295,7 @@ SCHEDULES = tuple(_SHAPES)
 
 
 class Schedule(NamedTuple):
-    """A learning rate that rises for ``warmup`` steps and then falls to 0, just behind the last.
+    """A learning rate that rises for ``warmup`` steps and then falls to 0 after the last.
 
     Attributes
     ----------
@@ -315,7 +305,7 @@ class Schedule(NamedTuple):
     lr : float
         The highest rate.
     steps : int
-        Of the whole training, those of the warm-up among them.
+        All steps of the training, including the warm-up.
     warmup : int
         Steps below the highest rate at the beginning: step s has ``lr * s / (warmup + 1)``.
 
@@ -333,7 +323,7 @@ class Schedule(NamedTuple):
 
     @classmethod
     def checked(cls, kind: str, lr: float, steps: int, warmup: int) -> Schedule:
-        """Make one of numbers that make sense.
+        """Return a valid schedule.
 
         Raises
         ------
@@ -344,7 +334,7 @@ class Schedule(NamedTuple):
             raise error(
                 ValueError,
                 f"schedule = {shown(kind)}",
-                f"it is {', '.join(map(repr, SCHEDULES))}",
+                f"it must be one of {', '.join(map(repr, SCHEDULES))}",
                 "pass one of these",
             )
         lr = positive_number("lr", lr, example=1e-4)
@@ -354,24 +344,24 @@ class Schedule(NamedTuple):
             raise error(
                 ValueError,
                 f"warmup = {warmup} of {steps} steps",
-                "the warm-up is shorter than the training",
+                "the warm-up must be shorter than the training",
                 "pass fewer steps of warm-up, or train for longer",
             )
         return cls(kind, lr, steps, warmup)
 
     def at(self, step: int) -> float:
-        """Return the rate of a step, which count from 1.
+        """Return the rate of a step; steps count from 1.
 
         Raises
         ------
         ValueError
-            For a step behind the last, or before the first.
+            For a step after the last, or before the first.
         """
         if not 1 <= step <= self.steps:
             raise error(
                 ValueError,
                 f"step {step} of {self.steps}",
-                "a schedule has rates of its own steps alone, from 1 on",
+                "a schedule has only rates for its own steps, from 1 on",
                 "make a schedule of more steps",
             )
         if step <= self.warmup:

@@ -26,7 +26,7 @@ from cupyattn.runtime.errors import error, explaining, shown
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FIRST_MATRICES = {True, False, "gaussian", "eva", "orthogonal"}
-"""Ways to begin that leave the model's weights as they are."""
+"""Initialisations that do not change the model's weights."""
 _READ = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern",
     "use_rslora", "init_lora_weights", "peft_type", "task_type", "bias",
@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = {
     "fan_in_fan_out", "base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping",
     "revision", "megatron_core", "runtime_config", "qalora_group_size",
 }  # fmt: skip
-"""How the model's own files lie, where adapters come from, and numbers of what is not used."""
+"""The layout of the model's files, the origin of adapters, and options of unused features."""
 
 
 def write(
@@ -62,7 +62,7 @@ def write(
         "rank_pattern": dict(options.rank_pattern),
         "alpha_pattern": dict(options.alpha_pattern),
         "use_rslora": options.use_rslora,
-        "fan_in_fan_out": HUGGING_FACE[model.config.architecture].turned,
+        "fan_in_fan_out": HUGGING_FACE[model.config.architecture].transposed,
         "bias": "none",
         "inference_mode": True,
     }
@@ -76,7 +76,7 @@ def write(
     }
     with explaining(
         f"no adapters in {folder}",
-        "they are written beside older ones, which they replace when they are complete",
+        "they are written to temporary files, which replace older ones when they are complete",
         "make room, or pass a folder that can be written; older adapters are as they were",
     ):
         write_whole({Path(folder) / name: write for name, write in writers.items()})
@@ -92,8 +92,8 @@ def read(
             raise error(
                 FileNotFoundError,
                 f"{folder} has no {name}",
-                f"adapters are {_CONFIG} and {_TENSORS} in one folder, as PEFT writes them; those "
-                "of adapter_model.bin, which may run any program, are not read",
+                f"adapters are {_CONFIG} and {_TENSORS} in one folder, as PEFT writes them; "
+                "adapter_model.bin, a pickle that can run any program, is never opened",
                 "pass the folder of adapters",
             )
     where = str(path / _CONFIG)
@@ -118,7 +118,7 @@ def read(
         tensors[name.removeprefix(_PREFIX)] = tensor
     modules = {name.rpartition(".lora_")[0] for name in tensors}
     try:
-        return options.effective(modules), tensors  # PEFT passes over patterns without a module
+        return options.effective(modules), tensors  # PEFT ignores patterns without a module
     except ValueError as failure:
         raise damaged(where, str(failure).partition("; ")[0]) from failure
 
@@ -213,7 +213,7 @@ def unfit(folder: str | os.PathLike[str], why: str) -> ValueError:
     return error(
         ValueError,
         f"{folder}: adapters do not fit the model: {why}",
-        f"the modules that {_CONFIG} names are modules of the model, and the tensors are theirs, "
-        "in the shapes that the model's weights ask for",
+        f"the modules in {_CONFIG} must be modules of the model, and the tensors must have the "
+        "shapes for its weights",
         "load them with the model that they were trained with",
     )

@@ -28,8 +28,8 @@ def require_whole(model: Model) -> None:
         raise error(
             NotImplementedError,
             f"a model over {model.group.size} ranks",
-            "what is trained is on one GPU: gradients are not summed over ranks",
-            "load the model without a group, with quantize='nf4' where memory is short",
+            "a model is trained on one GPU: gradients are not summed over ranks",
+            "load the model without a group, with quantize='nf4' if memory is short",
         )
 
 
@@ -54,19 +54,19 @@ def require_samples(config: Config, samples: Sequence[Sample]) -> None:
                 raise error(
                     ValueError,
                     f"samples[{number}] has {int(ids[np.argmin(known)])} among its {name}",
-                    f"the model knows the tokens 0 to {config.vocab_size - 1}",
-                    "write ids with the tokenizer of this very model",
+                    f"the model has tokens 0 to {config.vocab_size - 1}",
+                    "encode texts with the tokenizer of this model",
                 )
 
 
 class Trainable(Protocol):
-    """A model some arrays of which are learnt.
+    """A model of which some arrays are learnt.
 
     Attributes
     ----------
     arrays : dict of float32 arrays
-        What is learnt, by name, on the model's device. A trainer puts views of one array in their
-        place, and writes to them.
+        The learnt arrays, by name, on the model's device. A trainer replaces them by views of one
+        array, and writes to them.
     """
 
     arrays: dict[str, Array]
@@ -110,13 +110,13 @@ class Trainable(Protocol):
         ...
 
     def updated(self) -> None:
-        """Take over what was written to ``arrays``."""
+        """Use the numbers that were written to ``arrays``."""
         ...
 
     def identity(self) -> Json:
-        """Return what losses depend on beside ``arrays``, as JSON: options, and frozen weights.
+        """Return what losses depend on except ``arrays``, as JSON: options, and frozen weights.
 
-        A training is resumed where it is the same.
+        It must be the same when a training is resumed.
         """
         ...
 
@@ -142,8 +142,8 @@ def loss_of(model: Model, samples: Sequence[Sample], *, batch_tokens: int) -> fl
     if not labels:
         raise error(
             ValueError,
-            "samples without labels",
-            "a loss is of one token or more that is to be predicted",
+            "got samples without labels",
+            "a loss needs at least one token to predict",
             "pass samples of two tokens or more (Sample.num_labels)",
         )
     return total / labels
@@ -155,7 +155,7 @@ _OF_A_MODEL = (
     "output_bias", "mlp_bias", "head_bias",
 )  # fmt: skip
 _ITEMS = 64
-"""Items read of each array: a model that was trained further differs in all of its arrays."""
+"""Items of each array: training changes all arrays of a model."""
 
 
 def fingerprint(weights: Weights) -> str:

@@ -1,4 +1,4 @@
-"""The steps of a training, one after the other, which can be interrupted and resumed."""
+"""The steps of a training, which can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class TrainedStep(NamedTuple):
     lr : float
         Its learning rate.
     grad_norm : float
-        The norm of all gradients, before it is clipped.
+        The norm of all gradients, before clipping.
     tokens : int
-        Of its batches.
+        All tokens of its batches.
     loss_scale : float
-        That its gradients had.
+        The loss scale of its gradients.
     skipped : bool
-        Whether they were not finite: then nothing was changed but the loss scale.
+        Whether they were not finite: then only the loss scale changed.
     """
 
     number: int
@@ -58,27 +58,26 @@ class TrainedStep(NamedTuple):
 
 
 class Trainer:
-    """Trains what has gradients, step by step.
+    """Trains a model step by step.
 
     Parameters
     ----------
     trainable : Trainable
-        `LoraAdapters` or `FullWeights`, or something else that follows that protocol. One trainer
-        has it: a further one takes it over, and this one takes no more steps.
+        `LoraAdapters`, `FullWeights`, or another class with that protocol. It has one trainer:
+        making another one ends the first.
     packing : Packing
         The samples, and how they become batches.
     schedule : Schedule
-        Learning rates, and how many steps there are.
+        Learning rates, and the number of steps.
     optimizer : AdamWOptions
     accumulate : int
-        Batches of a step: their losses are averaged over all of their labels.
+        Batches of a step: the loss is the mean over all of their labels.
     loss_scale : LossScale, optional
         For float16 models `LossScale()`; by default none.
     seed : int
-        Of dropout.
+        For dropout.
     names : dict
-        What else must be the same where a training is resumed, beside what is known here: how it
-        was told, for errors that say so. JSON keeps it.
+        More values, which JSON can represent, that must be the same when the training is resumed.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Trainer:
             raise error(
                 ValueError,
                 "nothing is learnt",
-                "a training changes some arrays",
+                "a training needs at least one array to change",
                 "choose other targets of the adapters",
             )
         trainable.require(packing.samples)
@@ -121,20 +120,19 @@ class Trainer:
     def step(self) -> TrainedStep:
         """Take a step.
 
-        Loss and norm are read together, once a step: the only time that the host waits. A step
-        that is cut short, as by Ctrl-C or for want of memory, can be called again, and gives what
-        it would have given. If it had begun to change what is learnt, the trainer goes on only
-        behind `resume`.
+        The host waits only once in a step, to read the loss and the norm. After an interruption, by
+        Ctrl-C or for lack of memory, the step can be called again with the same result. If it had
+        begun to change the arrays, the trainer continues only after `resume`.
 
         Raises
         ------
         FloatingPointError
             If no loss scale makes gradients finite.
         RuntimeError
-            Behind a step that was cut short while it changed what is learnt, and where another
-            trainer was made of the same trainable.
+            After an interruption that left changed arrays, and if the trainable has another trainer
+            now.
         ValueError
-            Behind the last step of the schedule, and for a step without labels.
+            After the last step of the schedule, and for a step without labels.
         """
         self._require_own()
         self._require_whole()
@@ -160,7 +158,7 @@ class Trainer:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the state of the training: whatever ends the block early leaves a part of it."""
+        """Change the state of the training: an early end leaves it incomplete."""
         self._whole = False
         yield
         self._whole = True
@@ -170,7 +168,7 @@ class Trainer:
             raise error(
                 RuntimeError,
                 f"what followed step {self.number} was cut short while it changed the training",
-                "a training goes on, and is saved, behind whole steps",
+                "a training can continue, and be saved, only after complete steps",
                 "resume from the last checkpoint",
             )
 
@@ -179,9 +177,9 @@ class Trainer:
         if any(learnt.get(name) is not own for name, own in self.optimizer.parameters.items()):
             raise error(
                 RuntimeError,
-                "what this trainer has learnt is no longer its own: another was made of it",
-                "a trainer has the arrays of its trainable to itself",
-                "go on with the newer one, or give each a trainable, and a model, of its own",
+                "another trainer was made of the trainable of this one",
+                "a trainable has one trainer",
+                "go on with the newer one, or make a model and a trainable for each",
             )
 
     def _gradients(self, number: int, batches: Sequence[Batch], scale: float) -> object:
@@ -190,8 +188,7 @@ class Trainer:
             raise error(
                 ValueError,
                 f"step {number} has no labels",
-                "a loss is of one token or more that is to be predicted: the first of a sample "
-                "is not, nor is what is not learnt",
+                "a loss needs at least one token to predict, which the first of a sample is not",
                 "leave out samples without labels (Sample.num_labels)",
             )
         self.optimizer.zero_gradients()  # all at once
@@ -216,7 +213,7 @@ class Trainer:
         OSError
             If it cannot be written: older ones are as they were.
         RuntimeError
-            Behind a step that was cut short while it changed what is learnt.
+            After a step that was cut short while it changed the arrays.
         """
         self._require_whole()
         arrays = self.optimizer.saved()
@@ -234,23 +231,23 @@ class Trainer:
     def resume(
         self, path: str | os.PathLike[str], *, called: Mapping[str, str] | None = None
     ) -> None:
-        """Go on from a checkpoint, or the newest one of a folder.
+        """Continue from a checkpoint, or from the newest one of a folder.
 
         Parameters
         ----------
         path : str or path
         called : mapping from str to str, optional
-            What errors call what differs (a key of `identity`), where it was told by another name.
+            Names in errors for keys of `identity`.
 
         Raises
         ------
         FileNotFoundError
             If there is none.
         RuntimeError
-            Where another trainer was made of the same trainable.
+            If the trainable has another trainer now.
         ValueError
-            If it is damaged, or of another model, other data or other options: the file, and what
-            is wrong. Nothing of this trainer has changed then.
+            If it is damaged, or of another model, other data or other options. Nothing has changed
+            then.
         """
         self._require_own()
         file, saved = _newest(Path(path)), self.optimizer.saved()
@@ -268,11 +265,11 @@ class Trainer:
             self.trainable.updated()
 
     def identity(self) -> Json:
-        """Return what the losses depend on, as JSON has it: it is that of the first step."""
+        """Return what the losses depend on, as JSON."""
         return self._identity
 
     def _found(self, names: Json) -> Json:
-        """Find what is known here; `names` has the rest."""
+        """Return all that the losses depend on; `names` has the caller's part."""
         return {
             **names,
             **self.trainable.identity(),
@@ -292,7 +289,7 @@ class Trainer:
 
 
 def _as_json(found: Json) -> Json:
-    """Return what a checkpoint will give back, before a step is taken that it could not keep."""
+    """Return the values as a checkpoint will return them, or raise if JSON cannot keep one."""
     for name, value in found.items():
         try:
             found[name] = json.loads(json.dumps(value, allow_nan=False))
@@ -300,7 +297,7 @@ def _as_json(found: Json) -> Json:
             raise error(
                 type(failure),
                 f"{name} = {shown(value)} ({failure})",
-                "what a training is resumed with is kept as JSON",
+                "values that must be the same after a resume are kept as JSON",
                 "pass numbers, texts, and lists and dicts of them",
             ) from failure
     return found
@@ -320,6 +317,6 @@ def _newest(path: Path) -> Path:
     raise error(
         FileNotFoundError,
         f"there is no checkpoint {path}",
-        "one is a file step-*.safetensors, or the newest of a folder",
+        "one is a file step-*.safetensors, or the newest in a folder",
         "pass the folder that a training wrote to, or begin anew",
     )

@@ -134,7 +134,7 @@ def test_hundreds_of_arrays_are_a_few_launches(monkeypatch):
         (AdamWOptions(clip=float("inf")), "clip = inf"),
         (AdamWOptions(clip="1"), "clip = '1'"),  # type: ignore[arg-type]
         (AdamWOptions(clip=float("nan")), "clip = nan"),
-        (AdamWOptions(state="4bit"), "state = '4bit'; it is 'float32', '8bit'"),
+        (AdamWOptions(state="4bit"), "state = '4bit'; it must be one of 'float32', '8bit'"),
     ],
 )
 def test_bad_options(options, message):

@@ -127,7 +127,7 @@ def test_a_bit_that_changed_is_found(what, tmp_path):
         at = 8 + size + json.loads(content[8 : 8 + size])[what]["data_offsets"][0]
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged .its sha256 is another.; .*; remove it, and"):
+    with pytest.raises(ValueError, match=r"damaged .its sha256 is another.; .*; remove it to"):
         trained().resume(tmp_path)
 
 
@@ -232,18 +232,18 @@ def test_each_mutant_of_the_state_is_refused_by_its_file_or_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("at", "value", "told"),
     [
-        (("step",), -1, f"its step is -1, which is no integer of 0 to {STEPS}"),
-        (("step",), STEPS + 1, f"its step is {STEPS + 1}, which"),
-        (("optimizer_steps",), 4, "its optimizer_steps is 4, which is no integer of 0 to 3"),
-        (("position", 0), -1, "its epoch is -1, which is no integer of 0 to"),
-        (("position", 1), -1, "its batch is -1, which is no integer of 0 to"),
-        (("position", 1), 10_000, "its batch is 10000, and epoch 0 has"),
-        (("position",), [0], "its position is [0], and not an epoch and a batch"),
+        (("step",), -1, f"step is -1, which is not an integer from 0 to {STEPS}"),
+        (("step",), STEPS + 1, f"step is {STEPS + 1}, which"),
+        (("optimizer_steps",), 4, "optimizer_steps is 4, which is not an integer from 0 to 3"),
+        (("position", 0), -1, "epoch is -1, which is not an integer from 0 to"),
+        (("position", 1), -1, "batch is -1, which is not an integer from 0 to"),
+        (("position", 1), 10_000, "batch is 10000, but epoch 0 has"),
+        (("position",), [0], "its position is [0], not an epoch and a batch"),
         (("loss_scale", "scale"), math.nan, "no JSON (NaN is no JSON)"),
-        (("loss_scale", "scale"), 0, "its scale is 0, which is no number above 0"),
-        (("loss_scale", "skipped"), 40, "its skipped is 40, which is no integer of 0 to 39"),
-        (("loss_scale",), [1], "its loss_scale is [1], which is no object"),
-        (("identity",), None, "its identity is None, which is no object"),
+        (("loss_scale", "scale"), 0, "scale is 0, which is not a finite number above 0"),
+        (("loss_scale", "skipped"), 40, "skipped is 40, which is not an integer from 0 to 39"),
+        (("loss_scale",), [1], "its loss_scale is [1], which is not an object"),
+        (("identity",), None, "its identity is None, which is not an object"),
         (("identity", "seed"), 7, "seed is 0, and was 7 in the checkpoint"),
     ],
 )

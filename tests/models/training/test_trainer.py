@@ -146,7 +146,7 @@ def test_behind_the_last_step_nothing_is_drawn():
     list(made)
     position = made.packing.position
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"step 4 of 3; a schedule has rates of its own steps"):
+        with pytest.raises(ValueError, match=r"step 4 of 3; a schedule has only rates for its own"):
             made.step()
     assert (made.number, made.packing.position) == (3, position)
 
@@ -154,7 +154,7 @@ def test_behind_the_last_step_nothing_is_drawn():
 @pytest.mark.parametrize(
     ("ids", "learnt", "kind", "message"),
     [
-        ([1.5, 2], [True] * 2, TypeError, "ids of float64; a sample is a row of token ids"),
+        ([1.5, 2], [True] * 2, TypeError, "ids of float64; a sample is a list of token ids"),
         ([True, False], [True] * 2, TypeError, "ids of bool"),
         (["1"], [True], TypeError, "ids of <U1"),
         ([1, 2, 3], [True], ValueError, r"ids of shape \(3,\) and learnt of shape \(1,\)"),
@@ -289,11 +289,14 @@ def test_steps_are_counted(given_):
         (([], 1.0, 5, 0), r"schedule = \[\]"),
         (("linear", "1", 5, 0), "lr = '1'; it is a positive number"),
         (("linear", 1.0, 5, -1), "warmup = -1; it must be an integer, 0 or more"),
-        (("steps", 1.0, 5, 0), "schedule = 'steps'; it is 'constant', 'linear', 'cosine'"),
+        (
+            ("steps", 1.0, 5, 0),
+            "schedule = 'steps'; it must be one of 'constant', 'linear', 'cosine'",
+        ),
         (("linear", 0.0, 5, 0), "lr = 0.0; it is a positive number"),
         (("linear", float("nan"), 5, 0), "lr = nan"),
         (("linear", 1e40, 5, 0), r"lr = 1e\+40; it is a positive number up to 1e\+38"),
-        (("linear", 1.0, 5, 5), "warmup = 5 of 5 steps; the warm-up is shorter"),
+        (("linear", 1.0, 5, 5), "warmup = 5 of 5 steps; the warm-up must be shorter"),
         (("linear", 1.0, 0, 0), "steps = 0; it must be an integer, 1 or more"),
     ],
 )
@@ -512,13 +515,13 @@ ANSWERED = [*MESSAGES, {"role": "assistant", "content": "y"}]
         (b'{"prompt": "a"}', "it has 'prompt'; each line is"),
         (
             b'{"text": "a", "prompt": "b", "completion": "c"}',
-            "it has 'text', 'prompt', 'completion'; .* those of one form alone",
+            "it has 'text', 'prompt', 'completion'; .* one of these forms alone",
         ),
         (b'{"prompt": "b", "completion": "c", "messages": []}', "'completion', 'messages'"),
         (b'{"text": ""}', "its text is ''; .*not empty"),
         (b'{"text": 3}', "its text is 3"),
         (b'{"prompt": "a", "completion": null}', "its completion is None"),
-        (b'{"text": "\xff"}', "it is no UTF-8"),
+        (b'{"text": "\xff"}', "it is not UTF-8"),
         (rb'{"text": "\ud800"}', "it has characters, and no surrogates"),
         (b'{"messages": "hello"}', "its messages are 'hello'"),
         (b'{"messages": []}', "none of its messages is of the assistant"),
