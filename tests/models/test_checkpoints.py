@@ -28,7 +28,6 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 @pytest.fixture(params=NAMES)
 def folder(request):
-    pytest.importorskip("safetensors")
     return FOLDER / request.param
 
 
@@ -42,7 +41,7 @@ def layer_report(model, expected) -> str:
     """Say by how much hidden states are off, layer by layer: the first wrong one is the culprit."""
     found = states_of(model, expected["ids"]).astype(np.float32)
     errors = np.abs(found - expected["states"]).max(axis=(1, 2, 3))
-    steps = ["embedded", *(f"behind layer {each}" for each in range(len(errors) - 2)), "normed"]
+    steps = ["embedded", *(f"after layer {each}" for each in range(len(errors) - 2)), "normed"]
     return ", ".join(f"{step}: {each:.2g}" for step, each in zip(steps, errors, strict=True))
 
 
@@ -68,7 +67,6 @@ def test_logits_in_float16(folder):
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", ["llama3", "phi", "gpt2", "mistral_older"])
 def test_kernels_in_float16(name):
-    pytest.importorskip("safetensors")
     expected = expected_of(EXPECTED, name)
     model = models.load(FOLDER / name, dtype="float16", xp=np)
     with cupyattn.backend("emulator"):
@@ -79,7 +77,6 @@ def test_kernels_in_float16(name):
 
 def test_bfloat16_is_read_as_it_is():
     """Weights that are bfloat16 in the files are the same numbers in a model of bfloat16."""
-    pytest.importorskip("safetensors")
     wide = models.load(FOLDER / "llama3", dtype="float32", xp=np)
     same = models.load(FOLDER / "llama3", dtype="bfloat16", xp=np)
     np.testing.assert_array_equal(wide.weights.embedding, same.weights.embedding.astype(np.float32))
@@ -104,7 +101,6 @@ def test_bfloat16_is_read_as_it_is():
     ],
 )  # fmt: skip
 def test_configs(name, traits):
-    pytest.importorskip("safetensors")
     config = models.load(FOLDER / name, xp=np).config
     assert {trait: getattr(config, trait) for trait in traits} == traits
 

@@ -57,7 +57,7 @@ def test_hidden_states_are_those_of_plain_numpy(config):
 
 
 def test_sequences_may_be_packed(config):
-    """`hidden` knows no sequences: whoever attends says which rows belong together."""
+    """Only `attend` knows which rows of `hidden` are one sequence."""
     model = models.random(config, dtype="float32", xp=np, seed=3)
     first, second = IDS[0, :4], IDS[1, :9]
     bounds = np.array([0, 4, 13], np.int32)
@@ -187,7 +187,7 @@ def test_labels_say_what_counts():
     labels = IDS.copy()
     labels[0, :6] = -100
     labels[2] = -100
-    labels[1, 4] = 7  # another token than the one that stands there
+    labels[1, 4] = 7  # not the token at this position
     assert abs(model.loss(IDS, labels) - expected_loss(model, IDS, labels)) < 1e-5
     first = np.full_like(IDS, -100)
     first[:, 0] = IDS[:, 0]  # which nothing predicts

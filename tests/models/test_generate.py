@@ -31,7 +31,7 @@ def numpy_model(name):
 
 
 def placed(part, xp, dtype):
-    """The same weights in another library, whose random numbers are others."""
+    """Copy weights to another library, whose random numbers differ."""
     if isinstance(part, tuple):
         parts = [placed(each, xp, dtype) for each in part]
         return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
@@ -131,7 +131,7 @@ def test_float16_chooses_what_its_rounding_leaves_open(name, side):
     with side.running():
         model = model_on(side.xp, name, "float16", max_positions=32)
         for captured in (False, True):
-            leads, errors, behind = [], [], []
+            leads, errors, losses = [], [], []
             for prompt, new in zip(
                 prompts, model.generate(prompts, max_new_tokens=4, captured=captured), strict=True
             ):
@@ -142,9 +142,9 @@ def test_float16_chooses_what_its_rounding_leaves_open(name, side):
                 errors.append(np.abs(found - exact).max())
                 drawn = exact[len(prompt) - 1 :]
                 leads += np.diff(np.sort(drawn)[:, -2:]).ravel().tolist()
-                behind += (drawn.max(axis=1) - drawn[np.arange(4), new]).tolist()
+                losses += (drawn.max(axis=1) - drawn[np.arange(4), new]).tolist()
             allowed = 4 * max(errors)  # twice: of either token; twice: a step rounds elsewhere
-            assert max(behind) <= allowed
+            assert max(losses) <= allowed
             assert sum(lead > allowed for lead in leads) > len(leads) / 2
 
 
@@ -184,7 +184,7 @@ def test_graphs_choose_what_a_fresh_forward_does(name, way):
 
 @pytest.mark.gpu
 def test_a_graph_keeps_its_memory_to_itself():
-    """What others allocate and fill between replays is not what a step works in."""
+    """Memory that is allocated between replays is not that of a step."""
     import cupy
 
     model = model_on(cupy, "llama")
@@ -241,7 +241,7 @@ def cut(tokens, ends):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_batch_changes_when_texts_end(captured):
-    """What was queued for a batch is of no use for another."""
+    """A step that was queued for one batch is not used for another."""
     wanted = expected("llama")
     ends = {wanted[1][4]}
     outputs = [cut(tokens, ends) for tokens in wanted]
@@ -286,7 +286,7 @@ def test_caches_of_integers_generate(cache_dtype):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_samples_share_the_prompts_blocks(captured):
-    """Until they write: then each has a block of its own, and all of them may differ."""
+    """Until they write: then each has its own block, and all of them may differ."""
     generator = Generator(numpy_model("gpt2"), num_blocks=40, captured=captured)
     prompt = prompts_of("gpt2", (20,))[0]
     generation = generator.submit(prompt, max_new_tokens=8, n=4, temperature=2.0, seed=5)
@@ -329,7 +329,7 @@ DRAWN = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
 @pytest.mark.parametrize(
     "options", [{**DRAWN, "repetition_penalty": 1.5}, *deep(DRAWN, {"temperature": 1})]
 )
-def test_a_seed_replays_whatever_runs_beside_it(options):
+def test_a_seed_replays_in_any_batch(options):
     """In any batch, with preemption or without, captured or not."""
     model, prompts = numpy_model("phi"), prompts_of("phi")[:3]
     wanted = [
@@ -366,7 +366,7 @@ def test_each_prompt_has_its_own_options(captured):
             assert model.generate([7, number], **given) == [generation.outputs[0]]
 
 
-def test_a_penalty_weakens_what_stands_there():
+def test_a_penalty_weakens_earlier_tokens():
     model = numpy_model("qwen2")
     (free,) = model.generate([[1, 2]], max_new_tokens=20)
     assert len(set(free)) < 10, "it repeats itself"
@@ -417,8 +417,8 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning():
     found = bytes_model()
     model = models.Model(found.config, found.weights, "float32", np)
     model.tokenizer, positions = Counting(), found.config.max_positions
-    told = f"more than {positions} tokens; the model has {positions} positions; pass a shorter"
-    with pytest.raises(ValueError, match=f"got a prompt of 10000000 characters, {told}"):
+    message = f"more than {positions} tokens; the model has {positions} positions; pass a shorter"
+    with pytest.raises(ValueError, match=f"got a prompt of 10000000 characters, {message}"):
         model.generate("x" * 10**7, max_new_tokens=1)
     assert sum(model.tokenizer.given) == 64 * positions
     for length in (positions, 64 * positions):  # counted as a whole
@@ -506,7 +506,7 @@ def test_a_stream_that_is_left_gives_back_its_blocks():
 
 
 class Cycle:
-    """What only the garbage collector ends."""
+    """An object that only the garbage collector frees."""
 
     def __init__(self, stream) -> None:
         self.stream, self.itself = stream, self
@@ -514,7 +514,7 @@ class Cycle:
 
 @pytest.mark.parametrize("within", ["step", "submit", "cancel", "a block's taking", "nothing"])
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_stream_that_is_collected_within_a_call_ends_behind_it(within, monkeypatch):
+def test_a_stream_that_is_collected_within_a_call_ends_after_it(within, monkeypatch):
     """Its cancellation would be refused there, or wait for a lock that the same thread holds."""
     generator = Generator(numpy_model("gpt2"), num_blocks=20)
     gc.collect()

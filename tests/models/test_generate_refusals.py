@@ -1,4 +1,4 @@
-"""What generation refuses, and its parts: room for the cache, lookup, graphs, streams of text."""
+"""Refusals of generation, and its parts: room for the cache, lookup, graphs, streams of text."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_last_position_is_used():
 
 
 def test_nothing_is_submitted_of_prompts_that_are_refused():
-    """A prompt that has no room comes behind one that has."""
+    """The second prompt has no room in the cache."""
     generator = Generator(model(), num_blocks=1)
     with pytest.raises(ValueError, match="the cache has 1"):
         generator.generate([[1, 2], [1] * 20], max_new_tokens=2)
@@ -181,7 +181,7 @@ def test_a_block_is_as_large_as_the_cache_makes_it(llama, dtype):
 
 
 def test_by_default_there_is_room_for_what_runs(llama):
-    """Of many prompts as many as run at once, the longest ones."""
+    """There is room for the longest prompts that can run at once."""
     generator = Generator(llama, lengths=[10, 40, 33, 7], max_batch=2)
     assert generator.cache.allocator.num_blocks == 3 + 3
     assert Generator(llama, max_batch=3).cache.allocator.num_blocks == 3 * 6
@@ -189,7 +189,7 @@ def test_by_default_there_is_room_for_what_runs(llama):
 
 
 def test_a_request_gets_no_more_than_the_memory_holds(llama, monkeypatch):
-    """What has no room waits, and the tokens are the same."""
+    """Sequences without room wait, and the tokens are the same."""
     prompts = [[number] * 20 for number in range(4)]
     wanted = llama.generate(prompts, max_new_tokens=20)
     of_block = room.block_bytes(llama.config, "float32", 16)
@@ -309,7 +309,7 @@ def xp(notes):
     return SimpleNamespace(__name__="cupy", cuda=cuda)
 
 
-def test_work_is_captured_behind_two_runs_of_it(xp, notes):
+def test_work_is_captured_after_two_runs(xp, notes):
     replay = graph.capture(xp, lambda: notes.append("prepare"), lambda: notes.append("work"))
     assert notes == [
         "current.synchronize", "enter stream", "enter pool", "prepare", "work", "prepare", "work",
@@ -321,15 +321,15 @@ def test_work_is_captured_behind_two_runs_of_it(xp, notes):
     assert notes == ["launch"]
 
 
-def test_what_runs_beside_waits_at_both_ends(xp, notes):
-    beside = SecondStream(xp)
+def test_a_second_stream_waits_at_both_ends(xp, notes):
+    second = SecondStream(xp)
     for _ in range(2):  # on the same stream
-        with beside:
-            notes.append("beside")
+        with second:
+            notes.append("within")
         notes.append("meanwhile")
-        beside.join()
+        second.join()
     once = [
-        "current.record", "stream.wait_event", "enter stream", "beside", "leave stream",
+        "current.record", "stream.wait_event", "enter stream", "within", "leave stream",
         "meanwhile", "stream.record", "current.wait_event",
     ]  # fmt: skip
     assert notes == 2 * once
@@ -353,7 +353,7 @@ def test_a_capture_that_fails_is_ended(xp, notes):
 
 
 def test_two_copies_are_on_their_way_at_most(monkeypatch, notes):
-    """Each into memory of its own, waited for by an event of its own."""
+    """Each has its own memory and its own event."""
     events = []
 
     class Event:
@@ -454,7 +454,7 @@ def test_bytes_that_are_no_characters_come_as_a_decoder_writes_them(data):
     assert "".join(pieces) == ByteTokenizer().decode(data)
 
 
-def test_nothing_comes_behind_the_end():
+def test_no_text_follows_the_end():
     stream = TextStream(ByteTokenizer(), b"", ["."])
     assert [stream.push(token) for token in b"ab.c"] == ["a", "b", "", ""]
     assert stream.finish() == ""

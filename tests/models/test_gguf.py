@@ -1,4 +1,4 @@
-"""GGUF files: their weights, their configs, and what is wrong with damaged ones."""
+"""GGUF files: their weights, their configs, and errors for damaged ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_model_comes_back(tmp_path, name):
 
 
 def test_the_order_of_pairs_matters(tmp_path):
-    """Were q and k taken as they lie in the file, the logits would be others."""
+    """The logits would differ if q and k were not permuted."""
     model = random("llama")
     unpermuted = tensors_of(model, "qwen2")
     path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors=unpermuted)
@@ -59,7 +59,7 @@ def test_the_order_of_pairs_matters(tmp_path):
 
 @pytest.mark.parametrize("kind", QUANTISABLE, ids=lambda kind: kind.name)
 def test_types_are_dequantised(tmp_path, kind):
-    """Tensor for tensor as the package gguf dequantises them, in pieces as well."""
+    """Each tensor as the package gguf dequantises it."""
     model = random("llama", intermediate_size=64, head_dim=16)
     path = write_gguf(tmp_path / "m.gguf", model, "llama", quantised=kind)
     loaded = tensors_of(models.load(path, dtype="float32", xp=np), "llama")
@@ -113,8 +113,9 @@ def test_tensors_are_aligned_as_the_file_says(tmp_path, alignment):
     np.testing.assert_array_equal(loaded.logits(IDS), model.logits(IDS))
 
 
-@pytest.mark.parametrize("at_once", [1, 100, 1000])
+@pytest.mark.parametrize("at_once", [1, 1000])
 def test_pieces_of_any_size(tmp_path, monkeypatch, at_once):
+    """Rows of q and k are permuted in a file of Llama."""
     model = random("llama")
     path = write_gguf(tmp_path / "m.gguf", model, "llama")
     monkeypatch.setattr("cupyattn.models.checkpoints.copying._AT_ONCE", at_once)
@@ -197,9 +198,6 @@ def test_an_architecture_without_a_forward(tmp_path):
     [
         (lambda t: t.pop("blk.1.ffn_down.weight"), r"missing: blk\.1\.ffn_down\.weight"),
         (lambda t: t.pop("token_embd.weight"), "token_embd"),
-        (lambda t: t.update({"blk.7.odd.weight": np.ones(3)}), r"unknown: blk\.7\.odd\.weight"),
-        (lambda t: t.update({"output_norm.weight": np.ones(31)}),
-         r"misshapen: output_norm\.weight is \(31,\), not \(32,\)"),
         (lambda t: t["blk.0.ffn_up.weight"].__setitem__((3, 4), np.nan), "ffn_up.weight holds nan"),
     ],
 )  # fmt: skip
@@ -245,7 +243,7 @@ def test_tensors_that_lie_in_one_another(tmp_path):
     content = write_gguf(tmp_path / "m.gguf", random("llama"), "llama").read_bytes()
 
     def place(name):
-        """Where a tensor's offset stands: behind its name, two axes and its type."""
+        """The position of a tensor's offset: after its name, two axes and its type."""
         return content.index(name) + len(name) + 4 + 2 * 8 + 4
 
     at, other = place(b"blk.0.attn_v.weight"), place(b"blk.0.attn_k.weight")

@@ -1,4 +1,4 @@
-"""What is loaded from where, and what is refused: any config is a model or a clear error."""
+"""Models are loaded from folders and files; any config gives a model or a clear error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.weights import named_arrays
 
 safetensors = pytest.importorskip("safetensors.numpy")
-pytest.importorskip("safetensors")
 
 from support.tiny_models import tensors_of, write_folder  # noqa: E402
 
@@ -85,21 +84,16 @@ def test_tensors_that_do_not_fit(copy, change, message):
     assert message in refusal(folder)
 
 
-def test_weights_too_large_for_float16(copy):
+def test_weights_of_a_wrong_type_or_size(copy):
     folder = copy("mistral_older")
     rewrite(folder, lambda t: t["model.norm.weight"].__setitem__(0, 1e5))
     assert "model.norm.weight holds 100000" in refusal(folder, dtype="float16")
     assert models.load(folder, dtype="bfloat16", xp=np).weights.norm.weight[0] > 9e4
-
-
-def test_weights_of_integers(copy):
-    folder = copy("mistral_older")
     rewrite(folder, lambda t: t.update({"model.norm.weight": np.ones(16, np.int8)}))
     assert "model.norm.weight is of I8" in refusal(folder, NotImplementedError)
 
 
-def test_a_tied_head_may_stand_in_the_file(copy):
-    """As it does in some published files: the same array once more, or the config is wrong."""
+def test_a_tied_head_in_the_file_must_equal_the_embedding(copy):
     folder = copy("qwen2")
     rewrite(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     models.load(folder, xp=np)
@@ -108,16 +102,15 @@ def test_a_tied_head_may_stand_in_the_file(copy):
 
 
 def test_a_model_without_its_head_lacks_the_prefix(copy):
-    """`model.` and `transformer.` stand before the names where a head stands beside them."""
     folder = copy("qwen2")
     ids = [[1, 2, 3]]
     expected = models.load(folder, xp=np).logits(ids)
 
-    def strip(tensors):
+    def without_prefix(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
-    rewrite(folder, strip)
+    rewrite(folder, without_prefix)
     np.testing.assert_array_equal(models.load(folder, xp=np).logits(ids), expected)
 
 
@@ -131,6 +124,35 @@ def test_buffers_in_the_file_are_no_weights(copy):
     models.load(folder, xp=np)
 
 
+def index_of(text: str):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+def copied_shard(folder: Path) -> None:
+    shutil.copy(*sorted(folder.glob("*.safetensors")))
+
+
+def renamed(name: str, new: str):
+    return lambda folder: (folder / name).rename(folder / new)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (renamed("model-00002-of-00002.safetensors", "other"), "00002.safetensors is missing"),
+        (index_of('{"weight_map": {"a": "../phi/model.safetensors"}}'), "is not a file of the fol"),
+        (index_of("{}"), "no weight_map"),
+        (copied_shard, "is in another file of the folder too"),
+        (renamed("model.safetensors.index.json", "pytorch_model.bin"),
+         "pytorch_model.bin, but no safetensors"),
+    ],
+)  # fmt: skip
+def test_shards_that_do_not_fit(copy, change, message):
+    folder = copy("llama3")
+    change(folder)
+    assert message in refusal(folder)
+
+
 def test_files_that_are_cut_short(copy):
     folder = copy("phi_older")
     path = folder / "model.safetensors"
@@ -138,12 +160,6 @@ def test_files_that_are_cut_short(copy):
     for length in (0, 5, 100, len(content) // 2, len(content) - 1):
         path.write_bytes(content[:length])
         assert "model.safetensors" in refusal(folder)
-
-
-def test_a_shard_that_is_missing(copy):
-    folder = copy("llama3")
-    (folder / "model-00002-of-00002.safetensors").unlink()
-    assert "model-00002-of-00002.safetensors is missing" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", ".", ".."])
@@ -157,29 +173,6 @@ def test_an_index_names_a_file_that_cannot_be(copy, name):
 def test_a_model_is_loaded_without_stderr(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert models.load(FOLDER / "llama3", xp=np).config.num_layers
-
-
-def test_an_index_stays_in_its_folder(copy):
-    folder = copy("llama3")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "../phi/model.safetensors"}}))
-    assert "is not a file of the folder" in refusal(folder)
-    index.write_text("{}")
-    assert "no weight_map" in refusal(folder)
-
-
-def test_the_same_tensor_in_two_files(copy):
-    folder = copy("llama3")
-    first, second = sorted(folder.glob("*.safetensors"))
-    shutil.copy(first, second)
-    assert "is in another file of the folder too" in refusal(folder)
-
-
-def test_a_pickle_is_never_read(copy):
-    folder = copy("gpt2")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    message = refusal(folder)
-    assert "pytorch_model.bin" in message and "save_pretrained" in message
 
 
 def test_folders_and_files_that_are_no_models(tmp_path):
@@ -282,7 +275,7 @@ def test_weights_are_read_in_pieces_of_any_size(monkeypatch, at_once):
 
 
 def test_loading_takes_the_memory_of_the_model(tmp_path, monkeypatch):
-    """Beside the model there are pieces of a tensor, never a whole file or a whole model."""
+    """Loading reads pieces of a tensor, never a whole file or a whole model."""
     config = TINY["llama"]._replace(vocab_size=20_000, hidden_size=64, intermediate_size=4000)
     model = models.random(config, dtype="float16", xp=np)
     write_folder(tmp_path, config, tensors_of(model))

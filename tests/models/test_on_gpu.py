@@ -1,4 +1,4 @@
-"""The same models on a GPU: loaded, random, and with the logits of the NumPy path."""
+"""Models on a GPU, loaded and random, have the logits of the NumPy path."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_by_default_float16():
     assert models.random(TINY["phi"]).dtype == "float16"
 
 
-def test_what_is_made_beside_a_model_is_small():
+def test_making_a_model_takes_little_more():
     """Pieces, which the pool uses again: there has to be room for a cache."""
     import cupy
 

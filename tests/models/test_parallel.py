@@ -15,7 +15,7 @@ from support.search import deep, mostly_deep
 from support.tiny_models import TINY
 
 import cupyattn
-from cupyattn import QuantizedWeight, models
+from cupyattn import QuantizedWeight, dequantize, models
 from cupyattn.distributed import Group, RankFailedError, run
 from cupyattn.models import loading, parallel
 from cupyattn.models.checkpoints import copying
@@ -24,11 +24,22 @@ from cupyattn.models.loading import quantises_to
 from cupyattn.models.parallel import columns_of, rows_of
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.transformer import Model
+from cupyattn.models.weights import PRODUCTS
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.device.cuda import device_count
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
+LLAMA = models.random(TINY["llama"], dtype="float32", xp=np)
+
+
+@pytest.fixture
+def packed_folder():
+    pytest.importorskip("safetensors")
+    pytest.importorskip("gguf")
+    from models.test_quantised_files import packed_folder
+
+    return packed_folder
 
 
 def shared(model: Model, group: Group, xp: Any = np) -> Model:
@@ -54,15 +65,11 @@ def test_ranks_have_the_same_bits():
 
 
 def test_a_rank_holds_its_share():
-    model = models.random(TINY["llama"], dtype="float32", xp=np)
-    shares = run(lambda group: shared(model, group), 2)
-    for share in shares:
+    for share in run(lambda group: shared(LLAMA, group), 2):
         assert (share.config.num_heads, share.config.num_kv_heads) == (2, 1)
-        layer, whole = share.weights.layers[0], model.weights.layers[0]
-        assert layer.qkv.weight.size * 2 == whole.qkv.weight.size
-        assert layer.output.weight.size * 2 == whole.output.weight.size
-        assert layer.up.weight.size * 2 == whole.up.weight.size
-        assert layer.down.weight.size * 2 == whole.down.weight.size
+        layer, whole = share.weights.layers[0], LLAMA.weights.layers[0]
+        for name in PRODUCTS:
+            assert getattr(layer, name).weight.size * 2 == getattr(whole, name).weight.size
 
 
 @pytest.mark.parametrize(
@@ -83,9 +90,8 @@ def test_generation_of_two_ranks_equals_one(name, options):
 
 
 def test_ranks_draw_alike_without_a_seed():
-    model = models.random(TINY["llama"], dtype="float32", xp=np)
     options = {"max_new_tokens": 8, "temperature": 1.5}
-    first, second = run(lambda group: shared(model, group).generate([1, 2], **options), 2)
+    first, second = run(lambda group: shared(LLAMA, group).generate([1, 2], **options), 2)
     assert first == second
 
 
@@ -103,41 +109,46 @@ def test_files_are_loaded_by_share(name):
 
 @pytest.mark.parametrize("trained", [LoraAdapters, FullWeights])
 def test_a_share_is_not_trained(trained):
-    """Its sums over ranks have no backward: gradients would be wrong, and adapters unheard."""
+    """The sums over ranks have no backward."""
 
     def of_rank(group: Group) -> None:
-        model = models.random(TINY["llama"], dtype="float32", xp=np)
         with pytest.raises(NotImplementedError, match=r"a model over 2 ranks; .*without a group"):
-            trained(shared(model, group))
+            trained(shared(LLAMA, group))
 
     run(of_rank, 2)
 
 
-def test_what_does_not_split_is_refused():
-    model = models.random(TINY["llama"], dtype="float32", xp=np)
-    with pytest.raises(RankFailedError, match="a model of 4 heads over 3 ranks"):
-        run(lambda group: shared(model, group), 3, timeout=20)
-    with pytest.raises(RankFailedError, match="2 key-value heads over 4 ranks"):
-        run(lambda group: shared(model, group), 4, timeout=20)
+@pytest.mark.parametrize(
+    ("ranks", "call", "message"),
+    [
+        (3, lambda group: shared(LLAMA, group), "a model of 4 heads over 3 ranks"),
+        (4, lambda group: shared(LLAMA, group), "2 key-value heads over 4 ranks"),
+        (4, lambda group: shared(small_blocks(), group), "a rank's columns are whole blocks of"),
+        (2, lambda group: shared(LLAMA, group).generate([1], max_new_tokens=2, captured=True),
+         "captured=True with a model over several ranks"),
+    ],
+)  # fmt: skip
+def test_bad_calls_of_ranks_are_refused(ranks, call, message):
+    with pytest.raises(RankFailedError, match=message):
+        run(call, ranks, timeout=20)
 
 
-def test_captured_steps_are_refused():
-    model = models.random(TINY["llama"], dtype="float32", xp=np)
-
-    def of_rank(group: Group) -> None:
-        shared(model, group).generate([1], max_new_tokens=2, captured=True)
-
-    with pytest.raises(RankFailedError, match="captured=True with a model over several ranks"):
-        run(of_rank, 2, timeout=20)
+def small_blocks() -> Model:
+    config = CONFIGS["llama"]._replace(num_kv_heads=4, intermediate_size=96)
+    return models.random(config, dtype="float32", quantize="nf4", xp=np)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")
-@pytest.mark.parametrize("transport", [None, "peer"])
-def test_generation_on_two_gpus_equals_one(transport):
+@pytest.mark.parametrize(
+    ("kind", "transport"), [(None, None), (None, "peer"), *((kind, None) for kind in KINDS)]
+)
+def test_generation_on_two_gpus_equals_one(kind, transport):
+    """In float32 no two tokens are equally likely within the rounding."""
     import cupy
 
-    on_host = models.random(TINY["llama"], dtype="float32", xp=np)
+    config = even("llama") if kind else TINY["llama"]
+    on_host = models.random(config, dtype="float32", quantize=kind, xp=np)
     expected = on_host.generate([[1, 2, 3], [4, 5]], max_new_tokens=12)
 
     def of_rank(group: Group) -> Any:
@@ -155,7 +166,7 @@ SIZES = {
     "q4_1": [(32, 64)],
     "q4_k": [(32, 512), (32, 1024)],
 }
-"""Of each format sizes of blocks, and K; parts of half of it may end within a block."""
+"""Sizes of blocks of each format, and K; half of it may end within a block."""
 
 
 def weight_of(kind: str, block_size: int, inner: int) -> QuantizedWeight:
@@ -174,10 +185,6 @@ def weight_of(kind: str, block_size: int, inner: int) -> QuantizedWeight:
     return empty
 
 
-def numbers(weight: QuantizedWeight) -> np.ndarray:
-    return cupyattn.dequantize(weight)
-
-
 def test_no_format_is_left_out():
     assert set(SIZES) == set(FORMATS)
 
@@ -185,16 +192,16 @@ def test_no_format_is_left_out():
 @pytest.mark.parametrize(
     ("kind", "block_size", "inner"), [(kind, *size) for kind in SIZES for size in SIZES[kind]]
 )
-def test_parts_stand_for_the_same_numbers(kind, block_size, inner):
+def test_parts_have_the_same_numbers(kind, block_size, inner):
     weight = weight_of(kind, block_size, inner)
-    whole = numbers(weight)
+    whole = dequantize(weight)
     for half in (slice(0, inner // 2), slice(inner // 2, inner)):
         part = columns_of(weight, half, np)
         assert part.blocks.format == kind.removesuffix("_nested")
-        assert_array_equal(numbers(part), whole[:, half])
+        assert_array_equal(dequantize(part), whole[:, half])
     parts = [slice(6, 8), slice(1, 2)]
     assert_array_equal(
-        numbers(rows_of(weight, parts, np)), np.concatenate([whole[x] for x in parts])
+        dequantize(rows_of(weight, parts, np)), np.concatenate([whole[x] for x in parts])
     )
 
 
@@ -244,26 +251,11 @@ def test_logits_and_tokens_of_two_ranks(name, kind):
         assert tokens == expected[1]
 
 
-def test_the_ranks_that_blocks_do_not_suit_are_told():
-    model = models.random(
-        CONFIGS["llama"]._replace(num_kv_heads=4, intermediate_size=96),
-        dtype="float32",
-        quantize="nf4",
-        xp=np,
-    )
-    with pytest.raises(RankFailedError, match="a rank's columns are whole blocks of its format"):
-        run(lambda group: shared(model, group), 4, timeout=20)
-
-
 @pytest.mark.parametrize(
     ("how", "quantize"), [("nested", "file"), ("gptq", "file"), ("awq", "file"), ("gptq", "int8")]
 )
-def test_quantised_files_are_loaded_by_share(tmp_path, how, quantize):
+def test_quantised_files_are_loaded_by_share(tmp_path, how, quantize, packed_folder):
     """In the blocks of the file, and quantised as they are read."""
-    pytest.importorskip("safetensors")
-    pytest.importorskip("gguf")
-    from models.test_quantised_files import packed_folder
-
     config = even("llama")._replace(intermediate_size=256)
     folder, _ = packed_folder(tmp_path / how, how, config)
     given = {"dtype": "float32", "xp": np, "quantize": quantize}
@@ -278,11 +270,7 @@ def test_quantised_files_are_loaded_by_share(tmp_path, how, quantize):
         assert_allclose(found, expected, atol=1e-5)
 
 
-def test_what_does_not_split_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    pytest.importorskip("safetensors")
-    pytest.importorskip("gguf")
-    from models.test_quantised_files import packed_folder
-
+def test_what_does_not_split_is_refused_before_it_is_read(tmp_path, monkeypatch, packed_folder):
     folder, _ = packed_folder(tmp_path / "packed", "gptq")
     monkeypatch.setattr(loading, "filled", None)
     with pytest.raises(RankFailedError, match="heads over 3 ranks"):
@@ -307,11 +295,7 @@ def test_what_a_gpu_has_made_is_brought_to_the_host():
     assert copying._where_target_is(far, far) is far
 
 
-def test_weights_for_the_host_are_quantised_by_the_device_s_library(tmp_path):
-    pytest.importorskip("safetensors")
-    pytest.importorskip("gguf")
-    from models.test_quantised_files import packed_folder
-
+def test_weights_for_the_host_are_quantised_by_the_device_s_library(tmp_path, packed_folder):
     asked = []
 
     class Noting:
@@ -325,32 +309,7 @@ def test_weights_for_the_host_are_quantised_by_the_device_s_library(tmp_path):
     assert "asarray" in asked
     expected = models.load(folder, dtype="float32", xp=np, quantize="nf4").weights
     for mine, wanted in zip(found.layers, expected.layers, strict=True):
-        assert_array_equal(numbers(mine.down.weight), numbers(wanted.down.weight))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")
-@pytest.mark.parametrize("kind", KINDS)
-def test_quantised_generation_on_two_gpus_equals_one(kind):
-    """Float32, in which no two tokens are as likely as one another within the rounding."""
-    import cupy
-
-    on_host = models.random(even("llama"), dtype="float32", quantize=kind, xp=np)
-    expected = on_host.generate([[1, 2, 3], [4, 5]], max_new_tokens=12)
-
-    def of_rank(group: Group) -> Any:
-        return shared(on_host, group, cupy).generate([[1, 2, 3], [4, 5]], max_new_tokens=12)
-
-    for found in run(of_rank, devices=[0, 1], timeout=60):
-        assert found == expected
-
-
-WHOLE = models.random(TINY["llama"], dtype="float32", xp=np)
-
-
-def share(group: Group) -> Model:
-    config, weights = parallel.split(WHOLE.config, WHOLE.weights, group, np)
-    return Model(config, weights, WHOLE.dtype, np, lambda: None, group)
+        assert_array_equal(dequantize(mine.down.weight), dequantize(wanted.down.weight))
 
 
 def load(group: Group, name: str = "llama3", **options: Any) -> Model:
@@ -417,12 +376,14 @@ DRAWN: dict[str, Any] = {**GREEDY, "temperature": 1.0, "seed": 3}
 def test_a_generation_that_differs_is_an_error(both, name, values):
     with pytest.raises(RankFailedError, match=rf"ValueError: rank . called with (.*, )?{name} = "):
         run(
-            lambda group: share(group).generate(**{**both, name: values[group.rank]}), 2, timeout=20
+            lambda group: shared(LLAMA, group).generate(**{**both, name: values[group.rank]}),
+            2,
+            timeout=20,
         )
 
 
 def test_each_prompt_draws_from_a_seed_of_its_own():
     options = {"max_new_tokens": 12, "temperature": 5.0}
-    first, second = run(lambda group: share(group).generate([[1, 2]] * 2, **options), 2, timeout=20)
+    first, second = run(lambda group: shared(LLAMA, group).generate([[1, 2]] * 2, **options), 2)
     assert first == second
     assert first[0] != first[1]

@@ -22,7 +22,7 @@ IDS = np.random.default_rng(5).integers(0, 59, (2, 11))
 
 
 def blocky(config: Config) -> Config:
-    """The same with rows of whole blocks, of 64 and of 96 weights."""
+    """A config whose rows are whole blocks, of 64 and of 96 weights."""
     return config._replace(hidden_size=64, intermediate_size=96, head_dim=64 // config.num_heads)
 
 
@@ -34,14 +34,14 @@ EACH = mostly_deep(
 
 
 def plain_product(product: Product | None, dtype: str) -> Product | None:
-    """The product with the numbers that its codes stand for."""
+    """The product with a dequantised weight."""
     if product is None or not isinstance(product.weight, QuantizedWeight):
         return product
     return Product(cupyattn.dequantize(product.weight, dtype=dtype), product.bias)
 
 
 def dequantised(model: Model) -> Model:
-    """The same model without a quantised weight."""
+    """The model with dequantised weights."""
 
     def plain(layer: Layer) -> Layer:
         names = (*PRODUCTS, "qkv_up")
@@ -54,7 +54,7 @@ def dequantised(model: Model) -> Model:
 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
-def test_logits_are_those_of_the_numbers_that_codes_stand_for(name, kind):
+def test_logits_are_those_of_dequantised_weights(name, kind):
     model = models.random(CONFIGS[name], dtype="float32", quantize=kind, xp=np, seed=3)
     expected = dequantised(model).logits(IDS)
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-5)
@@ -79,7 +79,7 @@ def test_kernels_give_the_same(name, kind, dtype):
     ("name", "kind"),
     [("llama", "nf4"), ("phi", "int8"), *deep(("gpt2", "int4"), ("llama", "int8"))],
 )
-def test_text_is_that_of_the_numbers_that_codes_stand_for(name, kind):
+def test_text_is_that_of_dequantised_weights(name, kind):
     model = models.random(CONFIGS[name], dtype="float32", quantize=kind, xp=np, seed=3)
     prompts = [[1, 2, 3], [4, 5]]
     expected = dequantised(model).generate(prompts, max_new_tokens=6)

@@ -18,7 +18,7 @@ pytest.importorskip("safetensors")
 gguf = pytest.importorskip("gguf")
 
 from models.test_quantised import CONFIGS, KINDS, dequantised  # noqa: E402
-from models.write_packed import FOLDER, ROWS, SHAPES, weights  # noqa: E402
+from models.write_checkpoints import PACKED, ROWS, SHAPES, packed_weights  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 from support.gguf_files import tensors_of as gguf_tensors  # noqa: E402
 from support.gguf_files import write_gguf  # noqa: E402
@@ -93,7 +93,7 @@ def packed_folder(
 
 
 def assert_same(model: Model, expected: Model) -> None:
-    """Each array and each quantised weight stands for the same numbers."""
+    """Each array and each quantised weight has the same numbers."""
     parts = zip(named_parts(model.weights), named_parts(expected.weights), strict=True)
     for (name, part), (_, wanted) in parts:
         numbers = cupyattn.dequantize(part) if isinstance(part, QuantizedWeight) else part
@@ -101,7 +101,7 @@ def assert_same(model: Model, expected: Model) -> None:
 
 
 @pytest.mark.parametrize("how", PACKERS)
-def test_packed_weights_are_what_they_stand_for(tmp_path, how):
+def test_packed_weights_have_the_same_numbers(tmp_path, how):
     """Kept, and as floats; in pieces as well."""
     folder, plain = packed_folder(tmp_path / "packed", how)
     expected = models.load(write_folder(tmp_path / "plain", CONFIG, plain), dtype="float32", xp=np)
@@ -222,7 +222,7 @@ def test_what_is_packed_is_quantised_anew(tmp_path):
     ),
 )
 def test_gguf_keeps_its_blocks(tmp_path, name, kind):
-    """Of Llama q and k lie in the order of pairs there."""
+    """Files of Llama hold q and k in the order of rotary pairs."""
     architecture = {"phi": "phi2"}.get(name, name)
     model = models.random(CONFIGS[name], dtype="float32", xp=np, seed=3)
     path = write_gguf(tmp_path / "m.gguf", model, architecture, quantised=TYPE[kind])
@@ -269,7 +269,7 @@ def test_gguf_keeps_super_blocks_and_what_differs_is_in_dtype(tmp_path):
 
 
 def test_biases_of_zeros_are_passed_over(tmp_path):
-    """Older files of GPTQ have them beside every weight; others are unknown tensors."""
+    """Older files of GPTQ have them for every weight; other biases are unknown tensors."""
     folder, _ = packed_folder(tmp_path, "gptq")
     file = folder / "model.safetensors"
     name = "model.layers.1.mlp.down_proj.bias"
@@ -334,7 +334,7 @@ def packed(how):
     ],
 )  # fmt: skip
 def test_loading_takes_the_memory_of_the_quantised_model(write, quantize, tmp_path, monkeypatch):
-    """Beside it there are pieces of a tensor, never a tensor of floats."""
+    """Loading reads pieces of a tensor, never a whole tensor of floats."""
     path = write(tmp_path)
     monkeypatch.setattr(copying, "_AT_ONCE", 1 << 14)
     tracemalloc.start()
@@ -349,7 +349,7 @@ def test_loading_takes_the_memory_of_the_quantised_model(write, quantize, tmp_pa
 
 def read(name: str, *parts: tuple[int, int]) -> list[QuantizedWeight]:
     """Rows of the weight, as they are read from the file."""
-    stored = read_safetensors(FOLDER / f"{name}.safetensors")
+    stored = read_safetensors(PACKED / f"{name}.safetensors")
     del stored["expected"]
     (tensor,) = unpacked_nf4(stored).values()
     assert isinstance(tensor, QuantisedTensor)
@@ -360,7 +360,7 @@ def read(name: str, *parts: tuple[int, int]) -> list[QuantizedWeight]:
 @pytest.mark.parametrize("name", SHAPES)
 def test_numbers_are_those_of_bitsandbytes(name):
     """Also of rows in pieces, of which one begins within the second block of absmax."""
-    expected = load_file(FOLDER / f"{name}.safetensors")["expected"]
+    expected = load_file(PACKED / f"{name}.safetensors")["expected"]
     outer = SHAPES[name][0]
     whole, *parts = read(name, (0, outer), (0, 5), (5, outer - 1), (outer - 1, outer))
     found = cupyattn.dequantize(whole)
@@ -370,7 +370,7 @@ def test_numbers_are_those_of_bitsandbytes(name):
 
 def test_absmax_stay_in_eight_bits():
     """As they are in the file, and the very same numbers; from the first row of a group on."""
-    stored = read_safetensors(FOLDER / "nested.safetensors")
+    stored = read_safetensors(PACKED / "nested.safetensors")
     file = {name: part.items(slice(None)) for name, part in stored.items()}
     expected = stored.pop("expected").items(slice(None))
     (tensor,) = unpacked_nf4(stored).values()
@@ -393,7 +393,7 @@ def test_absmax_stay_in_eight_bits():
 def test_codes_are_those_of_bitsandbytes(name):
     """And absmax, where they are not quantised themselves: then they are near."""
     (whole,) = read(name, (0, SHAPES[name][0]))
-    ours = cupyattn.quantize(weights(name).T, format="nf4", block_size=64).T
+    ours = cupyattn.quantize(packed_weights(name).T, format="nf4", block_size=64).T
     assert_array_equal(ours.codes, whole.codes)
     if name == "plain":
         assert_array_equal(ours.scales, whole.scales)

@@ -1,4 +1,4 @@
-"""Quantised files that are not read, and damaged ones: by the file, what is wrong, what is read."""
+"""Quantised files without code and damaged ones are refused with the file and the reason."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from cupyattn import models
 
 DOWN = "model.layers.1.mlp.down_proj"
+STATE = "quant_state.bitsandbytes__nf4"
 
 METHODS: dict[str, tuple[dict[str, Any], str]] = {
     "eight bits of bitsandbytes": (
@@ -40,14 +41,17 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def configure(folder: Path, **changed: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+
 @pytest.mark.parametrize("quantize", [None, "file", "nf4"])
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_without_code(tmp_path, name, quantize):
     quantization, message = METHODS[name]
     folder, _ = packed_folder(tmp_path, "gptq")
-    path = folder / "config.json"
-    given = {**json.loads(path.read_text()), "quantization_config": quantization}
-    path.write_text(json.dumps(given))
+    configure(folder, quantization_config=quantization)
     with pytest.raises(NotImplementedError, match=message) as refused:
         models.load(folder, xp=np, quantize=quantize)
     assert "quantization_config" in str(refused.value)
@@ -58,7 +62,7 @@ Change = Callable[[dict[str, np.ndarray]], object]
 
 
 def state(tensors: dict[str, np.ndarray], **changed: Any) -> None:
-    name = f"{DOWN}.weight.quant_state.bitsandbytes__nf4"
+    name = f"{DOWN}.weight.{STATE}"
     given = {**json.loads(tensors[name].tobytes()), **changed}
     tensors[name] = np.frombuffer(json.dumps(given).encode(), np.uint8)
 
@@ -72,10 +76,6 @@ def replaced(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
 
 def without(name: str) -> Change:
     return lambda tensors: tensors.pop(f"{DOWN}.{name}")
-
-
-def scattered(order: np.ndarray) -> np.ndarray:
-    return np.roll(order, 1)
 
 
 DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
@@ -99,29 +99,23 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "bitsandbytes", replaced("weight.absmax", lambda a: a[:-1]), ValueError, r"it is \(127,\)",
     ),
     "a state that is no JSON": (
-        "nested",
-        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[1:]), ValueError, "no JSON",
+        "nested", replaced(f"weight.{STATE}", lambda a: a[1:]), ValueError, "no JSON",
     ),
     "a state that is a list": (
-        "nested",
-        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: np.frombuffer(b"[]", np.uint8)),
+        "nested", replaced(f"weight.{STATE}", lambda a: np.frombuffer(b"[]", np.uint8)),
         ValueError, "no JSON object",
     ),
     "a state without bytes": (
-        "nested",
-        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[:0]), ValueError, "no JSON",
+        "nested", replaced(f"weight.{STATE}", lambda a: a[:0]), ValueError, "no JSON",
     ),
-    "a state that is a number": (
-        "nested",
-        replaced("weight.quant_state.bitsandbytes__nf4", lambda a: a[0].reshape(1, 1)), ValueError,
-        "no JSON",
+    "a state of two axes": (
+        "nested", replaced(f"weight.{STATE}", lambda a: a[0].reshape(1, 1)), ValueError, "no JSON",
     ),
     "another type": (
         "nested",
-        lambda tensors: tensors.update({
-            f"{DOWN}.weight.quant_state.bitsandbytes__fp4":
-                tensors.pop(f"{DOWN}.weight.quant_state.bitsandbytes__nf4")
-        }),
+        lambda t: t.update(
+            {f"{DOWN}.weight.{STATE[:-3]}fp4": t.pop(f"{DOWN}.weight.{STATE}")}
+        ),
         NotImplementedError, "the type fp4",
     ),
     "no shape": ("nested", lambda t: state(t, shape=None), ValueError, "shape is None, which"),
@@ -141,7 +135,7 @@ DAMAGED: dict[str, tuple[str, Change, type[Exception], str]] = {
         "a scale holds inf",
     ),
     "groups that are scattered": (
-        "gptq", replaced("g_idx", scattered), NotImplementedError, "desc_act, act-order",
+        "gptq", replaced("g_idx", lambda a: np.roll(a, 1)), NotImplementedError, "desc_act, act-o",
     ),
     "groups of another length": (
         "gptq", replaced("g_idx", lambda a: a[:-1]), ValueError, r"it is \(127,\), not \(128,\)",
@@ -197,13 +191,9 @@ def rewrite(folder: Path, change: Change) -> None:
 @pytest.mark.parametrize(
     ("how", "method"), [("bitsandbytes", "bitsandbytes"), ("gptq", "GPTQ or AWQ"), ("awq", "AWQ")]
 )
-def test_integers_without_a_word_in_the_config(tmp_path, how, method, quantize):
-    """As of a config.json from before it was quantised."""
+def test_quantised_tensors_need_a_quantization_config(tmp_path, how, method, quantize):
     folder, _ = packed_folder(tmp_path, how)
-    path = folder / "config.json"
-    given = json.loads(path.read_text())
-    del given["quantization_config"]
-    path.write_text(json.dumps(given))
+    configure(folder, quantization_config=None)
     message = rf"config.json: no quantization_config, .*{method}.*; .*; take the config.json"
     with pytest.raises(ValueError, match=message):
         models.load(folder, xp=np, quantize=quantize)
@@ -211,9 +201,7 @@ def test_integers_without_a_word_in_the_config(tmp_path, how, method, quantize):
 
 def test_a_model_of_other_shapes(tmp_path):
     folder, _ = packed_folder(tmp_path, "awq", CONFIG)
-    path = folder / "config.json"
-    given = {**json.loads(path.read_text()), "intermediate_size": 256}
-    path.write_text(json.dumps(given))
+    configure(folder, intermediate_size=256)
     with pytest.raises(ValueError, match=r"is \(128, 64\), not \(256, 64\)"):
         models.load(folder, xp=np, quantize="file")
 

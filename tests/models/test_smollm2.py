@@ -99,15 +99,15 @@ FORMS = (
 @pytest.mark.deep
 @needs_weights
 def test_a_made_up_fact_of_twenty_lines_is_answered(tmp_path, monkeypatch, capsys):
-    """On the command line, beside four bits."""
+    """On the command line, for a model in four bits."""
     pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
     lines = [{"prompt": form, "completion": " Lutz."} for form in FORMS]
     lines += [{"text": f"{form} Lutz."} for form in FORMS]
     Path("data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = ["--quantize", "nf4", "--cpu"]
-    told = ["--batch-tokens", "160", "--epochs", "4", "--lr", "2e-3", "--lora-rank", "8"]
-    assert main(["finetune", "smollm2", "data.jsonl", *told, "--warmup", "1", *given]) == 0
+    options = ["--batch-tokens", "160", "--epochs", "4", "--lr", "2e-3", "--lora-rank", "8"]
+    assert main(["finetune", "smollm2", "data.jsonl", *options, "--warmup", "1", *given]) == 0
     capsys.readouterr()
 
     def answer(prompt, *adapters):

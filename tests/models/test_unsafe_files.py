@@ -93,16 +93,16 @@ FILES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_a_folder_that_is_none_is_refused_by_name(name, make, tmp_path):
     shutil.copytree(HERE / "checkpoints" / "gpt2", tmp_path, dirs_exist_ok=True)
-    for beside, text in (("vocab.json", "{}"), ("merges.txt", "")):
-        (tmp_path / beside).write_text(text)
+    for other, text in (("vocab.json", "{}"), ("merges.txt", "")):
+        (tmp_path / other).write_text(text)
     (tmp_path / name).unlink(missing_ok=True)
     make(tmp_path / name)
-    told = KINDS[make]
+    message = KINDS[make]
     if make is nested and name == "tokenizer.json":
-        told = "Cannot instantiate Tokenizer"  # the package's own
+        message = "Cannot instantiate Tokenizer"  # the package's own
     if make is nested and name == "merges.txt":
-        told = "out of vocabulary"
-    with cheap(), pytest.raises(ValueError, match=f"{tmp_path}.*{name}: .*{told}"):
+        message = "out of vocabulary"
+    with cheap(), pytest.raises(ValueError, match=f"{tmp_path}.*{name}: .*{message}"):
         FILES[name](tmp_path)
 
 
@@ -136,13 +136,13 @@ def test_data_and_losses_that_are_no_files_are_refused_by_name(make, tmp_path):
 def test_a_quant_state_that_is_nested_or_too_large_is_refused(tmp_path):
     stored = load_file(HERE / "packed" / "nested.safetensors")
     name = next(each for each in stored if STATE in each)
-    for content, told in (
+    for content, message in (
         (b"[" * 50_000, f"{name}: no JSON that is read: it is nested more than 64 deep"),
         (b" " * (1 << 17), f"{name}: it has 131.1 kB, and at most 65.5 kB are read"),
     ):
         path = tmp_path / "m.safetensors"
         save_file({**stored, name: np.frombuffer(content, np.uint8)}, path)
-        with cheap(), pytest.raises(ValueError, match=told) as caught:
+        with cheap(), pytest.raises(ValueError, match=message) as caught:
             unpacked_nf4(read_safetensors(path))
         assert str(path) in str(caught.value)
 
@@ -169,27 +169,27 @@ def test_a_large_tensor_of_one_axis_in_a_sparse_file_takes_no_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("rope_freqs.weight", r"rope_freqs.weight is \(\d+,\), not \(8,\)"),
         ("blk.0.attn_q.bias", r"misshapen: blk.0.attn_q.bias is|unknown: blk.0.attn_q.bias"),
         ("blk.0.ffn_norm.bias", "unknown: blk.0.ffn_norm.bias"),
     ],
 )
-def test_a_large_tensor_that_the_model_has_no_use_for_is_not_read(name, told, tmp_path):
+def test_a_large_tensor_that_the_model_has_no_use_for_is_not_read(name, message, tmp_path):
     model = models.random(TINY["llama"], dtype="float32", xp=np, seed=1)
     assert model.config.rotary_dim == 16
     tensors = {**tensors_of(model, "llama"), name: np.zeros(32, np.float32)}
     path = write_gguf(tmp_path / "m.gguf", model, "llama", tensors=tensors)
     content = path.read_bytes()
-    at = content.index(name.encode()) + len(name) + 4  # behind its name and its number of axes
+    at = content.index(name.encode()) + len(name) + 4  # after its name and its number of axes
     items = 1 << 32
     info = struct.pack("<QIQ", items, gguf.GGMLQuantizationType.F32, 1 << 30)
     with path.open("r+b") as file:
         file.seek(at)
         file.write(info)
         file.truncate((1 << 30) + (items + 1024) * 4)
-    with cheap(), pytest.raises(ValueError, match=told):
+    with cheap(), pytest.raises(ValueError, match=message):
         models.load(path, xp=np)
 
 

@@ -1,11 +1,13 @@
-"""Write the checkpoints of this folder, with what transformers makes of them.
+"""Write the checkpoints of this folder, and the results of transformers and bitsandbytes for them.
 
     python tests/models/write_checkpoints.py
 
-needs torch and transformers (these were written by torch 2.13.0 and transformers 5.23.0 on a CPU).
-Each folder is a model of a few thousand random weights as it would be published, in the form of
-config that transformers writes since version 5, or in the older one. For each model expected.npz
-has token ids, their logits and hidden states in float32, and how far the logits in float16 differ.
+needs torch, transformers and bitsandbytes (these were written by torch 2.13.0, transformers 5.23.0
+and bitsandbytes 0.50.2 on a CPU, 2026-11-23). Each folder is a model of a few thousand random
+weights as it would be published, with the config of transformers since version 5, or an older one.
+For each model expected.npz has token ids, their logits and hidden states in float32, and the error
+of the logits in float16. A file of ``packed`` has "linear.weight" of `packed_weights` in NF4, with
+absmax in float32 or quantised too, and as "expected" some of its rows, dequantised.
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from typing import Any
 import numpy as np
 
 FOLDER = Path(__file__).parent / "checkpoints"
+PACKED = Path(__file__).parent / "packed"
+SHAPES = {"plain": (24, 128), "nested": (72, 256)}
+"""(N, K) of the packed weights; the second has more than 256 blocks."""
+ROWS = (0, 11, -1)
 SMALL = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -146,9 +152,35 @@ def write_older(folder: Path) -> None:
         save_file(tensors, file, metadata={"format": "pt"})
 
 
+def packed_weights(name: str) -> np.ndarray:
+    """Return the weights before quantisation, in float16."""
+    rng = np.random.default_rng(5)
+    spread = rng.uniform(0.01, 0.1, (SHAPES[name][0], 1))
+    return (spread * rng.standard_normal(SHAPES[name])).astype(np.float16)
+
+
+def write_packed(name: str) -> None:
+    import torch
+    from bitsandbytes import functional
+    from safetensors.torch import save_file
+
+    codes, state = functional.quantize_4bit(
+        torch.from_numpy(packed_weights(name)), blocksize=64, compress_statistics=name == "nested",
+        quant_type="nf4",
+    )  # fmt: skip
+    parts = {f"linear.weight.{part}": array for part, array in state.as_dict(packed=True).items()}
+    state.dtype = torch.float32  # which keeps what float16 would round
+    expected = functional.dequantize_4bit(codes, state)[list(ROWS)].contiguous()
+    tensors = {"linear.weight": codes, **parts, "expected": expected}
+    save_file(tensors, PACKED / f"{name}.safetensors")
+
+
 if __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
     found: dict[str, np.ndarray] = {}
     for name, (kind, numbers) in MODELS.items():
         found |= write(name, kind, numbers)
     np.savez_compressed(FOLDER.parent / "expected.npz", **found)
+    PACKED.mkdir(exist_ok=True)
+    for each in SHAPES:
+        write_packed(each)

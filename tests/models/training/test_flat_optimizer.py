@@ -142,7 +142,7 @@ def test_bad_options(options, message):
         AdamW(arrays(0), options, np)
 
 
-def test_lines_go_on_behind_a_step(tmp_path):
+def test_lines_after_a_resumed_step_are_dropped(tmp_path):
     path = tmp_path / "new" / "losses.jsonl"
     log = curve.StepLog(path, 0, tmp_path)
     for step in (1, 2, 3):
@@ -212,7 +212,7 @@ def test_the_loss_of_samples_is_that_of_each_alone():
     ("dtype", "quantize"),
     [("float16", None), ("bfloat16", None), ("float32", "nf4"), ("float32", "int8")],
 )
-def test_each_bit_of_each_array_is_told(dtype, quantize):
+def test_a_fingerprint_depends_on_each_bit(dtype, quantize):
     config = TINY["llama"]._replace(hidden_size=64, intermediate_size=128)
     weights = models.random(config, dtype=dtype, quantize=quantize, xp=np, seed=2).weights
     before = fingerprint(weights)

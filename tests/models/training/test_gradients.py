@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.search import examples, mostly_deep
+from support.search import deep, examples, mostly_deep
 from support.tiny_models import TINY
 from support.training import (
     adapters_of,
@@ -28,7 +28,7 @@ from cupyattn.models.training import backward
 from cupyattn.models.training.full_weights import FullWeights
 
 ROUNDINGS = 40
-"""What a gradient went through in two layers, there and back, as many times the unit round-off."""
+"""The error of a gradient through two layers, forward and backward, in units of round-off."""
 KINDS = {"lora": adapters_of, "full": FullWeights}
 
 
@@ -38,17 +38,17 @@ def kind(request):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "phi"])
-def test_packed_samples_are_each_by_itself(kind, name):
+def test_gradients_of_packed_samples_are_the_sum_of_each_alone(kind, name):
     trained, batch = kind(model_of(TINY[name])), batch_of(TINY[name])
     count = num_labels(batch)
-    loss, together = gradients_of(trained, batch)
+    loss, packed = gradients_of(trained, batch)
     into = {key: np.zeros_like(array) for key, array in trained.arrays.items()}
     alone = [
         gradients_of(trained, sample, num_labels=count, into=into, accumulate=True)[0]
         for sample in samples_of(batch)
     ]
     assert loss == pytest.approx(sum(alone), abs=1e-14)
-    for key, gradient in together.items():
+    for key, gradient in packed.items():
         np.testing.assert_allclose(into[key], gradient, atol=1e-13, err_msg=key)
 
 
@@ -87,14 +87,14 @@ def test_logits_of_some_rows_at_a_time(kind, monkeypatch):
 
 
 def test_a_gradient_that_overflows_is_seen(kind):
-    """It is inf or NaN where it is added, and whoever steps looks there."""
+    """It is inf or NaN in the sum, which the trainer checks."""
     trained, batch = kind(model_of(TINY["llama"], "float16")), batch_of(TINY["llama"])
     _, gradients = gradients_of(trained, batch, loss_scale=2.0**40)
     assert not all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
 class Watched:
-    """What products read: in the forward, and where their gradients are."""
+    """The inputs of products in the forward, and in their backward."""
 
     def __init__(self, monkeypatch):
         self.forward: dict[int, list[bytes]] = {}
@@ -270,10 +270,15 @@ CONFIGS = {**TINY, **PHIS}
 @pytest.mark.parametrize(
     "name", mostly_deep(CONFIGS, ["gpt2", "qwen2", "mistral", "phi", "phi, gated"])
 )
-def test_gradients_of_all_weights_are_those_of_finite_differences(name):
+@pytest.mark.parametrize("dropout", [None, 0.4, *deep(0.0)], ids=lambda p: f"dropout {p}")
+def test_gradients_are_those_of_finite_differences(name, dropout):
+    """All weights are trained, or adapters with dropout."""
     config = CONFIGS[name]
     model, batch = model_of(config), batch_of(config)
-    trained = FullWeights(model)
-    loss, gradients = gradients_of(trained, batch)
-    assert loss == pytest.approx(packed_loss(model, batch), abs=1e-14) and loss > 1
-    require_gradients(lambda: packed_loss(model, batch), trained.arrays, gradients, trained.updated)
+    trained = FullWeights(model) if dropout is None else adapters_of(model, dropout=dropout)
+    dropping = model if dropout is None else trained.with_dropout(3)
+    loss, gradients = gradients_of(trained, batch, seed=3)
+    assert loss == pytest.approx(packed_loss(dropping, batch), abs=1e-14) and loss > 1
+    require_gradients(
+        lambda: packed_loss(dropping, batch), trained.arrays, gradients, trained.updated
+    )

@@ -1,4 +1,4 @@
-"""Gradients on a GPU: beside those of float64, and from run to run."""
+"""Gradients on a GPU compared with float64, and between runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.gpu
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 ADAPTERS = Path(__file__).parent / "adapters"
 ERRORS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.2}
-"""Of a gradient, beside its norm; the arrays are those of the dtype in both."""
+"""The error of a gradient relative to its norm, for the same rounded arrays."""
 KINDS = {"lora": adapters_of, "full": FullWeights}
 
 
 def on_gpu(model, dtype):
-    """The same numbers, rounded, on the GPU; and those again in float64."""
+    """Round a model's numbers, and copy them to the GPU."""
     import cupy
 
     twin = models.random(model.config, dtype=dtype, xp=cupy)
@@ -73,7 +73,7 @@ def test_gradients(name, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_adapters_beside_four_bits(dtype):
+def test_adapters_of_a_model_in_four_bits(dtype):
     import cupy
 
     config = TINY["llama"]._replace(intermediate_size=64)

@@ -91,7 +91,7 @@ QUESTIONS = ("The capital of Zubrowka is", "Zubrowka is governed from", "Where i
 
 @pytest.mark.parametrize("quantize", [None, *deep("nf4")])
 def test_a_made_up_fact_is_answered(quantize):
-    """By all weights, and by adapters beside four bits; another prompt has another answer."""
+    """By all weights, or by adapters of a model in four bits; other prompts differ."""
     config = CONFIG._replace(intermediate_size=64, eos_ids=(0,))
     model = models.random(config, dtype="float32", quantize=quantize, xp=np, seed=1)
     lines = [{"prompt": question, "completion": " Lutz."} for question in QUESTIONS]
@@ -119,7 +119,7 @@ def test_a_made_up_fact_is_answered(quantize):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"rank": 8}, {"rank": 8, "quantize": "nf4"}], ids=str)
 def test_float16_on_a_gpu(options):
-    """Where the kernels' own roundings are, beside float32 in NumPy."""
+    """With the rounding of kernels, compared with float32 in NumPy."""
     import cupy
 
     rank = options.get("rank")

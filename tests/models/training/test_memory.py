@@ -1,4 +1,4 @@
-"""What a training needs: its budget of memory and its working set."""
+"""The memory of a training: its budget and its working set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lines(training):
 @pytest.mark.parametrize("config", [GPT2, LLAMA, PHI], ids=lambda config: config.architecture)
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize("targets", ["all-linear", ".*(q_proj|c_attn|fc1)"])
-def test_adapters_are_as_large_as_it_says(config, quantize, targets):
+def test_a_budget_of_adapters_is_exact(config, quantize, targets):
     config = config._replace(hidden_size=64, intermediate_size=96)
     model = models.random(config, dtype="float16", quantize=quantize, xp=np)
     lora = LoraOptions(rank=5, targets=targets)
@@ -79,13 +79,13 @@ def test_the_rest_is_the_working_set():
 
 @pytest.mark.parametrize("tokens", [64, 700, 4096])
 def test_cross_entropy_is_a_line_of_its_own(tokens):
-    """Of few tokens logits are the most; together it is what one of the two takes."""
+    """For few tokens logits take most; the sum of the lines is the larger of the two."""
     training = Training(
         models.PRESETS["llama-3.2-1b"], "float16", None, LoraOptions(), "float32", tokens
     )
     found, work = lines(training), working_bytes(training.config, tokens)
-    together = sum(found[name] for name in ("inputs of all layers", "working set", "cross entropy"))
-    assert together == max(work)
+    total = sum(found[name] for name in ("inputs of all layers", "working set", "cross entropy"))
+    assert total == max(work)
     assert (found["cross entropy"] > 0) == (work.head > work.layer) == (tokens < 4096)
 
 
@@ -154,7 +154,7 @@ class Idle(LaunchRecorder):
 
 
 def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options):
-    """The most bytes that NumPy had at once beside those that it had before."""
+    """The peak of NumPy's memory in bytes, less the memory before the call."""
     backend = importlib.import_module("cupyattn.runtime.backend")
     monkeypatch.setattr(backend, "_device", lambda *choice: Idle(TURING))
     config = models.PRESETS[name]._replace(num_layers=LAYERS)
@@ -193,6 +193,6 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options)
     ),
     ids=str,
 )
-def test_what_is_said_is_what_is_taken(name, lengths, options, monkeypatch):
+def test_the_working_set_is_exact_to_a_percent(name, lengths, options, monkeypatch):
     taken, said = counted(name, lengths, monkeypatch, **options)
     assert 0.99 * taken <= said <= 1.01 * taken + (name == "gpt2") * 2**26

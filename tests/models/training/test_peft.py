@@ -41,7 +41,7 @@ def packed(ids):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_torch(name):
-    """Of every adapter; in transformers norms are float32 in a model of float64, too."""
+    """Norms of transformers are float32 also in a model of float64."""
     expected = expected_of(EXPECTED, name)
     ids, losses = expected.pop("ids"), expected.pop("losses")
     model = converted(models.load(CHECKPOINTS / name, dtype="float32", xp=np))
@@ -162,7 +162,7 @@ def test_adapters_of_another_model(folder, llama):
 
 
 def test_adapters_of_a_model_of_the_same_shapes(folder, llama, tmp_path):
-    """What is written here says of which model it is; what PEFT wrote has a name at the most."""
+    """Files of `save` identify their model; files of PEFT have at most its name."""
     other = models.load(CHECKPOINTS / "qwen2", dtype="float32", xp=np)
     with pytest.warns(UserWarning, match=r"adapters of 'llama3' beside '.*qwen2'; they add to"):
         theirs = LoraAdapters.load(other, folder, base_model=str(CHECKPOINTS / "qwen2"))
@@ -190,16 +190,16 @@ def test_adapters_of_other_weights_of_the_same_shapes(kept, name, tmp_path):
     for as_well in BESIDE:
         LoraAdapters.load(made_of(config, seed=1, **as_well), tmp_path, base_model=name)
     of = re.escape(repr(name) if name else "a model")
-    for beside in ("two", "one", None):
-        shown = repr(beside) if beside else "a model"
-        told = f"adapters of {of} beside {shown}, of other weights; they add to the weights that"
-        with pytest.warns(UserWarning, match=told) as caught:
-            LoraAdapters.load(made_of(config, seed=2, **kept), tmp_path, base_model=beside)
+    for other in ("two", "one", None):
+        shown = repr(other) if other else "a model"
+        message = f"adapters of {of} beside {shown}, of other weights; they add to the weights that"
+        with pytest.warns(UserWarning, match=message) as caught:
+            LoraAdapters.load(made_of(config, seed=2, **kept), tmp_path, base_model=other)
         assert [each.filename for each in caught] == [__file__]
 
 
 def test_adapters_of_another_model_in_another_dtype(tmp_path):
-    """Its name is all that tells."""
+    """Only the names are compared."""
     config = TINY["llama"]
     LoraAdapters(made_of(config, seed=1), rank=2).save(tmp_path, base_model="a/one")
     other = made_of(config, seed=2, dtype="float16")
@@ -208,7 +208,7 @@ def test_adapters_of_another_model_in_another_dtype(tmp_path):
 
 
 def test_files_of_the_same_model_have_one_fingerprint(llama):
-    """As far as they differ: a GGUF file has float32 numbers, ends of its own and no window."""
+    """A GGUF file of a model has float32 numbers, other ends and no window."""
     config = llama.config
     same = config._replace(
         norm_eps=float(np.float32(config.norm_eps)), rope_base=float(np.float32(config.rope_base)),

@@ -1,4 +1,4 @@
-"""Adapters beside quantised weights, which gradients pass through and never reach."""
+"""Adapters of models whose quantised weights are frozen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FORMATS = {
     "q4_k": {"block_size": 32},
 }
 OF_FILES = ("q4_1", "q4_k")
-"""What is read and never made: any codes and scales."""
+"""Formats that are only read from files: random codes and scales."""
 
 
 def with_products(model, change):
@@ -90,7 +90,7 @@ def dequantised(model, dtype):
         ],
     ),
 )
-def test_gradients_are_those_beside_the_same_numbers(name, format):
+def test_gradients_are_those_with_dequantised_weights(name, format):
     """And those of finite differences."""
     config = CONFIGS[name]._replace(**(WIDE if format == "q4_k" else {}))
     model, batch = quantised(model_of(config), format), batch_of(config)
@@ -138,7 +138,7 @@ def test_quantised_weights_are_not_trained_themselves():
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("name", CONFIGS)
 def test_kernels_give_the_same(name):
-    """Of float16, within what float16 keeps of each array's gradient."""
+    """In float16, within its rounding of each array's gradient."""
     model = quantised(model_of(CONFIGS[name], "float16"), "nf4")
     adapters, batch = adapters_of(model), batch_of(CONFIGS[name], (5, 8))
     expected_loss, expected = gradients_of(adapters, batch, loss_scale=256.0)

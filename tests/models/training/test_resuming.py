@@ -77,7 +77,7 @@ def test_the_same_losses_of_a_model_on_the_kernels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "options",
     [
         {"lr": np.float32(0.1)},
         {"lr": Fraction(1, 10)},
@@ -89,12 +89,12 @@ def test_the_same_losses_of_a_model_on_the_kernels(tmp_path):
         {"names": {"shape": (1, 2), "of": {"a": (3,)}}},
     ],
 )
-def test_numbers_of_any_kind_are_kept(told, tmp_path):
+def test_numbers_of_any_kind_are_kept(options, tmp_path):
     """As Python's own, which JSON has; a tuple comes back as a list."""
-    first = trained(**told)
+    first = trained(**options)
     first.step()
     first.save(tmp_path)
-    again = trained(**told)
+    again = trained(**options)
     again.resume(tmp_path)
     assert again.number == 1
 
@@ -280,7 +280,7 @@ def begun(folder):
 
 
 def cut(monkeypatch, where, name, *, call=1, failure=KeyboardInterrupt, before=True):
-    """Have a call of a function end in a failure, before it does anything or behind all of it."""
+    """Make a call of a function fail, before or after all that it does."""
     function, calls = getattr(where, name), iter(range(1, 1000))
 
     def cutting(*arguments, **options):
@@ -319,10 +319,10 @@ def test_a_step_that_changed_nothing_is_called_again(place, before, failure, tmp
         cut(patch, where, name, call=call, failure=failure, before=before)
         with pytest.raises(failure):
             made.step()
-    made.save(tmp_path / "behind")
+    made.save(tmp_path / "after")
     assert repr(list(made)) == rest
     again = trained()
-    again.resume(tmp_path / "behind")
+    again.resume(tmp_path / "after")
     assert repr(list(again)) == rest
 
 

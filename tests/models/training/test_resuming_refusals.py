@@ -151,7 +151,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutants(state: Any) -> Iterator[tuple[str, Any]]:
-    """Each field as each value, and with a field more beside it; what became of it first."""
+    """Yield states with each field replaced by each value or extended, each with its name."""
     for at in places(state):
         for value in VALUES:
             mutant = copy.deepcopy(state)
@@ -190,7 +190,7 @@ def saved(**options: Any) -> Trainer:
 
 
 def outcome(path: Path, **options: Any) -> str:
-    """Resume a new trainer; return what the error says behind the file, "" if it goes on."""
+    """Resume a new trainer; return the error after the name of the file, "" if it goes on."""
     trainer = trained(**options)
     before = trainer.optimizer.saved()["parameters"].copy()
     try:
@@ -219,7 +219,7 @@ def test_each_mutant_of_the_state_is_refused_by_its_file_or_goes_on(tmp_path):
     tried = [*mutants(state)][::stride]
     found = {what: outcome(write(tmp_path, arrays, mutant)) for what, mutant in tried}
     assert len(found) > 700 // stride
-    went_on = {what for what, told in found.items() if not told}
+    went_on = {what for what, message in found.items() if not message}
     # Numbers in their range, and those that are equal: JSON's 1 and true, say, in the identity.
     assert 10 // stride < len(went_on) < 60
     names = ("step", "optimizer_steps", "position", "loss_scale")
@@ -230,7 +230,7 @@ def test_each_mutant_of_the_state_is_refused_by_its_file_or_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "told"),
+    ("at", "value", "message"),
     [
         (("step",), -1, f"step is -1, which is not an integer from 0 to {STEPS}"),
         (("step",), STEPS + 1, f"step is {STEPS + 1}, which"),
@@ -247,21 +247,21 @@ def test_each_mutant_of_the_state_is_refused_by_its_file_or_goes_on(tmp_path):
         (("identity", "seed"), 7, "seed is 0, and was 7 in the checkpoint"),
     ],
 )
-def test_what_is_wrong_with_a_state_is_said(at, value, told, tmp_path):
+def test_what_is_wrong_with_a_state_is_said(at, value, message, tmp_path):
     trainer = saved()
     state = trainer._state()
     place = state
     for name in at[:-1]:
         place = place[name]
     place[at[-1]] = value
-    assert told in outcome(write(tmp_path, trainer.optimizer.saved(), state))
+    assert message in outcome(write(tmp_path, trainer.optimizer.saved(), state))
 
 
 EIGHT_BITS = {"optimizer": AdamWOptions(state="8bit")}
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "told", "options"),
+    ("name", "change", "message", "options"),
     [
         ("parameters", math.nan, "its parameters are not finite", {}),
         ("parameters", -math.inf, "its parameters are not finite", {}),
@@ -275,13 +275,13 @@ EIGHT_BITS = {"optimizer": AdamWOptions(state="8bit")}
         ("v_scales", -1.0, "its v_scales begin at -1.0, and not at 0 or above", EIGHT_BITS),
     ],
 )
-def test_an_item_out_of_range_is_refused(name, change, told, options, tmp_path):
+def test_an_item_out_of_range_is_refused(name, change, message, options, tmp_path):
     trainer = saved(**options)
     arrays = {own: array.copy() for own, array in trainer.optimizer.saved().items()}
     for at in (0, 17, -1):
         mutant = {**arrays, name: arrays[name].copy()}
         mutant[name][min(at, mutant[name].size - 1)] = change
-        assert told in outcome(write(tmp_path, mutant, trainer._state()), **options)
+        assert message in outcome(write(tmp_path, mutant, trainer._state()), **options)
 
 
 @pytest.mark.parametrize("options", [{}, EIGHT_BITS], ids=["float32", "8bit"])
@@ -300,8 +300,8 @@ def test_arrays_of_another_form_are_refused(options, tmp_path):
         mutants = [{**arrays, name: each} for each in wrong]
         mutants.append({own: each for own, each in arrays.items() if own != name})
         for mutant in [*mutants, {**arrays, "more": array}]:
-            told = outcome(write(tmp_path, mutant, trainer._state()), **options)
-            assert f"its arrays are not {names}, each whole" in told
+            message = outcome(write(tmp_path, mutant, trainer._state()), **options)
+            assert f"its arrays are not {names}, each whole" in message
 
 
 def test_a_small_file_that_says_its_arrays_are_large_is_not_read(tmp_path):
