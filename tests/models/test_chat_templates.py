@@ -1,4 +1,4 @@
-"""Chat templates: those that models come with, and those that would run or grow without end."""
+"""Chat templates: usual ones, and those that would run or grow without end."""
 
 from __future__ import annotations
 
@@ -202,6 +202,9 @@ LARGE = {
     "wide text": "{{ 'a' | center(4000000000) }}",
 }
 WRONG = {
+    "syntax": "{% if %}",
+    "a change of messages": "{{ messages.append(1) }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "division": "{{ 1 / 0 }}",
     "range": "{{ range(1000000) }}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

@@ -109,29 +109,18 @@ def test_packed_files(tmp_path, how, quantize):
     assert_same_arrays(model, models.load(folder, dtype="float32", quantize=quantize, xp=np))
 
 
-def test_making_a_quantised_model_takes_little_more():
-    """Pieces of floats, never a whole tensor of a large model."""
+@pytest.mark.parametrize(("name", "layers", "quantize"), [("phi-2", 4, "nf4"), ("gpt2", 2, None)])
+def test_making_a_model_takes_little_more(name, layers, quantize):
+    """It makes pieces of floats, never a whole tensor of a large model, and reuses their memory."""
     import cupy
 
-    config = models.PRESETS["phi-2"]._replace(num_layers=4)
+    config = models.PRESETS[name]._replace(num_layers=layers)
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.total_bytes()
-    model = models.random(config, dtype="float16", quantize="nf4")
+    model = models.random(config, dtype="float16", quantize=quantize)
     assert pool.total_bytes() - before < model.nbytes + (100 << 20)
 
 
 def test_by_default_float16():
     assert models.random(TINY["phi"]).dtype == "float16"
-
-
-def test_making_a_model_takes_little_more():
-    """Pieces, which the pool uses again: there has to be room for a cache."""
-    import cupy
-
-    config = models.PRESETS["gpt2"]._replace(num_layers=2)
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    model = models.random(config, dtype="float16")
-    assert pool.total_bytes() - before < model.nbytes + (100 << 20)

@@ -310,29 +310,14 @@ def test_chats_are_written_by_the_template(gpt2_folder):
     written = "<b>user: Hello\n<b>assistant: Hi\nassistant:"
     assert tokenizer.apply_chat_template(CHAT) == written
     assert tokenizer.apply_chat_template(CHAT, add_generation_prompt=False) == written[:-10]
+    with pytest.raises(ValueError, match="no such role"):
+        tokenizer.apply_chat_template([{"role": "odd", "content": ""}])
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     path.write_text(json.dumps({"chat_template": named}))
     assert tokenizer_of_folder(gpt2_folder).apply_chat_template(CHAT) == "d"
     (gpt2_folder / "chat_template.jinja").write_text("{{ messages | length }} {{ extra }}")
     assert tokenizer_of_folder(gpt2_folder).apply_chat_template(CHAT, extra="x") == "2 x"
     assert from_gguf().chat_template is None
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (TEMPLATE, "no such role"),
-        ("{% if %}", "the chat template failed"),
-        ("{{ messages.append(1) }}", "the chat template failed"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template failed"),
-    ],
-)
-def test_templates_that_refuse(gpt2_folder, template, message):
-    """They are programs from a download: the sandbox gives them nothing but the messages."""
-    pytest.importorskip("jinja2")
-    (gpt2_folder / "chat_template.jinja").write_text(template)
-    with pytest.raises(ValueError, match=message):
-        tokenizer_of_folder(gpt2_folder).apply_chat_template([{"role": "odd", "content": ""}])
 
 
 def test_models_without_a_template(gpt2_folder):

@@ -216,10 +216,7 @@ def test_three_million_empty_lists_are_refused(tmp_path):
 def test_a_list_in_a_sparse_file_that_is_too_long_is_refused(inner, tmp_path):
     metadata = a_list(inner, 1 << 34)
     path = gguf_of(tmp_path / "m.gguf", 1, metadata, size=1 << 40)
-    with (
-        cheap(),
-        pytest.raises(ValueError, match=r"m\.gguf: \d+ bytes at \d+ of what comes bef"),
-    ):
+    with cheap(), pytest.raises(ValueError, match=r"m\.gguf: \d+ bytes at \d+ of what comes bef"):
         models.load(path, xp=np)
 
 

@@ -193,10 +193,7 @@ def _prefix(naming: Naming, present: Collection[str]) -> str:
 
 
 def places(
-    naming: Naming,
-    config: Config,
-    weights: Weights,
-    tensors: Mapping[str, AnyTensor],
+    naming: Naming, config: Config, weights: Weights, tensors: Mapping[str, AnyTensor]
 ) -> TensorTargets:
     """Return the target of each tensor of a checkpoint; no `tensors` for one to be written."""
     prefix = _prefix(naming, tensors)
@@ -252,10 +249,7 @@ def places(
 
 
 def _place(
-    part: Array | QuantizedWeight,
-    heads: int | None,
-    naming: Naming,
-    tensor: AnyTensor | None,
+    part: Array | QuantizedWeight, heads: int | None, naming: Naming, tensor: AnyTensor | None
 ) -> TensorTarget:
     """Return the target of rows of a product; rows of `heads` are in the order of pairs."""
     blocks = part.blocks if isinstance(part, QuantizedWeight) else None

@@ -80,10 +80,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         raise _no_safetensors(file, failure) from failure
     return {
         name: Stored(
-            f"{file}: {name}",
-            tuple(part.get_shape()),
-            str(part.get_dtype()),
-            partial(_items, part),
+            f"{file}: {name}", tuple(part.get_shape()), str(part.get_dtype()), partial(_items, part)
         )
         for name, part in slices.items()
     }

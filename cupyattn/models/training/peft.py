@@ -152,10 +152,7 @@ def _warn_of_another(
 
 
 def _shape_of(model: Model) -> dict[str, str]:
-    return {
-        "architecture": model.config.architecture,
-        "config": config_fingerprint(model.config),
-    }
+    return {"architecture": model.config.architecture, "config": config_fingerprint(model.config)}
 
 
 def _options(fields: Fields) -> LoraOptions:

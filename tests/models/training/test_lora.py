@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 from support.search import mostly_deep
 from support.tiny_models import TINY
-from support.training import (
-    adapters_of,
-    batch_of,
-    gradients_of,
-    model_of,
-    packed_loss,
-)
+from support.training import adapters_of, batch_of, gradients_of, model_of, packed_loss
 
 from cupyattn import models
 from cupyattn.models.training import lora_options

@@ -236,11 +236,7 @@ def test_what_is_counted_is_an_integer(number):
             Packing(counting(TOKENS, samples=3), **{"batch_tokens": 64, name: number})
 
 
-@given(
-    kind=st.sampled_from(SCHEDULES),
-    steps=st.integers(1, 200),
-    data=st.data(),
-)
+@given(kind=st.sampled_from(SCHEDULES), steps=st.integers(1, 200), data=st.data())
 def test_rates_rise_and_fall(kind, steps, data):
     warmup = data.draw(st.integers(0, steps - 1))
     schedule = Schedule.checked(kind, 3e-4, steps, warmup)
