@@ -56,7 +56,7 @@ def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> 
         raise error(
             ValueError,
             f"columns {part.start} to {part.stop} of {weight!r}",
-            f"a rank's columns are whole blocks of its format, and multiples of {unit}",
+            f"a rank's columns must be whole blocks of the format, and multiples of {unit}",
             "choose another number of ranks, or load the model with quantize=None",
         )
 
@@ -119,7 +119,7 @@ def share_of(config: Config, size: int) -> Config:
             raise error(
                 ValueError,
                 f"a model of {number} {what} over {size} ranks",
-                "each rank holds as many of them",
+                "each rank must hold the same number of them",
                 "choose a number of ranks that divides them",
             )
     return config._replace(
@@ -188,7 +188,7 @@ def require_group(group: object, xp: ModuleType) -> None:
         raise error(
             TypeError,
             f"got group = {shown(group)}",
-            "it is a cupyattn.distributed.Group, or None for a model on one rank",
+            "group must be a cupyattn.distributed.Group, or None for a model on one rank",
             "pass the group that distributed.run gives each rank, or launched_group returns",
         )
     if group.device is None:
@@ -197,7 +197,7 @@ def require_group(group: object, xp: ModuleType) -> None:
         raise error(
             ValueError,
             f"got xp=numpy on a rank of device {group.device}",
-            "a rank's arrays are on the device of its communicator",
+            "a rank's arrays must be on the device of its communicator",
             "leave xp out, or start the ranks without devices: distributed.run(function, 2)",
         )
     current = int(xp.cuda.Device().id)

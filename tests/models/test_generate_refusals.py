@@ -68,7 +68,7 @@ REFUSED = {
     "a small cache": ({"prompts": [[1] * 20], "num_blocks": 1}, ValueError, "the cache has 1"),
     "a batch too small": ({"n": 3, "max_batch": 2}, ValueError, "n = 3"),
     "a cache's dtype": ({"cache_dtype": "int2"}, TypeError, "int2"),
-    "another float dtype": ({"cache_dtype": "float16"}, TypeError, "kept as the model is"),
+    "another float dtype": ({"cache_dtype": "float16"}, TypeError, "in the model's dtype"),
     "a temperature beyond float32": ({"temperature": 1e300}, ValueError, "temperature"),
     "a number beyond float64": ({"temperature": 10**400}, TypeError, "temperature"),
     "a top_p that float32 has not": ({"top_p": 1e-60}, ValueError, "top_p"),
@@ -113,7 +113,7 @@ def test_a_stream_is_refused_when_it_is_called():
 
 def test_a_stream_is_of_one_sample():
     generator = Generator(model(), num_blocks=4)
-    with pytest.raises(ValueError, match="n = 2; a stream is of one sample"):
+    with pytest.raises(ValueError, match="n = 2; a stream has only one sample"):
         generator.stream([1], max_new_tokens=2, n=2)
     assert generator.idle
 

@@ -251,7 +251,7 @@ def test_tensors_that_lie_in_one_another(tmp_path):
     for offset in (taken, own + 4, own - 32):
         wrong = content[:at] + offset.to_bytes(8, "little") + content[at + 8 :]
         (tmp_path / "m.gguf").write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"at byte \d+, and .* ends at \d+"):
+        with pytest.raises(ValueError, match=r"at byte \d+, but .* ends at \d+"):
             models.load(tmp_path / "m.gguf", xp=np)
 
 

@@ -123,7 +123,7 @@ def test_a_share_is_not_trained(trained):
     [
         (3, lambda group: shared(LLAMA, group), "a model of 4 heads over 3 ranks"),
         (4, lambda group: shared(LLAMA, group), "2 key-value heads over 4 ranks"),
-        (4, lambda group: shared(small_blocks(), group), "a rank's columns are whole blocks of"),
+        (4, lambda group: shared(small_blocks(), group), "a rank's columns must be whole blocks"),
         (2, lambda group: shared(LLAMA, group).generate([1], max_new_tokens=2, captured=True),
          "captured=True with a model over several ranks"),
     ],
@@ -332,7 +332,9 @@ def test_another_model_is_an_error_before_it_is_read(given, says, monkeypatch):
 
 @pytest.mark.parametrize("group", [3, "g", object()])
 def test_what_is_no_group_is_refused(group):
-    with pytest.raises(TypeError, match=r"got group = .*; it is a cupyattn.distributed.Group"):
+    with pytest.raises(
+        TypeError, match=r"got group = .*; group must be a cupyattn.distributed.Group"
+    ):
         load(group)
 
 

@@ -110,7 +110,7 @@ DAMAGED: list[tuple[str, Change, str]] = [
         "scale holds inf",
     ),
     ("gptq", replaced("g_idx", lambda a: a[:-1]), r"it is \(127,\), not \(128,\)"),
-    ("gptq of act-order", without("g_idx"), "desc_act is true, and it has no g_idx"),
+    ("gptq of act-order", without("g_idx"), "desc_act is true, but there is no g_idx"),
     ("gptq", without("qzeros"), f"there is no {DOWN}.qzeros"),
     ("awq", without("scales"), f"there is no {DOWN}.scales"),
     ("awq", replaced("scales", lambda a: a[:-1]), r"it is \(3, 64\), not \(4, 64\)"),

@@ -216,12 +216,12 @@ def test_three_million_empty_lists_are_refused(tmp_path):
 def test_a_list_in_a_sparse_file_that_is_too_long_is_refused(inner, tmp_path):
     metadata = a_list(inner, 1 << 34)
     path = gguf_of(tmp_path / "m.gguf", 1, metadata, size=1 << 40)
-    with cheap(), pytest.raises(ValueError, match=r"m\.gguf: \d+ bytes at \d+ of what comes bef"):
+    with cheap(), pytest.raises(ValueError, match=r"m\.gguf: \d+ bytes at \d+ before the tensors"):
         models.load(path, xp=np)
 
 
 def test_a_key_that_comes_twice_is_refused(tmp_path):
     one = struct.pack("<Q", 1) + b"x" + struct.pack("<IB", 0, 1)
     path = gguf_of(tmp_path / "m.gguf", 1 << 40, one + one, size=1 << 40)
-    with cheap(), pytest.raises(ValueError, match=r"m\.gguf: 'x' a second time at byte"):
+    with cheap(), pytest.raises(ValueError, match=r"m\.gguf: 'x' occurs a second time at byte"):
         models.load(path, xp=np)

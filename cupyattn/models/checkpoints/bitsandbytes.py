@@ -54,7 +54,7 @@ def _state(stored: Stored, kind: str) -> Fields:
             "load the model from before it was quantised",
         )
     if len(stored.shape) != 1 or not stored.shape[0]:
-        raise damaged(stored.what, f"no JSON: it is {stored.shape}")
+        raise damaged(stored.what, f"no JSON: its shape is {stored.shape}")
     if stored.shape[0] > _MOST_STATE:
         size = size_text(stored.shape[0])
         raise damaged(stored.what, f"it has {size}, and at most {size_text(_MOST_STATE)} are read")

@@ -157,7 +157,7 @@ def read_gguf(path: Path) -> GGUFFile:
         raise error(
             NotImplementedError,
             f"{path}: GGUF of version {version}",
-            f"versions {' and '.join(map(str, _VERSIONS))} are read, in little-endian order",
+            f"the version must be {' or '.join(map(str, _VERSIONS))}, in little-endian order",
             "convert the model again",
         )
     count, keys = cursor.numbers("Q", 2)
@@ -165,7 +165,7 @@ def read_gguf(path: Path) -> GGUFFile:
     for _ in range(keys):
         key = cursor.string()
         if key in metadata:
-            raise damaged(str(path), f"{shown(key)} a second time at byte {cursor.at}")
+            raise damaged(str(path), f"{shown(key)} occurs a second time at byte {cursor.at}")
         metadata[key] = cursor.value(*cursor.numbers("I", 1))
     infos = [_Info.read(cursor) for _ in range(count)]
     alignment = Fields(metadata, str(path)).integer("general.alignment", 32)
@@ -175,7 +175,9 @@ def read_gguf(path: Path) -> GGUFFile:
     for info in sorted(infos, key=lambda each: each.offset):
         start = begin + info.offset
         if info.offset % alignment or start < end or info.name in tensors:
-            raise damaged(str(path), f"{info.name} at byte {start}, and {before} ends at {end}")
+            raise damaged(
+                str(path), f"{info.name} begins at byte {start}, but {before} ends at {end}"
+            )
         tensors[info.name], size = info.tensor(path, content, start)
         end, before = start + size, info.name
     return GGUFFile(metadata, tensors)
@@ -202,8 +204,7 @@ class _Cursor:
             limit = size_text(_MOST_METADATA)
             raise damaged(
                 self.where,
-                f"{size} bytes at {self.at} of what comes before the tensors, of which "
-                f"at most {limit} are read",
+                f"{size} bytes at {self.at} before the tensors, of which at most {limit} are read",
             )
 
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
@@ -270,7 +271,7 @@ class _Info(NamedTuple):
         if columns % block or min(self.shape) < 1 or start + total > len(content):
             raise damaged(
                 str(path),
-                f"{self.name} {self.shape} of {kind.name} does not lie in its {len(content)} bytes",
+                f"{self.name} {self.shape} of {kind.name} exceeds the file's {len(content)} bytes",
             )
         stored = content[start : start + total].reshape(*rows, width)
         if len(rows) == 1 and (kept := kept_blocks(kind.name, stored, columns)) is not None:

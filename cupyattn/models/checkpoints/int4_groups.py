@@ -136,7 +136,7 @@ def unpacked_gptq(
         found[name] = _gptq_tensor(groups, group_size, zeros_less_one)
         order = rest.pop(f"{name.removesuffix('.weight')}.g_idx", None)
         if order is None and not in_order:
-            raise damaged(groups.qweight.what, "desc_act is true, and it has no g_idx")
+            raise damaged(groups.qweight.what, "desc_act is true, but there is no g_idx")
         if order is not None:
             _require_in_order(order, found[name].shape[1], group_size)
     return {**found, **{name: tensor.as_floats() for name, tensor in rest.items()}}

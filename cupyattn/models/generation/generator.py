@@ -333,7 +333,7 @@ class Generator:
         """Generate for one prompt, piece by piece: as `Model.stream`, from this cache."""
         if options.get("n", 1) != 1:
             raise error(
-                ValueError, f"got n = {shown(options['n'])}", "a stream is of one sample",
+                ValueError, f"got n = {shown(options['n'])}", "a stream has only one sample",
                 "call generate with n, or stream once for each seed",
             )  # fmt: skip
         pieces = self._pieces(self.submit(prompt, **options))
@@ -354,8 +354,8 @@ class Generator:
         read = as_prompts(prompts, self._model)
         if only_one and len(read) != 1:
             raise error(
-                ValueError, f"got {len(read)} prompts", "this continues one",
-                "pass them to generate, or call this once for each",
+                ValueError, f"got {len(read)} prompts", "submit and stream continue one prompt",
+                "pass them to generate, or make one call for each",
             )  # fmt: skip
         return read
 

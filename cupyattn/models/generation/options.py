@@ -71,7 +71,7 @@ def as_sampling(
     return Sampling(
         _number("temperature", temperature, "0 or more (0 is greedy)", 0, math.inf),
         None if top_k is None else min(as_count("top_k", top_k, 1), MOST_TOP_K),
-        None if top_p is None else _number("top_p", top_p, "more than 0, to 1", 0, 1, open_=True),
+        None if top_p is None else _number("top_p", top_p, "above 0, up to 1", 0, 1, open_=True),
         None if min_p is None else _number("min_p", min_p, "0 to 1", 0, 1),
         _number(
             "repetition_penalty", repetition_penalty, "more than 0 (1 is off)", 0, math.inf,
@@ -102,7 +102,7 @@ def as_lengths(given: Any) -> list[int]:
     if not _is_iterable(given) or isinstance(given, str | bytes):
         raise error(
             TypeError, f"got lengths = {shown(given)}",
-            "they are integers: how many tokens each sequence will have", "pass a list",
+            "lengths must be integers: how many tokens each sequence will have", "pass a list",
         )  # fmt: skip
     return [as_count("lengths", each, 1) for each in given]
 
@@ -125,7 +125,7 @@ def as_cache_dtype(given: object, dtype: str) -> str:
         return str(given)
     raise error(
         TypeError, f"got cache_dtype = {shown(given)}",
-        f"keys and values are kept as the model is, in {dtype!r}, or quantised",
+        f"keys and values must be in the model's dtype, {dtype!r}, or quantised",
         "pass 'int8' or 'int4', or leave it out",
     )  # fmt: skip
 
@@ -172,14 +172,17 @@ def _number(
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise error(
-            TypeError, f"got {name} = {shown(value)}", f"it is a number: {allowed}", "pass a float"
+            TypeError,
+            f"got {name} = {shown(value)}",
+            f"it must be a number: {allowed}",
+            "pass a float",
         ) from None
     with np.errstate(over="ignore", under="ignore"):
         kept = float(np.float32(number))  # what a kernel reads
     inside = lowest < kept <= highest if open_ else lowest <= kept <= highest
     if not inside or math.isinf(kept):
         raise error(
-            ValueError, f"got {name} = {number:g}", f"allowed is {allowed}", "pass one of those"
+            ValueError, f"got {name} = {number:g}", f"it must be {allowed}", "pass such a number"
         )
     return number
 
@@ -235,15 +238,15 @@ def _prompt(given: Any, model: TokenModel) -> Prompt:
     if not tokens:
         raise error(
             ValueError, f"the prompt {shown('' if is_text else [])} has no tokens",
-            "the first new token follows from a token",
-            "begin with the token that the model begins texts with",
+            "a prompt must have at least one token",
+            "pass for example the token that begins a text (config.bos_id)",
         )  # fmt: skip
     for token in tokens:
         if not 0 <= token < model.config.vocab_size:
             raise error(
                 ValueError, f"got token id {token} in a prompt",
                 f"the model's ids are 0 to {model.config.vocab_size - 1}",
-                "encode the text with the model's own tokenizer",
+                "encode the text with the tokenizer of this model",
             )  # fmt: skip
     return Prompt(tokens, is_text)
 
@@ -277,7 +280,7 @@ def as_captured(captured: bool | None, model: TokenModel) -> bool:
         raise error(
             NotImplementedError,
             "captured=True with a model over several ranks",
-            "what its layers send is not captured",
+            "sums over ranks cannot be captured",
             "leave captured out",
         )
     can_be = model.xp.__name__ == "cupy" and model.group is None

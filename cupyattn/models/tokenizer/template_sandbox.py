@@ -364,7 +364,7 @@ def _sum(
     context: TemplateValue, iterable: TemplateValue, attribute: object = None, start: object = 0
 ) -> object:
     if not isinstance(start, int | float):  # lists would be copied once for each
-        raise ExceededError("it sums what are no numbers")
+        raise ExceededError("it sums values that are not numbers")
     return _made(FILTERS["sum"](context.environment, current().counted(iterable), attribute, start))
 
 

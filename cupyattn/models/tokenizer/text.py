@@ -148,7 +148,7 @@ class Tokenizer:
             raise error(
                 ValueError,
                 f"text is {shown(text)}",
-                "it has characters, and no surrogates",
+                "a text must have no surrogates",
                 "decode its bytes by their own encoding, or with errors='replace'",
             )
         if not isinstance(text, str):

@@ -206,7 +206,7 @@ class Packing:
                 ValueError,
                 f"a sample of {longest} tokens in batches of {batch_tokens}",
                 "a sample must fit into one batch",
-                "raise --batch-tokens, or lower --max-length",
+                "raise batch_tokens (--batch-tokens), or lower --max-length",
             )
         self.samples = samples
         self.position = Position()

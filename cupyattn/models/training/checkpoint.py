@@ -97,7 +97,7 @@ def load(path: Path, like: Mapping[str, Array]) -> tuple[dict[str, np.ndarray], 
         raise damaged(path, f"its metadata have no {missing[0]!r}")
     text = metadata["training"]
     if fit and _digest(arrays, text) != metadata["sha256"]:
-        raise damaged(path, "its sha256 is another")
+        raise damaged(path, "its sha256 does not match its content")
     return arrays, parsed(text, str(path), damaged, constants=False)
 
 

@@ -48,7 +48,7 @@ class StepLog:
         with (
             explaining(
                 f"{self.path} of step {row['step']}",
-                "losses are written step by step",
+                "the loss of each step is written",
                 lambda: way_on(self.checkpoints),
             ),
             self.path.open("a", encoding="utf-8") as file,

@@ -109,7 +109,9 @@ class Reader(NamedTuple):
         answers = [i for i, each in enumerate(messages) if each.get("role") == "assistant"]
         if not answers:
             raise _bad(
-                where, "none of its messages is of the assistant", "nothing would be learnt from it"
+                where,
+                "none of its messages is of the assistant",
+                "add an answer to learn, or remove the line",
             )
         pieces: list[Piece] = []
         done = ""

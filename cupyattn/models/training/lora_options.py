@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.models.extras import extra
-from cupyattn.models.training.counts import as_float
+from cupyattn.models.training.optimizer import as_float
 from cupyattn.runtime.errors import error, shown
 
 SECONDS = 2.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from types import ModuleType
 from typing import NamedTuple
 
@@ -16,10 +17,39 @@ import numpy as np
 
 from cupyattn import adamw_step, adamw_step_8bit, backend, global_norm
 from cupyattn.models.generation.options import as_count
-from cupyattn.models.training.counts import positive_number
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
+
+LARGEST = 1e38  # the largest number that kernels take in float32
+
+
+def as_float(given: object) -> float:
+    """Return a real number of any type as a float; NaN for anything else.
+
+    >>> as_float(3), as_float("3")
+    (3.0, nan)
+    """
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return math.nan
+    try:
+        return float(given)
+    except OverflowError:
+        return math.inf  # of either sign: no option allows it
+
+
+def positive_number(name: str, given: object, *, allowed: str = "", example: float = 1.0) -> float:
+    """Return a positive number within float32, or raise; `allowed` is what else may be."""
+    number = as_float(given)
+    if 0 < number <= LARGEST:
+        return number
+    raise error(
+        ValueError,
+        f"{name} = {shown(given)}",
+        f"it is a positive number up to {LARGEST:g}{allowed}",
+        f"pass for example {example:g}",
+    )
+
 
 ALIGNMENT = 256
 """Items: no block of an 8-bit state has items of two arrays."""

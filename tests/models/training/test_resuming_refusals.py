@@ -127,7 +127,9 @@ def test_a_bit_that_changed_is_found(what, tmp_path):
         at = 8 + size + json.loads(content[8 : 8 + size])[what]["data_offsets"][0]
     content[at] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged .its sha256 is another.; .*; remove it to"):
+    with pytest.raises(
+        ValueError, match=r"damaged .its sha256 does not match its content.; .*; remove it to"
+    ):
         trained().resume(tmp_path)
 
 
