@@ -99,20 +99,14 @@ def test_a_prompt_that_is_far_too_long_is_refused_by_its_length():
         model().generate([Prompt([1])], max_new_tokens=1)
 
 
-def test_an_unknown_option_is_refused():
+def test_bad_streams_and_options_are_refused_at_the_call():
+    generator = Generator(model(), num_blocks=4)
     with pytest.raises(TypeError, match="'top_q'"):
         model().generate([1], max_new_tokens=2, top_q=0.5)
-
-
-def test_a_stream_is_refused_when_it_is_called():
     with pytest.raises(ValueError, match="token id 99"):
         model().stream([99], max_new_tokens=2)
     with pytest.raises(ValueError, match="2 prompts"):
         model().stream([[1], [2]], max_new_tokens=2)
-
-
-def test_a_stream_is_of_one_sample():
-    generator = Generator(model(), num_blocks=4)
     with pytest.raises(ValueError, match="n = 2; a stream has only one sample"):
         generator.stream([1], max_new_tokens=2, n=2)
     assert generator.idle

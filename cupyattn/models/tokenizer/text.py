@@ -154,7 +154,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise error(
                 TypeError,
-                f"got text = {shown(text)}",
+                f"text is {shown(text)} of type {type(text).__name__}",
                 "it must be a str",
                 "encode several texts one by one",
             )
