@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,30 @@ from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_grads, round_into
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AttentionKeywords(TypedDict, total=False):
+    """The options of attention that do not decide the type of the result."""
+
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int | None, int | None] | None
+    q_offset: int | Array | None
+    seqused_k: Array | None
+    mask: Array | None
+    bias: Array | None
+    alibi_slopes: Array | None
+    softcap: float | None
+    sinks: Array | None
+    dropout_p: float
+    seed: int | DropoutSeed | None
+    rotary: tuple[Array, Array] | Rotary | None
+    score_mod: ScoreModLike | None
+    mask_mod: MaskModLike | None
+    workspace: Array | None
+
 
 @overload
 def attention(
@@ -39,25 +63,10 @@ def attention(
     v: Array,
     /,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[False] = ...,
     implementation: str = ...,
     out: Array | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> Array: ...
 
 
@@ -68,25 +77,10 @@ def attention(
     v: Array,
     /,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[True],
     implementation: str = ...,
     out: tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[Array, Array]: ...
 
 
@@ -97,25 +91,10 @@ def attention(
     v: Array,
     /,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: bool,
     implementation: str = ...,
     out: Array | tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> Array | tuple[Array, Array]: ...
 
 

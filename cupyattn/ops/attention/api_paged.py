@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 from numpy.typing import NDArray
 
@@ -17,7 +17,26 @@ from cupyattn.runtime.checks import fixes_of_results, integer, require_bool
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_out, round_into, take_out
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _FIXES = {**FORWARD_FIXES, **TABLE_FIXES}
+
+
+class PagedKeywords(TypedDict, total=False):
+    """The options of paged attention that do not decide the type of the result."""
+
+    cu_seqlens_q: Array | None
+    max_seqlen_q: int
+    causal: bool
+    softmax_scale: float | None
+    window_size: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Array | None
+    alibi_slopes: Array | None
+    k_scales: Array | None
+    v_scales: Array | None
+    workspace: Array | None
 
 
 @overload
@@ -29,19 +48,9 @@ def paged_attention(
     seqlens_k: Array,
     /,
     *,
-    cu_seqlens_q: Array | None = ...,
-    max_seqlen_q: int = ...,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    k_scales: Array | None = ...,
-    v_scales: Array | None = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[PagedKeywords],
 ) -> Array: ...
 
 
@@ -54,19 +63,9 @@ def paged_attention(
     seqlens_k: Array,
     /,
     *,
-    cu_seqlens_q: Array | None = ...,
-    max_seqlen_q: int = ...,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    k_scales: Array | None = ...,
-    v_scales: Array | None = ...,
     return_lse: Literal[True],
     out: tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[PagedKeywords],
 ) -> tuple[Array, Array]: ...
 
 
@@ -79,19 +78,9 @@ def paged_attention(
     seqlens_k: Array,
     /,
     *,
-    cu_seqlens_q: Array | None = ...,
-    max_seqlen_q: int = ...,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    k_scales: Array | None = ...,
-    v_scales: Array | None = ...,
     return_lse: bool,
     out: Array | tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[PagedKeywords],
 ) -> Array | tuple[Array, Array]: ...
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
+from cupyattn.ops.attention.api import (
+    AttentionKeywords,
+    gradients_of,
+    rounded_gradients,
+    rounded_results,
+)
 from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
@@ -29,6 +34,9 @@ from cupyattn.runtime.checks import require_bool
 from cupyattn.runtime.differentiable import differentiable
 from cupyattn.runtime.outputs import named_grads, named_out
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @overload
 def attention_varlen(
@@ -41,24 +49,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[False] = ...,
     out: Array | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> Array: ...
 
 
@@ -73,24 +66,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: Literal[True],
     out: tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> tuple[Array, Array]: ...
 
 
@@ -105,24 +83,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ...,
-    q_offset: int | Array | None = ...,
-    seqused_k: Array | None = ...,
-    mask: Array | None = ...,
-    bias: Array | None = ...,
-    alibi_slopes: Array | None = ...,
-    softcap: float | None = ...,
-    sinks: Array | None = ...,
-    dropout_p: float = ...,
-    seed: int | DropoutSeed | None = ...,
-    rotary: tuple[Array, Array] | Rotary | None = ...,
-    score_mod: ScoreModLike | None = ...,
-    mask_mod: MaskModLike | None = ...,
     return_lse: bool,
     out: Array | tuple[Array, Array] | None = ...,
-    workspace: Array | None = ...,
+    **options: Unpack[AttentionKeywords],
 ) -> Array | tuple[Array, Array]: ...
 
 
