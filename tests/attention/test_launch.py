@@ -165,7 +165,7 @@ def test_another_seed_is_the_same_problem(recorder, monkeypatch):
     for call in calls:
         call(3)
     monkeypatch.setattr(attention_checks, "described_problem", None)
-    monkeypatch.setattr(attention_params, "_fill_scores", None)
+    monkeypatch.setattr(attention_params, "_score_params", None)
     for call in calls:
         recorder.started.clear()
         call(2**64 - 1)

@@ -37,8 +37,8 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.rotary import (
     Rotated,
     in_scratch,
-    rotate_gradients,
     rotate_inputs,
+    rotation_step,
     take_scratch,
 )
 from cupyattn.ops.attention.structs import TEACHING_BACKWARD_PARAMS
@@ -155,7 +155,7 @@ def _rotated(
         gradients.append(Rotated(*source, getattr(results, name), start, given[name]))
     inputs = {name: given[name] for name in ("q", "k")}
     first = rotate_inputs(problem, inner, inputs, planner, traits.arch)
-    last = rotate_gradients(problem, gradients, planner, traits.arch, how["accumulate"])
+    last = rotation_step(problem, gradients, planner, traits.arch, how["accumulate"])
     return plan._replace(
         steps=(first, *plan.steps, last),
         zero_first=(*plan.zero_first, *(getattr(slots, name) for name in apart)),
@@ -187,8 +187,8 @@ def _naive_plan(
     """Plan the kernel to be read, one CTA per query row and one per key; always the same bits."""
     del traits, deterministic
     kernel = teaching.backward.naive(problem.dtype.name, problem.head_dim, problem.head_dim_v)
-    params = teaching_params(TEACHING_BACKWARD_PARAMS, problem, with_results(problem, outputs))
-    params["batch"], params["accumulate"] = problem.batch, accumulate
+    laid, more = with_results(problem, outputs), {"batch": problem.batch, "accumulate": accumulate}
+    params = teaching_params(TEACHING_BACKWARD_PARAMS, problem, laid, **more)
     ctas = problem.batch * (problem.heads * problem.sq + problem.kv_heads * problem.sk)
     return planner.plan(step_of(kernel, ctas, planner.slots, params), zero_new=accumulate)
 

@@ -35,13 +35,12 @@ from cupyattn.ops.attention.problem import (
     Outputs,
     with_results,
 )
-from cupyattn.ops.attention.structs import DBIAS_PARAMS
+from cupyattn.ops.attention.structs import DBIAS_PARAMS, filled
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import round_up
 
 _FLOAT32 = np.dtype(np.float32)
@@ -104,17 +103,19 @@ def sum_step(
 ) -> Step:
     """Return the launch that sums scratch memory, which lies so, to dbias."""
     shape = four_axes(dbias.shape)
-    params = new_struct(DBIAS_PARAMS)
-    params["shape"] = shape
-    params["repeats"] = [
-        1 if items == extent else extent for items, extent in zip(shape, source.shape, strict=True)
-    ]
-    params["source"] = score_strides(source, problem.scores_shape)
-    params["target"] = score_strides(dbias, problem.scores_shape)
-    params["accumulate"] = accumulate
-    ctas = passes.dbias_ctas(math.prod(shape), bool(params["repeats"][3] > 1))
+    pairs = zip(shape, source.shape, strict=True)
+    repeats = [1 if items == extent else extent for items, extent in pairs]
+    params = filled(
+        DBIAS_PARAMS,
+        shape=shape,
+        repeats=repeats,
+        source=score_strides(source, problem.scores_shape),
+        target=score_strides(dbias, problem.scores_shape),
+        accumulate=accumulate,
+    )
+    ctas = passes.dbias_ctas(math.prod(shape), repeats[3] > 1)
     kernel = passes.dbias(dbias.dtype.name)
-    return step_of(kernel, ctas, planner.slots, params[()], **places)
+    return step_of(kernel, ctas, planner.slots, params, **places)
 
 
 def four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,12 +17,11 @@ from cupyattn.ops.attention.params import (
     whole_vectors,
 )
 from cupyattn.ops.attention.problem import AttentionArrays, AttentionProblem
-from cupyattn.ops.attention.structs import DECODE_PARAMS
+from cupyattn.ops.attention.structs import DECODE_PARAMS, filled
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import new_struct
 
 MOST_UNITS = 2**31 - 1
 """The most units of work that kernels count."""
@@ -46,11 +45,22 @@ def shared_keys_steps(
     """
     slots: Any = planner.slots
     places = {"k_cache": slots.k, "v_cache": slots.v, "seqlens_k": slots.seqused_k}
-    multiprocessor_slots = multiprocessors * launch.config.ctas_per_sm
-    ctas = 0 if whole else min(units_of(problem, launch), multiprocessor_slots)
-    params = _params(problem, laid, fields, launch, ctas)
+    row_tiles, most_ctas = (
+        row_tiles_of(problem, launch),
+        multiprocessors * launch.config.ctas_per_sm,
+    )
+    ctas = 0 if whole else min(units_of(problem, launch), most_ctas)
+    params = filled(
+        DECODE_PARAMS,
+        attention=attention_params(problem, laid),
+        **fields,
+        batch=problem.batch,
+        kv_heads=problem.kv_heads,
+        row_tiles=row_tiles,
+        ctas=ctas,
+    )
     options = score_options(problem)
-    segments = problem.batch * problem.kv_heads * row_tiles_of(problem, launch)
+    segments = problem.batch * problem.kv_heads * row_tiles
     forward = decode.forward(launch, options, feed)
     if whole:
         places |= {"partial_out": None, "partial_sums": None}
@@ -71,7 +81,10 @@ def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeL
     """Choose the kernels by the rows that share a key-value head and how the arrays lie."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     together = problem.sq * (problem.heads // problem.kv_heads)
-    vec = _integer_items(problem, cache) if cache in decode.INTEGER_BITS else _floats(problem)
+    if cache in decode.INTEGER_BITS:
+        vec = _integer_items(problem, cache)
+    else:
+        vec = whole_vectors(vector_items(dtype), problem, problem.layouts, ("q", "k", "v"))
     return decode.decode_launch(
         traits.arch,
         dtype,
@@ -83,15 +96,8 @@ def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeL
     )
 
 
-def _floats(problem: AttentionProblem) -> int:
-    """Return how many items of rows can be loaded at once: 16 bytes' worth, or 1."""
-    return whole_vectors(
-        vector_items(problem.dtype.name), problem, problem.layouts, ("q", "k", "v")
-    )
-
-
 def _integer_items(problem: AttentionProblem, cache: str) -> int:
-    """Return the same of caches of integers: of so many q's are whole vectors anyway."""
+    """Return how many integers of a cache can be loaded at once; as many of q are whole vectors."""
     bits = decode.INTEGER_BITS[cache]
     for items in (8 * VECTOR_BYTES // bits, decode.INTEGER_ITEMS):
         needed = {"q": VECTOR_BYTES, "k": items * bits // 8, "v": items * bits // 8}
@@ -117,20 +123,3 @@ def units_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:
     """Return how many parts of the work there are at the most."""
     segments = problem.batch * problem.kv_heads * row_tiles_of(problem, launch)
     return segments * max(1, -(-problem.sk // (decode.TILE_KEYS * decode.WARPS)))
-
-
-def _params(
-    problem: AttentionProblem,
-    laid: AttentionArrays[Layout],
-    fields: Mapping[str, Any],
-    launch: decode.DecodeLaunch,
-    ctas: int,
-) -> Any:
-    """Fill the C struct DecodeParams."""
-    params = new_struct(DECODE_PARAMS)
-    params["attention"] = attention_params(problem, laid)
-    for name, value in fields.items():
-        params[name] = value
-    params["batch"], params["kv_heads"] = problem.batch, problem.kv_heads
-    params["row_tiles"], params["ctas"] = row_tiles_of(problem, launch), ctas
-    return params[()]

@@ -27,6 +27,7 @@ from cupyattn.ops.attention.params import (
     attention_params,
     forward_params,
     interleaved,
+    item_strides,
     require_aligned_items,
     require_lengths,
     row_strides,
@@ -43,16 +44,15 @@ from cupyattn.ops.attention.problem import (
     whole,
 )
 from cupyattn.ops.attention.rotary import rotate_inputs, take_scratch
-from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS
+from cupyattn.ops.attention.structs import ROTARY_TABLES, SPLIT_PARAMS, TEACHING_PARAMS, filled
 from cupyattn.runtime.arrays import Array, Layout, Operands
 from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step, run
-from cupyattn.runtime.records import Record
+from cupyattn.runtime.records import Record, given_of
 from cupyattn.runtime.spec import Specialisation
-from cupyattn.runtime.structs import new_struct
 
 
 def attention_forward(
@@ -132,20 +132,27 @@ def _teaching_steps(
     return [step_of(kernel, ctas, planner.slots, params)]
 
 
-def teaching_params(struct: np.dtype, problem: AttentionProblem, laid: Record[Layout]) -> Any:
-    """Fill what the C structs TeachingParams and TeachingBackwardParams have in common."""
-    params = np.zeros((), struct)[()]
-    for name in struct.names or ():
-        layout: Layout | None = getattr(laid, name, None)
-        if layout is not None:
-            strides, itemsize = layout.strides, problem.dtype.itemsize
-            of_sums = name in ("lse", "dlse")
-            params[name] = sum_strides(strides) if of_sums else row_strides(strides, itemsize)
-    params["heads"], params["group"] = problem.heads, problem.heads // max(problem.kv_heads, 1)
-    params["sq"], params["sk"] = problem.sq, problem.sk
-    params["causal"] = problem.window == (None, 0)
-    params["softmax_scale"] = problem.softmax_scale
-    return params
+def teaching_params(
+    struct: np.dtype, problem: AttentionProblem, laid: Record[Layout], **more: int
+) -> Any:
+    """Fill the C struct TeachingParams, or TeachingBackwardParams with `more` fields."""
+    arrays = given_of(laid)
+    strides = {
+        name: (sum_strides if name in ("lse", "dlse") else row_strides)(arrays[name])
+        for name in struct.names or ()
+        if name in arrays
+    }
+    return filled(
+        struct,
+        **strides,
+        **more,
+        heads=problem.heads,
+        group=problem.heads // max(problem.kv_heads, 1),
+        sq=problem.sq,
+        sk=problem.sk,
+        causal=problem.window == (None, 0),
+        softmax_scale=problem.softmax_scale,
+    )
 
 
 def _decode_steps(
@@ -199,14 +206,16 @@ _STEPS: Mapping[str, Any] = {
 
 def _tables(problem: AttentionProblem) -> Any:
     """Fill the C struct RotaryTables."""
-    tables = new_struct(ROTARY_TABLES)
     cos, sin = problem.layouts.cos, problem.layouts.sin
     assert cos is not None
     assert sin is not None
-    tables["length"], tables["half"] = cos.shape
-    for name, layout in (("cos", cos), ("sin", sin)):
-        tables[f"{name}_stride"] = layout.strides[0] // layout.dtype.itemsize
-    return tables[()]
+    return filled(
+        ROTARY_TABLES,
+        cos_stride=item_strides(cos)[0],
+        sin_stride=item_strides(sin)[0],
+        length=cos.shape[0],
+        half=cos.shape[1],
+    )
 
 
 def _whole_steps(
@@ -239,10 +248,13 @@ def _split_steps(
     """Return both launches: each part of the keys, then the sum of the parts of each row."""
     problem, row, splits = choice.problem, choice.configuration, choice.splits
     assert row is not None
-    params = new_struct(SPLIT_PARAMS)
-    params["attention"] = attention_params(problem, choice.laid)
-    params["splits"], params["least_keys"] = splits, LEAST_KEYS
-    params["batch"] = problem.batch
+    params = filled(
+        SPLIT_PARAMS,
+        attention=attention_params(problem, choice.laid),
+        splits=splits,
+        least_keys=LEAST_KEYS,
+        batch=problem.batch,
+    )
     rows = math.prod(problem.lse_shape)
     tiles = problem.heads * problem.query_tiles(row.tile_q)
     places = {
@@ -251,8 +263,8 @@ def _split_steps(
     }
     sinks = score_options(problem).sinks
     adder = combine(problem.dtype.name, problem.head_dim_v, row.tile_q, row.tile_k, sinks)
-    values = params[()], *problem.modifier_strides
+    values = params, *problem.modifier_strides
     return [
         step_of(kernel, tiles * splits, planner.slots, *values, **places),
-        step_of(adder, -(-rows // ROWS), planner.slots, params[()], **places),
+        step_of(adder, -(-rows // ROWS), planner.slots, params, **places),
     ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
 from cupyattn.ops.attention.params import row_strides, step_of, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE
-from cupyattn.ops.attention.structs import MERGE_PARAMS
+from cupyattn.ops.attention.structs import MERGE_PARAMS, filled
 from cupyattn.runtime.arrays import (
     Array,
     Description,
@@ -38,7 +39,6 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Output, Plan, Planner, run
 from cupyattn.runtime.records import Record, T, given_of
-from cupyattn.runtime.structs import new_struct
 
 
 @dataclass(slots=True)
@@ -149,23 +149,34 @@ def _plan(problem: MergeProblem) -> Plan:
     require_kernel_dtype("out_a", problem.layouts.out_a.dtype)
     require_item_alignment(given_of(problem.layouts), given_of(problem.starts))
     planner = Planner(MergeArrays, problem.layouts, {"out": problem.out, "lse": problem.lse})
-    laid = replace(
+    laid: Any = replace(
         problem.layouts,
         out=problem.layouts.out or contiguous(*problem.out),
         lse=problem.layouts.lse or contiguous(*problem.lse),
     )
-    params = new_struct(MERGE_PARAMS)
+    starts = problem.starts
     vec = VEC if problem.out.shape[-1] % VEC == 0 else 1
-    for name in ("out_a", "out_b", "out"):
-        layout: Layout = getattr(laid, name)
-        params[name] = row_strides(layout.strides, layout.dtype.itemsize)
-        steps = (getattr(problem.starts, name) or 0, *layout.strides[:-1])
-        if any(step % (VEC * layout.dtype.itemsize) for step in steps):
+    for layout, start in (
+        (laid.out_a, starts.out_a),
+        (laid.out_b, starts.out_b),
+        (laid.out, starts.out or 0),
+    ):
+        if any(place % (VEC * layout.dtype.itemsize) for place in (start, *layout.strides[:-1])):
             vec = 1
-    for name in ("lse_a", "lse_b", "lse"):
-        params[name] = sum_strides(getattr(laid, name).strides)
     batch, seq, heads, dim = problem.out.shape
     rows = math.prod((batch, seq, heads))
-    params["rows"], params["heads"], params["seq"], params["dim"] = rows, heads, seq, dim
+    params = filled(
+        MERGE_PARAMS,
+        out_a=row_strides(laid.out_a),
+        lse_a=sum_strides(laid.lse_a),
+        out_b=row_strides(laid.out_b),
+        lse_b=sum_strides(laid.lse_b),
+        out=row_strides(laid.out),
+        lse=sum_strides(laid.lse),
+        rows=rows,
+        heads=heads,
+        seq=seq,
+        dim=dim,
+    )
     kernel = merge(laid.out_a.dtype.name, laid.out_b.dtype.name, problem.out.dtype.name, vec)
-    return planner.plan(step_of(kernel, -(-rows // ROWS), planner.slots, params[()]))
+    return planner.plan(step_of(kernel, -(-rows // ROWS), planner.slots, params))

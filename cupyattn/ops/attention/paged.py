@@ -20,6 +20,7 @@ from cupyattn.ops.attention.params import (
     attention_params,
     batch_integers,
     interleaved,
+    item_strides,
     require_aligned_items,
     require_lengths,
     score_options,
@@ -33,7 +34,7 @@ from cupyattn.ops.attention.problem import (
     forward_outputs,
     with_results,
 )
-from cupyattn.ops.attention.structs import PAGED_PARAMS
+from cupyattn.ops.attention.structs import PAGED_PARAMS, SCALE_LAYOUT, filled
 from cupyattn.ops.attention.values import counts_of, require_alibi, require_sinks
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
@@ -58,7 +59,6 @@ from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import given_of
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values, on_host
 
@@ -419,17 +419,13 @@ def _require_units(problem: PagedProblem, units: int) -> None:
 
 def _table_fields(problem: PagedProblem) -> dict[str, Any]:
     """Name where the feed of blocks finds a tile, and its scales."""
-    table = problem.block_table
-    batch, block = (stride // table.dtype.itemsize for stride in table.strides)
-    tiles = problem.block_size // decode.TILE_KEYS
+    batch, block = item_strides(problem.block_table)
     scales = {"k_scales": problem.layouts.k_scales, "v_scales": problem.layouts.v_scales}
     return {
-        **{"table_batch": batch, "table_block": block, "block_tiles": tiles},
-        **{
-            name: tuple(stride // layout.dtype.itemsize for stride in layout.strides)
-            for name, layout in scales.items()
-            if layout
-        },
+        "table_batch": batch,
+        "table_block": block,
+        "block_tiles": problem.block_size // decode.TILE_KEYS,
+        **{name: item_strides(layout) for name, layout in scales.items() if layout},
     }
 
 
@@ -492,13 +488,7 @@ def _together(problem: PagedProblem, laid: PagedArrays[Layout], items: int) -> i
 
 def _prefill_params(problem: PagedProblem, laid: PagedArrays[Layout]) -> Any:
     """Fill the C struct PagedParams."""
-    params = new_struct(PAGED_PARAMS)
-    params["attention"] = attention_params(problem, laid)
-    if laid.cu_seqlens_q is not None:
-        params["cu_seqlens_q"] = batch_integers(laid.cu_seqlens_q)
-        params["total"] = problem.total_q
-    table = problem.block_table
-    batch, block = table.strides
+    block = problem.block_table.strides[1]
     if abs(block) >= _INT32:
         raise error(
             ValueError,
@@ -506,19 +496,28 @@ def _prefill_params(problem: PagedProblem, laid: PagedArrays[Layout]) -> Any:
             f"a GPU takes less than {_INT32}",
             "copy it with ascontiguousarray(block_table)",
         )
-    params["table_batch"], params["table_block"] = batch // table.dtype.itemsize, block
-    params["batch"] = problem.batch
     groups = problem.block_size // _GROUP_KEYS
-    params["block_shift"] = shift = (groups - 1).bit_length()
-    params["block_reciprocal"] = -(-(2 ** (31 + shift)) // groups)
-    params["units"] = *_, group = _units(problem, "k_cache", laid.k)
-    params["block_span"] = groups * group
+    shift = (groups - 1).bit_length()
+    units = _units(problem, "k_cache", laid.k)
+    scales = filled(SCALE_LAYOUT)
     if laid.k_scales is not None:
-        scales = params["scales"]
-        _, scales["token"], scales["head"] = laid.k_scales.strides
-        scales["block_groups"] = groups
-        scales["units"] = _units(problem, "k_scales", laid.k_scales)
-    return params[()]
+        _, token, head = laid.k_scales.strides
+        of_scales = _units(problem, "k_scales", laid.k_scales)
+        scales = filled(SCALE_LAYOUT, head=head, token=token, block_groups=groups, units=of_scales)
+    return filled(
+        PAGED_PARAMS,
+        attention=attention_params(problem, laid),
+        cu_seqlens_q=batch_integers(laid.cu_seqlens_q),
+        table_batch=item_strides(problem.block_table)[0],
+        table_block=block,
+        batch=problem.batch,
+        total=problem.total_q if problem.packed else 0,
+        block_reciprocal=-(-(2 ** (31 + shift)) // groups),
+        block_shift=shift,
+        block_span=groups * units[2],
+        units=units,
+        scales=scales,
+    )
 
 
 def _units(problem: PagedProblem, name: str, layout: Layout) -> tuple[int, int, int]:

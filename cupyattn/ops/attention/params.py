@@ -11,7 +11,6 @@ import numpy as np
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.options import MAX_OFFSET, DropoutSeed
 from cupyattn.ops.attention.problem import (
-    LSE_DTYPE,
     MAX_LENGTH,
     AttentionArrays,
     AttentionBackwardArrays,
@@ -20,11 +19,14 @@ from cupyattn.ops.attention.problem import (
 from cupyattn.ops.attention.structs import (
     ATTENTION_PARAMS,
     BACKWARD_PARAMS,
+    PACKED_BATCH,
     PAGED_PARAMS,
+    SCORE_PARAMS,
     SPLIT_PARAMS,
     UNBOUNDED,
     VARLEN_BACKWARD_PARAMS,
     VARLEN_PARAMS,
+    filled,
 )
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.checks import require_item_alignment
@@ -32,7 +34,6 @@ from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step
 from cupyattn.runtime.records import Record, given_of
 from cupyattn.runtime.spec import Specialisation
-from cupyattn.runtime.structs import new_struct
 
 _WITH_ATTENTION: dict[np.dtype, tuple[str, ...]] = {
     ATTENTION_PARAMS: (),
@@ -63,26 +64,34 @@ def step_of(
 
 def attention_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> Any:
     """Fill the C struct AttentionParams, all but the seed; `laid` has the results too."""
-    params = new_struct(ATTENTION_PARAMS)
-    for name, layout in (("q", laid.q), ("k", laid.k), ("v", laid.v)):
-        params[name] = row_strides(layout.strides, layout.dtype.itemsize)
     assert laid.out is not None
-    params["out"] = row_strides(laid.out.strides, problem.dtype.itemsize)
-    if laid.lse is not None:
-        params["lse"] = sum_strides(laid.lse.strides)
-    if laid.seqused_k is not None:
-        params["seqused_k"] = batch_integers(laid.seqused_k)
-    _fill_offsets(params, problem)
-    params["heads"] = problem.heads
-    params["group"] = problem.heads // max(problem.kv_heads, 1)
-    params["sq"], params["sk"] = problem.sq, problem.sk
-    params["together"] = params["kv_together"] = params["batches"] = 1
-    for side, keys in zip(("left", "right"), problem.window, strict=True):
-        params[side] = UNBOUNDED if keys is None else min(keys, UNBOUNDED)
-    params["scale_log2"] = problem.softmax_scale * math.log2(math.e)
-    params["softmax_scale"] = problem.softmax_scale
-    _fill_scores(params["scores"], problem)
-    return params[()]
+    positions, offset, least, most = _query_positions(problem)
+    left, right = (UNBOUNDED if keys is None else min(keys, UNBOUNDED) for keys in problem.window)
+    return filled(
+        ATTENTION_PARAMS,
+        q=row_strides(laid.q),
+        k=row_strides(laid.k),
+        v=row_strides(laid.v),
+        out=row_strides(laid.out),
+        lse=sum_strides(laid.lse),
+        q_offsets=batch_integers(positions),
+        seqused_k=batch_integers(laid.seqused_k),
+        q_offset=offset,
+        offset_least=least,
+        offset_most=most,
+        left=left,
+        right=right,
+        heads=problem.heads,
+        group=problem.heads // max(problem.kv_heads, 1),
+        sq=problem.sq,
+        sk=problem.sk,
+        scale_log2=problem.softmax_scale * math.log2(math.e),
+        softmax_scale=problem.softmax_scale,
+        scores=_score_params(problem),
+        together=1,
+        kv_together=1,
+        batches=1,
+    )
 
 
 def forward_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> Any:
@@ -90,67 +99,57 @@ def forward_params(problem: AttentionProblem, laid: AttentionArrays[Layout]) -> 
     attention = attention_params(problem, laid)
     if not problem.packed:
         return attention
-    params = new_struct(VARLEN_PARAMS)
-    params["attention"] = attention
-    _fill_packed(params["packed"], problem)
-    return params[()]
+    return filled(VARLEN_PARAMS, attention=attention, packed=_packed_batch(problem))
 
 
 def gradient_params(problem: AttentionProblem, backward: Any) -> Any:
     """Return the C struct of the backward kernels: BackwardParams, or VarlenBackwardParams."""
     if not problem.packed:
         return backward
-    params = new_struct(VARLEN_BACKWARD_PARAMS)
-    params["backward"] = backward
-    _fill_packed(params["packed"], problem)
-    return params[()]
+    return filled(VARLEN_BACKWARD_PARAMS, backward=backward, packed=_packed_batch(problem))
 
 
-def _fill_packed(packed: Any, problem: AttentionProblem) -> None:
-    """Fill the C struct PackedBatch."""
+def _packed_batch(problem: AttentionProblem) -> Any:
     layouts = problem.layouts
-    assert layouts.cu_seqlens_q is not None
-    assert layouts.cu_seqlens_k is not None
-    packed["cu_seqlens_q"] = batch_integers(layouts.cu_seqlens_q)
-    packed["cu_seqlens_k"] = batch_integers(layouts.cu_seqlens_k)
-    packed["batch"] = problem.batch
-    packed["total_q"], packed["total_k"] = problem.total_q, problem.total_k
-    packed["ends_with_keys"] = problem.q_offset is None and layouts.q_offset is None
+    return filled(
+        PACKED_BATCH,
+        cu_seqlens_q=batch_integers(layouts.cu_seqlens_q),
+        cu_seqlens_k=batch_integers(layouts.cu_seqlens_k),
+        batch=problem.batch,
+        total_q=problem.total_q,
+        total_k=problem.total_k,
+        ends_with_keys=problem.q_offset is None and layouts.q_offset is None,
+    )
 
 
-def _fill_offsets(params: Any, problem: AttentionProblem) -> None:
-    """Fill in the positions of queries: a number, and an array's value for each sequence."""
-    params["offset_least"], params["offset_most"] = -MAX_OFFSET, MAX_OFFSET
-    if problem.layouts.q_offset is not None:
-        params["q_offsets"] = batch_integers(problem.layouts.q_offset)
-    elif problem.ends_with_keys_in_use:
-        params["q_offsets"] = params["seqused_k"]
-        params["offset_least"], params["offset_most"] = 0, problem.sk
-        params["q_offset"] = -problem.sq
-    elif problem.q_offset is None:
-        params["q_offset"] = problem.sk - problem.sq
-    else:
-        params["q_offset"] = problem.q_offset
+def _query_positions(problem: AttentionProblem) -> tuple[Layout | None, int, int, int]:
+    """Return an array of positions, what is added to its items, and the range these are kept in."""
+    layouts, offset = problem.layouts, problem.q_offset
+    if layouts.q_offset is not None:
+        return layouts.q_offset, 0, -MAX_OFFSET, MAX_OFFSET
+    if problem.ends_with_keys_in_use:
+        return layouts.seqused_k, -problem.sq, 0, problem.sk
+    return None, problem.sk - problem.sq if offset is None else offset, -MAX_OFFSET, MAX_OFFSET
 
 
-def _fill_scores(scores: Any, problem: AttentionProblem) -> None:
-    """Fill the C struct ScoreParams."""
+def _score_params(problem: AttentionProblem) -> Any:
     layouts, options = problem.layouts, problem.options
-    for name, layout in (("bias", layouts.bias), ("mask", layouts.mask)):
-        if layout is not None:
-            scores[name] = score_strides(layout, problem.scores_shape)
-    if (slopes := layouts.alibi_slopes) is not None:
-        *batch, head = (stride // slopes.dtype.itemsize for stride in slopes.strides)
-        scores["slopes_batch"], scores["slopes_head"] = (*batch, head) if batch else (0, head)
-    if (sinks := layouts.sinks) is not None:
-        scores["sinks_stride"] = sinks.strides[0] // sinks.dtype.itemsize
-    if options.softcap is not None:
-        scores["softcap_in"] = 2 * math.log2(math.e) * problem.softmax_scale / options.softcap
-        scores["softcap"] = options.softcap
+    slopes, sinks, softcap = layouts.alibi_slopes, layouts.sinks, options.softcap
+    *batch, head = item_strides(slopes) if slopes else (0,)
     keep_from = round(65536 * options.dropout_p)
-    scores["keep_from"] = keep_from
-    # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
-    scores["keep_scale"] = 1 / (1 - options.dropout_p) if keep_from < 65536 else 0
+    return filled(
+        SCORE_PARAMS,
+        bias=score_strides(layouts.bias, problem.scores_shape),
+        mask=score_strides(layouts.mask, problem.scores_shape),
+        slopes_batch=batch[0] if batch else 0,
+        slopes_head=head,
+        sinks_stride=item_strides(sinks)[0] if sinks else 0,
+        keep_from=keep_from,
+        # Of 65,536 a kernel may see only the lower 16 bits, and keep everything.
+        keep_scale=1 / (1 - options.dropout_p) if keep_from < 65536 else 0,
+        softcap_in=2 * math.log2(math.e) * problem.softmax_scale / softcap if softcap else 0,
+        softcap=softcap or 0,
+    )
 
 
 def seeded(plan: Plan, seed: DropoutSeed) -> Plan:
@@ -203,37 +202,42 @@ def _changed_params(params: Any, change: Callable[[Any], None]) -> Any:
     return changed
 
 
-def score_strides(layout: Layout, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in items, of an array broadcast to (B, H, Sq, Sk).
+def item_strides(layout: Layout) -> tuple[int, ...]:
+    """Return the strides of an array in items."""
+    return tuple(stride // layout.dtype.itemsize for stride in layout.strides)
+
+
+def score_strides(layout: Layout | None, scores_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in items, of an array broadcast to (B, H, Sq, Sk); 0 if it is absent.
 
     Examples
     --------
     >>> score_strides(Layout((3, 1, 5), (20, 20, 4), np.dtype(np.float32)), (2, 3, 7, 5))
     (0, 5, 0, 1)
     """
-    missing = len(scores_shape) - len(layout.shape)
-    strides = [
-        0 if extent == 1 else stride // layout.dtype.itemsize
-        for extent, stride in zip(layout.shape, layout.strides, strict=True)
-    ]
-    return (0,) * missing + tuple(strides)
+    if layout is None:
+        return (0,) * len(scores_shape)
+    pairs = zip(layout.shape, item_strides(layout), strict=True)
+    strides = tuple(0 if extent == 1 else stride for extent, stride in pairs)
+    return (0,) * (len(scores_shape) - len(strides)) + strides
 
 
-def row_strides(strides: tuple[int, ...], itemsize: int) -> tuple[int, int, int]:
-    """Bytes of (batch, seq, head, dim) to the struct's items of (batch, seq, head)."""
-    batch, seq, head, _ = strides
-    return batch // itemsize, seq // itemsize, head // itemsize
+def row_strides(layout: Layout) -> tuple[int, ...]:
+    """Return the strides of (batch, seq, head), in items, of an array (batch, seq, head, dim)."""
+    return item_strides(layout)[:3]
 
 
-def sum_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Bytes of lse (batch, head, seq), or of its gradient, to items of (batch, seq, head)."""
-    batch, head, seq = (stride // LSE_DTYPE.itemsize for stride in strides)
+def sum_strides(layout: Layout | None) -> tuple[int, ...]:
+    """Return the strides of (batch, seq, head), in items, of lse (batch, head, seq), if given."""
+    if layout is None:
+        return 0, 0, 0
+    batch, head, seq = item_strides(layout)
     return batch, seq, head
 
 
-def batch_integers(layout: Layout) -> tuple[int, int]:
-    """Return what the C struct BatchIntegers says of an array."""
-    return layout.strides[0] // layout.dtype.itemsize, int(layout.dtype.itemsize == 8)
+def batch_integers(layout: Layout | None) -> tuple[int, int]:
+    """Return the C struct BatchIntegers of an array, if it is given."""
+    return (item_strides(layout)[0], int(layout.dtype.itemsize == 8)) if layout else (0, 0)
 
 
 _QUAD_ROW_BYTES = 2**24  # between rows of a bias or mask read four keys at a time: 32-bit offsets
@@ -357,18 +361,21 @@ def backward_params(
     zeroed, rows_padded : int
         See the struct.
     """
-    params = new_struct(BACKWARD_PARAMS)
-    params["attention"] = attention_params(problem, laid)
-    for name in ("dout", "dq", "dk", "dv"):
-        params[name] = row_strides(getattr(laid, name).strides, problem.dtype.itemsize)
-    if laid.dlse is not None:
-        params["dlse"] = sum_strides(laid.dlse.strides)
-    if dbias is not None:
-        params["dbias"] = score_strides(dbias, problem.scores_shape)
-    if laid.dsinks is not None:
-        params["dsinks_stride"] = laid.dsinks.strides[0] // laid.dsinks.dtype.itemsize
-    params["zeroed"], params["rows_padded"] = zeroed, rows_padded
-    params["batch"] = 1 if problem.packed else problem.batch  # of scratch
-    params["accumulate"] = accumulate
-    params["scale"] = problem.softmax_scale
-    return params[()]
+    gradients: Any = laid
+    sinks = laid.dsinks
+    return filled(
+        BACKWARD_PARAMS,
+        attention=attention_params(problem, laid),
+        dout=row_strides(gradients.dout),
+        dlse=sum_strides(laid.dlse),
+        dq=row_strides(gradients.dq),
+        dk=row_strides(gradients.dk),
+        dv=row_strides(gradients.dv),
+        dbias=score_strides(dbias, problem.scores_shape),
+        dsinks_stride=item_strides(sinks)[0] if sinks else 0,
+        zeroed=zeroed,
+        batch=1 if problem.packed else problem.batch,  # of scratch
+        rows_padded=rows_padded,
+        accumulate=accumulate,
+        scale=problem.softmax_scale,
+    )

@@ -11,15 +11,20 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cupyattn.ops.attention.kernels import rotary
-from cupyattn.ops.attention.params import AttentionPlanner, forward_params, row_strides, step_of
+from cupyattn.ops.attention.params import (
+    AttentionPlanner,
+    forward_params,
+    item_strides,
+    row_strides,
+    step_of,
+)
 from cupyattn.ops.attention.problem import AttentionProblem
-from cupyattn.ops.attention.structs import ROTARY_PARAMS
+from cupyattn.ops.attention.structs import ROTARY_PARAMS, filled
 from cupyattn.ops.rope.kernels import rope_config, slot_items, specialise_rotation
 from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.checks import require_kernel_dtype
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
-from cupyattn.runtime.structs import new_struct
 
 _MOST_THREADS = 2**32 - 1
 
@@ -82,30 +87,19 @@ def rotate_inputs(
         )
         for name, slot in given.items()
     ]
-    return _step(problem, arch, arrays, planner, None)
+    return rotation_step(problem, arrays, planner, arch)
 
 
-def rotate_gradients(
+def rotation_step(
     problem: AttentionProblem,
-    arrays: Iterable[Rotated],
-    planner: AttentionPlanner,
-    arch: int,
-    accumulate: bool,
-) -> Step:
-    """Return the launch that rotates dq and dk back, or adds them so to what is there."""
-    return _step(problem, arch, [*arrays], planner, accumulate)
-
-
-def _step(
-    problem: AttentionProblem,
-    arch: int,
     arrays: list[Rotated],
     planner: AttentionPlanner,
-    accumulate: bool | None,
+    arch: int,
+    accumulate: bool | None = None,
 ) -> Step:
-    """Return a launch: of q and k, or k, forwards, where `accumulate` is None; of dq and dk back.
+    """Return a launch that rotates q and k, or k; or with `accumulate` dq and dk, back.
 
-    Queries come first.
+    Arrays of queries come first. With `accumulate` True the gradients are added to the targets.
     """
     inverse = accumulate is not None
     layouts, starts = problem.layouts, problem.starts
@@ -137,18 +131,24 @@ def _step(
             f"a launch that rotates them has at most {_MOST_THREADS} threads, here {sum(threads)}",
             "split the batch over several calls",
         )
-    params = new_struct(ROTARY_PARAMS)
-    places: dict[str, int | None] = {}
-    for i, each in enumerate([*arrays, *arrays][:2]):
-        params["x"][i] = row_strides(each.source.strides, each.source.dtype.itemsize)
-        params["out"][i] = row_strides(each.target.strides, each.target.dtype.itemsize)
-        places |= {f"x{i}": each.source_slot, f"out{i}": each.target_slot}
-    for name, table in (("cos", cos), ("sin", sin)):
-        params[f"{name}_stride"] = table.strides[0] // table.dtype.itemsize
-    params["table_length"], params["query_threads"] = cos.shape[0], threads[0]
-    params["tokens"], params["heads"], params["groups"] = tokens, heads, groups
-    params["slots"], params["rotated_slots"] = slots, half // pairs
-    params["half"], params["dim"], params["sign"] = half, dim, -1 if inverse else 1
+    first, last = arrays[0], arrays[-1]
+    params = filled(
+        ROTARY_PARAMS,
+        x=[row_strides(first.source), row_strides(last.source)],
+        out=[row_strides(first.target), row_strides(last.target)],
+        cos_stride=item_strides(cos)[0],
+        sin_stride=item_strides(sin)[0],
+        table_length=cos.shape[0],
+        query_threads=threads[0],
+        tokens=tokens,
+        heads=heads,
+        groups=groups,
+        slots=slots,
+        rotated_slots=half // pairs,
+        half=half,
+        dim=dim,
+        sign=-1 if inverse else 1,
+    )
     kernel = specialise_rotation(
         rotary.VARLEN if problem.packed else rotary.DENSE,
         config,
@@ -160,4 +160,6 @@ def _step(
     )
     ctas = -(-sum(threads) // config.threads)
     positions = forward_params(problem, replace(layouts, out=layouts.q, lse=None))
-    return step_of(kernel, ctas, planner.slots, positions, params[()], **places)
+    places = {"x0": first.source_slot, "x1": last.source_slot}
+    places |= {"out0": first.target_slot, "out1": last.target_slot}
+    return step_of(kernel, ctas, planner.slots, positions, params, **places)
