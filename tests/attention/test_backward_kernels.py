@@ -56,9 +56,7 @@ FLOAT_HEAD_DIMS = wider([(24, 40)], [(1, 3), (65, 128), (64, 64), (136, 72), (8,
 @pytest.mark.parametrize("head_dims", FLASH_HEAD_DIMS, ids=str)
 @examples(3)
 @given(data=st.data())
-def test_flash_within_bounds_of_the_reference(
-    head_dims: tuple[int, int], deterministic: bool, data: st.DataObject
-):
+def test_flash_within_bounds_of_the_reference(head_dims, deterministic, data):
     problems = attention_problems(
         head_dims=(head_dims,), dtypes=("float16",), options=RUN_TIME_OPTIONS, largest=LONGEST,
         **FRUGAL,
@@ -78,9 +76,7 @@ def test_flash_within_bounds_of_the_reference(
         **FRUGAL,
     )
 )
-def test_flash_options_within_bounds_of_the_reference(
-    deterministic: bool, problem: AttentionProblem
-):
+def test_flash_options_within_bounds_of_the_reference(deterministic, problem):
     check(problem, "flash", deterministic=deterministic)
 
 
@@ -111,9 +107,7 @@ def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem
         **FRUGAL,
     )
 )
-def test_float_flash_options_within_bounds_of_the_reference(
-    deterministic: bool, problem: AttentionProblem
-):
+def test_float_flash_options_within_bounds_of_the_reference(deterministic, problem):
     check(problem, "flash", deterministic=deterministic)
 
 
@@ -177,9 +171,7 @@ OTHERS = [each for each in pairs(CALLS, SHAPES, (False, True)) if each[2]]
     mostly_deep([*OF_OWN_DTYPE, *OTHERS], [OF_OWN_DTYPE[3], OF_OWN_DTYPE[12]]),
     ids=str,
 )
-def test_dbias_of_every_broadcast(
-    call: tuple[str, bool], shape: tuple[int, ...], other_dtype: bool
-):
+def test_dbias_of_every_broadcast(call, shape, other_dtype):
     dtype, deterministic = call
     bias_dtype = {"float16": "float32", "float32": "float16"}[dtype] if other_dtype else dtype
     problem = with_every_option(dtype, bias=(shape, bias_dtype), B=2)
@@ -369,14 +361,7 @@ def test_masks_that_end_one_score_within_a_tile(name: str):
     ),
     ctas=st.sampled_from((1, 7, 512)),
 )
-def test_any_broadcast_is_within_the_bounds(
-    sizes: tuple[int, int, int, tuple[int, int]],
-    head_dims: tuple[int, int],
-    broadcasts: tuple[bool, ...],
-    dtype: str,
-    options: dict[str, Any],
-    ctas: int,
-):
+def test_any_broadcast_is_within_the_bounds(sizes, head_dims, broadcasts, dtype, options, ctas):
     batch, sq, sk, (heads, kv_heads) = sizes
     extents = (batch, heads, sq, sk)
     shape = tuple(1 if one else n for one, n in zip(broadcasts, extents, strict=True))

@@ -161,9 +161,7 @@ def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.
     accumulate=st.booleans(),
     given_names=st.sets(st.sampled_from(GRADIENTS), min_size=1),
 )
-def test_grads_are_written_into_any_strides(
-    problem: AttentionProblem, accumulate: bool, given_names: set[str]
-):
+def test_grads_are_written_into_any_strides(problem, accumulate, given_names):
     """Every item written or added to, nothing beside them; added before the one rounding."""
     arrays, options = inputs(problem)
     expected = run(arrays, options, "flash", deterministic=True)
@@ -307,9 +305,7 @@ def without_digits() -> st.SearchStrategy[dict[str, Any]]:
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 @examples(4)
 @given(options=without_digits())
-def test_no_weight_exceeds_one_where_lse_has_no_digits(
-    dtype: str, deterministic: bool, options: dict[str, Any]
-):
+def test_no_weight_exceeds_one_where_lse_has_no_digits(dtype, deterministic, options):
     problem = AttentionProblem(B=1, Sq=40, Sk=72, H=2, G=2, D=24, Dv=40, dtype=dtype)
     out, lse = reference.attention(*problem.arrays(), **options)
     results = out.astype(dtype), lse.astype(np.float32)

@@ -195,9 +195,7 @@ def test_more_heads_than_the_grid_has_rows():
     integer_dtype=st.sampled_from((np.int32, np.int64)),
     stride=st.sampled_from((1, 2, -1)),
 )
-def test_batch_integers_of_any_width_and_stride(
-    problem: AttentionProblem, integer_dtype: Any, stride: int
-):
+def test_batch_integers_of_any_width_and_stride(problem, integer_dtype, stride):
     """Both arrays of integers, as views: the same result as the same numbers one by one."""
     rng = np.random.default_rng(problem.seed)
     used = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]

@@ -182,9 +182,7 @@ def test_rows_without_keys_have_no_gradient():
     [{"B": 0}, {"Sq": 0}, {"Sk": 0}, {"Sq": 0, "Sk": 0}, {"H": 0, "G": 0}, {"H": 0}],
     ids=str,
 )
-def test_empty_problems_have_empty_results_and_zero_gradients(
-    implementation: str, empty: dict[str, int]
-):
+def test_empty_problems_have_empty_results_and_zero_gradients(implementation, empty):
     extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 24, "Dv": 40, **empty}
     problem = AttentionProblem(**extents, dtype="float16")
     out, lse = run(problem, implementation)

@@ -240,10 +240,8 @@ def _float32_plan(
     strides = problem.block_modifier_strides
     row = backward.dkdv_row(arch, *dims, in_tiles)
     lists = block_lists(problem, planner, rows=row.tile_q, keys=row.tile_k, of_keys=True)
-    delta = backward.delta(dtype, dims[1])
-    if packed:
-        zeroed_dim = dims[0] if one_pass and not accumulate else 0
-        delta = backward.delta_varlen(dtype, dims[1], zeroed_dim)
+    zeroed_dim = dims[0] if one_pass and not accumulate else 0
+    delta = backward.delta(dtype, dims[1], zeroed_dim if packed else None)
     dkdv = backward.dkdv(arch, dtype, *dims, vec, one_pass, in_tiles, written, packed)
     key_ctas = problem.kv_heads * problem.key_tiles(row.tile_k)
     places["block_lists"] = lists.slot  # type: ignore[assignment]
@@ -274,8 +272,7 @@ def _float32_plan(
         values = params, *problem.modifier_strides
         steps.append(step_of(kernel, item_ctas, slots, *values, **scratch))
     if laid.dsinks is not None:
-        of_sinks = backward.dsinks_varlen if packed else backward.dsinks
-        kernel = of_sinks(laid.dsinks.dtype.name)
+        kernel = backward.dsinks(laid.dsinks.dtype.name, packed)
         steps.append(step_of(kernel, problem.heads, slots, params, **scratch))
     # (Of packed rows those that belong to a sequence are zeroed, by the kernel of delta.)
     dense_sums = one_pass and not rounded and not packed

@@ -167,13 +167,13 @@ def _decode_steps(
 def _float32_steps(
     choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
 ) -> list[Step]:
-    problem, options = choice.problem, choice.options
+    problem, options, forward = choice.problem, choice.options, float32.forward
     shape = traits.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
     if choice.splits > 1:
-        kernel = float32.forward.split(*shape, options._replace(sinks="void"))
+        kernel = forward.flash(*shape, options._replace(sinks="void"), forward.SPLIT)
         return _split_steps(choice, planner, kernel)
-    specialise = float32.forward.varlen if problem.packed else float32.forward.flash
-    return _whole_steps(choice, planner, specialise(*shape, options))
+    spec = forward.VARLEN if problem.packed else forward.KERNEL
+    return _whole_steps(choice, planner, forward.flash(*shape, options, spec))
 
 
 def _tensor_core_steps(
@@ -188,11 +188,10 @@ def _tensor_core_steps(
         kernel = forward.rotary(*shape, options, *tables)
         return _whole_steps(choice, planner, kernel, _tables(problem))
     if choice.splits > 1:
-        kernel = forward.split(*shape, options._replace(sinks="void"), row)
+        kernel = forward.flash(*shape, options._replace(sinks="void"), row, forward.SPLIT)
         return _split_steps(choice, planner, kernel)
-    if problem.packed:
-        return _whole_steps(choice, planner, forward.varlen(*shape, options))
-    return _whole_steps(choice, planner, forward.flash(*shape, options, row))
+    spec = forward.VARLEN if problem.packed else forward.KERNEL
+    return _whole_steps(choice, planner, forward.flash(*shape, options, row, spec))
 
 
 _STEPS: Mapping[str, Any] = {

@@ -470,7 +470,8 @@ def _prefill_kernel(
         return tensor_core.forward.paged(traits.arch, dim, vec, options, cache), row.tile_q
     vec = _together(problem, laid, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(traits.arch, dim, dim).tile_q
-    return float32.forward.paged(traits.arch, dtype, dim, vec, options, cache), tile_q
+    shape = traits.arch, dtype, dim, dim, vec, options
+    return float32.forward.flash(*shape, float32.forward.PAGED, cache), tile_q
 
 
 def _together(problem: PagedProblem, laid: PagedArrays[Layout], items: int) -> int:

@@ -178,17 +178,19 @@ CTA_ROWS = 8
 
 
 @cache
-def delta(dtype: str, head_dim_v: int) -> Specialisation:
-    """Specialise the kernel of delta."""
-    return DELTA_KERNEL.specialise(threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v)
+def delta(dtype: str, head_dim_v: int, zeroed_dim: int | None = None) -> Specialisation:
+    """Specialise the kernel of delta; with `zeroed_dim` that of packed sequences.
 
-
-@cache
-def delta_varlen(dtype: str, head_dim_v: int, zeroed_dim: int) -> Specialisation:
-    """Specialise that of packed sequences, which zeroes as many items of each row of dq."""
-    return DELTA_VARLEN_KERNEL.specialise(
-        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v, ZEROED_DIM=zeroed_dim
-    )
+    The latter zeroes that many items of each row of dq.
+    """
+    shape: dict[str, Any] = {
+        "threads": CTA_ROWS * WARP_SIZE,
+        "DTYPE": dtype,
+        "HEAD_DIM_V": head_dim_v,
+    }
+    if zeroed_dim is None:
+        return DELTA_KERNEL.specialise(**shape)
+    return DELTA_VARLEN_KERNEL.specialise(**shape, ZEROED_DIM=zeroed_dim)
 
 
 @cache
@@ -293,15 +295,10 @@ _DSINKS_THREADS = 256  # of a CTA, which has one head and reads its rows once
 
 
 @cache
-def dsinks(dtype: str) -> Specialisation:
+def dsinks(dtype: str, packed: bool = False) -> Specialisation:
     """Specialise the kernel of the gradient of sinks of that dtype."""
-    return DSINKS_KERNEL.specialise(threads=_DSINKS_THREADS, SINKS=dtype)
-
-
-@cache
-def dsinks_varlen(dtype: str) -> Specialisation:
-    """Specialise the kernel of the gradient of sinks of that dtype, of packed sequences."""
-    return DSINKS_VARLEN_KERNEL.specialise(threads=_DSINKS_THREADS, SINKS=dtype)
+    kernel = DSINKS_VARLEN_KERNEL if packed else DSINKS_KERNEL
+    return kernel.specialise(threads=_DSINKS_THREADS, SINKS=dtype)
 
 
 def _macros(
@@ -337,7 +334,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield delta(dtype, head_dim)
         if dtype != "float32":
             yield convert(dtype, head_dim)
-        yield delta_varlen(dtype, head_dim, head_dim if dtype == "float32" else 0)
+        yield delta(dtype, head_dim, head_dim if dtype == "float32" else 0)
     ways = [(dtype, one_pass) for dtype in DTYPES for one_pass in (True, False)]
     for (dtype, one_pass), head_dim, vec in pairs(ways, dims, (VECTOR_ITEMS, 1)):
         for packed in (False, True):
@@ -350,7 +347,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         for row in rows_for(DBIAS, arch).values():
             yield dbias(dtype, MAX_HEAD_DIM, MAX_HEAD_DIM, everything, row)
         yield dsinks(dtype)
-        yield dsinks_varlen(dtype)
+        yield dsinks(dtype, packed=True)
     for options in (EVERYTHING, FlashOptions(bias="float32")):
         for one_pass in (True, False):
             for packed in (False, True):

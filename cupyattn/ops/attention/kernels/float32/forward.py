@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
@@ -89,56 +88,20 @@ def flash_row(arch: int, head_dim: int, head_dim_v: int) -> FloatFlashConfig:
 
 @cache
 def flash(
-    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
-) -> Specialisation:
-    """Specialise the float32 flash kernel; `vec` is 4 where rows are aligned to it, otherwise 1."""
-    row = flash_row(arch, head_dim, head_dim_v)
-    return _specialise(KERNEL, row, dtype, (head_dim, head_dim_v), vec, options)
-
-
-@cache
-def varlen(
-    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
-) -> Specialisation:
-    """Specialise the kernel of packed sequences."""
-    row = flash_row(arch, head_dim, head_dim_v)
-    return _specialise(VARLEN, row, dtype, (head_dim, head_dim_v), vec, options)
-
-
-@cache
-def split(
-    arch: int, dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
-) -> Specialisation:
-    """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
-    row = flash_row(arch, head_dim, head_dim_v)
-    return _specialise(SPLIT, row, dtype, (head_dim, head_dim_v), vec, options)
-
-
-@cache
-def paged(
     arch: int,
     dtype: str,
     head_dim: int,
+    head_dim_v: int,
     vec: int,
     options: FlashOptions = PLAIN,
+    spec: KernelSpec = KERNEL,
     cache: str | None = None,
 ) -> Specialisation:
-    """Specialise the kernel over a paged cache: of `dtype`, or of that of integers."""
-    row = flash_row(arch, head_dim, head_dim)
-    dims = head_dim, head_dim
-    return _specialise(PAGED, row, dtype, dims, vec, options, CACHE=cache or dtype)
+    """Specialise one of `KERNELS`; `vec` is 4 where rows are aligned to it, otherwise 1.
 
-
-def _specialise(
-    spec: KernelSpec,
-    row: FloatFlashConfig,
-    dtype: str,
-    dims: tuple[int, int],
-    vec: int,
-    options: FlashOptions,
-    **macros: Any,
-) -> Specialisation:
-    head_dim, head_dim_v = dims
+    `cache` is the dtype of the caches of PAGED, if they are integers.
+    """
+    row = flash_row(arch, head_dim, head_dim_v)
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
@@ -152,7 +115,7 @@ def _specialise(
         PAIRS=row.pairs,
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
-        **macros,
+        **({"CACHE": cache or dtype} if spec is PAGED else {}),
         **option_macros(options),
     )
 
@@ -174,16 +137,15 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, dtype, head_dim, head_dim, vec)
     for options in EACH_OPTION:
         yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options)
-    for number, head_dim in enumerate(rows_for(FLASH, arch)):  # in turns
-        turn = DTYPES[number % 2], VECTOR_ITEMS if number % 3 else 1
-        yield paged(arch, turn[0], head_dim, turn[1])
-        yield varlen(arch, turn[0], head_dim, head_dim, turn[1])
-        yield split(arch, turn[0], head_dim, head_dim, turn[1])
+    for number, head_dim in enumerate(rows_for(FLASH, arch)):
+        dtype, vec = DTYPES[number % 2], VECTOR_ITEMS if number % 3 else 1
+        for spec in (PAGED, VARLEN, SPLIT):
+            yield flash(arch, dtype, head_dim, head_dim, vec, spec=spec)
     for options in EACH_PAGED_OPTION:
-        yield paged(arch, "float32", 64, VECTOR_ITEMS, options)
+        yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options, PAGED)
     for dtype, head_dim, vec, integers in pairs(
         DTYPES, rows_for(FLASH, arch), (VECTOR_ITEMS, 1), INTEGER_BITS
     ):
-        yield paged(arch, dtype, head_dim, vec, cache=integers)
+        yield flash(arch, dtype, head_dim, head_dim, vec, spec=PAGED, cache=integers)
     for options in EACH_OPTION:
-        yield varlen(arch, "float32", 64, 64, VECTOR_ITEMS, options)
+        yield flash(arch, "float32", 64, 64, VECTOR_ITEMS, options, VARLEN)

@@ -271,76 +271,16 @@ def flash(
     vec: int,
     options: FlashOptions = PLAIN,
     row: FlashConfig | None = None,
-) -> Specialisation:
-    """Specialise the tensor-core kernel; `vec` is 8 where rows are aligned to 16 bytes, or 1.
-
-    The row is that of the table, unless another admissible one is given.
-    """
-    row = row or flash_row(arch, head_dim, head_dim_v, options)
-    return _specialise(KERNEL, row, head_dim, head_dim_v, vec, options)
-
-
-@cache
-def varlen(
-    arch: int, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions = PLAIN
-) -> Specialisation:
-    """Specialise the kernel of packed sequences."""
-    row = flash_row(arch, head_dim, head_dim_v, options)
-    return _specialise(VARLEN, row, head_dim, head_dim_v, vec, options)
-
-
-@cache
-def rotary(
-    arch: int,
-    head_dim: int,
-    head_dim_v: int,
-    vec: int,
-    options: FlashOptions = PLAIN,
-    table: str = "float32",
-    interleaved: bool = False,
-    packed: bool = False,
-) -> Specialisation:
-    """Specialise the kernel that rotates queries by tables of that dtype."""
-    row = flash_row(arch, head_dim, head_dim_v, options)
-    of_tables = {"TABLE": table, "INTERLEAVED": cpp_bool(interleaved)}
-    spec = ROTARY_VARLEN if packed else ROTARY
-    return _specialise(spec, row, head_dim, head_dim_v, vec, options, **of_tables)
-
-
-@cache
-def split(
-    arch: int,
-    head_dim: int,
-    head_dim_v: int,
-    vec: int,
-    options: FlashOptions = PLAIN,
-    row: FlashConfig | None = None,
-) -> Specialisation:
-    """Specialise the kernel of whose CTAs several share the keys of a tile of rows."""
-    row = row or flash_row(arch, head_dim, head_dim_v, options)
-    return _specialise(SPLIT, row, head_dim, head_dim_v, vec, options)
-
-
-@cache
-def paged(
-    arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN, cache: str = "float16"
-) -> Specialisation:
-    """Specialise the kernel over a paged cache of that dtype."""
-    row = paged_row(arch, head_dim, cache)
-    return _specialise(PAGED, row, head_dim, head_dim, vec, options, CACHE=cache)
-
-
-def _specialise(
-    spec: KernelSpec,
-    row: FlashConfig,
-    head_dim: int,
-    head_dim_v: int,
-    vec: int,
-    options: FlashOptions,
+    spec: KernelSpec = KERNEL,
     **macros: Any,
 ) -> Specialisation:
-    own = spec if options.modified is None else modified(spec, options.modified)
-    return own.specialise(
+    """Specialise one of `KERNELS`; `vec` is 8 where rows are aligned to 16 bytes, or 1.
+
+    The row is that of the table, unless another admissible one is given. `macros` are those that
+    kernels of rotary or of a paged cache have besides.
+    """
+    row = row or flash_row(arch, head_dim, head_dim_v, options)
+    return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
@@ -357,6 +297,30 @@ def _specialise(
         **macros,
         **option_macros(options),
     )
+
+
+def rotary(
+    arch: int,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    table: str = "float32",
+    interleaved: bool = False,
+    packed: bool = False,
+) -> Specialisation:
+    """Specialise the kernel that rotates queries by tables of that dtype."""
+    macros = {"TABLE": table, "INTERLEAVED": cpp_bool(interleaved)}
+    spec = ROTARY_VARLEN if packed else ROTARY
+    return flash(arch, head_dim, head_dim_v, vec, options, spec=spec, **macros)
+
+
+def paged(
+    arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN, cache: str = "float16"
+) -> Specialisation:
+    """Specialise the kernel over a paged cache of that dtype."""
+    row = paged_row(arch, head_dim, cache)
+    return flash(arch, head_dim, head_dim, vec, options, row, PAGED, CACHE=cache)
 
 
 def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
@@ -396,18 +360,18 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, 64, 64, vec, options)
     for head_dim in rows_for(FLASH, arch):
         yield paged(arch, head_dim, vec)
-        yield varlen(arch, head_dim, head_dim, vec)
+        yield flash(arch, head_dim, head_dim, vec, spec=VARLEN)
         yield rotary(arch, head_dim, head_dim, vec)
-        yield split(arch, head_dim, head_dim, vec)
-    yield split(arch, 64, 64, vec, FlashOptions(dropout=True))
+        yield flash(arch, head_dim, head_dim, vec, spec=SPLIT)
+    yield flash(arch, 64, 64, vec, FlashOptions(dropout=True), spec=SPLIT)
     yield paged(arch, 64, 1)
     yield rotary(arch, 64, 64, 1, table="float16")
     yield rotary(arch, 64, 64, vec, interleaved=True)
     for head_dim in (64, 128):
         yield rotary(arch, head_dim, head_dim, vec, packed=True)
-    yield varlen(arch, 64, 64, 1)
+    yield flash(arch, 64, 64, 1, spec=VARLEN)
     for options in EACH_OPTION:
-        yield varlen(arch, 64, 64, vec, options)
+        yield flash(arch, 64, 64, vec, options, spec=VARLEN)
     for options in EACH_PAGED_OPTION:
         yield paged(arch, 64, vec, options)
     for integers in INTEGER_BITS:
