@@ -15,7 +15,7 @@ from cupyattn.ops.attention.checks import (
     reference_options,
 )
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.modifiers import python_gradient
+from cupyattn.ops.attention.modifiers import python_function
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import (
     AttentionArrays,
@@ -513,7 +513,7 @@ def attention_backward(
     exact = reference.attention_backward(
         *(on_cpu.dout, on_cpu.q, on_cpu.k, on_cpu.v, on_cpu.out, on_cpu.lse),
         dlse=on_cpu.dlse,
-        score_mod_gradient=python_gradient(score_mod, on_cpu),
+        score_mod_gradient=python_function("score_mod", score_mod, on_cpu, gradient=True),
         **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
     )
     return rounded_gradients(problem, operands.arrays, exact, accumulate)

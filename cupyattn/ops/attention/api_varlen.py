@@ -18,7 +18,7 @@ from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
 from cupyattn.ops.attention.forward import attention_forward
-from cupyattn.ops.attention.modifiers import python_gradient
+from cupyattn.ops.attention.modifiers import python_function
 from cupyattn.ops.attention.options import DropoutSeed
 from cupyattn.ops.attention.problem import (
     AttentionArrays,
@@ -384,7 +384,9 @@ def attention_varlen_backward(
     device = device_of(operands)
     if device is None:
         options = {
-            "score_mod_gradient": python_gradient(score_mod, operands.arrays),
+            "score_mod_gradient": python_function(
+                "score_mod", score_mod, operands.arrays, gradient=True
+            ),
             **reference_options(problem, operands.arrays, seed, score_mod, mask_mod),
         }
         return _backward_on_cpu(problem, operands.arrays, options, accumulate)

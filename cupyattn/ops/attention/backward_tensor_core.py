@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.attention.block_mask import BlockLists, block_lists
+from cupyattn.ops.attention.block_mask import NO_LISTS, block_lists
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_STATES
 from cupyattn.ops.attention.kernels.options import PLAIN_BACKWARD, BackwardOptions
 from cupyattn.ops.attention.kernels.tensor_core import (
@@ -40,6 +40,7 @@ from cupyattn.runtime.arrays import Layout, contiguous
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Step
+from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import round_up
 
@@ -146,24 +147,34 @@ def tensor_core_plan(
     deterministic: bool,
     accumulate: bool,
 ) -> Plan:
-    """Plan the backward."""
-    arch = traits.arch
+    """Plan the row statistics, dsinks, the range of ds, dk and dv, dq, and a summed dbias."""
+    arch, packed = traits.arch, problem.packed
+    dims = problem.head_dim, problem.head_dim_v
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS)
     laid: AttentionBackwardArrays[Layout] = with_results(problem, outputs)
     rows, dbias = _countable_rows(problem), laid.dbias
     score_vec = _score_items(problem, _score_arrays(problem, dbias))
     summed = _summed_dbias(problem, arch, dbias, score_vec, accumulate)
-
     options = _options(problem, dbias, score_vec, summed, accumulate)
+
+    of_keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
+    of_rows = backward_dq.dq_row(arch, *dims, options.dq)  # its kernel is in deterministic calls
+    delta_ctas = _ctas_of_delta(problem, rows)
+    key_ctas = problem.kv_heads * problem.key_tiles(of_keys.tile_keys)
+    row_ctas = problem.heads * problem.query_tiles(of_rows.tile_rows) if deterministic else 0
     scratch: dict[str, int | None] = {
         "stats": planner.scratch(2 * rows),
-        "sizes": planner.scratch(2 * _ctas_of_delta(problem, rows)),
+        "sizes": planner.scratch(2 * delta_ctas),
         "scales": planner.scratch(2 * problem.batch * problem.heads),
-        "cta_scales": planner.scratch(max(_gradient_ctas(problem, arch, options, deterministic))),
+        "cta_scales": planner.scratch(max(key_ctas, row_ctas)),
         "dq_acc": None,
         "zeroed": None,
     }
-    lists = _lists(problem, planner, arch, options, deterministic)
+    key_tile = of_keys.tile_q, of_keys.tile_keys, of_keys.warp_keys
+    key_lists, row_lists = block_lists(problem, planner, *key_tile, of_keys=True), NO_LISTS
+    if deterministic:
+        row_tile = of_rows.tile_rows, of_rows.tile_k, of_rows.warp_rows
+        row_lists = block_lists(problem, planner, *row_tile)
     if summed and summed.scratch:
         scratch["scratch"] = planner.scratch(math.prod(summed.target.shape))
     sums = 0 if deterministic else rows * round_up(problem.head_dim, 8)
@@ -178,40 +189,41 @@ def tensor_core_plan(
         zeroed=sums,
         rows_padded=_scratch_rows(problem)[1],
     )
+    gradient = gradient_params(problem, params)
     vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, _VECTOR_ARRAYS)
-    call = _Call(problem, planner.slots, scratch, arch, vec, params)
-    steps = [
-        *_row_steps(call, rows, laid.dsinks),
-        *_gradient_steps(call, options, lists, rows, deterministic),
+    shape, values = (arch, *dims, vec), (gradient, *problem.block_modifier_strides)
+
+    def step(kernel: Specialisation, ctas: int, *values: Any, **places: int | None) -> Step:
+        return step_of(kernel, ctas, planner.slots, *values, **{**scratch, **places})
+
+    steps = [step(passes.delta(dims[1], vec, packed), delta_ctas, gradient)]
+    if laid.dsinks is not None:  # of statistics that are not scaled yet
+        steps.append(step(passes.dsinks(laid.dsinks.dtype.name), problem.heads, params))
+    scales = passes.scales(dims[1], packed)
+    dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, packed)
+    steps += [
+        step(scales, problem.batch * problem.kv_heads, gradient),
+        *key_lists.steps,
+        step(dkdv, key_ctas, *values, block_lists=key_lists.slot),
     ]
+    if deterministic:
+        dq = backward_dq.dq(*shape, options.dq, packed)
+        steps += [*row_lists.steps, step(dq, row_ctas, *values, block_lists=row_lists.slot)]
+    else:
+        convert = passes.convert(problem.head_dim, vec, packed)
+        steps.append(step(convert, -(-rows // passes.ROW_PAD), gradient))
     if dbias is not None and summed is not None:
-        steps += _dbias_steps(call, planner, options, dbias, summed, accumulate)
+        of_dbias = options.summed_dbias
+        kernel = backward_summed_dbias.summed_dbias(*shape, of_dbias, packed)
+        numbers = *summed.shares, *strides_of(of_dbias.modified, problem.layouts)
+        places = {"dbias": scratch["scratch"]} if summed.scratch else {}
+        steps.append(step(kernel, summed.ctas, gradient, *numbers, **places))
+        if summed.scratch:
+            steps.append(sum_step(problem, dbias, summed.target, accumulate, planner, **scratch))
     # Tiles that no query sees are skipped, and with them their part of dbias.
     skipped = dbias is not None and summed is None and not accumulate
     zero_first = [planner.slots.dbias] if skipped else []
     return planner.plan(*steps, zero_first=zero_first, zero_new=accumulate)
-
-
-class _Call(NamedTuple):
-    """The arguments that the launches of one call share."""
-
-    problem: AttentionProblem
-    slots: Any
-    scratch: dict[str, int | None]
-    arch: int
-    vec: int
-    params: Any
-    """The C struct BackwardParams."""
-
-    @property
-    def dims(self) -> tuple[int, int]:
-        """D and Dv."""
-        return self.problem.head_dim, self.problem.head_dim_v
-
-    @property
-    def gradient(self) -> Any:
-        """The C struct of kernels that take packed sequences too."""
-        return gradient_params(self.problem, self.params)
 
 
 def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
@@ -247,77 +259,6 @@ def _countable_rows(problem: AttentionProblem) -> int:
             "split the batch over several calls",
         )
     return rows
-
-
-def _row_steps(call: _Call, rows: int, dsinks: Layout | None) -> list[Step]:
-    """Return the launches for the row statistics, for dsinks, and for the range of ds.
-
-    The last one scales the statistics, so dsinks takes them before.
-    """
-    problem, slots, scratch = call.problem, call.slots, call.scratch
-    head_dim_v, packed = problem.head_dim_v, problem.packed
-    delta, ctas = passes.delta(head_dim_v, call.vec, packed), _ctas_of_delta(problem, rows)
-    steps = [step_of(delta, ctas, slots, call.gradient, **scratch)]
-    if dsinks is not None:
-        of_sinks = passes.dsinks(dsinks.dtype.name)
-        steps.append(step_of(of_sinks, problem.heads, slots, call.params, **scratch))
-    scales, ctas = passes.scales(head_dim_v, packed), problem.batch * problem.kv_heads
-    return [*steps, step_of(scales, ctas, slots, call.gradient, **scratch)]
-
-
-def _gradient_steps(
-    call: _Call,
-    options: _Options,
-    lists: tuple[BlockLists, ...],
-    rows: int,
-    deterministic: bool,
-) -> list[Step]:
-    """Return the launches for dk, dv and dq."""
-    problem, slots, scratch = call.problem, call.slots, call.scratch
-    shape, packed = (call.arch, *call.dims, call.vec), problem.packed
-    values = call.gradient, *problem.block_modifier_strides
-    key_ctas, *row_ctas = _gradient_ctas(problem, call.arch, options, deterministic)
-    dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, packed)
-    of_keys = {**scratch, "block_lists": lists[0].slot}
-    steps = [*lists[0].steps, step_of(dkdv, key_ctas, slots, *values, **of_keys)]
-    if not deterministic:
-        convert = passes.convert(problem.head_dim, call.vec, packed)
-        ctas = -(-rows // passes.ROW_PAD)
-        return [*steps, step_of(convert, ctas, slots, call.gradient, **scratch)]
-    dq = backward_dq.dq(*shape, options.dq, packed)
-    of_rows = {**scratch, "block_lists": lists[1].slot}
-    return [*steps, *lists[1].steps, step_of(dq, row_ctas[0], slots, *values, **of_rows)]
-
-
-def _gradient_ctas(
-    problem: AttentionProblem, arch: int, options: _Options, deterministic: bool
-) -> list[int]:
-    """Return the CTAs of the kernel of dk and dv, and of that of dq if there is one."""
-    dims = problem.head_dim, problem.head_dim_v
-    keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic).tile_keys
-    ctas = [problem.kv_heads * problem.key_tiles(keys)]
-    if deterministic:
-        rows = backward_dq.dq_row(arch, *dims, options.dq).tile_rows
-        ctas.append(problem.heads * problem.query_tiles(rows))
-    return ctas
-
-
-def _lists(
-    problem: AttentionProblem,
-    planner: AttentionPlanner,
-    arch: int,
-    options: _Options,
-    deterministic: bool,
-) -> tuple[BlockLists, ...]:
-    """Plan a block mask's lists for the kernel of dk and dv, and for that of dq if there is one."""
-    dims = problem.head_dim, problem.head_dim_v
-    row = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
-    sizes = row.tile_q, row.tile_keys, row.warp_keys
-    lists = block_lists(problem, planner, *sizes, of_keys=True)
-    if not deterministic:
-        return (lists,)
-    dq = backward_dq.dq_row(arch, *dims, options.dq)
-    return lists, block_lists(problem, planner, dq.tile_rows, dq.tile_k, dq.warp_rows)
 
 
 def _options(
@@ -385,25 +326,3 @@ def _summed_dbias(
     dims = problem.head_dim, problem.head_dim_v
     row = backward_summed_dbias.summed_dbias_row(arch, *dims, score_vec)
     return shared_out(problem, dbias, row, accumulate)
-
-
-def _dbias_steps(
-    call: _Call,
-    planner: AttentionPlanner,
-    options: _Options,
-    dbias: Layout,
-    summed: SummedDbias,
-    accumulate: bool,
-) -> list[Step]:
-    """Return the launches for the gradient of a bias that broadcasts."""
-    problem, of_kernel = call.problem, options.summed_dbias
-    shape = call.arch, *call.dims, call.vec
-    kernel = backward_summed_dbias.summed_dbias(*shape, of_kernel, problem.packed)
-    values = call.gradient, *summed.shares, *strides_of(of_kernel.modified, problem.layouts)
-    places = {**call.scratch}
-    if summed.scratch:
-        places["dbias"] = places["scratch"]
-    steps = [step_of(kernel, summed.ctas, call.slots, *values, **places)]
-    if summed.scratch:
-        steps.append(sum_step(problem, dbias, summed.target, accumulate, planner, **call.scratch))
-    return steps

@@ -50,22 +50,7 @@ from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.value_checks import on_host
 
-EMPTY, PARTIAL, FULL = range(3)
-"""The states of a tile: no, some or all of its scores are seen."""
-
 _PAIR = 2  # words
-
-
-def tiles_shape(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return the shape of the tiles of scores (B, H, Sq, Sk).
-
-    Examples
-    --------
-    >>> tiles_shape((2, 1, 16, 17))
-    (2, 1, 1, 2)
-    """
-    batch, heads, sq, sk = shape
-    return batch, heads, -(-sq // TILE), -(-sk // TILE)
 
 
 @dataclass(slots=True)
@@ -73,12 +58,6 @@ class BlockMaskArrays(Record[T]):
     """The arrays of one call of block_mask, besides those of the expression."""
 
     tiles: T | None = None
-
-
-def require_block_mask(function: UserFunction, operands: Operands[Any], *, on_cpu: bool) -> None:
-    """Raise unless the arrays of a mask_mod can be read."""
-    layouts = layouts_of(type(operands.arrays), operands.description)
-    require_valid_arrays(UserFunctions(mask_mod=function), layouts, on_cpu=on_cpu)
 
 
 def run_block_mask(
@@ -108,7 +87,7 @@ def _tiles_plan(
     layouts, starts = layouts_of(kind, description), starts_of(kind, description)
     require_item_alignment(given_of(layouts), given_of(starts), kind.SHOWN_AS)
     modifiers = modifiers_of(UserFunctions(mask_mod=function), layouts)
-    tiles = tiles_shape(shape)
+    tiles = *shape[:2], -(-shape[2] // TILE), -(-shape[3] // TILE)
     count = math.prod(tiles)
     values = count, *shape[1:], *strides_of(modifiers, layouts)
     planner = Planner(kind, layouts, {"tiles": Output(tiles, np.dtype(np.uint8))})
@@ -349,22 +328,25 @@ def block_mask(
     own = arrays_of("mask_mod", mask_mod)
     operands = adopt(with_arrays_of(arrays, UserFunctions(mask_mod=function), own))
     device = _mask_device(operands, mask_mod)
-    require_block_mask(function, operands, on_cpu=device is None)
+    layouts = layouts_of(type(operands.arrays), operands.description)
+    require_valid_arrays(UserFunctions(mask_mod=function), layouts, on_cpu=device is None)
     if device is None:
         python = python_function("mask_mod", mask_mod, operands.arrays)
         return BlockMask(mask_mod, blocks, reference.block_mask(python, shape, TILE))
-    _require_expression(function)
+    if function.expression is None:
+        raise error(
+            NotImplementedError,
+            "mask_mod in block_mask on the emulator, a Python function",
+            "kernels are compiled from a MaskMod",
+            "pass a MaskMod, or leave backend('emulator')",
+        )
     return BlockMask(mask_mod, blocks, run_block_mask(device, function, shape, operands))
 
 
 def _mask_device(operands: Operands[Any], mask_mod: Any) -> Device | None:
     device = device_of(operands)
-    if (
-        device is None
-        and not given_of(operands.arrays)
-        and isinstance(mask_mod, MaskMod)
-        and device_count()
-    ):
+    anywhere = isinstance(mask_mod, MaskMod) and not given_of(operands.arrays)
+    if device is None and anywhere and device_count():
         return cuda_device(load_cupy().cuda.runtime.getDevice())
     return device
 
@@ -379,13 +361,3 @@ def _size(name: str, given: Any) -> int:
             f"pass the {name} of the calls",
         )
     return size
-
-
-def _require_expression(function: UserFunction) -> None:
-    if function.expression is None:
-        raise error(
-            NotImplementedError,
-            "mask_mod in block_mask on the emulator, a Python function",
-            "kernels are compiled of a MaskMod",
-            "pass a MaskMod, or leave backend('emulator')",
-        )

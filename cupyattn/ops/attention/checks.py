@@ -24,11 +24,13 @@ from cupyattn.ops.attention.problem import (
     MAX_LENGTH,
     ROWS_OF_KEYS,
     ROWS_OF_QUERIES,
-    SHOWN_AS,
     AttentionArrays,
     AttentionBackwardArrays,
     AttentionProblem,
     as_batch,
+    forward_outputs,
+    gradient_outputs,
+    require_results,
     whole,
 )
 from cupyattn.ops.attention.values import check_values, require_rotary_positions
@@ -53,7 +55,6 @@ from cupyattn.runtime.checks import (
     require_bool_mask,
     require_contiguous_rows,
     require_dtype,
-    require_output,
     require_rank,
     require_same_dtype,
     require_shape,
@@ -181,16 +182,8 @@ def _cached_problem(
     if isinstance(given, AttentionBackwardArrays):
         _require_gradients(problem, given)
     else:
-        _require_results(problem)
+        require_results(given, forward_outputs(problem, return_lse=True))
     return problem
-
-
-def _require_results(problem: AttentionProblem) -> None:
-    out, lse = problem.given.out, problem.given.lse
-    if out is not None:
-        require_output("out", out, problem.out_shape, problem.dtype)
-    if lse is not None:
-        require_output("lse", lse, problem.lse_shape, problem.lse_dtype)
 
 
 def _require_gradients(problem: AttentionProblem, given: AttentionBackwardArrays[Layout]) -> None:
@@ -209,16 +202,10 @@ def _require_gradients(problem: AttentionProblem, given: AttentionBackwardArrays
             require_shape(name, layouts[name], problem.lse_shape, lse_axes)
             require_contiguous_rows(name, layouts[name])
     for name in BACKWARD_RESULTS:
-        if name in layouts:
-            of = layouts.get(name[1:])
-            if of is None:
-                raise error(
-                    ValueError,
-                    f"{SHOWN_AS[name]} was given",
-                    f"this call has no {name[1:]}",
-                    "leave None there",
-                )
-            require_output(SHOWN_AS[name], layouts[name], of.shape, of.dtype)
+        if name in layouts and name[1:] not in layouts:
+            passed, reason = f"grads.{name} was given", f"this call has no {name[1:]}"
+            raise error(ValueError, passed, reason, "leave None there")
+    require_results(given, gradient_outputs(problem))
 
 
 def described_problem(
@@ -404,7 +391,7 @@ def _require_packed(given: AttentionArrays[Layout]) -> None:
     layouts = given_of(given)
     for name in sorted((ROWS_OF_QUERIES | ROWS_OF_KEYS) & layouts.keys()):
         rows, heads = ("total_q", "H") if name in ROWS_OF_QUERIES else ("total_k", "G")
-        shown = SHOWN_AS.get(name, name)
+        shown = given.SHOWN_AS.get(name, name)
         sums = name in ("lse", "dlse")
         require_rank(shown, layouts[name], f"H {rows}" if sums else f"{rows} {heads} D")
 

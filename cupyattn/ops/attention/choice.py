@@ -188,7 +188,7 @@ def require_kernels(problem: AttentionProblem, table: Implementations, function:
         raise error(
             NotImplementedError,
             f"{option} in {function} on a GPU or the emulator, a Python function",
-            f"kernels are compiled of a {kind}; the CPU path has every option",
+            f"kernels are compiled from a {kind}; the CPU path has every option",
             f"pass {option}=cupyattn.{kind}(...), an expression in CUDA C++, or {_CPU}",
         )
 

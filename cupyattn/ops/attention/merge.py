@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
 from cupyattn.ops.attention.params import row_strides, step_of, sum_strides
-from cupyattn.ops.attention.problem import LSE_DTYPE
+from cupyattn.ops.attention.problem import LSE_DTYPE, Outputs, require_results
 from cupyattn.ops.attention.structs import MERGE_PARAMS, filled
 from cupyattn.runtime.arrays import (
     Array,
@@ -30,7 +30,6 @@ from cupyattn.runtime.checks import (
     require_dtype,
     require_item_alignment,
     require_kernel_dtype,
-    require_output,
     require_rank,
     require_shape,
     require_whole_item_strides,
@@ -65,18 +64,19 @@ class MergeProblem:
     def out(self) -> Output:
         """(B, S, H, D): in the dtype of what was given, otherwise in the wider of both."""
         given = self.layouts.out
-        return Output(self.layouts.out_a.shape, given.dtype if given else self.wider)
-
-    @property
-    def wider(self) -> np.dtype:
-        """The wider dtype of both parts."""
-        kinds = self.layouts.out_a.dtype, self.layouts.out_b.dtype
-        return max(kinds, key=lambda kind: kind.itemsize)
+        parts = self.layouts.out_a, self.layouts.out_b
+        wider = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        return Output(parts[0].shape, given.dtype if given else wider)
 
     @property
     def lse(self) -> Output:
         """(B, H, S)."""
         return Output(self.layouts.lse_a.shape, self.layouts.lse_a.dtype)
+
+    @property
+    def outputs(self) -> Outputs:
+        """Both results."""
+        return {"out": self.out, "lse": self.lse}
 
 
 def merge_problem(operands: Operands[MergeArrays[Array]]) -> MergeProblem:
@@ -112,10 +112,7 @@ def _checked(description: Description) -> MergeProblem:
     in_place = {"out": "out_a", "lse": "lse_a"}
     overlaps = Overlaps.of(layouts, in_place, in_place=in_place)
     problem = MergeProblem(layouts, starts_of(MergeArrays[int], description), overlaps)
-    if layouts.out is not None:
-        require_output("out", layouts.out, *problem.out)
-    if layouts.lse is not None:
-        require_output("lse", layouts.lse, *problem.lse)
+    require_results(layouts, problem.outputs)
     return problem
 
 
@@ -148,7 +145,7 @@ def run_merge(
 def _plan(problem: MergeProblem) -> Plan:
     require_kernel_dtype("out_a", problem.layouts.out_a.dtype)
     require_item_alignment(given_of(problem.layouts), given_of(problem.starts))
-    planner = Planner(MergeArrays, problem.layouts, {"out": problem.out, "lse": problem.lse})
+    planner = Planner(MergeArrays, problem.layouts, problem.outputs)
     laid: Any = replace(
         problem.layouts,
         out=problem.layouts.out or contiguous(*problem.out),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import field, make_dataclass
 from functools import cache, lru_cache
 from numbers import Number
@@ -273,16 +274,6 @@ class _Expression:
             self._require_text("gradient", gradient)
         for name, array in arrays.items():
             _require_usable(kind, name, array)
-        self._set(expression, gradient, python, python_gradient, arrays)
-
-    def _set(
-        self,
-        expression: str,
-        gradient: str | None,
-        python: Callable[..., Any] | None,
-        python_gradient: Callable[..., Any] | None,
-        arrays: Mapping[str, Array],
-    ) -> None:
         self.expression, self.gradient = expression, gradient
         self.python, self.python_gradient = python, python_gradient
         self.arrays = dict(arrays)
@@ -298,14 +289,11 @@ class _Expression:
         `rewrite` is given each text and its name in compilation errors. What it returns may have
         directives, such as #line: the expressions of users, which were checked, may not.
         """
-        made = object.__new__(type(self))
-        made._set(
-            rewrite(self.expression, self.option),
-            self.gradient and rewrite(self.gradient, f"{self.option}'s gradient"),
-            python(self.python),
-            python(self.python_gradient),
-            arrays,
-        )
+        made = copy(self)
+        made.expression = rewrite(self.expression, self.option)
+        made.gradient = self.gradient and rewrite(self.gradient, f"{self.option}'s gradient")
+        made.python, made.python_gradient = python(self.python), python(self.python_gradient)
+        made.arrays = dict(arrays)
         return made
 
     def _require_text(self, name: str, text: Any) -> None:
@@ -517,27 +505,10 @@ def arrays_of(option: str, given: Any) -> dict[str, Array]:
     return {parameter_name(option, name): array for name, array in arrays.items()}
 
 
-def python_function(option: str, given: Any, arrays: Record[Any]) -> Any:
-    """Return what NumPy arrays run: a function of the names that it documents, checked.
+def python_function(option: str, given: Any, arrays: Record[Any], *, gradient: bool = False) -> Any:
+    """Return what NumPy arrays run, or the gradient of that: a function that is checked.
 
-    Raises
-    ------
-    NotImplementedError
-        If there is an expression alone.
-    """
-    if given is None:
-        return None
-    own = {
-        name: getattr(arrays, parameter_name(option, name)) for name in getattr(given, "arrays", ())
-    }
-    function = given.python if isinstance(given, _Expression) else given
-    if function is None:
-        raise _without_python(option, given, "python=")
-    return _checked_result(option, function, own)
-
-
-def python_gradient(given: Any, arrays: Record[Any]) -> Any:
-    """Return what NumPy arrays run for the gradient of a score_mod, checked.
+    Its arguments are those that `ScoreMod` and `MaskMod` document.
 
     Raises
     ------
@@ -546,21 +517,22 @@ def python_gradient(given: Any, arrays: Record[Any]) -> Any:
     """
     if given is None:
         return None
-    function = getattr(given, "python_gradient", None)
+    if isinstance(given, _Expression):
+        function = given.python_gradient if gradient else given.python
+    else:
+        function = None if gradient else given
     if function is None:
-        raise _without_python("score_mod", given, "python=(function, gradient)")
-    own = {name: getattr(arrays, parameter_name("score_mod", name)) for name in given.arrays}
-    return _checked_result("score_mod's gradient", function, own)
-
-
-def _without_python(option: str, given: Any, wanted: str) -> NotImplementedError:
-    kind = "ScoreMod" if option == "score_mod" else "MaskMod"
-    return error(
-        NotImplementedError,
-        f"{option} = {given!r} on NumPy arrays",
-        "those run a Python function, and CuPy arrays and the emulator the expression",
-        f"give {kind} {wanted} as well, or run it within backend('emulator')",
-    )
+        kind = "ScoreMod" if option == "score_mod" else "MaskMod"
+        wanted = "python=(function, gradient)" if gradient else "python="
+        raise error(
+            NotImplementedError,
+            f"{option} = {given!r} on NumPy arrays",
+            "those run a Python function, and CuPy arrays and the emulator the expression",
+            f"give {kind} {wanted} as well, or run it within backend('emulator')",
+        )
+    names = getattr(given, "arrays", ())
+    own = {name: getattr(arrays, parameter_name(option, name)) for name in names}
+    return _checked_result(f"{option}'s gradient" if gradient else option, function, own)
 
 
 def _checked_result(name: str, function: Callable[..., Any], arrays: dict[str, Any]) -> Any:

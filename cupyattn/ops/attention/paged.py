@@ -32,6 +32,7 @@ from cupyattn.ops.attention.problem import (
     PagedArrays,
     as_batch,
     forward_outputs,
+    require_results,
     with_results,
 )
 from cupyattn.ops.attention.structs import PAGED_PARAMS, SCALE_LAYOUT, filled
@@ -45,7 +46,6 @@ from cupyattn.runtime.checks import (
     require_contiguous_rows,
     require_dtype,
     require_kernel_dtype,
-    require_output,
     require_rank,
     require_same_dtype,
     require_shape,
@@ -124,13 +124,15 @@ def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any)
     require_same_dtype(layouts, ("k_cache", "v_cache"))
     if k.dtype.name not in INTEGER_BITS:
         require_same_dtype(layouts, ("q", "k_cache", "v_cache"))
-    require_scales(layouts)
     *_, heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k.shape
-    batch, sq = _queries(layouts, max_seqlen_q)
-    require_caches(q, k, v)
-    of = "cu_seqlens_q" if packed else "q"
-    require_scale_shapes(layouts)
+    batch, sq, *_ = q.shape
+    of = "q"
+    if packed:
+        batch, of = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"]), "cu_seqlens_q"
+        sq = checked_longest("max_seqlen_q", max_seqlen_q, q)
+    _require_caches(q, k, v)
+    _require_scales(layouts)
     require_dtype("block_table", table, ("int32",))
     require_rank("block_table", table, "B max_blocks")
     require_shape("block_table", table, (batch, table.shape[1]), f"(B, max_blocks) with {of}'s B")
@@ -162,22 +164,25 @@ def _checked(description: Description, _: Any, max_seqlen_q: Any, *options: Any)
         block_size=block_size,
     )
     require_heads_options(problem)
-    if given.out is not None:
-        require_output("out", given.out, problem.out_shape, problem.dtype)
-    if given.lse is not None:
-        require_output("lse", given.lse, problem.lse_shape, problem.lse_dtype)
+    require_results(given, forward_outputs(problem, return_lse=True))
     if given.workspace is not None:
         require_workspace(given.workspace)
     return problem
 
 
-def require_caches(q: Layout, k: Layout, v: Layout) -> None:
+def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
     """Raise unless heads, head dims and blocks of q and the caches fit."""
     *_, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k.shape
     stored, meaning = head_dim, "(num_blocks, block_size, G, D) with q's D"
     if k.dtype == np.uint8:
-        _require_pairs(head_dim)
+        if head_dim % 2:
+            raise error(
+                ValueError,
+                f"D = {head_dim} with caches of uint8",
+                "a byte holds two items of 4 bits: D is even",
+                "pad the head by an item of 0, or use caches of int8",
+            )
         stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
     require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
     require_shape("v_cache", v, k.shape, "shaped like k_cache")
@@ -204,60 +209,35 @@ def require_caches(q: Layout, k: Layout, v: Layout) -> None:
         )
 
 
-def _require_pairs(head_dim: int) -> None:
-    if head_dim % 2:
-        raise error(
-            ValueError,
-            f"D = {head_dim} with caches of uint8",
-            "a byte holds two items of 4 bits: D is even",
-            "pad the head by an item of 0, or use caches of int8",
-        )
-
-
-def require_scales(layouts: dict[str, Layout]) -> None:
-    """Raise unless caches of integers, and only these, come with scales."""
-    cache = layouts["k_cache"].dtype.name
+def _require_scales(layouts: dict[str, Layout]) -> None:
+    """Raise unless caches of integers, and only these, come with scales of their shape."""
+    cache = layouts["k_cache"]
     for name in ("k_scales", "v_scales"):
-        if (name in layouts) == (cache in INTEGER_BITS):
-            continue
-        if name in layouts:
+        if name in layouts and cache.dtype.name not in INTEGER_BITS:
             raise error(
                 ValueError,
-                f"{name} was given with caches of {cache}",
+                f"{name} was given with caches of {cache.dtype.name}",
                 f"only caches of {' and '.join(INTEGER_BITS)} have scales",
                 "leave it out, or pass the caches that the scales belong to",
             )
-        raise error(
-            ValueError,
-            f"caches of {cache} without {name}",
-            "an integer is worth as much as its token and head's scale says",
-            f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
-        )
-
-
-def require_scale_shapes(layouts: dict[str, Layout]) -> None:
-    """Raise unless scales that are there are those of the caches."""
-    shape = layouts["k_cache"].shape[:3]
-    for name in ("k_scales", "v_scales"):
+        if name not in layouts and cache.dtype.name in INTEGER_BITS:
+            raise error(
+                ValueError,
+                f"caches of {cache.dtype.name} without {name}",
+                "an integer counts as many times its value as the scale of its token and head",
+                f"pass {name}, float32 (num_blocks, block_size, G), as append_kv has filled it",
+            )
         if name in layouts:
             require_dtype(name, layouts[name], ("float32",))
-            require_shape(
-                name, layouts[name], shape, "(num_blocks, block_size, G), as the caches are"
-            )
-
-
-def _queries(layouts: dict[str, Layout], max_seqlen_q: Any) -> tuple[int, int]:
-    """Return B, and the most query tokens of a sequence."""
-    if "cu_seqlens_q" not in layouts:
-        batch, sq, *_ = layouts["q"].shape
-        return batch, sq
-    batch = require_bounds("cu_seqlens_q", layouts["cu_seqlens_q"])
-    return batch, checked_longest("max_seqlen_q", max_seqlen_q, layouts["q"])
+            shape, meaning = cache.shape[:3], "(num_blocks, block_size, G), as the caches are"
+            require_shape(name, layouts[name], shape, meaning)
 
 
 def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:
     """Check lengths and the block ids that will be read, sinks and slopes."""
-    queries = _query_counts(problem, arrays)
+    queries = np.full(problem.batch, problem.sq, np.int64)
+    if (bounds := arrays.cu_seqlens_q) is not None:
+        queries = counts_of("cu_seqlens_q", bounds, problem.total_q, problem.sq, whole=False)
     assert arrays.seqused_k is not None
     assert arrays.block_table is not None
     lengths = on_host(arrays.seqused_k).astype(np.int64)
@@ -293,14 +273,6 @@ def _check_values(problem: PagedProblem, arrays: PagedArrays[Array]) -> None:
         require_sinks(arrays.sinks)
     if arrays.alibi_slopes is not None:
         require_alibi(problem, arrays.alibi_slopes, lengths - queries, queries, lengths)
-
-
-def _query_counts(problem: PagedProblem, arrays: PagedArrays[Array]) -> np.ndarray:
-    """Return the query tokens of each sequence."""
-    bounds = arrays.cu_seqlens_q
-    if bounds is None:
-        return np.full(problem.batch, problem.sq, np.int64)
-    return counts_of("cu_seqlens_q", bounds, problem.total_q, problem.sq, whole=False)
 
 
 WHOLE_KEYS = 512

@@ -18,7 +18,7 @@ from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifiers
 from cupyattn.ops.attention.modifiers import UserFunctions, modifiers_of, strides_of
 from cupyattn.ops.attention.options import ALL_OPTIONS, TEACHING_OPTIONS, AttentionOptions
 from cupyattn.runtime.arrays import Layout, contiguous
-from cupyattn.runtime.checks import Overlaps, fixes_of_results
+from cupyattn.runtime.checks import Overlaps, fixes_of_results, require_output
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, given_of, values_of
 
@@ -131,7 +131,6 @@ class PagedArrays(WholeAttentionArrays[T]):
     )
 
 
-SHOWN_AS = AttentionBackwardArrays.SHOWN_AS
 ROWS_OF_QUERIES = frozenset({"q", "out", "lse", "dout", "dlse", "dq"})
 ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 
@@ -330,8 +329,16 @@ def forward_outputs(problem: AttentionProblem, return_lse: bool) -> Outputs:
     """Return what a forward call writes."""
     outputs = {"out": Output(problem.out_shape, problem.dtype)}
     if return_lse:
-        outputs["lse"] = Output(problem.lse_shape, LSE_DTYPE)
+        outputs["lse"] = Output(problem.lse_shape, problem.lse_dtype)
     return outputs
+
+
+def require_results(given: Record[Layout], outputs: Outputs) -> None:
+    """Raise unless the caller's arrays for results have their shapes and dtypes."""
+    for name, output in outputs.items():
+        layout: Layout | None = getattr(given, name)
+        if layout is not None:
+            require_output(given.SHOWN_AS.get(name, name), layout, *output)
 
 
 def gradient_outputs(problem: AttentionProblem) -> Outputs:

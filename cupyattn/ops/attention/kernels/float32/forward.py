@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS
@@ -102,6 +103,7 @@ def flash(
     `cache` is the dtype of the caches of PAGED, if they are integers.
     """
     row = flash_row(arch, head_dim, head_dim_v)
+    of_cache: dict[str, Any] = {"CACHE": cache or dtype} if spec is PAGED else {}
     return modified(spec, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_flash_shared_bytes(row, head_dim_v),
@@ -115,7 +117,7 @@ def flash(
         PAIRS=row.pairs,
         VEC=vec,
         MIN_CTAS=row.ctas_per_sm,
-        **({"CACHE": cache or dtype} if spec is PAGED else {}),
+        **of_cache,
         **option_macros(options),
     )
 
