@@ -102,11 +102,7 @@ OPTIONS = {
         *(("alibi_slopes", ((4,), "float16", 1)), ("sinks", "float32"), ("dropout_p", 0.5)),
     ),
 }
-SHAPES = {
-    "": {},
-    "D 256": {"D": 256, "Dv": 256},
-    "scalar loads": {"D": 20, "Dv": 30},
-}
+SHAPES = {"": {}, "D 256": {"D": 256, "Dv": 256}, "scalar loads": {"D": 20, "Dv": 30}}
 
 
 def problem_of(options: str, shape: str = "", **more: Any) -> Beyond:
@@ -407,8 +403,7 @@ def test_large_random_scores_are_within_the_bound(std, head_dim, dtype, determin
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"causal": True}, *deep({"softcap": 1e4}, {"dropout_p": 0.5, "seed": 3})],
+    "options", [{"causal": True}, *deep({"softcap": 1e4}, {"dropout_p": 0.5, "seed": 3})]
 )
 def test_large_scores_with_options_give_finite_gradients(options):
     dout, q, k, v = normal_arrays(1500.0, 64, "float16")

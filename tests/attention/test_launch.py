@@ -393,9 +393,7 @@ def test_what_the_flash_backward_launches(
     ],
 )
 @pytest.mark.parametrize(
-    ("bias_shape", "kernels"),
-    [(None, []), ((4, 3, 5), ["f32_dbias"]), ((2, 4, 3, 5), [])],
-    ids=str,
+    ("bias_shape", "kernels"), [(None, []), ((4, 3, 5), ["f32_dbias"]), ((2, 4, 3, 5), [])], ids=str
 )
 def test_what_the_float_backward_launches(
     recorder, dtype, deterministic, one_pass, bias_shape, kernels

@@ -281,9 +281,7 @@ def test_in_float64_the_simulation_is_the_reference(problem):
     out, lse = attention(q, k, v, **options)
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     for simulated, exact in zip(
-        (*kernel.forward(), *kernel.backward(dout, out, lse, dlse)),
-        (out, lse, *grads),
-        strict=True,
+        (*kernel.forward(), *kernel.backward(dout, out, lse, dlse)), (out, lse, *grads), strict=True
     ):
         assert (simulated is None) == (exact is None)
         if exact is not None:

@@ -25,13 +25,7 @@ from support.strategies import (
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
-from cupyattn import (
-    AttentionGrads,
-    MaskMod,
-    ScoreMod,
-    attention_varlen,
-    attention_varlen_backward,
-)
+from cupyattn import AttentionGrads, MaskMod, ScoreMod, attention_varlen, attention_varlen_backward
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 

@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 from cupyattn.ops.attention import backward as ops
 from cupyattn.ops.attention import reference
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
-from cupyattn.ops.attention.checks import (
-    attention_call,
-    reference_options,
-)
+from cupyattn.ops.attention.checks import attention_call, reference_options
 from cupyattn.ops.attention.forward import attention_forward
 from cupyattn.ops.attention.modifiers import python_function
 from cupyattn.ops.attention.options import DropoutSeed
@@ -201,7 +198,7 @@ def attention(
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
     mask_mod : MaskMod or BlockMask, optional
         The user's own mask: see `MaskMod`, and `block_mask` for one whose empty tiles are skipped
-        and whose full ones are not asked for. On NumPy arrays also a function
+        and whose full ones are not evaluated. On NumPy arrays also a function
         ``mask_mod(b, h, q_idx, k_idx)`` of integer arrays that broadcast together, True to attend.
     return_lse : bool
         Return the log-sum-exp of the scores too.

@@ -252,11 +252,11 @@ def _on_cpu(
     assert keys is not None
     packed = arrays.q, arrays.k, arrays.v, bounds, keys
     out, lse = reference.attention_varlen(*packed, **options)
-    behind = int(bounds[-1])  # rows of no sequence stay as they are
+    end = int(bounds[-1])  # later rows of no sequence stay as they are
     if arrays.out is not None:
-        out[behind:] = arrays.out[behind:]
+        out[end:] = arrays.out[end:]
     if arrays.lse is not None:
-        lse[:, behind:] = arrays.lse[:, behind:]
+        lse[:, end:] = arrays.lse[:, end:]
     return rounded_results(problem, arrays, out, lse)
 
 
@@ -422,6 +422,6 @@ def _backward_on_cpu(
             (exact.dv, given.dv, keys),
         ):
             if target is not None:
-                behind = int(bounds[-1])
-                gradient[behind:] = target[behind:]
+                end = int(bounds[-1])
+                gradient[end:] = target[end:]
     return rounded_gradients(problem, arrays, exact, accumulate)

@@ -311,11 +311,7 @@ def _score_items(problem: AttentionProblem, arrays: Sequence[tuple[Layout, int]]
 
 
 def _summed_dbias(
-    problem: AttentionProblem,
-    arch: int,
-    dbias: Layout | None,
-    score_vec: int,
-    accumulate: bool,
+    problem: AttentionProblem, arch: int, dbias: Layout | None, score_vec: int, accumulate: bool
 ) -> SummedDbias | None:
     """Share out the gradient of a bias that broadcasts; None for any other.
 

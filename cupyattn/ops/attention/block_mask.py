@@ -31,14 +31,7 @@ from cupyattn.ops.attention.modifiers import (
 from cupyattn.ops.attention.options import checked_q_offset
 from cupyattn.ops.attention.params import AttentionPlanner, step_of
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
-from cupyattn.runtime.arrays import (
-    Array,
-    Description,
-    Operands,
-    adopt,
-    layouts_of,
-    starts_of,
-)
+from cupyattn.runtime.arrays import Array, Description, Operands, adopt, layouts_of, starts_of
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import integer, require_item_alignment
 from cupyattn.runtime.compile import CompilationError
@@ -156,16 +149,16 @@ def block_lists(
         return NO_LISTS
     batch, heads, *counts = mask.shape
     spans = [rows // TILE, keys // TILE]
-    own, walked = (-(-count // span) for count, span in zip(counts, spans, strict=True))
+    own, visited = (-(-count // span) for count, span in zip(counts, spans, strict=True))
     if of_keys:
-        own, walked = walked, own
+        own, visited = visited, own
         spans.reverse()
     part_span = spans[0] if part is None else part // TILE
     group = problem.heads // problem.kv_heads if of_keys and heads > 1 else 1
     count, groups = batch * heads * own, batch * heads // group
-    lists, slots = planner.scratch(count * (LIST_HEAD + walked) * _PAIR), planner.slots
+    lists, slots = planner.scratch(count * (LIST_HEAD + visited) * _PAIR), planner.slots
     spread = *counts, *spans, part_span
-    sizes = groups, group, own, walked
+    sizes = groups, group, own, visited
     steps = (
         step_of(configs.lists(of_keys), count, slots, *spread, lists=lists),
         step_of(configs.order(), -(-count // WARPS), slots, *sizes, lists=lists),
@@ -180,7 +173,7 @@ class BlockMask:
     ----------
     mask_mod : MaskMod
     shape : (B, H, Sq, Sk)
-        Of the scores that it was made for; B and H of 1 stand for any.
+        Of the scores that it was made for; B and H of 1 are for any.
     q_offset : int or None
         Of the calls that it was made for; None for any.
     tile : (int, int)
@@ -213,7 +206,7 @@ class BlockMask:
     def tiles_beside(self, q: Any) -> Array | None:
         """Return what a call on q reads: all but what lies on a GPU, with NumPy arrays.
 
-        An expression without arrays may have been asked there; the call does without its tiles.
+        An expression without arrays may have been evaluated there; the call does without its tiles.
         """
         elsewhere = isinstance(q, np.ndarray) and not isinstance(self.tiles, np.ndarray)
         return None if elsewhere and not getattr(self.mask_mod, "arrays", None) else self.tiles
@@ -252,10 +245,10 @@ def block_mask(
         What its arrays hold must not change afterwards.
     Sq, Sk : int
         Query and key length of the calls; of packed sequences max_seqlen_q and max_seqlen_k. The
-        expression is asked for all these scores, also where a sequence is shorter.
+        expression is evaluated for all these scores, also where a sequence is shorter.
     B, H : int
         Batch elements (or packed sequences) and query heads of the calls; 1 where the mask is the
-        same for all of them, which is asked for the first.
+        same for all of them; it is evaluated for the first.
     q_offset : int, optional
         q_offset of the calls; others are refused then. The expression gets the number of a
         query, whatever its position, so None is right for calls with any.

@@ -210,8 +210,8 @@ took about as long, and the second launch weighs on the host."""
 # device.
 # Of a T4 (320 GB/s; 65 and 8.1 TFLOP/s, of which flash reaches about 0.8) at head dim 128: 1.6 ns
 # a key and pass of float16, 1.26 a key and head; 3.2 and 8 of float32.
-_PASSES_OF_A_WALK = 0.75  # on tensor cores
-_PASSES_OF_A_FLOAT_WALK = 2.0
+_PASSES_OF_A_LOOP = 0.75  # on tensor cores
+_PASSES_OF_A_FLOAT_LOOP = 2.0
 _FLASH_CTAS_PER_SM = 2
 
 
@@ -244,9 +244,9 @@ def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
         return False
     filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
     on_tensor_cores = traits.has_mma(problem.dtype.name)
-    walk = _PASSES_OF_A_WALK if on_tensor_cores else _PASSES_OF_A_FLOAT_WALK
+    passes = _PASSES_OF_A_LOOP if on_tensor_cores else _PASSES_OF_A_FLOAT_LOOP
     group = problem.heads // problem.kv_heads
-    return row_tiles_of(problem, launch) * filled <= max(1.0, walk * group)
+    return row_tiles_of(problem, launch) * filled <= max(1.0, passes * group)
 
 
 def _keys_seen(problem: AttentionProblem) -> int:
@@ -311,11 +311,11 @@ def num_splits(problem: AttentionProblem, row: TileRow, traits: DeviceTraits) ->
     keys = _keys_of_tiles(problem, row.tile_q) if 0 < tiles < slots else ()
     longest = max(keys, default=0)
     best, least = 1, longest + _CTA_KEYS
-    beside = _CTA_KEYS + _ROW_KEYS * min(row.tile_q, problem.sq)
+    fixed = _CTA_KEYS + _ROW_KEYS * min(row.tile_q, problem.sq)
     for splits in range(2, min(longest // LEAST_KEYS, _MOST_WAVES * slots // max(tiles, 1)) + 1):
         part = -(-longest // splits)
         waves = -(-heads * sum(-(-each // part) for each in keys) // slots)
-        cost = waves * (part + beside) + _COMBINE_KEYS
+        cost = waves * (part + fixed) + _COMBINE_KEYS
         if cost < least:
             best, least = splits, cost
     return best

@@ -34,13 +34,13 @@ def shared_keys_steps(
     launch: decode.DecodeLaunch,
     multiprocessors: int,
     *,
-    feed: str,
+    loader: str,
     fields: Mapping[str, Any],
     whole: bool = False,
 ) -> list[Step]:
     """Return both launches: the keys in equal parts, then the rows that several CTAs shared.
 
-    `fields` of DecodeParams say where the feed finds keys. With `whole` nothing is shared: one
+    `fields` of DecodeParams locate the tiles for `loader`. With `whole` nothing is shared: one
     kernel, a CTA for each key-value head of each sequence.
     """
     slots: Any = planner.slots
@@ -61,7 +61,7 @@ def shared_keys_steps(
     )
     options = score_options(problem)
     segments = problem.batch * problem.kv_heads * row_tiles
-    forward = decode.forward(launch, options, feed)
+    forward = decode.forward(launch, options, loader)
     if whole:
         places |= {"partial_out": None, "partial_sums": None}
         return [step_of(forward, segments, slots, params, **places)]

@@ -160,8 +160,8 @@ def _decode_steps(
 ) -> list[Step]:
     problem, sms = choice.problem, traits.multiprocessors
     launch = launch_of(problem, traits)
-    feed: dict[str, Any] = {"feed": "DenseFeed", "fields": {}}
-    return shared_keys_steps(problem, choice.laid, planner, launch, sms, **feed)
+    dense: dict[str, Any] = {"loader": "DenseFeed", "fields": {}}
+    return shared_keys_steps(problem, choice.laid, planner, launch, sms, **dense)
 
 
 def _float32_steps(

@@ -25,8 +25,8 @@ from cupyattn.ops.attention.kernels.modifiers import (
     MASK_NAMES,
     RESULT,
     SCORE_NAMES,
-    SHOWN_AS,
     TAKEN_NAMES,
+    TEXT_NAMES,
     BlockArray,
     Modifier,
     ModifierArray,
@@ -152,7 +152,7 @@ def require_gradient(functions: UserFunctions) -> None:
 
 _PLACES = {RESULT: "its result", END: "its end"}
 _COMPLAINT = re.compile(
-    rf"^{NAMED}({'|'.join(SHOWN_AS.values())})"
+    rf"^{NAMED}({'|'.join(TEXT_NAMES.values())})"
     rf"({'|'.join(map(re.escape, (ARRAYS, *_PLACES)))})?\((\d+)\): "
     r"(?:catastrophic )?error: (.*(?:\n {9,}.*)*)\n(.*)\n(\s*)\^",
     re.MULTILINE,
@@ -323,11 +323,11 @@ class ScoreMod(_Expression):
     expression : str
         CUDA C++, with the names ``score`` (a float: scaled, capped, with bias and ALiBi), ``b``,
         ``h``, ``q_idx``, ``k_idx`` (ints: batch element, query head, query, key) and those of the
-        arrays, which are indexed by them. Of packed sequences ``b`` is the sequence's number, and
-        ``q_idx`` and ``k_idx`` count within it. Masks come after it, so it is asked for scores that
-        they hide too. ``INFINITY`` and ``NAN`` are floats. What C++ reads otherwise than Python:
-        ``0 <= x && x <= 3`` for a chain of comparisons, ``/`` of integers rounds toward 0, and
-        numbers need an f, ``0.1f``: without it the kernel computes in double, which is slow.
+        arrays, which are indexed by them. With packed sequences ``b`` is the sequence's number,
+        and ``q_idx`` and ``k_idx`` count within it. Masks come after it, so it is evaluated for
+        hidden scores too. ``INFINITY`` and ``NAN`` are floats. C++ differs from Python: a chain of
+        comparisons is ``0 <= x && x <= 3``, ``/`` of integers rounds toward 0, and numbers need an
+        f, ``0.1f``: without it the kernel computes in double, which is slow.
     gradient : str, optional
         The same for the gradient with respect to score, from ``grad``, that with respect to what
         the expression gives, and the names above. Needed for the backward. The arrays get none.

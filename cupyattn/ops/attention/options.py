@@ -32,8 +32,8 @@ class DropoutSeed(NamedTuple):
     """A seed of dropout, and where in a larger call the scores of a call are.
 
     Attention computed in parts draws the mask of the whole by it: queries i and keys j of a call,
-    batch element b, drop what ``(b + batch, h, i + query, j + key)`` of the whole drop. As seed= a
-    number alone stands for a call that begins where the whole does.
+    batch element b, drop what ``(b + batch, h, i + query, j + key)`` of the whole drop. A number
+    alone as seed= is for a call that begins where the whole does.
 
     Attributes
     ----------

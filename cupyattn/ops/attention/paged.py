@@ -327,7 +327,7 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
         planner,
         launch,
         traits.multiprocessors,
-        feed="BlockFeed",
+        loader="BlockFeed",
         fields=_table_fields(problem),
         whole=_is_whole(problem, launch, traits),
     )
@@ -390,7 +390,7 @@ def _require_units(problem: PagedProblem, units: int) -> None:
 
 
 def _table_fields(problem: PagedProblem) -> dict[str, Any]:
-    """Name where the feed of blocks finds a tile, and its scales."""
+    """Return the fields of DecodeParams that locate a tile of a block, and its scales."""
     batch, block = item_strides(problem.block_table)
     scales = {"k_scales": problem.layouts.k_scales, "v_scales": problem.layouts.v_scales}
     return {

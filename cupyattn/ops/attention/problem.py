@@ -139,7 +139,7 @@ ROWS_OF_KEYS = frozenset({"k", "v", "dk", "dv"})
 class AttentionProblem:
     """A valid call of attention; letters as in the public API.
 
-    Two calls of one description share one object, so it stands for the description in caches. Where
+    Two calls of one description share one object, which is therefore a key of caches. Where
     sequences are packed, Sq and Sk are those of the longest.
     """
 
@@ -231,7 +231,7 @@ class AttentionProblem:
 
     @cached_property
     def functions(self) -> UserFunctions:
-        """The user's own expressions: asked for by each call."""
+        """The user's own expressions, which each call needs."""
         return self.options.functions
 
     @cached_property

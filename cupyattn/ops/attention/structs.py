@@ -112,10 +112,7 @@ BACKWARD_STRUCT = StructParameter("params", BACKWARD_PARAMS, "BackwardParams", (
 # VarlenBackwardParams in cuda_src/attention/varlen_backward_params.cuh
 VARLEN_BACKWARD_PARAMS = _struct(("backward", BACKWARD_PARAMS), ("packed", PACKED_BATCH))
 VARLEN_BACKWARD_STRUCT = StructParameter(
-    "params",
-    VARLEN_BACKWARD_PARAMS,
-    "VarlenBackwardParams",
-    (BACKWARD_STRUCT, VARLEN_STRUCT),
+    "params", VARLEN_BACKWARD_PARAMS, "VarlenBackwardParams", (BACKWARD_STRUCT, VARLEN_STRUCT)
 )
 
 # TeachingParams in cuda_src/attention/teaching/naive.cu and tiled.cu

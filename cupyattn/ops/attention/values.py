@@ -109,10 +109,10 @@ def require_sinks(sinks: Array) -> None:
 
 
 def require_rotary_positions(problem: AttentionProblem) -> None:
-    """Raise ValueError for tables that are too short, where no array has a say in positions."""
+    """Raise ValueError for tables that are too short, where no array decides positions."""
     layouts = problem.layouts
-    told = layouts.q_offset is not None or layouts.seqused_k is not None or problem.packed
-    if layouts.cos is not None and not told:
+    in_arrays = layouts.q_offset is not None or layouts.seqused_k is not None or problem.packed
+    if layouts.cos is not None and not in_arrays:
         lengths = np.asarray(problem.sq), np.asarray(problem.sk)
         positions = _positions(problem, None, None, *lengths)
         _require_rotary_positions(problem, layouts.cos.shape[0], *positions)

@@ -63,10 +63,7 @@ def tiles(modifiers: Modifiers | None) -> Specialisation:
 @cache
 def lists(of_keys: bool) -> Specialisation:
     """Specialise the kernel that lists tiles, for CTAs of rows or `of_keys`."""
-    return LISTS_KERNEL.specialise(
-        threads=WARPS * WARP_SIZE,
-        OF_KEYS=cpp_bool(of_keys),
-    )
+    return LISTS_KERNEL.specialise(threads=WARPS * WARP_SIZE, OF_KEYS=cpp_bool(of_keys))
 
 
 @cache

@@ -31,7 +31,7 @@ ROWS = 4
 
 @cache
 def combine(dtype: str, head_dim_v: int, tile_q: int, tile_k: int, sinks: str) -> Specialisation:
-    """Specialise the kernel behind a forward of those tiles."""
+    """Specialise the kernel that runs after a forward of those tiles."""
     return KERNEL.specialise(
         threads=ROWS * WARP_SIZE,
         DTYPE=dtype,

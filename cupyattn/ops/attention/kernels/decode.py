@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-from cupyattn.ops.attention.kernels.options import (
-    DECODE_MACROS,
-    EACH_PAGED_OPTION,
-    FlashOptions,
-)
+from cupyattn.ops.attention.kernels.options import DECODE_MACROS, EACH_PAGED_OPTION, FlashOptions
 from cupyattn.ops.attention.structs import DECODE_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
@@ -56,8 +52,8 @@ COMBINE_WARPS = (1, 8)
 """Warps for each row: one where few parts are merged and rows are many."""
 COMBINE_PARTS = 8
 """The items of a row that one warp loads at once."""
-FEEDS = ("BlockFeed", "DenseFeed")
-"""Where tiles of keys lie: in blocks that a table names, or one behind the other."""
+LOADERS = ("BlockFeed", "DenseFeed")
+"""The tile loaders: of blocks that a table names, and of consecutive keys."""
 
 INTEGER_BITS = {"int8": 8, "uint8": 4}
 """Bits of an item of caches of integers, by the dtype of their arrays."""
@@ -221,8 +217,10 @@ def _first(rows: Mapping[int | None, _Row], size: int) -> _Row:
 
 
 @cache
-def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed") -> Specialisation:
-    """Specialise the kernel that walks over the keys; `feed` is one of `FEEDS`."""
+def forward(
+    launch: DecodeLaunch, options: FlashOptions, loader: str = "BlockFeed"
+) -> Specialisation:
+    """Specialise the kernel that loops over the keys; `loader` is one of `LOADERS`."""
     tensor_core_rows = 8 if launch.head_dim <= 128 else 4
     pass_rows = tensor_core_rows if launch.tensor_cores else launch.config.rows
     row_bytes = (round_up(launch.head_dim, 4) + 4) * FLOAT_BYTES
@@ -238,7 +236,7 @@ def forward(launch: DecodeLaunch, options: FlashOptions, feed: str = "BlockFeed"
         WARPS=WARPS,
         VEC=launch.vec,
         LANES=launch.lanes,
-        FEED=feed,
+        FEED=loader,
         TILES_AHEAD=launch.config.tiles_ahead,
         MIN_CTAS=launch.config.ctas_per_sm,
         **option_macros(options, DECODE_MACROS),
@@ -268,8 +266,8 @@ def combine(launch: DecodeLaunch, sinks: str, parts: int) -> Specialisation:
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield rows with and without tensor cores, dtypes, head dims and loads in pairs; options.
 
-    Each launch in both feeds: that of blocks holds their ids, and needs more registers. Integers
-    lie in blocks.
+    Each launch has both loaders: that of blocks holds their ids, and needs more registers. Caches
+    of integers have blocks.
     """
     plain = FlashOptions()
     launches = [
@@ -300,11 +298,11 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         )
     ]
     for launch in dict.fromkeys(launches):
-        for feed in FEEDS if launch.cache in STORAGE else FEEDS[:1]:
-            yield forward(launch, plain, feed)
+        for loader in LOADERS if launch.cache in STORAGE else LOADERS[:1]:
+            yield forward(launch, plain, loader)
     for launch in (launches[0], launches[-1]):
         for parts in (COMBINE_PARTS, COMBINE_PARTS + 1):
             yield combine(launch, "void", parts)
         for options in EACH_PAGED_OPTION:
-            for feed in FEEDS:
-                yield forward(launch, options, feed)
+            for loader in LOADERS:
+                yield forward(launch, options, loader)

@@ -31,7 +31,7 @@ CPP_WORDS = """
     typedef typeid typename union unsigned using virtual void volatile wchar_t xor xor_eq
 """
 """The words of C++ that are not Python's as well: no array can have one as its name."""
-SHOWN_AS = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
+TEXT_NAMES = {"score": "score_mod", "gradient": "score_mod's gradient", "mask": "mask_mod"}
 """The name of each expression in compiler messages and errors."""
 ARRAYS, RESULT, END = " (arrays)", " (result)", " (end)"
 """The ends of those names for the lines before an expression and after it."""
@@ -47,7 +47,7 @@ ITEMS = {
 """The dtypes of arrays that expressions name, as C++ names them."""
 
 _HEADER = "cupyattn/modifiers"  # as modifiers.cuh includes it
-_BEHIND = ("alibi_slopes", "tiles")  # the arrays stand there among a kernel's
+_BEFORE = ("alibi_slopes", "tiles")  # the parameters before the arrays
 _BLOCK_AXES = 4  # batch elements and heads; queries and keys
 
 
@@ -68,7 +68,7 @@ class BlockArray(NamedTuple):
 
 
 BLOCK_LISTS = BlockArray("block_lists", "uint2", "BlockLists")
-"""The tiles that each CTA walks, for kernels that walk tiles."""
+"""The tiles that each CTA visits, for kernels that loop over tiles."""
 BLOCK_STATES = BlockArray("block_mask", "unsigned char", "BlockStates")
 """The state of each tile, for a kernel whose CTAs have one tile."""
 
@@ -118,7 +118,7 @@ def modified(spec: KernelSpec, modifiers: Modifiers | None) -> KernelSpec:
         return spec
     names = [*dict(modifiers.parameters), *([modifiers.blocks.name] if modifiers.blocks else [])]
     arrays = tuple(Pointer(name, const=True) for name in names)
-    at = 1 + next(n for n, each in enumerate(spec.parameters) if each.name in _BEHIND)
+    at = 1 + next(n for n, each in enumerate(spec.parameters) if each.name in _BEFORE)
     parameters: tuple[Parameter, ...] = (*spec.parameters[:at], *arrays, *spec.parameters[at:])
     strides = modified_strides(modifiers)
     if strides is not None:
@@ -197,17 +197,17 @@ def _function(
         return [head, f"    return {_ABSENT[name]};", "  }"]
     return [
         head,
-        f'#line 1 "{NAMED}{SHOWN_AS[name]}{ARRAYS}"',
+        f'#line 1 "{NAMED}{TEXT_NAMES[name]}{ARRAYS}"',
         *(
             f"    const auto {array.name} = this->{parameter_name(option, array.name)}"
             f"{'' if array.axes else '.item()'};"
             for array in modifier.arrays
         ),
-        f'#line 1 "{NAMED}{SHOWN_AS[name]}{RESULT}"',
+        f'#line 1 "{NAMED}{TEXT_NAMES[name]}{RESULT}"',
         f"    return static_cast<{_RESULTS[name]}>(",
-        f'#line 1 "{NAMED}{SHOWN_AS[name]}"',
+        f'#line 1 "{NAMED}{TEXT_NAMES[name]}"',
         expression,
-        f'#line 1 "{NAMED}{SHOWN_AS[name]}{END}"',
+        f'#line 1 "{NAMED}{TEXT_NAMES[name]}{END}"',
         "    );",
         "  }",
     ]

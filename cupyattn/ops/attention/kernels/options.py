@@ -1,4 +1,4 @@
-"""Which options a call of attention has, as the kernels' macros tell them."""
+"""The options of a call of attention, as the kernels' macros have them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class FlashOptions(NamedTuple):
 PLAIN = FlashOptions()
 
 SCORE_MACROS = ("bias", "mask", "slopes", "softcap", "dropout", "modified")
-"""The options that every backward kernel of the scores is told."""
+"""The options among the macros of every backward kernel of the scores."""
 DQ_MACROS = ("bias", "mask", "score_vec", "slopes", "softcap", "dropout", "modified")
-"""The options that the tensor-core kernel of dq is told."""
+"""The options among the macros of the tensor-core kernel of dq."""
 SUMMED_DBIAS_MACROS = (*DQ_MACROS, "dbias")
-"""The options that the kernel for the gradient of a bias that broadcasts is told."""
+"""The options among the macros of the kernel for a reduced dbias."""
 DECODE_MACROS = ("slopes", "softcap", "sinks")
-"""The options that the decode kernels are told."""
+"""The options among the macros of the decode kernels."""
 EVERYTHING = FlashOptions(bias="float32", mask=True, slopes="float32", softcap=True, dropout=True)
 """Every option of the scores that a backward kernel has, but for expressions."""
 
@@ -58,7 +58,7 @@ EACH_OPTION = (
     FlashOptions(sinks="float32"),
     FlashOptions(dropout=True),
 )
-"""One option each: what the resource gates hold beside the plain kernels."""
+"""One option each: the resource gates hold them, as they hold the plain kernels."""
 
 EACH_PAGED_OPTION = (
     FlashOptions(slopes="float32"),

@@ -1,8 +1,7 @@
-"""The kernels that rotate q and k before those of attention, and their gradients behind them.
+"""The kernels that rotate q and k before those of attention, and their gradients after them.
 
-Of every call with rotary but for the queries of the tensor-core forward, which says what rotation
-within its loop would cost. The backward's loop walks over q as that one's does over keys, and
-has no registers to spare either.
+Every call with rotary runs one, but for the queries of the tensor-core forward, whose module says
+what a rotation within the loop would cost. The backward's loop has no registers to spare either.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ def gathered(
     /,
     scales: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
-    """Take the tokens of each sequence, (B, longest, G, D) in the cache's dtype, zeros behind them.
+    """Take the tokens of each sequence, (B, longest, G, D) in the cache's dtype, zeros after them.
 
-    Entries of the table below 0 give zeros, too: blocks that a window has left behind. With scales
+    Entries of the table below 0 give zeros, too: blocks that precede a window. With scales
     the cache is of integers, and the tokens are float64.
     """
     if scales is not None:
@@ -62,8 +62,8 @@ def paged_attention(
         Or what `quantise` has stored, with k_scales, v_scales : (num_blocks, block_size, G).
     block_table : (B, max_blocks), seqlens_k : (B,) ints
     cu_seqlens_q : (B + 1,) ints
-        Where the packed rows of each sequence begin, and where the last one's end; rows behind
-        that give zeros.
+        Where the packed rows of each sequence begin, and where the last one's end; later rows
+        give zeros.
     **options
         See `scores.ScoreBlocks`.
 

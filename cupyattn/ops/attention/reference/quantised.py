@@ -23,9 +23,9 @@ Decoding, for one row (kernels in float32 have no bias, and no weights in float1
   of the two sums over n keys, in T tiles of 16, errs by that much.
 - Such an integer is as many 2**-24, a subnormal. 2**11 is for tensor cores that align the products
   of a step as if each were 2**-14, and cut off what is below 2 u32 of that, or 2**10 units of the
-  largest weight. That they do is inferred from one figure: on an H200 a value of 0 beside one whose
-  scale is 5,000 times as large was 3.2e-5 off, for 6e-7 by float32 sums
-  (tests/attention/test_paged.py, 2026-11-26). K has shown nothing of it.
+  largest weight. That is inferred from one figure: on an H200 a value of 0 next to one whose scale
+  is 5,000 times as large was 3.2e-5 off, for 6e-7 by float32 sums (tests/attention/test_paged.py,
+  2026-11-26). K has shown nothing of it.
 
 Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and r |V| + t at most.
 
@@ -79,7 +79,7 @@ def stored_attention_bound(
     q : (B, Sq, H, D)
         The kernel's precision follows from its dtype.
     k, v : (B, Sk, G, D) int8 or (B, Sk, G, D / 2) uint8, k_scales, v_scales : (B, Sk, G)
-        Zeros behind a sequence's end.
+        Zeros after a sequence's end.
     **options
         See `scores.ScoreBlocks`.
 

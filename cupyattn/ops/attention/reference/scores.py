@@ -1,8 +1,8 @@
 """The scores of attention, one block of queries at a time.
 
-`ScoreBlocks` walks every (batch element, query head, block of queries) and gives each block's
+`ScoreBlocks` visits every (batch element, query head, block of queries) and gives each block's
 scaled, capped, biased and masked scores with the pieces their derivative needs. Forward, backward
-and the error bounds share this walk: what an option means is written here and nowhere else in the
+and the error bounds share this loop: what an option means is written here and nowhere else in the
 reference.
 """
 
@@ -100,7 +100,7 @@ class ScoreBlocks:
     window_size : (left, right), optional
         Query i sees keys i + q_offset - left <= j <= i + q_offset + right; None is unbounded.
     q_offset : int or (B,) ints, optional
-        Default: the last query stands at the last key in use, Sk - Sq or seqused_k - Sq.
+        Default: the last query is at the last key in use, Sk - Sq or seqused_k - Sq.
     seqused_k : (B,) ints, optional
         Keys (and columns of bias and mask) from there on are not read.
     mask : bool, optional
@@ -127,7 +127,7 @@ class ScoreBlocks:
     first_batch : int
         What dropout, score_mod and mask_mod take the first batch element for.
     dropout_start : (b, i, j)
-        What dropout takes the first batch element, query and key for, beside first_batch.
+        What dropout takes the first batch element, query and key for, besides first_batch.
     """
 
     q: NDArray[Any]
@@ -203,20 +203,20 @@ class ScoreBlocks:
     def angles(self, b: int, queries: NDArray[np.int64] | None = None) -> tuple[Float64, Float64]:
         """Return cos and sin (rows, R/2) of queries, or of the keys in use.
 
-        Queries that causal and window_size leave no key need no position, and do not turn.
+        Queries that causal and window_size leave no key need no position, and are not rotated.
         """
         assert self.rotary is not None
         used = int(self.used[b])
         positions = np.arange(used) if queries is None else queries + self.offsets[b]
-        turns = np.full(positions.shape, used > 0)
+        rotated = np.full(positions.shape, used > 0)
         if queries is not None and self.left is not None:
-            turns &= positions - self.left < used
+            rotated &= positions - self.left < used
         if queries is not None and self.right is not None:
-            turns &= positions + self.right >= 0
+            rotated &= positions + self.right >= 0
         shape = len(positions), self.rotary[0].shape[1]
         cos, sin = np.ones(shape), np.zeros(shape)
         for angles, table in zip((cos, sin), self.rotary[:2], strict=True):
-            angles[turns] = table_rows(table, positions[turns])
+            angles[rotated] = table_rows(table, positions[rotated])
         return cos, sin
 
     def _rotated(
@@ -286,7 +286,7 @@ class ScoreBlocks:
         return visible
 
     def _indices(self, b: int, h: int, rows: slice, keys: slice) -> tuple[NDArray[np.int64], ...]:
-        """Return what the user's functions are told of a block."""
+        """Return the indices of a block's scores, as the user's functions take them."""
         i, j = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
         return np.asarray(b + self.first_batch), np.asarray(h), i[:, None], j[None, :]
 

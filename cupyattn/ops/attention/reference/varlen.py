@@ -25,7 +25,7 @@ class PackedSequence(NamedTuple):
 def sequences(
     cu_seqlens_q: NDArray[Any], cu_seqlens_k: NDArray[Any], options: dict[str, Any]
 ) -> Iterator[PackedSequence]:
-    """Walk over the sequences of a packed batch.
+    """Yield the sequences of a packed batch.
 
     `options` are those of `scores.ScoreBlocks` for the whole batch: arrays (B,) or (B, H), and mask
     and bias that broadcast to (B, H, longest of q, longest of k).
@@ -72,7 +72,7 @@ def attention_varlen(
     ----------
     q : (total_q, H, D), k : (total_k, G, D), v : (total_k, G, Dv) floats
     cu_seqlens_q, cu_seqlens_k : (B + 1,) ints
-        Where the rows of each sequence begin, and where the last one's end; rows behind that give
+        Where the rows of each sequence begin, and where the last one's end; later rows give
         zeros.
     **options
         See `sequences`.

@@ -8,12 +8,7 @@ from functools import cache
 from typing import Any
 
 from cupyattn.ops.attention.kernels.modifiers import modified
-from cupyattn.ops.attention.kernels.options import (
-    EVERYTHING,
-    PLAIN,
-    SCORE_MACROS,
-    FlashOptions,
-)
+from cupyattn.ops.attention.kernels.options import EVERYTHING, PLAIN, SCORE_MACROS, FlashOptions
 from cupyattn.ops.attention.kernels.parameters import (
     FLOAT_GRADIENT,
     POSITIONS,
@@ -38,11 +33,7 @@ from cupyattn.runtime.tables import (
 DELTA_KERNEL = KernelSpec(
     "attention_backward_f32_delta",
     "attention/float32/backward_delta.cu",
-    (
-        *(*inputs("dout", "out"), *inputs("dlse", optional=True)),
-        Pointer("delta"),
-        BACKWARD_STRUCT,
-    ),
+    (*(*inputs("dout", "out"), *inputs("dlse", optional=True)), Pointer("delta"), BACKWARD_STRUCT),
 )
 DKDV_KERNEL = KernelSpec(
     "attention_backward_f32_dkdv",
@@ -302,12 +293,7 @@ def dsinks(dtype: str, packed: bool = False) -> Specialisation:
 
 
 def _macros(
-    dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    vec: int,
-    options: FlashOptions,
-    row: FloatConfig,
+    dtype: str, head_dim: int, head_dim_v: int, vec: int, options: FlashOptions, row: FloatConfig
 ) -> dict[str, Any]:
     return {
         "DTYPE": dtype,

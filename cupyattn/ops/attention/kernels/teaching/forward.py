@@ -48,14 +48,16 @@ class TiledConfig:
 
 TILED_TILE_K = WARP_SIZE  # one key per lane
 
-NAIVE = NaiveConfig(threads=128, reason="a strip of 128 keys; head dims to 128 are one column each")
+NAIVE = NaiveConfig(
+    threads=128, reason="segments of 128 keys; head dims to 128 are one column each"
+)
 
 # The first row whose head dim is not below max(D, Dv).
 TILED = {
     75: {
         64: TiledConfig(8, 4, 2, "21 KB, 121 registers: 16 warps an SM hide each other's barriers"),
         128: TiledConfig(8, 8, 1, "a K or V word serves 8 rows; Q fills what is left of 64 KB"),
-        256: TiledConfig(8, 3, 1, "the most rows whose Q fits beside a 32-key tile of 256 columns"),
+        256: TiledConfig(8, 3, 1, "the most rows whose Q fits with a 32-key tile of 256 columns"),
     }
 }
 

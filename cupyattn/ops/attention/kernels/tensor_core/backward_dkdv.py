@@ -74,7 +74,7 @@ class DkdvConfig:
     reason: str
     mma_k: int = 8
     l2_ahead: int = 0
-    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
 
     @property
@@ -98,7 +98,7 @@ class PairedConfig:
     reason: str
     mma_k: int = 8
     l2_ahead: int = 0
-    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
 
     @property
@@ -226,7 +226,7 @@ def _shape_of_a_warp(row: DkdvConfig) -> dict[str, Any]:
 def _dkdv_shared_bytes(
     config: DkdvConfig | PairedConfig, head_dim: int, head_dim_v: int, one_pass: bool
 ) -> int:
-    """Sum the walk's buffers, or K, or V (Smem in both sources, which assert it)."""
+    """Sum the tile loop's buffers, or K, or V (Smem in both sources, which assert it)."""
     row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     keys = config.tile_keys
     buffers = 1 if one_pass else 2
@@ -237,8 +237,8 @@ def _dkdv_shared_bytes(
         parts += [keys * config.tile_q * 2]  # dS
     if isinstance(config, PairedConfig):
         parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
-    walk = sum(round_up(part, SMEM_UNIT) for part in parts)
-    return round_up(max(walk, keys * row, keys * row_v), SMEM_UNIT)
+    buffered = sum(round_up(part, SMEM_UNIT) for part in parts)
+    return round_up(max(buffered, keys * row, keys * row_v), SMEM_UNIT)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:

@@ -65,7 +65,7 @@ class DqConfig:
     full_loop: bool = True
     mma_k: int = 8
     l2_ahead: int = 0
-    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
 
     @property
@@ -99,7 +99,7 @@ _TURING_DQ_SCORE_ITEMS = {
 }
 # With a block mask one loop for both kinds of tiles spills (the model of 2026-11-23).
 _TURING_DQ_BLOCKS = {
-    40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill"),
+    40: DqConfig(2, 4, 32, 2, "models 0.76, and 0.37 with one loop, where 96 bytes spill")
 }
 
 _GATES = {
@@ -166,8 +166,8 @@ def dq(
 def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
     row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
-    walk = sum(round_up(2 * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
-    return round_up(max(walk, config.tile_rows * max(row, row_v)), SMEM_UNIT)
+    tiles = sum(round_up(2 * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
+    return round_up(max(tiles, config.tile_rows * max(row, row_v)), SMEM_UNIT)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:

@@ -44,7 +44,7 @@ class FlashConfig:
     mma_k: int = 8
     """Columns of one tensor-core instruction of Q K^T."""
     l2_ahead: int = 0
-    """How many tiles before its turn one is brought to L2; 0 leaves it to the loads."""
+    """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
 
     @property
@@ -117,7 +117,7 @@ _TURING_WITH = {
     # An H200 that runs the same code takes 1.5 times as long with 16: 119 and 135 TFLOP/s, for 183
     # and 197 with 64, 2026-11-24.)
     "bias or mask one by one": {
-        64: FlashConfig(2, 4, 48, 2, "models 0.61 and 0.64, and 0.52 and 0.57 with 64 keys"),
+        64: FlashConfig(2, 4, 48, 2, "models 0.61 and 0.64, and 0.52 and 0.57 with 64 keys")
     },
     "score_mod": {64: FlashConfig(2, 4, 32, 2, "models 0.75 for ALiBi, and 0.64 with 64 keys")},
     "mask_mod": {64: FlashConfig(2, 4, 48, 2, "models 0.81 of documents, and 0.72 with 64 keys")},

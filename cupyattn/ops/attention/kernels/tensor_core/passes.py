@@ -77,7 +77,7 @@ KERNELS = (
 ROW_PAD = 64
 """Rows per head in scratch memory are a multiple of this (kRowPad in backward_params.cuh).
 
-As many one CTA of `convert` takes. So are keys, where `delta` walks the rows of V.
+As many one CTA of `convert` takes. So are keys, where `delta` reads the rows of V.
 """
 
 _THREADS = 256
@@ -97,10 +97,7 @@ def delta_rows(head_dim_v: int) -> int:
 def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel of the row statistics."""
     return (DELTA_VARLEN_KERNEL if packed else DELTA_KERNEL).specialise(
-        threads=_THREADS,
-        HEAD_DIM_V=head_dim_v,
-        ROW_LANES=_row_lanes(head_dim_v),
-        VEC=vec,
+        threads=_THREADS, HEAD_DIM_V=head_dim_v, ROW_LANES=_row_lanes(head_dim_v), VEC=vec
     )
 
 
@@ -108,8 +105,7 @@ def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
 def scales(head_dim_v: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel that keeps dS within float16's range."""
     return (SCALES_VARLEN_KERNEL if packed else SCALES_KERNEL).specialise(
-        threads=_THREADS,
-        CTA_ROWS=delta_rows(head_dim_v),
+        threads=_THREADS, CTA_ROWS=delta_rows(head_dim_v)
     )
 
 
@@ -117,9 +113,7 @@ def scales(head_dim_v: int, packed: bool = False) -> Specialisation:
 def convert(head_dim: int, vec: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel that rounds the one-pass dQ."""
     return (CONVERT_VARLEN_KERNEL if packed else CONVERT_KERNEL).specialise(
-        threads=_THREADS,
-        HEAD_DIM=head_dim,
-        VEC=vec,
+        threads=_THREADS, HEAD_DIM=head_dim, VEC=vec
     )
 
 
@@ -131,10 +125,7 @@ def dbias_ctas(items: int, sums_keys: bool) -> int:
 @cache
 def dbias(dtype: str) -> Specialisation:
     """Specialise the kernel that sums the scratch of dS to a dbias of that dtype."""
-    return DBIAS_KERNEL.specialise(
-        threads=_THREADS,
-        DTYPE=dtype,
-    )
+    return DBIAS_KERNEL.specialise(threads=_THREADS, DTYPE=dtype)
 
 
 @cache
