@@ -257,20 +257,13 @@ def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(dtype: str)
     assert np.isfinite(grads["dbias"][[0, 3]]).all()
 
 
-@pytest.mark.gpu
-def test_more_heads_than_the_grid_has_rows():
-    """B * H beyond 65,535, the limit of a grid's second axis."""
-    problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
-    check(problem, "flash")
-
-
 ROW = SUMMED_DBIAS[75][64]
 ROWS, KEYS = ROW.tile_rows, ROW.tile_k
 
 
 @contextmanager
 def enough(ctas: int) -> Iterator[None]:
-    """So many CTAs are enough: with few of them each walks over many pairs."""
+    """So many CTAs are enough: with few of them each loops over many pairs."""
     plans = (backward._plan,)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dbias, "_ENOUGH_CTAS", ctas)
@@ -406,7 +399,7 @@ def test_packed_sequences_of_several_tiles():
         B=5, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=64, Dv=64, dtype="float16",
         drawn=(("causal", True), ("bias", ((ROWS + 1, KEYS + 1), "float32"))),
     )  # fmt: skip
-    # Behind the few rows of the first in scratch memory stand rows of the second, which see keys.
+    # In scratch memory rows of the second follow the few rows of the first, and they see keys.
     problem = VarlenProblem(
         dense, queries=(5, 33, ROWS + 1, 0, 9), keys=(KEYS + 1, KEYS, KEYS, 7, 0), spare=3
     )

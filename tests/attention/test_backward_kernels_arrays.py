@@ -65,7 +65,7 @@ def test_the_same_bits_from_run_to_run(problem: AttentionProblem):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("head_dim", [64, 136])
 def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
-    """More strips of keys than run at once in one order; a bias of a row sums over all queries."""
+    """More tiles of keys than run at once in one order; a bias of a row sums over all queries."""
     problem = AttentionProblem(
         B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
         drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
@@ -148,23 +148,23 @@ def shaped_like_inputs(arrays: Arrays, options: dict[str, Any]) -> dict[str, np.
     return of
 
 
+@pytest.mark.parametrize("implementation", ["flash", "naive"])
 @examples(3, deep=8)
 @given(
-    problem=attention_problems(
-        head_dims=((24, 40),),
-        dtypes=("float16", "float32"),
-        options=("causal",),
-        option_sets=SETS,
-        largest=66,
-        **FRUGAL,
-    ),
+    data=st.data(),
     accumulate=st.booleans(),
     given_names=st.sets(st.sampled_from(GRADIENTS), min_size=1),
 )
-def test_grads_are_written_into_any_strides(problem, accumulate, given_names):
-    """Every item written or added to, nothing beside them; added before the one rounding."""
+def test_grads_are_written_into_any_strides(implementation, data, accumulate, given_names):
+    """Every item written or added to, nothing next to them; added before the one rounding."""
+    problem = data.draw(
+        attention_problems(
+            head_dims=((24, 40),), dtypes=("float16", "float32"), options=("causal",),
+            option_sets=SETS if implementation == "flash" else ({},), largest=66, **FRUGAL,
+        )
+    )  # fmt: skip
     arrays, options = inputs(problem)
-    expected = run(arrays, options, "flash", deterministic=True)
+    expected = run(arrays, options, implementation, deterministic=True)
     memories, views = {}, {}
     for name, of in shaped_like_inputs(arrays, options).items():
         if name in given_names:
@@ -176,7 +176,7 @@ def test_grads_are_written_into_any_strides(problem, accumulate, given_names):
     grads = AttentionGrads(*(views.get(name) for name in GRADIENTS))
     returned = cupyattn.attention_backward(
         *map(KERNELS.put, arrays), **placed(options), grads=grads, accumulate=accumulate,
-        deterministic=True,
+        deterministic=True, implementation=implementation,
     )  # fmt: skip
     replaced = {}
     for name, gradient in fetched(returned).items():
@@ -202,14 +202,16 @@ def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
     return memory, memory[1, ..., 1:-1]
 
 
-def test_accumulating_rounds_once():
+@pytest.mark.parametrize("implementation", ["flash", "naive"])
+def test_accumulating_rounds_once(implementation: str):
     """An addend below half a unit of what is there would vanish if it were rounded first."""
     problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=24, Dv=40, dtype="float16")
     (_, *arrays), _ = inputs(problem)
     dout = np.full_like(arrays[3], 2.0**-12)
     dv = KERNELS.put(np.ones((1, 1, 1, 40), np.float16))
     cupyattn.attention_backward(
-        *map(KERNELS.put, (dout, *arrays)), accumulate=True, grads=AttentionGrads(dv=dv)
+        *map(KERNELS.put, (dout, *arrays)), accumulate=True, grads=AttentionGrads(dv=dv),
+        implementation=implementation,
     )  # fmt: skip
     assert_array_equal(KERNELS.get(dv), np.full((1, 1, 1, 40), np.float16(1 + 3 * 2.0**-12)))
 

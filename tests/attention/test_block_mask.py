@@ -185,7 +185,7 @@ def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
 
 
 def test_a_window_cuts_tiles_that_the_mask_leaves_whole():
-    """Whole tiles of a list lie before the window's edge, at it and behind it."""
+    """Whole tiles of a list lie before the window's edge, at it and after it."""
     problem = AttentionProblem(B=1, Sq=290, Sk=310, H=2, G=1, D=8, Dv=8, dtype="float16", seed=2)
     seen = masked_tiles((1, 2, 290, 310), 128, 3, full=0.4)
     seen[:, 0, :128, :128], seen[:, 0, 128:256, 128:], seen[:, 0, 256:] = True, True, True

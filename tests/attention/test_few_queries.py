@@ -57,12 +57,11 @@ def decoded(*, wherever: bool = True) -> Iterator[None]:
 def run(problem: AttentionProblem, **options: object) -> tuple[np.ndarray, np.ndarray]:
     """Run one problem on the kernels; returns out and lse as NumPy arrays."""
     options = problem.options() | options
-    with KERNELS.running():
-        results = cupyattn.attention(
-            *map(KERNELS.put, problem.arrays()),
-            **{name: placed(KERNELS, value) for name, value in options.items()},
-            return_lse=True,
-        )
+    results = cupyattn.attention(
+        *map(KERNELS.put, problem.arrays()),
+        **{name: placed(KERNELS, value) for name, value in options.items()},
+        return_lse=True,
+    )
     out, lse = map(KERNELS.get, results)
     return out, lse
 
@@ -139,7 +138,7 @@ def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype
     with multiprocessors(data.draw(st.integers(1, 4))):
         with decoded():
             dense = run(problem)
-        with KERNELS.running(), keys_shared():
+        with keys_shared():
             paged = cupyattn.paged_attention(
                 *map(KERNELS.put, (q, *caches, table, used)), causal=True, return_lse=True
             )
@@ -189,7 +188,7 @@ def test_a_nan_in_use_is_seen_by_all_that_see_its_key():
     problem = replace(BASE, drawn=(("causal", True),))
     q, k, v = problem.arrays()
     v[1, 44] = np.nan
-    with decoded(), KERNELS.running():
+    with decoded():
         out = KERNELS.get(cupyattn.attention(*map(KERNELS.put, (q, k, v)), causal=True))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[0]).all()
@@ -201,16 +200,21 @@ def test_more_keys_than_it_takes_without_a_pin():
     q, k, v = map(KERNELS.put, problem.arrays())
     memory = KERNELS.put(np.full((2, 4, 3, 2, 64), 7, np.float16))
     out, lse = memory[:, :, :, 0].transpose(0, 2, 1, 3), KERNELS.put(np.zeros((2, 4, 3), "f4"))
-    with KERNELS.running():
-        results = cupyattn.attention(q, k, v, return_lse=True, out=(out, lse))
+    results = cupyattn.attention(q, k, v, return_lse=True, out=(out, lse))
     assert results[0] is out
     assert ratio(problem, KERNELS.get(out), KERNELS.get(lse)) <= 1
     assert (KERNELS.get(memory)[:, :, :, 1] == 7).all()
 
 
 EXTREMES = {
-    "far in front": {"alibi_slopes": 2.0 ** -np.array([20, 22, 24, 24]), "q_offset": -(2**24) - 3},
-    "far behind": {"alibi_slopes": 2.0 ** -np.array([20, 22, 24, 24]), "q_offset": 2**24 + 1},
+    "far before the keys": {
+        "alibi_slopes": 2.0 ** -np.array([20, 22, 24, 24]),
+        "q_offset": -(2**24) - 3,
+    },
+    "far after the keys": {
+        "alibi_slopes": 2.0 ** -np.array([20, 22, 24, 24]),
+        "q_offset": 2**24 + 1,
+    },
     "the largest softcap": {"softcap": 10_000.0},
     "sinks without keys": {"sinks": np.array([-1e10, -1e35, 2e38, -np.inf]), "q_offset": -70},
     "sinks": {"sinks": np.array([1e10, -3e38, 2e38, -np.inf])},
@@ -228,7 +232,7 @@ def test_options_at_the_end_of_what_float32_has_digits_for(name: str, dtype: str
     }
     exact = reference.attention(*arrays, **options)
     bounds = reference.attention_bound(*arrays, dtype=dtype, tile_k=16, **options)
-    with decoded(), KERNELS.running():
+    with decoded():
         found = cupyattn.attention(
             *map(KERNELS.put, arrays),
             **{key: placed(KERNELS, value) for key, value in options.items()},
@@ -242,7 +246,7 @@ def test_scores_as_low_as_float32_goes(dtype: str):
     """All of them -2e38 times log2(e): every key weighs the same."""
     q, k, v = replace(BASE, dtype=dtype).arrays()
     q[...], k[...] = 1, -1
-    with decoded(), KERNELS.running():
+    with decoded():
         out = cupyattn.attention(*map(KERNELS.put, (q, k, v)), softmax_scale=2e38 / 64)
     means = v.astype(np.float64).mean(axis=1, keepdims=True).repeat(2, axis=2)
     np.testing.assert_allclose(KERNELS.get(out), means.repeat(3, axis=1), atol=1e-3)

@@ -167,7 +167,7 @@ def test_packed_sequences(head_dim: int, deterministic: bool):
 
 
 def test_packed_sequences_have_the_powers_of_two_of_their_keys_in_use():
-    """However large V is behind them."""
+    """However large V is after them."""
     problem = VarlenProblem(
         Beyond(*(3, 20, 33, 4, 2, 64, 64, "float16"), drawn=(("seqused_k", (9, 33, 5)),)),
         queries=(20, 5, 0),
@@ -207,11 +207,8 @@ def test_an_expression_is_given_the_gradient_itself(deterministic: bool):
     exact = reference.attention_backward(
         dout, q, k, v, out, lse, score_mod=lambda s, *_: s, score_mod_gradient=gradient
     )
-    with KERNELS.running():
-        arrays = map(KERNELS.put, (dout, q, k, v, out, lse))
-        found = cupyattn.attention_backward(
-            *arrays, score_mod=modified, deterministic=deterministic
-        )
+    arrays = map(KERNELS.put, (dout, q, k, v, out, lse))
+    found = cupyattn.attention_backward(*arrays, score_mod=modified, deterministic=deterministic)
     for name in ("dq", "dk", "dv"):
         expected = getattr(exact, name)
         tolerance = 2e-3 * np.abs(expected).max()
@@ -269,7 +266,7 @@ def test_other_heads_keep_their_bits(value: float, deterministic: bool):
 
 
 def test_a_row_that_is_not_finite_leaves_the_others_of_its_head_right():
-    """And what they have of digits, which a power of two for an infinity would take from them."""
+    """Their digits stay, which a power of two for an infinity would take from them."""
     arrays, _ = inputs(problem_of("plain"))
     arrays[0][...] /= np.float16(2048)
     expected = run(arrays, {}, "flash", deterministic=True)["dq"]
@@ -292,7 +289,7 @@ def scales_of(arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
 
 
 def test_queries_that_see_no_key_have_no_part_in_it():
-    """However large a padded row of dout is: V beside it is, and the others would lose digits."""
+    """However large padded rows of dout and V are: the other rows would lose digits."""
     q, k, v, dout = np.random.default_rng(3).standard_normal((4, 1, 64, 1, 64)).astype(np.float16)
     mask = np.ones((64, 64), bool)
     mask[60:] = mask[:, 60:] = False

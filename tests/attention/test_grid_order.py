@@ -49,7 +49,7 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(traits, head_dim, kind):
     together = interleaving(problem, CARDS[traits], backward=kind == "backward").kv_heads
     plain = grid.seconds(1, causal=False)
     assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
-    # Never worse than one head behind the other; which on many multiprocessors wastes nearly half.
+    # Never worse than one head after the other, which on many multiprocessors wastes nearly half.
     before = plain / grid.seconds(1, causal=True)
     assert plain / grid.seconds(together, causal=True) >= before
     if traits == "H200" and kind == "forward":
@@ -76,7 +76,7 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(traits, head_dim, kind):
         ({"heads": 0, "kv_heads": 0}, T4, 0),
     ],
 )
-def test_how_many_heads_take_turns(changed, traits, together):
+def test_how_many_heads_are_interleaved(changed, traits, together):
     sizes = {"length": 2048, "heads": 32, "head_dim": 128}
     named = {name: changed.get(name, size) for name, size in sizes.items()}
     others = {name: size for name, size in changed.items() if name not in sizes}
@@ -112,7 +112,7 @@ BIASED = {"B": 8, "Sq": 512, "Sk": 512, "H": 12, "G": 12}
         ((1, 12, 512, 512), {"causal": True, "B": 1}, (12, 1)),
     ],
 )
-def test_batch_elements_that_have_one_bias_take_turns(shape, changed, expected, recorder):
+def test_batch_elements_with_one_bias_are_interleaved(shape, changed, expected, recorder):
     sizes = {**BIASED, **changed}
     q, k = (
         device_array((sizes["B"], sizes[rows], sizes[heads], 64))
@@ -201,7 +201,7 @@ CAUSAL = AttentionProblem(
     ],
     ids=str,
 )
-def test_results_of_heads_that_take_turns(problem):
+def test_results_of_interleaved_heads(problem):
     with multiprocessors(40):
         check(problem, "flash")
         for deterministic in (False, True):
@@ -221,7 +221,7 @@ PAGED = PackedPrompts(
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
-def test_results_of_heads_of_packed_sequences_that_take_turns(dtype):
+def test_results_of_interleaved_heads_of_packed_sequences(dtype):
     problem = replace(PACKED, dense=replace(PACKED.dense, dtype=dtype))
     with multiprocessors(40):
         assert problem.ratio(*problem.run()) <= 1
@@ -232,7 +232,7 @@ def test_results_of_heads_of_packed_sequences_that_take_turns(dtype):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
-def test_results_of_packed_prompts_whose_heads_take_turns(dtype):
+def test_results_of_packed_prompts_with_interleaved_heads(dtype):
     problem = replace(PAGED, dtype=dtype)
     arrays = problem.arrays()
     with multiprocessors(40):
@@ -290,13 +290,13 @@ def batched(items, size):
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def test_heads_of_a_packed_prompt_alone_take_turns():
+def test_heads_of_one_packed_prompt_are_interleaved():
     problem = causal_problem(2048, 6, 128, batch=8)
     assert interleaving(problem, CARDS["H200"]).kv_heads == 48
     assert interleaving(problem, CARDS["H200"], prompts=True).kv_heads == 6
 
 
-def test_kernels_are_told(recorder):
+def test_kernels_get_the_interleaving(recorder):
     """Forward, both kernels of the backward, packed too, and a prompt over a paged cache."""
     q = device_array((1, 2048, 32, 128))
     out, lse = cupyattn.attention(q, q, q, causal=True, return_lse=True)
@@ -312,17 +312,17 @@ def test_kernels_are_told(recorder):
     cupyattn.attention_varlen_backward(
         *(packed,) * 4, out, lse, bounds, bounds, 1024, 1024, causal=True, deterministic=True
     )
-    told = {}
+    found = {}
     for launch in recorder.started:
         params = launch.arguments[-1]
         while "together" not in params.dtype.names:  # AttentionParams comes first in each
             params = params[params.dtype.names[0]]
-        told.setdefault(launch.specialisation.spec.entry, []).append(int(params["together"]))
-    assert told["attention_forward"] == [8, 1]
-    assert told["attention_forward_paged"] == [4 * 4]
-    assert told["attention_backward_dkdv"] == told["attention_backward_dq"] == [8]
-    assert told["attention_forward_varlen"] == [16]
-    assert told["attention_backward_dkdv_varlen"] == told["attention_backward_dq_varlen"] == [16]
+        found.setdefault(launch.specialisation.spec.entry, []).append(int(params["together"]))
+    assert found["attention_forward"] == [8, 1]
+    assert found["attention_forward_paged"] == [4 * 4]
+    assert found["attention_backward_dkdv"] == found["attention_backward_dq"] == [8]
+    assert found["attention_forward_varlen"] == [16]
+    assert found["attention_backward_dkdv_varlen"] == found["attention_backward_dq_varlen"] == [16]
 
 
 def find_lists(tiles: np.ndarray, group: int, sizes: dict[str, Any]) -> np.ndarray:
@@ -411,7 +411,7 @@ def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_ke
 
 
 @pytest.mark.parametrize("window", [(None, None), (100, 0), (None, 0)])
-def test_heads_with_lists_take_turns(window):
+def test_heads_with_lists_are_interleaved(window):
     problem = causal_problem(2048, 32, 128)
     problem.window, problem.layouts.block_mask = window, True
     assert interleaving(problem, CARDS["T4"]).kv_heads == 8

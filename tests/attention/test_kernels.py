@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from support.backward_runs import check as check_backward
 from support.backward_runs import placed
 from support.backward_runs import run as gradients_of
 from support.devices import DTYPES, FLOAT_DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
-from support.forward_runs import check, run
+from support.forward_runs import TEACHING, check, run
 from support.search import deep, examples, wider
 from support.strategies import (
     EITHER_HALF,
@@ -183,10 +184,13 @@ def test_long_sequences(dtype: str):
 
 
 @pytest.mark.gpu
-def test_more_heads_than_the_grid_has_rows():
+@pytest.mark.parametrize("implementation", ["flash", *TEACHING])
+def test_more_heads_than_the_grid_has_rows(implementation: str):
     """B * H beyond 65,535, the limit of a grid's second axis."""
     problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
-    check(problem, "flash")
+    check(problem, implementation)
+    if implementation != "tiled":
+        check_backward(problem, implementation)
 
 
 @examples(3, deep=24)
@@ -232,12 +236,28 @@ def test_views_equal_copies_bit_for_bit(problem: AttentionProblem):
     assert_array_equal(lse, KERNELS.get(copied_lse))
 
 
+WRITTEN = {
+    "flash": of_plain_dtypes(options=RUN_TIME_OPTIONS, **FRUGAL),
+    **dict.fromkeys(
+        TEACHING,
+        attention_problems(
+            head_dims=((24, 40),), dtypes=("float16",), options=("causal", "softmax_scale"),
+            crowd=FRUGAL["crowd"],
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", WRITTEN)
 @examples(3, deep=30)
-@given(problem=of_plain_dtypes(options=RUN_TIME_OPTIONS, **FRUGAL))
-def test_results_are_written_into_any_strides(problem: AttentionProblem):
-    """out= and lse as views: every item written, nothing beside them."""
+@given(data=st.data())
+def test_results_are_written_into_any_strides(implementation, data):
+    """out= and lse as views: every item is written, and nothing next to it."""
+    problem = data.draw(WRITTEN[implementation])
     arrays = [KERNELS.put(array) for array in problem.arrays()]
-    options = {**placed(problem.options()), "return_lse": True}
+    options = {
+        **placed(problem.options()), "return_lse": True, "implementation": implementation
+    }  # fmt: skip
     expected_out, expected_lse = cupyattn.attention(*arrays, **options)
 
     memory = KERNELS.xp.full(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,15 +39,26 @@ def accesses_of(report: Report, file: str, text: str) -> list[Access]:
     ]
 
 
+def report_of(function: Any, *arrays: np.ndarray, **options: Any) -> Report:
+    """Return what the emulator counted in one call."""
+    report = Report()
+    with cupyattn.backend("emulator", report=report):
+        function(*arrays, **options)
+    return report
+
+
+def worst_conflicts(report: Report) -> set[float]:
+    """Return the most passes that an access to shared memory took, of each access."""
+    return {access.worst for access in report.accesses if access.space == "shared"}
+
+
 SHARED_READS = ("const float4 k =", "const float4 q =", "const float4 p =", "acc[r][c] += p.x")
 
 
 @pytest.mark.parametrize("head_dim", [64, *deep(33, 128)])
 def test_tiled_attention_reads_shared_memory_without_conflicts(head_dim):
     q, k, v = (normal(1, 40, 1, head_dim) for _ in range(3))
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(q, k, v, implementation="tiled")
+    report = report_of(cupyattn.attention, q, k, v, implementation="tiled")
     for text in SHARED_READS:
         accesses = accesses_of(report, "attention/teaching/tiled.cu", text)
         assert {(access.ways, access.worst) for access in accesses} == {(1.0, 1.0)}, text
@@ -65,13 +77,13 @@ def test_the_float_backward_has_no_bank_conflicts(head_dim, deterministic):
     """
     q, k, v, dout = (normal(1, 130, 1, head_dim, dtype="float32") for _ in range(4))
     out, lse = cupyattn.attention(q, k, v, return_lse=True)
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
-    shared = [access for access in report.accesses if access.space == "shared"]
-    assert any(access.write for access in shared)
-    ways = {access.worst for access in shared}
-    assert ways == ({1.0, 2.0} if (head_dim, deterministic) == (256, False) else {1.0})
+    report = report_of(
+        cupyattn.attention_backward, dout, q, k, v, out, lse, deterministic=deterministic
+    )
+    assert any(access.write for access in report.accesses if access.space == "shared")
+    assert worst_conflicts(report) == (
+        {1.0, 2.0} if (head_dim, deterministic) == (256, False) else {1.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,12 +101,11 @@ def test_the_backward_has_no_bank_conflicts_and_wastes_no_sectors(head_dim, dete
     """
     q, k, v, dout = (normal(1, 100, 1, head_dim) for _ in range(4))
     out, lse = cupyattn.attention(q, k, v, return_lse=True)
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
+    report = report_of(
+        cupyattn.attention_backward, dout, q, k, v, out, lse, deterministic=deterministic
+    )
     assert report.instruction_mix["tensor"] > 0
-    shared = [access for access in report.accesses if access.space == "shared"]
-    assert {access.worst for access in shared} == {1.0}
+    assert worst_conflicts(report) == {1.0}
     assert report.sector_efficiency >= (0.995 if head_dim % 16 == 0 else 0.98)
     wasteful = {
         Path(access.instruction.location[0]).name
@@ -109,13 +120,10 @@ def test_the_backward_has_no_bank_conflicts_and_wastes_no_sectors(head_dim, dete
 @pytest.mark.parametrize("head_dim", [64, 160, *deep(24, 80, 128, 256)])
 def test_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(head_dim):
     """Rows of 24 items straddle sectors: 48 bytes."""
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(*(normal(1, 100, 1, head_dim) for _ in range(3)))
+    report = report_of(cupyattn.attention, *(normal(1, 100, 1, head_dim) for _ in range(3)))
     assert report.instruction_mix["tensor"] > 0
     assert report.instruction_mix["ldsm"] > 0
-    shared = [access for access in report.accesses if access.space == "shared"]
-    assert {access.worst for access in shared} == {1.0}
+    assert worst_conflicts(report) == {1.0}
     if head_dim % 16 == 0:
         assert report.sector_efficiency == 1.0
     else:
@@ -136,11 +144,10 @@ def test_bias_and_mask_are_read_four_keys_at_a_time(head_dim, option, load, need
     """Keys in another order in shared memory: without conflicts all the same."""
     given = {"mask": normal(100, 128) > 0} if option == "bool" else {}
     given = given or {"bias": normal(100, 128, dtype=option)}
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(*(normal(1, n, 1, head_dim) for n in (100, 128, 128)), **given)
-    shared = [access for access in report.accesses if access.space == "shared"]
-    assert {access.worst for access in shared} == {1.0}
+    report = report_of(
+        cupyattn.attention, *(normal(1, n, 1, head_dim) for n in (100, 128, 128)), **given
+    )
+    assert worst_conflicts(report) == {1.0}
     loads = accesses_of(report, "common/memory.cuh", load)
     assert loads
     assert min(access.efficiency for access in loads) >= needed
@@ -149,18 +156,15 @@ def test_bias_and_mask_are_read_four_keys_at_a_time(head_dim, option, load, need
 @pytest.mark.parametrize("head_dim", [64, 256, *deep(24, 72, 80, 128, 160)])
 @pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
 def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dtype, head_dim):
-    """Every row of the table, output columns in quads alone and with one and two behind them.
+    """Every row of the table, output columns in quads alone and with one and two after them.
 
     Where head_dim is no multiple of 16, the last slice of 16 columns is narrower; rows of bfloat16
     then straddle sectors too, 48 bytes of three.
     """
-    report = Report()
     q, k, v = (normal(1, 100, 1, head_dim).astype(dtype_of(dtype)) for _ in range(3))
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(q, k, v)
+    report = report_of(cupyattn.attention, q, k, v)
     assert report.instruction_mix.get("tensor", 0) == 0
-    shared = [access for access in report.accesses if access.space == "shared"]
-    assert {access.worst for access in shared} == {1.0}
+    assert worst_conflicts(report) == {1.0}
     if dtype == "float32" or head_dim % 16 == 0:
         assert report.sector_efficiency == 1.0
     else:
@@ -168,9 +172,9 @@ def test_float32_flash_attention_has_no_bank_conflicts_and_wastes_no_sectors(dty
 
 
 def test_tiled_attention_wastes_no_global_sectors():
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(*(normal(1, 64, 2, 64) for _ in range(3)), implementation="tiled")
+    report = report_of(
+        cupyattn.attention, *(normal(1, 64, 2, 64) for _ in range(3)), implementation="tiled"
+    )
     assert report.sector_efficiency == 1.0
     loads = accesses_of(report, "attention/teaching/tiled.cu", "exists ? static_cast<float>")
     loads = [access for access in loads if access.space == "global"]
@@ -178,10 +182,10 @@ def test_tiled_attention_wastes_no_global_sectors():
 
 
 def test_naive_attention_reads_keys_across_rows():
-    """Its lanes own keys and walk the columns: each lane another sector, for 2 bytes of it."""
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.attention(*(normal(1, 32, 1, 64) for _ in range(3)), implementation="naive")
+    """Its lanes own keys and loop over the columns: each lane another sector, for 2 bytes of it."""
+    report = report_of(
+        cupyattn.attention, *(normal(1, 32, 1, 64) for _ in range(3)), implementation="naive"
+    )
     assert report.bank_conflict_ways == 1.0
     keys = min((a for a in report.accesses if a.space == "global"), key=lambda a: a.efficiency)
     assert keys.sectors_per_request == 32
@@ -190,9 +194,7 @@ def test_naive_attention_reads_keys_across_rows():
 
 def test_softmax_reads_and_stores_whole_vectors():
     """Each thread moves 16 bytes in one instruction, and every sector moves once."""
-    report = Report()
-    with cupyattn.backend("emulator", report=report):
-        cupyattn.softmax(normal(8, 1024))
+    report = report_of(cupyattn.softmax, normal(8, 1024))
     (load,) = accesses_of(report, "common/vec.cuh", "loaded = *reinterpret_cast")
     assert (load.sectors_per_request, load.efficiency) == (16, 1.0)
     assert report.bank_conflict_ways == 1.0

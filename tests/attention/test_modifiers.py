@@ -344,7 +344,7 @@ DISTANCES = ScoreMod(
     ("head_dim", "sq"), [(8, 20), *deep((8, 150), (64, 20), (64, 129), (136, 20))]
 )
 def test_an_expression_may_be_nan_where_no_query_sees(head_dim, sq, deterministic):
-    """Rows beyond Sq are told of the last query, which sees no key that only they would see."""
+    """Rows beyond Sq have the last query's index, which sees no key that only they would see."""
     rng = np.random.default_rng(2)
     q, dout = rng.standard_normal((2, 1, sq, 2, head_dim)).astype("float16")
     k, v = rng.standard_normal((2, 1, sq + 20, 1, head_dim)).astype("float16")

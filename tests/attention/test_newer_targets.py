@@ -114,7 +114,7 @@ def test_tiles_come_to_l2_before_their_turn_from_sm_80_on(view, deterministic, m
         assert set(brought) == lines(range(48, 192), k, v)
         brought.clear()
         cupyattn.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic)
-    # Tiles of 32: of queries all behind the fourth but the last one.
+    # Tiles of 32: all of the queries after the fourth but the last one.
     expected = lines(range(128, 192), q, dout)
     if deterministic:
         expected |= lines(range(96, 192), k, v)

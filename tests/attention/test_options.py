@@ -166,11 +166,11 @@ def test_rotary_is_taken_by_its_name(interleaved):
     rotary = Rotary(cos, sin, interleaved)
     positions = np.arange(SQ)[None], np.arange(SK)[None]
 
-    def turned(x, where, **options):
+    def rotated(x, where, **options):
         where = np.broadcast_to(where, x.shape[:2])
         return rope(x, cos, sin, positions=where, interleaved=interleaved, **options)
 
-    arrays = turned(q, positions[0]), turned(k, positions[1]), v
+    arrays = rotated(q, positions[0]), rotated(k, positions[1]), v
     expected = attention(*arrays, q_offset=0, return_lse=True)
     found = attention(q, k, v, rotary=rotary, q_offset=0, return_lse=True)
     for actual, wanted in zip(found, expected, strict=True):
@@ -180,13 +180,13 @@ def test_rotary_is_taken_by_its_name(interleaved):
     dout, _ = BASE.gradients()
     wanted = attention_backward(dout, *arrays, *expected, q_offset=0)
     dq, dk, dv, *_ = attention_backward(dout, q, k, v, *found, q_offset=0, rotary=rotary)
-    assert_allclose(dq, turned(wanted.dq, positions[0], inverse=True), rtol=1e-4, atol=1e-5)
-    assert_allclose(dk, turned(wanted.dk, positions[1], inverse=True), rtol=1e-4, atol=1e-5)
+    assert_allclose(dq, rotated(wanted.dq, positions[0], inverse=True), rtol=1e-4, atol=1e-5)
+    assert_allclose(dk, rotated(wanted.dk, positions[1], inverse=True), rtol=1e-4, atol=1e-5)
     assert_allclose(dv, wanted.dv, rtol=1e-4, atol=1e-5)
 
 
 def test_bounds_know_which_features_are_a_pair():
-    """Neighbouring pairs are halves of arrays whose features stand in another order."""
+    """Neighbouring pairs are halves of arrays whose features are in another order."""
     q, k, v = BASE.arrays()
     dout, _ = BASE.gradients()
     half = ANGLES.shape[-1]
@@ -200,8 +200,8 @@ def test_bounds_know_which_features_are_a_pair():
         gradients = reference.attention_backward_bound(dout, *arrays, v, out, lse, **options)
         found.append((*bounds, gradients.dq, gradients.dk, gradients.dv))
     for index, (neighbours, halves) in enumerate(zip(*found, strict=True)):
-        turned = neighbours[..., order] if index in (2, 3) else neighbours
-        assert_allclose(turned, halves, rtol=1e-6)
+        reordered = neighbours[..., order] if index in (2, 3) else neighbours
+        assert_allclose(reordered, halves, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

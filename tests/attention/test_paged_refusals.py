@@ -1,4 +1,4 @@
-"""What paged attention refuses, and how it says so."""
+"""Errors of paged attention."""
 
 from __future__ import annotations
 
@@ -75,14 +75,10 @@ def test_arrays(changed, kind, message, backend):
         ({"max_seqlen_q": np.array([1, 2])}, TypeError, "; it is an integer; pass one number"),
         ({"causal": 1}, TypeError, "causal = 1"),
         ({"window_size": 3}, TypeError, "window_size = 3"),
-        ({"window_size": [3, 0]}, TypeError, "window_size = [3, 0]"),
-        ({"window_size": (-1, 0)}, ValueError, "window_size = (-1, 0)"),
         ({"softcap": 0.0}, ValueError, "softcap = 0.0"),
-        ({"softmax_scale": float("inf")}, ValueError, "softmax_scale = inf"),
         ({"sinks": np.zeros(3, np.float32)}, ValueError, "sinks has shape (3,)"),
         ({"sinks": np.full(4, 3e38, np.float32)}, ValueError, "sinks has values up to"),
         ({"alibi_slopes": np.zeros((1, 4), np.float32)}, ValueError, "alibi_slopes has shape"),
-        ({"alibi_slopes": np.zeros(4, int)}, TypeError, "alibi_slopes has dtype int64"),
         ({"return_lse": 1}, TypeError, "return_lse = 1"),
         ({"out": np.zeros((2, 2, 4, 8), np.float16)}, TypeError, "out is float16"),
         ({"out": (np.zeros(3), np.zeros(3))}, TypeError, "out is a tuple of 2"),
@@ -101,17 +97,13 @@ PACKED = PackedProblem(lengths=(20, 40), Sq=20, queries=(0, 20), G=2, group=2, D
     ("options", "kind", "message"),
     [
         ({"cu_seqlens_q": np.zeros((3, 1), np.int32)}, ValueError, "cu_seqlens_q has shape (3, 1)"),
-        ({"cu_seqlens_q": np.zeros(3)}, TypeError, "cu_seqlens_q has dtype float64"),
-        ({"cu_seqlens_q": [0, 0, 20]}, TypeError, "cu_seqlens_q has type builtins.list"),
-        ({"cu_seqlens_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q has no items"),
+        ({"cu_seqlens_q": [0, 0, 20]}, TypeError, "cu_seqlens_q is a builtins.list"),
         ({"cu_seqlens_q": np.array([0, 20])}, ValueError, "block_table has shape (2, 4)"),
         ({"cu_seqlens_q": np.array([-1, 1, 20])}, ValueError, "cu_seqlens_q = [-1, 1, 20]"),
         ({"cu_seqlens_q": np.array([0, 9, 5])}, ValueError, "cu_seqlens_q = [0, 9, 5]"),
         ({"cu_seqlens_q": np.array([0, 1, 21])}, ValueError, "cu_seqlens_q = [0, 1, 21]"),
         ({"cu_seqlens_q": None}, ValueError, "max_seqlen_q = 20 without cu_seqlens_q"),
         ({"max_seqlen_q": 19}, ValueError, "sequence 1 of cu_seqlens_q has 20 rows"),
-        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q = -1"),
-        ({"max_seqlen_q": 2.0}, TypeError, "max_seqlen_q is 2.0"),
         ({"out": np.zeros((1, 20, 4, 8), np.float32)}, ValueError, "out is float32 (1, 20, 4, 8)"),
     ],
 )  # fmt: skip

@@ -210,12 +210,12 @@ def test_rows_before_the_first_sequence_are_not_written(backend):
     """Another call may write them."""
     problem = PackedProblem(**vars(CHUNK), queries=(20, 3))
     q, *others = problem.arrays()
-    behind = np.concatenate([np.full_like(q[:5], np.nan), q])
-    out = np.full_like(behind, 7)
-    lse = np.full((problem.heads, len(behind)), 7, np.float32)
+    wide = np.concatenate([np.full_like(q[:5], np.nan), q])
+    out = np.full_like(wide, 7)
+    lse = np.full((problem.heads, len(wide)), 7, np.float32)
     with cupyattn.backend(backend):
         expected, expected_lse = problem.on_arrays((q, *others))
-        problem.on_arrays((behind, *others), cu_seqlens_q=problem.bounds + 5, out=(out, lse))
+        problem.on_arrays((wide, *others), cu_seqlens_q=problem.bounds + 5, out=(out, lse))
     assert (out[:5] == 7).all() and (lse[:, :5] == 7).all()
     assert np.array_equal(out[5:], expected)
     assert np.array_equal(lse[:, 5:], expected_lse)

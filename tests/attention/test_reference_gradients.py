@@ -202,8 +202,11 @@ def test_rows_without_keys_have_no_gradient(options):
 def test_empty_sequences(sq, sk):
     q, k, v = np.ones((2, sq, 4, 3)), np.ones((2, sk, 2, 3)), np.ones((2, sk, 2, 5))
     bias = np.zeros((4, 1, sk))
-    out, lse = attention(q, k, v, bias=bias)
-    grads = attention_backward(out, q, k, v, out, lse, bias=bias)
+    options = {"bias": bias, "causal": True, "dropout_p": 0.5, "seed": 1}
+    out, lse = attention(q, k, v, **options)
+    np.testing.assert_array_equal(out, np.zeros((2, sq, 4, 5)))
+    np.testing.assert_array_equal(lse, np.full((2, 4, sq), -np.inf))
+    grads = attention_backward(out, q, k, v, out, lse, **options)
     shapes = [None if grad is None else grad.shape for grad in grads]
     assert shapes == [q.shape, k.shape, v.shape, bias.shape, None]
     assert not any(grad.any() for grad in grads[:4])
@@ -212,8 +215,10 @@ def test_empty_sequences(sq, sk):
 def test_nan_reaches_the_keys_that_its_row_sees():
     q, k, v = np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2)), np.ones((1, 4, 1, 2))
     bias = np.zeros((4, 4))
-    bias[2, 1] = np.nan
+    bias[2, 1] = bias[0, 3] = np.nan  # causal hides the second
     out, lse = attention(q, k, v, bias=bias, causal=True)
+    np.testing.assert_array_equal(np.isnan(out[0, :, 0]).all(axis=-1), np.arange(4) == 2)
+    np.testing.assert_array_equal(np.isnan(lse[0, 0]), np.arange(4) == 2)
     grads = attention_backward(np.ones(out.shape), q, k, v, out, lse, bias=bias, causal=True)
     np.testing.assert_array_equal(np.isnan(grads.dq[0, :, 0, 0]), [False, False, True, False])
     seen = [True, True, True, False]
@@ -223,11 +228,16 @@ def test_nan_reaches_the_keys_that_its_row_sees():
 
 
 def test_memory_does_not_grow_with_the_product_of_lengths():
-    length = 4096
+    length, peaks = 4096, []
     dout, q, k, v = np.random.default_rng(0).standard_normal((4, 1, length, 1, 8), dtype=np.float32)
-    out, lse = attention(q, k, v, softcap=20.0)
-    tracemalloc.start()
-    attention_backward(dout, q, k, v, out, lse, softcap=20.0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 0.2 * length * length * 8
+    options = {"alibi_slopes": [0.1], "softcap": 20.0}
+    out, lse = attention(q, k, v, **options)
+    for call in (
+        lambda: attention(q, k, v, **options),
+        lambda: attention_backward(dout, q, k, v, out, lse, **options),
+    ):
+        tracemalloc.start()
+        call()
+        peaks.append(tracemalloc.get_traced_memory()[1] / (8 * length**2))
+        tracemalloc.stop()
+    assert max(peaks) < 0.3

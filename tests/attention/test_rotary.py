@@ -50,7 +50,7 @@ TABLES = wider(("float32",), ("float16", "bfloat16"))
 # Whole chunks and tails, D != Dv; tables have any number of pairs.
 HALF_DIMS = wider([(24, 40)], [(80, 80), (64, 64), (128, 128), (5, 8), (256, 256)])
 FLOAT_DIMS = wider([(24, 40)], [(64, 64), (5, 8)])
-# Phi-2 turns 32 of its 80 features.
+# Phi-2 rotates 32 of its 80 features.
 PHI = RotaryProblem(
     B=2, Sq=21, Sk=70, H=4, G=2, D=80, Dv=80, dtype="float16",
     drawn=(("causal", True), ("rotary", (70, 16))),
@@ -98,7 +98,7 @@ def test_rotary_equals_rope_and_then_attention(dtype, interleaved, drawn):
     _equals_rope_and_attention(problem)
 
 
-def test_queries_behind_the_first_tile_stand_further_on():
+def test_queries_after_the_first_tile_are_at_later_positions():
     drawn = (("q_offset", 5), ("rotary", (135, 16)))
     problem = replace(PHI, B=1, Sq=130, Sk=16, H=1, G=1, drawn=drawn)
     _equals_rope_and_attention(problem)
@@ -169,7 +169,7 @@ def test_keys_behind_those_in_use_get_no_gradient():
 
 
 def test_a_workspace_is_all_the_memory_that_it_takes():
-    """As much as the error says, of both directions: on tensor cores queries turn in registers."""
+    """As much as the error says, both ways: on tensor cores queries are rotated in registers."""
     q, k, v = map(KERNELS.put, PHI.arrays())
     options = {name: placed(KERNELS, value) for name, value in PHI.options().items()}
     size = k.nbytes
@@ -186,7 +186,7 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
 
 
 @pytest.mark.parametrize(
-    ("changed", "turns"),
+    ("changed", "rotates"),
     [
         ({}, True),
         ({"dtype": "float32", **NARROW}, False),
@@ -200,7 +200,7 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
         ),
     ],
 )
-def test_calls_whose_forward_rotates_queries(changed, turns, monkeypatch):
+def test_calls_whose_forward_rotates_queries(changed, rotates, monkeypatch):
     if not KERNELS.device.tensor_cores:
         pytest.skip("a GPU without tensor cores: float32 kernels run")
     entries = []
@@ -211,7 +211,7 @@ def test_calls_whose_forward_rotates_queries(changed, turns, monkeypatch):
     )
     forward_runs.run(replace(PHI, **changed), "flash")
     assert entries[0] == "attention_rotary"
-    assert (entries[1] == "attention_forward_rotary") == turns
+    assert (entries[1] == "attention_forward_rotary") == rotates
 
 
 @pytest.mark.parametrize("changed", [NARROW, *deep({})], ids=["narrow", "of 80"])
@@ -254,7 +254,7 @@ def test_tables_that_are_too_short(rows, changed, message):
     [
         (("causal", True), ("seqused_k", (70, 60))),
         (("causal", True), ("q_offset", -5)),
-        # The last queries stand behind the last key that the window leaves any of them.
+        # The last queries are after the last key that the window leaves any of them.
         (("window_size", (3, None)), ("q_offset", (30, 5)), ("seqused_k", (40, 0))),
     ],
     ids=["padded", "before 0", "window"],
@@ -390,7 +390,7 @@ def test_sequences_without_queries_or_keys(packed, dtype, interleaved):
 
 
 @each_packed
-def test_the_last_query_stands_at_the_last_key(packed):
+def test_the_last_query_is_at_the_last_key(packed):
     """By default, in each sequence for itself."""
     drawn = packed.dense.drawn[::3]  # without q_offset and seqused_k
     problem = replace(packed, dense=replace(packed.dense, drawn=drawn), queries=(40, 31, 13, 0))
@@ -399,7 +399,7 @@ def test_the_last_query_stands_at_the_last_key(packed):
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_packed_queries_that_see_no_key_need_no_position(dtype):
-    """By default the first of more queries than keys stand before position 0."""
+    """By default the first of more queries than keys are before position 0."""
     dense = replace(PACKED.dense, dtype=dtype, drawn=PACKED.dense.drawn[::3])
     problem = replace(PACKED, dense=dense, queries=(40, 31, 13, 7), keys=(30, 31, 5, 0))
     with pytest.MonkeyPatch.context() as patch:

@@ -33,13 +33,13 @@ SHAPES = [(512, 512), (256, 640), (500, 333), (333, 500)]
 
 @pytest.fixture(autouse=True)
 def _whole_keys() -> Iterator[None]:
-    """One CTA walks over all keys of a row: parts of them would each read Q again."""
+    """One CTA loops over all keys of a row: parts of them would each read Q again."""
     with split(1):
         yield
 
 
 class Tiles(NamedTuple):
-    """A kernel's CTAs own rows or keys, and walk tiles of the other."""
+    """A kernel's CTAs own rows or keys, and loop over tiles of the other."""
 
     rows: int
     keys: int
@@ -127,7 +127,7 @@ KINDS = ("forward", "one-pass", "deterministic")
         ],
         [
             *itertools.product(KINDS, ("float16",), [WIDE], [(256, 640)]),
-            # Which has the walks of both backwards.
+            # It has the tile loops of both backwards.
             ("deterministic", "float32", NARROW, (500, 333)),
         ],
     ),

@@ -126,7 +126,7 @@ def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bo
 def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
     """Causal, with queries before the first key: rows of a tile end in different parts.
 
-    Slopes show where the queries of each batch element stand.
+    Slopes depend on the positions of each batch element's queries.
     """
     drawn = (("causal", True), ("q_offset", (-30, 100)), *every_option(dtype, 2, 130, 300))
     problem = replace(BASE, Sq=130, D=24, Dv=24, dtype=dtype, drawn=drawn, option_view="strided")
@@ -136,7 +136,7 @@ def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_windows_whose_ends_lie_in_different_parts(dtype: str):
-    """A part begins before the tiles that a window leaves whole, or behind them."""
+    """A part begins before the tiles that a window leaves whole, or after them."""
     problem = replace(BASE, B=1, Sq=140, D=24, Dv=24, dtype=dtype)
     with split(3):
         check(replace(problem, drawn=(("window_size", (70, 40)),)), "flash")
@@ -157,7 +157,7 @@ def test_dropout_is_that_of_keys_that_are_not_split(dtype: str):
     q[...], v[...] = 0, 1
     kept = []
     for parts in (1, 4):
-        with split(parts), KERNELS.running():
+        with split(parts):
             out = cupyattn.attention(*map(KERNELS.put, (q, k, v)), dropout_p=0.5, seed=3)
         kept.append(np.rint(KERNELS.get(out).astype(np.float64) * 150).astype(int))
     assert np.array_equal(*kept)
@@ -167,7 +167,7 @@ def test_dropout_is_that_of_keys_that_are_not_split(dtype: str):
 def test_workspace_given_and_too_small():
     problem = replace(BASE, Sk=130)
     q, k, v = problem.arrays()
-    with split(3), KERNELS.running():
+    with split(3):
         arrays = [*map(KERNELS.put, (q, k, v))]
         expected = KERNELS.get(cupyattn.attention(*arrays))
         needed = 4 * 3 * problem.B * problem.H * problem.Sq * (problem.Dv + 2)

@@ -173,11 +173,10 @@ def test_deterministic_bits_are_those_of_a_loop_over_sequences(lengths, head_dim
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
         own = (dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows])
-        with KERNELS.running():
-            alone = cupyattn.attention_backward(
-                *map(KERNELS.put, (*own, lse[None, :, rows])), causal=True, deterministic=True,
-                dlse=KERNELS.put(np.ascontiguousarray(options["dlse"][None, :, rows])),
-            )  # fmt: skip
+        alone = cupyattn.attention_backward(
+            *map(KERNELS.put, (*own, lse[None, :, rows])), causal=True, deterministic=True,
+            dlse=KERNELS.put(np.ascontiguousarray(options["dlse"][None, :, rows])),
+        )  # fmt: skip
         for name, place in (("dq", rows), ("dk", keys), ("dv", keys)):
             assert np.array_equal(grads[name][place], KERNELS.get(getattr(alone, name))[0]), name
 
@@ -197,12 +196,11 @@ def test_gradients_are_added_to_what_is_there(problem, deterministic):
     there = {name: np.full(x.shape, 0.5, x.dtype) for name, x in plain.items()}
     grads = AttentionGrads(**{name: KERNELS.put(x) for name, x in there.items()})
     (dout, q, k, v, out, lse), bounds, options = problem.backward_inputs()
-    with KERNELS.running():
-        found = cupyattn.attention_varlen_backward(
-            *map(KERNELS.put, (dout, q, k, v, out, lse, *bounds)), *problem.longest,
-            **{name: placed(KERNELS, value) for name, value in options.items()},
-            deterministic=deterministic, grads=grads, accumulate=True,
-        )  # fmt: skip
+    found = cupyattn.attention_varlen_backward(
+        *map(KERNELS.put, (dout, q, k, v, out, lse, *bounds)), *problem.longest,
+        **{name: placed(KERNELS, value) for name, value in options.items()},
+        deterministic=deterministic, grads=grads, accumulate=True,
+    )  # fmt: skip
     used = {"dq": bounds[0][-1], "dk": bounds[1][-1], "dv": bounds[1][-1]}
     for name, x in plain.items():
         rows = slice(used.get(name))
@@ -264,11 +262,10 @@ def test_vjp():
     """One entry for each argument by position: lengths have no gradient."""
     q, k, v, *bounds = map(KERNELS.put, FLOAT.arrays())
     dout = KERNELS.put(FLOAT.backward_inputs()[0][0])
-    with KERNELS.running():
-        out, pullback = cupyattn.vjp(
-            cupyattn.attention_varlen, q, k, v, *bounds, *FLOAT.longest, causal=True
-        )
-        dq, dk, dv, *others = pullback(dout, deterministic=True)
+    out, pullback = cupyattn.vjp(
+        cupyattn.attention_varlen, q, k, v, *bounds, *FLOAT.longest, causal=True
+    )
+    dq, dk, dv, *others = pullback(dout, deterministic=True)
     assert others == [None] * 4
     assert out.shape == dout.shape
     expected = replace(FLOAT).run_backward(deterministic=True, dlse=None)
@@ -285,7 +282,7 @@ def test_wild_bounds_touch_nothing_outside(problem, bounds):
     """The emulator's checks of addresses would say so; values are not looked at here."""
     arrays, _, _ = problem.backward_inputs()
     wild = np.array(bounds, np.int32)
-    with KERNELS.running(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
         for deterministic in (False, True):
             cupyattn.attention_varlen_backward(
@@ -312,7 +309,7 @@ KINDS_PLAIN = [("float16", 8), *deep(*((kind,) for kind in (*KINDS_DEEP, ("bfloa
 
 @st.composite
 def expressions(draw: st.DrawFn, dtype: str, head_dim: int) -> PackedExpressions:
-    """Sequences of any lengths, none too; behind the last may lie rows of no sequence."""
+    """Sequences of any lengths, also none; rows of no sequence may follow the last."""
     sq, sk = draw(st.sampled_from([(40, 70), (130, 33)]))
     dense = ragged(dtype, head_dim, draw(st.integers(0, 3)), Sq=sq, Sk=sk)
     queries, keys = (
@@ -426,7 +423,7 @@ def test_a_score_mod_without_gradient_has_no_backward():
 
 
 def test_the_reference_takes_python_functions_that_name_sequences():
-    """A loop of dense calls, of which each is told its number."""
+    """A loop of dense calls, each with its sequence's number."""
     rng = np.random.default_rng(2)
     turn = rng.standard_normal((3, 4), np.float32)
     mods = {

@@ -1,4 +1,4 @@
-"""Where windows end beside and within tiles, beyond the second one: both edges, every kernel.
+"""Windows that end at and within tiles, beyond the second one: both edges, every kernel.
 
 An edge that is wrong by one key is seen only where a tile lies wholly inside the window and the
 next one is cut: lengths past two tiles of a kernel, and windows of about as many keys.
@@ -95,7 +95,7 @@ def test_no_gradient_of_a_row_without_keys_whatever_its_dout(
     deterministic: bool,
     dout_of_nothing: float,
 ):
-    """seqused_k = 0 in one sequence of two: what stands in its dout and keys reaches nothing."""
+    """seqused_k = 0 in one sequence of two: its dout and keys reach nothing."""
     two = AttentionProblem(
         2, 40, 70, 2, 1, *head_dims, dtype=dtype, drawn=(("seqused_k", (0, 70)),)
     )

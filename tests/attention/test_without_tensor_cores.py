@@ -25,7 +25,7 @@ pytestmark = pytest.mark.nvrtc
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kernels_of_such_a_card():
+def kernels_of_such_a_device():
     with without_tensor_cores():
         yield
 
@@ -123,10 +123,10 @@ def test_paged_attention(queries: int, bits: int | None):
     """Decoded, and by the forward over blocks; head dim 64 has rows of tensor cores too."""
     problem = PagedProblem((70, 17), queries, G=1, group=2, D=64, dtype="float16", bits=bits)
     arrays = problem.arrays()
-    assert problem.ratio(*_on_such_a_card(problem, arrays), arrays) <= 1
+    assert problem.ratio(*_on_such_a_device(problem, arrays), arrays) <= 1
 
 
-def _on_such_a_card(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> Any:
+def _on_such_a_device(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> Any:
     with without_tensor_cores():
         return on_kernels(problem, arrays)
 

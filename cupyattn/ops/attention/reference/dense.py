@@ -23,8 +23,8 @@ class AttentionGrads(NamedTuple):
 
     As the result of `attention_backward` it has all five, in this order: dbias and dsinks are None
     without bias and sinks. (What `vjp` returns gives one for each array that it was given by
-    position: three for q, k and v.) For a field of ``grads=`` that is None, the default, a new array
-    is made.
+    position: three for q, k and v.) For a field of ``grads=`` that is None, the default, a new
+    array is made.
 
     Attributes
     ----------
