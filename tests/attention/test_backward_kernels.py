@@ -258,7 +258,7 @@ def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(dtype: str)
 
 
 ROW = SUMMED_DBIAS[75][64]
-ROWS, KEYS = ROW.tile_rows, ROW.tile_k
+ROWS, KEYS = ROW.tile_q, ROW.tile_k
 
 
 @contextmanager

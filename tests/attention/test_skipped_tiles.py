@@ -58,7 +58,7 @@ def tiles_of(kind: str, dtype: str, dims: tuple[int, int]) -> list[Tiles]:
         half_dkdv = backward_dkdv.dkdv_row(75, *dims, kind == "one-pass")
         half_dq = backward_dq.dq_row(75, *dims)
         dkdv = Tiles(half_dkdv.tile_q, half_dkdv.tile_keys, own_rows=False, products=4)
-        dq = Tiles(half_dq.tile_rows, half_dq.tile_k, own_rows=True, products=3)
+        dq = Tiles(half_dq.tile_q, half_dq.tile_k, own_rows=True, products=3)
     else:
         float_dkdv = backward_f32.dkdv_row(75, *dims, forward_rows.PLAIN)
         float_dq = backward_f32.dq_row(75, *dims, forward_rows.PLAIN)

@@ -163,11 +163,10 @@ def attention(
         Added to the scores; broadcasts to (B, H, Sq, Sk) without being materialised. -inf masks.
     alibi_slopes : float array (H,) or (B, H), optional
         Adds ``-slope * abs(i + q_offset - j)`` (Press et al., arXiv:2108.12409). Kernels keep
-        scores in float32: of one of 1e6 in size they have the first decimal. For the nearest key of
-        a query, which weighs most (with a slope below 0 the furthest), it is at most 2**20; beyond
-        that a GPU's result means nothing. On NumPy arrays, and where values are checked
-        (`backend`), it is an error, for float64 arrays from 2**49 on. Keys that a mask hides count
-        as seen.
+        scores in float32, which has one decimal at 1e6. So slope times distance is at most 2**20
+        for the nearest key of each query (with a negative slope, for the furthest). On a GPU larger
+        products give meaningless results; on NumPy arrays, and where values are checked
+        (`backend`), they are an error (for float64 arrays from 2**49 on). Masked keys count too.
     softcap : float, optional
         Replaces each scaled score by ``softcap * tanh(s / softcap)``, before bias and ALiBi. At
         most 10,000: kernels err by about softcap * 1e-7 in a score.
@@ -180,19 +179,19 @@ def attention(
         ``1 / (1 - dropout_p)``. lse is that of the weights before dropping.
     seed : int or DropoutSeed, optional
         0 to 2**64 - 1, required with dropout. The mask is a function of the seed and of
-        (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011). A `DropoutSeed` says besides
-        where the call is within a larger one.
+        (b, h, i, j) alone: Philox4x32-10 (Salmon et al., SC 2011). A `DropoutSeed` also has the
+        position of the call within a larger one.
     rotary : (cos, sin) or Rotary, optional
         Tables (positions, R/2) with R <= D: rotates the first R features of q (at position
         ``i + q_offset``) and k (at position j), feature d paired with d + R/2, or with
         ``Rotary(cos, sin, interleaved=True)`` 2d with 2d + 1 (Su et al., arXiv:2104.09864,
         equation 34). The tables are of one dtype, any that `rope` takes. The result is that of
         `rope` and then attention: rotated q and k are rounded to their dtype. Tables that are too
-        short are an error. On a GPU, where positions come from arrays (q_offset, seqused_k), what
-        is outside of them has NaN for scores instead, unless values are checked (`backend`).
-        Queries that causal order, the window and seqused_k leave no key need no position. Where
-        queries are padded at the end, as keys are (seqused_k below Sq), pass ``q_offset=0``.
-        By default the last of the Sq queries is at the last key in use, the first ones before 0.
+        short are an error. If positions come from arrays (q_offset, seqused_k) on a GPU, positions
+        outside of the tables give NaN scores instead, unless values are checked (`backend`).
+        Queries without keys (by causal order, window_size and seqused_k) need no position. If
+        queries are padded at the end, as keys are (seqused_k below Sq), pass ``q_offset=0``: by
+        default the last of the Sq queries is at the last key in use, the first ones before 0.
     score_mod : ScoreMod, optional
         The user's own expression of a score, after bias and ALiBi: see `ScoreMod`. On NumPy arrays
         also a function ``score_mod(score, b, h, q_idx, k_idx)`` of arrays that broadcast together.
@@ -207,16 +206,16 @@ def attention(
         the GPU has any (`device_info`), and otherwise in float32 arithmetic; where up to 16
         queries see many keys it splits those over all multiprocessors, like `paged_attention` (see
         Notes). "naive" (the textbook) and "tiled" (shared-memory tiles with the online softmax) are
-        there to be read and compared; of the options they have causal, softmax_scale, return_lse
-        and out. On the reference the implementation makes no difference.
+        for reading and comparing; their only options are causal, softmax_scale, return_lse and
+        out. On NumPy arrays the implementation makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for the parts of the keys that "flash" splits (see Notes), for a BlockMask,
-        and with rotary for rotated k and sometimes q; other calls need none. Of any dtype, from a
-        multiple of 16 bytes on. If it is too small the error says how many bytes there have to be.
-        Allocated if not given.
+        and with rotary for rotated k and sometimes q; other calls need none. It has any dtype and
+        an address that is a multiple of 16 bytes. If it is too small, the error has the number of
+        bytes. By default it is allocated.
 
     Returns
     -------
@@ -245,15 +244,15 @@ def attention(
     -----
     Vaswani et al., arXiv:1706.03762, equation 1; on a GPU computed tile by tile (Dao et
     al., arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store; on NumPy
-    arrays the same is computed in float64. Within that rounding a row may differ by what
-    neighbouring rows see. Of keys that a query does not see, only those from seqused_k on may hold
-    NaN or infinity: causal order, windows, masks and biases of -inf give the others a weight of 0,
-    and 0 times NaN is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond
-    -1e7 on all keys of a query its row means nothing in float32 (kernels give zeros and a lse of
-    -inf from about -1e10 on, NumPy arrays the softmax of the bias). Of scores above 1e8 "flash"
-    tells no differences, and may give such zeros too. A GPU takes a seqused_k outside of 0 to Sk as
-    the nearer end; on NumPy arrays that is an error. A call runs on the current stream of its
-    arrays' device and does not synchronise.
+    arrays the same is computed in float64. Within that rounding a row depends on the keys of its
+    neighbouring rows. Only keys from seqused_k on may hold NaN or infinity: causal order, windows,
+    masks and biases of -inf give the keys that they hide a weight of 0, and 0 times NaN is NaN. To
+    hide keys use a mask or a bias of -inf. If a finite bias beyond -1e7 is on all keys of a query,
+    its row is meaningless in float32: kernels give zeros and a lse of -inf from about -1e10 on,
+    NumPy arrays the softmax of the bias. "flash" does not distinguish scores above 1e8, and may
+    give such zeros for them too. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy
+    arrays it is an error. A call runs on the current stream of its arrays' device and does not
+    synchronise.
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does
@@ -401,8 +400,8 @@ def attention_backward(
     implementation : {"flash", "naive"}
         Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, where the
         GPU has any (`device_info`), and other dtypes in float32 arithmetic. "naive" (the textbook)
-        is there to be read and compared; of the options it has causal, softmax_scale, dlse, grads
-        and accumulate. On the reference the implementation makes no difference.
+        is for reading and comparing; its only options are causal, softmax_scale, dlse, grads and
+        accumulate. On NumPy arrays the implementation makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
         last axis is contiguous. A field that is None makes a new one.
@@ -456,10 +455,10 @@ def attention_backward(
     On tensor cores "flash" keeps ds in float16 for its products, times a power of two for each
     key-value head that brings ``max |dout_i| max |v_j| / (1 - dropout_p) + max |delta_i|``, if it
     is larger, to 32768: ds may be as large as 2**30, while dq, dk and dv fit float16. Queries that
-    see no key do not count; keys in use that a mask hides do. What lies below 6e-8, times that
-    power where there is one, is lost, of ds, v and dout: scale the loss accordingly, as for dout
-    itself, or use bfloat16 or float32 arrays. A gradient of score_mod that makes more of ``grad``
-    than there is has to leave it below 65504, or that power times it.
+    see no key do not count; keys in use that a mask hides do. Parts of ds, v and dout below 6e-8,
+    times that power, are lost: scale the loss accordingly, as for dout itself, or use bfloat16 or
+    float32 arrays. If the gradient of score_mod enlarges ``grad``, the result must stay below
+    65504 times that power.
 
     Examples
     --------

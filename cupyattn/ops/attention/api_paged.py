@@ -161,8 +161,8 @@ def paged_attention(
         any stride, and they overlap no input.
     workspace : array, optional
         Scratch memory for the parts of sequences that several CTAs share: of any dtype, from a
-        multiple of 16 bytes on. If it is too small the error says how many bytes there have to be.
-        Allocated if not given.
+        multiple of 16 bytes on. If it is too small, the error has the number of bytes. By default
+        it is allocated.
 
     Returns
     -------
@@ -178,8 +178,8 @@ def paged_attention(
         For shapes, strides or options that do not fit, scales that are missing or have no cache of
         integers, or an out that overlaps an input; and where
         values are checked (`backend`; NumPy arrays always) for lengths beyond what the table can
-        hold, for ids of blocks that do not exist and for a cu_seqlens_q that does not fit. A GPU
-        takes such a length as the nearest that is allowed, and reads wherever a wrong id says.
+        hold, for ids of blocks that do not exist and for a cu_seqlens_q that does not fit. On a GPU
+        such lengths are clamped, and a wrong id is read wherever it points.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -308,7 +308,7 @@ def merge_attention(
         The log-sum-exp that belongs to it, as ``return_lse=True`` gives it. Where it is -inf the
         part saw no key, and out_a is not read. Where it is +inf or NaN both results are NaN.
     out_b, lse_b : array
-        The same of the other part.
+        Result and log-sum-exp of the other part.
     out : (out, lse), optional
         Where to write the results: the last axis of each is contiguous. out_a and lse_a themselves,
         or what overlaps no input. out has the dtype of a part, or is float32. Float16 parts never

@@ -145,10 +145,10 @@ def attention_varlen(
         arrays may keep their shape in a CUDA graph). Of results that are not given they are
         undefined.
     cu_seqlens_k : int32 or int64 array (B + 1,)
-        The same of k and v.
+        The keys and values of sequence b, likewise.
     max_seqlen_q, max_seqlen_k : int
-        The most queries and the most keys of a sequence, or larger numbers. Where the lengths vary,
-        what max_seqlen says costs nothing: it bounds what is launched, and the lengths do too.
+        The most queries and the most keys of a sequence, or larger numbers. Larger numbers cost
+        nothing where the lengths vary: the arrays' rows bound the launch too.
     causal, softmax_scale, window_size : optional
         As in `attention`. By default the last query of each sequence is at its last key.
     q_offset : int, or int32 or int64 array (B,), optional
@@ -163,11 +163,11 @@ def attention_varlen(
         As in `attention`; the b of dropout's (b, h, i, j) is the number of the sequence, i and j
         count within it.
     rotary, score_mod, mask_mod : optional
-        As in `attention`, with such b, i and j: positions begin anew in each sequence, and an
+        As in `attention`, with such b, i and j: positions restart in each sequence, and an
         expression gets ``q_idx`` and ``k_idx`` within the sequence. So it may name rows of
         packed arrays: ``document[begin[b] + q_idx]``, with cu_seqlens_q as ``begin``. A BlockMask
         is one for ``block_mask(mask_mod, max_seqlen_q, max_seqlen_k, B=B)``, without B where it is
-        the same for each sequence. That asks beyond the end of shorter sequences too:
+        the same for each sequence. It is evaluated beyond the end of shorter sequences too:
         ``document[min(begin[b] + q_idx, last)]``, with total_q - 1 as ``last``.
     return_lse : bool
         Return the log-sum-exp of the scores too.
@@ -191,8 +191,8 @@ def attention_varlen(
     ValueError
         For shapes, strides or options that do not fit, and where values are checked (`backend`;
         NumPy arrays always) for cu_seqlens that fall or reach past their arrays, and for a sequence
-        that is longer than max_seqlen says. A GPU takes such lengths as the nearest that lie within
-        the arrays and max_seqlen: it reads nothing beyond.
+        that is longer than max_seqlen. On a GPU such lengths are clamped to the arrays and to
+        max_seqlen: nothing is read beyond.
     NotImplementedError
         On a GPU or the emulator, for a score_mod or mask_mod that is a Python function.
     RuntimeError

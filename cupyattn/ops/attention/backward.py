@@ -61,13 +61,7 @@ def attention_backward(
     deterministic: bool,
     accumulate: bool,
 ) -> AttentionBackwardArrays[Array]:
-    """Run the backward of attention, into the results and scratch that are given.
-
-    Returns
-    -------
-    AttentionBackwardArrays
-        With the gradients; dbias and dsinks only where there are bias and sinks.
-    """
+    """Run the backward; return the arrays with the gradients of those that are given."""
     plan = _plan(problem, device.traits, deterministic, accumulate)
     if problem.options.dropout_p:
         plan = seeded(plan, seed)

@@ -17,7 +17,7 @@ from cupyattn.ops.attention.kernels.tensor_core import (
     backward_summed_dbias,
     passes,
 )
-from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SummedDbiasConfig
+from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.modifiers import modifiers_of, strides_of
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
@@ -65,7 +65,7 @@ class SummedDbias(NamedTuple):
 
 
 def shared_out(
-    problem: AttentionProblem, dbias: Layout, row: SummedDbiasConfig, accumulate: bool
+    problem: AttentionProblem, dbias: Layout, row: FlashConfig, accumulate: bool
 ) -> SummedDbias:
     """Share out the gradient of a bias that broadcasts.
 
@@ -73,7 +73,7 @@ def shared_out(
     its tiles alone would keep few multiprocessors busy, CTAs have a part of these pairs each.
     """
     batches, heads, *extents = four_axes(dbias.shape)
-    row_tiles, key_tiles = -(-problem.sq // row.tile_rows), -(-problem.sk // row.tile_k)
+    row_tiles, key_tiles = -(-problem.sq // row.tile_q), -(-problem.sk // row.tile_k)
     pairs = (problem.batch if batches == 1 else 1) * (problem.heads if heads == 1 else 1)
     ctas = batches * heads * row_tiles * key_tiles
     parts = min(pairs, max(_ENOUGH_CTAS // max(ctas, 1), 1))
@@ -161,7 +161,7 @@ def tensor_core_plan(
     of_rows = backward_dq.dq_row(arch, *dims, options.dq)  # its kernel is in deterministic calls
     delta_ctas = _ctas_of_delta(problem, rows)
     key_ctas = problem.kv_heads * problem.key_tiles(of_keys.tile_keys)
-    row_ctas = problem.heads * problem.query_tiles(of_rows.tile_rows) if deterministic else 0
+    row_ctas = problem.heads * problem.query_tiles(of_rows.tile_q) if deterministic else 0
     scratch: dict[str, int | None] = {
         "stats": planner.scratch(2 * rows),
         "sizes": planner.scratch(2 * delta_ctas),
@@ -173,7 +173,7 @@ def tensor_core_plan(
     key_tile = of_keys.tile_q, of_keys.tile_keys, of_keys.warp_keys
     key_lists, row_lists = block_lists(problem, planner, *key_tile, of_keys=True), NO_LISTS
     if deterministic:
-        row_tile = of_rows.tile_rows, of_rows.tile_k, of_rows.warp_rows
+        row_tile = of_rows.tile_q, of_rows.tile_k, of_rows.warp_rows
         row_lists = block_lists(problem, planner, *row_tile)
     if summed and summed.scratch:
         scratch["scratch"] = planner.scratch(math.prod(summed.target.shape))

@@ -506,7 +506,7 @@ def attention_backward_bound(
             if dsinks_sum is not None:
                 dsinks_sum.add((block.h,), x.sink, x.sink_error, block.rows.stop - block.rows.start)
         dk_bound = scale * dk_sum.bound()
-        _turn(blocks, grads, dq_bound, dk_bound, precision)
+        _rotate_bounds(blocks, grads, dq_bound, dk_bound, precision)
         dq, dk, dv, dbias, dsinks = cast("tuple[Float64, ...]", grads)
         return AttentionGrads(
             dq_bound + precision.store(dq),
@@ -517,7 +517,7 @@ def attention_backward_bound(
         )
 
 
-def _turn(
+def _rotate_bounds(
     blocks: ScoreBlocks,
     grads: AttentionGrads,
     dq_bound: Float64,

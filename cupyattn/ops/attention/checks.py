@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -89,11 +90,6 @@ def attention_call(
     `options` are those of `AttentionOptions` before q_offset, in that order; `longest` are
     max_seqlen_q and max_seqlen_k of packed sequences. The seed is not part of the problem, of which
     a training step has the same each time; it is 0 where there is none.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As the public functions document.
     """
     if q_offset is not None and exports_memory(q_offset):
         arrays = whole(arrays)
@@ -130,11 +126,6 @@ def checked_problem(
 
     `options` are those of `AttentionOptions`, in that order, and max_seqlen_q and max_seqlen_k
     where sequences are packed.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
     """
     # The options go one by one, because a typed cache tells True from 1 and 1 from 1.0.
     window = options[_WINDOW_SIZE]
@@ -192,14 +183,13 @@ def _require_gradients(problem: AttentionProblem, given: AttentionBackwardArrays
     if problem.packed:
         out_axes, lse_axes = ("(total_q, H, Dv)", "(H, total_q)")
     layouts = given_of(given)
-    for name in ("dout", "out"):
-        require_dtype(name, layouts[name], (problem.dtype.name,))
-        require_shape(name, layouts[name], problem.out_shape, out_axes)
-        require_contiguous_rows(name, layouts[name])
-    for name in ("lse", "dlse"):
+    rows = problem.dtype, problem.out_shape, out_axes
+    sums = problem.lse_dtype, problem.lse_shape, lse_axes
+    expected = {"dout": rows, "out": rows, "lse": sums, "dlse": sums}
+    for name, (dtype, shape, axes) in expected.items():
         if name in layouts:
-            require_dtype(name, layouts[name], (problem.lse_dtype.name,))
-            require_shape(name, layouts[name], problem.lse_shape, lse_axes)
+            require_dtype(name, layouts[name], (dtype.name,))
+            require_shape(name, layouts[name], shape, axes)
             require_contiguous_rows(name, layouts[name])
     for name in BACKWARD_RESULTS:
         if name in layouts and name[1:] not in layouts:
@@ -215,13 +205,7 @@ def described_problem(
     options: AttentionOptions,
     results: tuple[str, ...],
 ) -> AttentionProblem:
-    """Check what forward and backward have in common; `results` are the arrays that are written.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public functions document.
-    """
+    """Check what forward and backward have in common; `results` are the arrays that are written."""
     q, k, v = layouts.q, layouts.k, layouts.v
     for name, layout in (("q", q), ("k", k), ("v", v)):
         require_dtype(name, layout, CPU_FLOATS)
@@ -259,14 +243,22 @@ def _require_matching_heads(q: Layout, k: Layout, v: Layout) -> None:
     _, sk, kv_heads, _ = k.shape
     require_shape("k", k, (batch, sk, kv_heads, head_dim), "(B, Sk, G, D) with q's B and D")
     require_shape("v", v, (batch, sk, kv_heads, v.shape[3]), "(B, Sk, G, Dv) with k's B, Sk and G")
+    dims = {"D": head_dim, "Dv": v.shape[3]}
+    require_heads(heads, kv_heads, "k and v have", "it is the last but one", dims)
+
+
+def require_heads(
+    heads: int, kv_heads: int, keys_have: str, axis: str, dims: Mapping[str, int]
+) -> None:
+    """Raise ValueError unless numbers of heads and head dims are those that kernels take."""
     if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
         raise error(
             ValueError,
-            f"q has H = {heads} heads, k and v have G = {kv_heads}",
+            f"q has H = {heads} heads, {keys_have} G = {kv_heads}",
             "H is a multiple of G (grouped-query attention), or equal to it",
-            "check the head axis: it is the last but one",
+            f"check the head axis: {axis}",
         )
-    for letter, extent in (("D", head_dim), ("Dv", v.shape[3])):
+    for letter, extent in dims.items():
         if not 1 <= extent <= MAX_HEAD_DIM:
             raise error(
                 ValueError,
@@ -361,19 +353,9 @@ def _layouts_as_batch(
     require_shape("cu_seqlens_k", layouts["cu_seqlens_k"], (batch + 1,), "(B + 1,) as cu_seqlens_q")
     queries = checked_longest("max_seqlen_q", max_seqlen_q, given.q)
     keys = checked_longest("max_seqlen_k", max_seqlen_k, given.k)
-    return layouts_as_batch(given, batch, queries, keys)
-
-
-def layouts_as_batch(given: _A, batch: int, sq: int, sk: int) -> _A:
-    """Return the layouts of packed arrays as those of a batch of the longest sequences."""
     kind = type(given)
-    return made(
-        kind,
-        (
-            layout and as_batch(name, layout, batch, sq, sk)
-            for name, layout in zip(fields_of(kind), values_of(given), strict=True)
-        ),
-    )
+    named = zip(fields_of(kind), values_of(given), strict=True)
+    return made(kind, (x and as_batch(name, x, batch, queries, keys) for name, x in named))
 
 
 def _require_packed(given: AttentionArrays[Layout]) -> None:

@@ -20,7 +20,7 @@ once would find nothing of each other's keys in L2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, row_tiles_of, units_of
 from cupyattn.ops.attention.kernels import float32
@@ -35,7 +35,6 @@ from cupyattn.ops.attention.kernels.tensor_core.forward import (
     flash_longest_tile,
     flash_row,
 )
-from cupyattn.ops.attention.modifiers import without_expression
 from cupyattn.ops.attention.options import ALL_OPTIONS, DECODE_OPTIONS, TEACHING_OPTIONS
 from cupyattn.ops.attention.params import (
     flash_options,
@@ -183,7 +182,9 @@ def require_kernels(problem: AttentionProblem, table: Implementations, function:
             "its kernels do not have it; the CPU path has every option",
             instead + _CPU,
         )
-    for option in without_expression(problem.functions) if any(problem.functions) else ():
+    for option, given in problem.functions.given.items():
+        if given.expression:
+            continue
         kind = "ScoreMod" if option == "score_mod" else "MaskMod"
         raise error(
             NotImplementedError,
@@ -217,19 +218,16 @@ _FLASH_CTAS_PER_SM = 2
 
 def _reason_to_decode(problem: AttentionProblem, traits: DeviceTraits) -> str:
     """Return why the decode kernels run a call; nothing where they have not all of it, or lose."""
-    if problem.packed or not _has_decode_kernels(problem) or not _decodes_faster(problem, traits):
-        return ""
-    keys = _keys_seen(problem)
-    return f"Sq = {problem.sq} is at most {MAX_QUERIES}, with up to {keys} keys: decode kernels"
-
-
-def _has_decode_kernels(problem: AttentionProblem) -> bool:
-    return (
+    has_kernels = (
         problem.head_dim == problem.head_dim_v
         and not problem.refusable_options - DECODE_OPTIONS
         and problem.batch * problem.heads * problem.sq > 0
         and problem.sk >= TILE_KEYS
     )
+    if problem.packed or not has_kernels or not _decodes_faster(problem, traits):
+        return ""
+    keys = _keys_seen(problem)
+    return f"Sq = {problem.sq} is at most {MAX_QUERIES}, with up to {keys} keys: decode kernels"
 
 
 def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
@@ -276,27 +274,9 @@ _MOST_WAVES = 4
 """The most waves of CTAs: scratch memory holds the sums of all of them."""
 
 
-class TileRow(Protocol):
-    """The sizes of a configuration that decide how many splits there are."""
-
-    @property
-    def tile_q(self) -> int:
-        """Query rows of a CTA."""
-
-    @property
-    def warp_rows(self) -> int:
-        """Query rows of a warp."""
-
-    @property
-    def tile_k(self) -> int:
-        """Keys of a tile."""
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that a multiprocessor takes at once."""
-
-
-def num_splits(problem: AttentionProblem, row: TileRow, traits: DeviceTraits) -> int:
+def num_splits(
+    problem: AttentionProblem, row: FlashConfig | FloatFlashConfig, traits: DeviceTraits
+) -> int:
     """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
 
     CTAs run in waves, and a wave is as long as a split: of the numbers of splits that leave
@@ -376,20 +356,11 @@ def _tensor_core_configuration(
     if fixed or options.dropout or usual is not plain:
         return usual, options, vec
     tall = among.get(TALL)
-    if tall and vec > 1 and _gains_from_tall_tiles(problem.sq, plain, tall, options):
-        name = TALL
+    if tall and vec > 1 and not options.adds_items:  # which leaves registers
+        computed, in_plain = (-(-problem.sq // row.tile_q) * row.tile_q for row in (tall, plain))
+        name = TALL if computed <= _TALL_GAIN * in_plain else name
     chosen = traits.choices.pick(tensor_core.KERNEL.entry, dims, among, usual=name)
     return chosen, options, vec
-
-
-def _gains_from_tall_tiles(
-    sq: int, plain: FlashConfig, tall: FlashConfig, options: FlashOptions
-) -> bool:
-    """Tell whether they compute few rows that do not exist, and the options leave registers."""
-    if options.adds_items:
-        return False
-    computed, in_plain = (-(-sq // row.tile_q) * row.tile_q for row in (tall, plain))
-    return computed <= _TALL_GAIN * in_plain
 
 
 def _rotates_queries(problem: AttentionProblem, traits: DeviceTraits) -> bool:

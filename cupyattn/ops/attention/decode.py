@@ -12,6 +12,7 @@ from cupyattn.ops.attention.kernels import decode
 from cupyattn.ops.attention.params import (
     AttentionPlanner,
     attention_params,
+    rows_start_at,
     score_options,
     step_of,
     whole_vectors,
@@ -101,17 +102,10 @@ def _integer_items(problem: AttentionProblem, cache: str) -> int:
     bits = decode.INTEGER_BITS[cache]
     for items in (8 * VECTOR_BYTES // bits, decode.INTEGER_ITEMS):
         needed = {"q": VECTOR_BYTES, "k": items * bits // 8, "v": items * bits // 8}
-        if problem.head_dim % items == 0 and all(
-            _starts_at_multiples(problem, name, size) for name, size in needed.items()
-        ):
+        whole = problem.head_dim % items == 0
+        if whole and rows_start_at(problem.starts, problem.layouts, needed):
             return items
     return 8 // bits
-
-
-def _starts_at_multiples(problem: AttentionProblem, name: str, size: int) -> bool:
-    """Whether every row of an array starts at a multiple of so many bytes."""
-    places = (getattr(problem.starts, name), *getattr(problem.layouts, name).strides[:-1])
-    return all(place % size == 0 for place in places)
 
 
 def row_tiles_of(problem: AttentionProblem, launch: decode.DecodeLaunch) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.attention.kernels.merge import ROWS, VEC, merge
-from cupyattn.ops.attention.params import row_strides, step_of, sum_strides
+from cupyattn.ops.attention.params import row_strides, rows_start_at, step_of, sum_strides
 from cupyattn.ops.attention.problem import LSE_DTYPE, Outputs, require_results
 from cupyattn.ops.attention.structs import MERGE_PARAMS, filled
 from cupyattn.runtime.arrays import (
@@ -80,13 +80,7 @@ class MergeProblem:
 
 
 def merge_problem(operands: Operands[MergeArrays[Array]]) -> MergeProblem:
-    """Check a call.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As the public function documents.
-    """
+    """Check a call."""
     problem = _checked(operands.description)
     problem.overlaps.check(operands)
     return problem
@@ -151,16 +145,9 @@ def _plan(problem: MergeProblem) -> Plan:
         out=problem.layouts.out or contiguous(*problem.out),
         lse=problem.layouts.lse or contiguous(*problem.lse),
     )
-    starts = problem.starts
-    vec = VEC if problem.out.shape[-1] % VEC == 0 else 1
-    for layout, start in (
-        (laid.out_a, starts.out_a),
-        (laid.out_b, starts.out_b),
-        (laid.out, starts.out or 0),
-    ):
-        if any(place % (VEC * layout.dtype.itemsize) for place in (start, *layout.strides[:-1])):
-            vec = 1
     batch, seq, heads, dim = problem.out.shape
+    sizes = {name: VEC * getattr(laid, name).dtype.itemsize for name in ("out_a", "out_b", "out")}
+    vec = VEC if dim % VEC == 0 and rows_start_at(problem.starts, laid, sizes) else 1
     rows = math.prod((batch, seq, heads))
     params = filled(
         MERGE_PARAMS,

@@ -132,11 +132,6 @@ def require_valid_arrays(functions: UserFunctions, layouts: Record[Any], *, on_c
             )
 
 
-def without_expression(functions: UserFunctions) -> list[str]:
-    """Return the options that are Python functions alone, of which no kernel can be compiled."""
-    return [name for name, each in functions.given.items() if not each.expression]
-
-
 def require_gradient(functions: UserFunctions) -> None:
     """Raise ValueError for a score_mod that a kernel cannot differentiate."""
     score_mod = functions.score_mod

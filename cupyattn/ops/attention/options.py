@@ -93,13 +93,7 @@ class AttentionOptions(NamedTuple):
     mask_mod: UserFunction | None = None
 
     def checked(self, head_dim: int) -> AttentionOptions:
-        """Return them with defaults in the place of None, and causality in the window.
-
-        Raises
-        ------
-        TypeError, ValueError
-            As the public functions document.
-        """
+        """Return them with defaults in the place of None, and causality in the window."""
         _require_implementation(self.implementation)
         softmax_scale = checked_softmax_scale(self.softmax_scale, head_dim)
         return self._replace(

@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.ops.attention.checks import checked_longest, require_bounds, require_heads_options
+from cupyattn.ops.attention.checks import (
+    checked_longest,
+    require_bounds,
+    require_heads,
+    require_heads_options,
+)
 from cupyattn.ops.attention.choice import MAX_QUERIES, interleaving
 from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, shared_keys_steps, units_of
 from cupyattn.ops.attention.kernels import decode, float32, tensor_core
@@ -23,6 +28,7 @@ from cupyattn.ops.attention.params import (
     item_strides,
     require_aligned_items,
     require_lengths,
+    rows_start_at,
     score_options,
     step_of,
 )
@@ -59,7 +65,6 @@ from cupyattn.runtime.plan import Plan, Planner, Step, run
 from cupyattn.runtime.records import given_of
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import vector_items
-from cupyattn.runtime.tables import MAX_HEAD_DIM
 from cupyattn.runtime.value_checks import checks_values, on_host
 
 
@@ -88,11 +93,6 @@ def paged_problem(
     """Check a call; its description, unless that was checked before, and its values.
 
     `options` are the first ones of `AttentionOptions`, in that order.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As the public function documents.
     """
     window = options[AttentionOptions._fields.index("window_size")]
     sides = (*map(type, window),) if isinstance(window, tuple) else None
@@ -186,20 +186,8 @@ def _require_caches(q: Layout, k: Layout, v: Layout) -> None:
         stored, meaning = head_dim // 2, "(num_blocks, block_size, G, D / 2): two items a byte"
     require_shape("k_cache", k, (*k.shape[:3], stored), meaning)
     require_shape("v_cache", v, k.shape, "shaped like k_cache")
-    if (kv_heads == 0 and heads) or (kv_heads and heads % kv_heads):
-        raise error(
-            ValueError,
-            f"q has H = {heads} heads, the caches have G = {kv_heads}",
-            "H is a multiple of G (grouped-query attention), or equal to it",
-            "check the head axis: caches are (num_blocks, block_size, heads, head dim)",
-        )
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise error(
-            ValueError,
-            f"D = {head_dim}",
-            f"head dims are 1 to {MAX_HEAD_DIM}",
-            "split the head, or check that the last axis is the head dim",
-        )
+    axes = "caches are (num_blocks, block_size, heads, head dim)"
+    require_heads(heads, kv_heads, "the caches have", axes, {"D": head_dim})
     if block_size == 0 or block_size % TILE_KEYS:
         raise error(
             ValueError,
@@ -448,15 +436,10 @@ def _prefill_kernel(
 
 def _together(problem: PagedProblem, laid: PagedArrays[Layout], items: int) -> int:
     """Return `items` if every row of every array starts at a multiple of so many, otherwise 1."""
-    if problem.head_dim % items:
-        return 1
-    for name in ("q", "k", "v", "out"):
-        layout: Layout = getattr(laid, name)
-        size = items * cache_bits(layout.dtype.name) // 8
-        places = (getattr(problem.starts, name) or 0, *layout.strides[:-1])
-        if any(place % size for place in places):
-            return 1
-    return items
+    laid_arrays = {name: getattr(laid, name) for name in ("q", "k", "v", "out")}
+    sizes = {name: items * cache_bits(x.dtype.name) // 8 for name, x in laid_arrays.items()}
+    whole = problem.head_dim % items == 0 and rows_start_at(problem.starts, laid, sizes)
+    return items if whole else 1
 
 
 def _prefill_params(problem: PagedProblem, laid: PagedArrays[Layout]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -269,21 +269,22 @@ def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows
             )
 
 
+def rows_start_at(starts: Record[int], laid: Record[Layout], sizes: Mapping[str, int]) -> bool:
+    """Tell whether every row of each array starts at a multiple of so many bytes."""
+    return all(
+        place % size == 0
+        for name, size in sizes.items()
+        for place in (getattr(starts, name) or 0, *getattr(laid, name).strides[:-1])
+    )
+
+
 def whole_vectors(
     items: int, problem: AttentionProblem, laid: Record[Layout], names: Iterable[str]
 ) -> int:
-    """Return `items` if every row starts at a multiple of that many items' bytes, else 1.
-
-    `names` are arrays of the problem's dtype, which lie as `laid` says.
-    """
-    vector_bytes = items * problem.dtype.itemsize
-    places = (
-        place
-        for name in names
-        for place in (getattr(problem.starts, name) or 0, *getattr(laid, name).strides[:-1])
-    )
+    """Return `items` if rows of the problem's dtype can be loaded that many at a time, or 1."""
+    sizes = dict.fromkeys(names, items * problem.dtype.itemsize)
     whole = problem.head_dim % items == 0 and problem.head_dim_v % items == 0
-    return items if whole and all(place % vector_bytes == 0 for place in places) else 1
+    return items if whole and rows_start_at(problem.starts, laid, sizes) else 1
 
 
 def score_options(problem: AttentionProblem) -> FlashOptions:
@@ -346,21 +347,7 @@ def backward_params(
     zeroed: int = 0,
     rows_padded: int = 0,
 ) -> Any:
-    """Fill the C struct BackwardParams.
-
-    Parameters
-    ----------
-    problem : AttentionProblem
-        A backward call's.
-    laid : AttentionBackwardArrays
-        Its layouts, with those of the results.
-    accumulate : bool
-        Whether results are added to.
-    dbias : Layout, optional
-        Of what the kernels write the bias's gradient to.
-    zeroed, rows_padded : int
-        See the struct.
-    """
+    """Fill the C struct BackwardParams; `dbias` is where kernels write the bias's gradient."""
     gradients: Any = laid
     sinks = laid.dsinks
     return filled(

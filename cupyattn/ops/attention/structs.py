@@ -14,13 +14,7 @@ UNBOUNDED = 1 << 62
 
 
 def filled(dtype: np.dtype, **fields: Any) -> Any:
-    """Return a struct with these fields, and zeros in the others.
-
-    Raises
-    ------
-    ValueError
-        If an integer does not fit its field.
-    """
+    """Return a struct with these fields; raise ValueError for an integer that does not fit one."""
     struct = new_struct(dtype)
     for name, value in fields.items():
         struct[name] = value

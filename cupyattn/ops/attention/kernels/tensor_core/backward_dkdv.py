@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from cupyattn.ops.attention.kernels.modifiers import modified
 from cupyattn.ops.attention.kernels.options import (
@@ -199,7 +198,10 @@ def dkdv(
 ) -> Specialisation:
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
     row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
-    dense = DKDV_PAIRED_KERNEL if isinstance(row, PairedConfig) else DKDV_KERNEL
+    dense, of_warps = DKDV_PAIRED_KERNEL, {}
+    if isinstance(row, DkdvConfig):
+        dense = DKDV_KERNEL
+        of_warps = {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q, "DQ_ROW_WARPS": row.dq_row_warps}
     return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
@@ -215,12 +217,8 @@ def dkdv(
         MMA_K=row.mma_k,
         L2_AHEAD=row.l2_ahead,
         **option_macros(options),
-        **({} if isinstance(row, PairedConfig) else _shape_of_a_warp(row)),
+        **of_warps,
     )
-
-
-def _shape_of_a_warp(row: DkdvConfig) -> dict[str, Any]:
-    return {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q, "DQ_ROW_WARPS": row.dq_row_warps}
 
 
 def _dkdv_shared_bytes(

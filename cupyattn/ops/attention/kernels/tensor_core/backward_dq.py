@@ -17,6 +17,7 @@ from cupyattn.ops.attention.kernels.options import (
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import SMEM_UNIT
+from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
@@ -51,36 +52,16 @@ KERNELS = (DQ_KERNEL, DQ_VARLEN_KERNEL)
 
 
 @dataclass(frozen=True)
-class DqConfig:
-    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+class DqConfig(FlashConfig):
+    """With full_loop the tiles that need no mask have a loop of their own."""
 
-    With full_loop the tiles that need no mask have a loop of their own.
-    """
-
-    m_tiles: int
-    warps: int
-    tile_k: int
-    ctas_per_sm: int
-    reason: str
     full_loop: bool = True
-    mma_k: int = 8
-    l2_ahead: int = 0
-    """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
-    gates: Gates = Gates()
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows per CTA."""
-        return self.warps * self.warp_rows
-
-    @property
-    def warp_rows(self) -> int:
-        """Query rows per warp."""
-        return self.m_tiles * 16
 
 
 _TURING_DQ = {
-    40: DqConfig(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys", False),
+    40: DqConfig(
+        *(2, 4, 48, 2, "models 0.82, and 0.77 with two loops and 32 keys"), full_loop=False
+    ),
     64: DqConfig(2, 4, 32, 2, "models 0.84, as with 16 keys, which are slower on an H200"),
     80: DqConfig(2, 4, 16, 2, "models 0.80; 32 keys spill; 0.79 with one loop, 0.64 under ALiBi"),
     96: DqConfig(2, 4, 16, 2, "models 0.79, and 0.61 with 16 rows a warp"),
@@ -88,7 +69,8 @@ _TURING_DQ = {
     160: DqConfig(1, 8, 16, 1, "models 0.68; 32 keys spill"),
     192: DqConfig(1, 8, 16, 1, "models 0.69; 32 keys spill"),
     256: DqConfig(
-        1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill", False
+        *(1, 8, 16, 1, "models 0.49: Q, dout and dQ alone are 256 registers, some spill"),
+        full_loop=False,
     ),
 }
 # Items of a bias or a mask, read ahead, wait in registers for as long as the products take; the
@@ -167,7 +149,7 @@ def _dq_shared_bytes(config: DqConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice, or Q, or dout (Smem in backward_dq.cu, which asserts it)."""
     row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     tiles = sum(round_up(2 * config.tile_k * bytes_, SMEM_UNIT) for bytes_ in (row, row_v))
-    return round_up(max(tiles, config.tile_rows * max(row, row_v)), SMEM_UNIT)
+    return round_up(max(tiles, config.tile_q * max(row, row_v)), SMEM_UNIT)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:

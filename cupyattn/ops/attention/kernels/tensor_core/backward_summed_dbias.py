@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -15,6 +14,7 @@ from cupyattn.ops.attention.kernels.options import (
     BackwardOptions,
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
+from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import (
@@ -62,29 +62,6 @@ _COLUMNS = 32
 """Head dims are padded to a multiple of this (quad_rows.cuh)."""
 
 
-@dataclass(frozen=True)
-class SummedDbiasConfig:
-    """One CTA per warps * m_tiles * 16 query rows and tile_k keys of a bias."""
-
-    m_tiles: int
-    warps: int
-    tile_k: int
-    ctas_per_sm: int
-    reason: str
-    mma_k: int = 8
-    gates: Gates = Gates()
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows per CTA."""
-        return self.warps * self.warp_rows
-
-    @property
-    def warp_rows(self) -> int:
-        """Query rows per warp."""
-        return self.m_tiles * 16
-
-
 # "Models" is the tensor utilisation of the main loop on a T4 by a static model of the machine code,
 # with a bias of float16 (NVRTC 12.9.86, 2026-11-26, +-0.05): no Turing GPU has been measured. Two
 # products have as many scores to make as the five of dk, dv and dq: that binds, and the load/store
@@ -93,11 +70,11 @@ class SummedDbiasConfig:
 # where 64 keys took 1,083, and that of 32 took 534 where 48 keys took 632 (4 x 2,048 tokens, 16
 # heads, one bias for all batch elements, CUPYATTN_ARCH=75; a script that is not kept, 2026-11-26).
 _TURING_SUMMED_DBIAS = {
-    32: SummedDbiasConfig(2, 4, 64, 2, "models 0.33; 0.34 with 96 keys, where 144 bytes spill"),
-    64: SummedDbiasConfig(1, 8, 128, 1, "models 0.47, and 0.44 with 112 keys; fills the 64 KB"),
-    96: SummedDbiasConfig(1, 8, 80, 1, "models 0.44, and 0.42 with 64 keys or at head dim 80"),
-    128: SummedDbiasConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
-    256: SummedDbiasConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
+    32: FlashConfig(2, 4, 64, 2, "models 0.33; 0.34 with 96 keys, where 144 bytes spill"),
+    64: FlashConfig(1, 8, 128, 1, "models 0.47, and 0.44 with 112 keys; fills the 64 KB"),
+    96: FlashConfig(1, 8, 80, 1, "models 0.44, and 0.42 with 64 keys or at head dim 80"),
+    128: FlashConfig(1, 8, 64, 1, "models 0.48; 0.44 with 32 rows a warp, which spill"),
+    256: FlashConfig(1, 8, 32, 1, "models 0.43, and 0.38 at 192; fills the 64 KB"),
 }
 _GATES = {
     32: Gates(0.30, 32),
@@ -109,16 +86,14 @@ _GATES = {
 SUMMED_DBIAS = with_mma_k(with_gates(_TURING_SUMMED_DBIAS, _GATES))
 # Items of the bias that are loaded one by one: more products for each of them hide the way.
 _TURING_ONE_BY_ONE = {
-    64: SummedDbiasConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
+    64: FlashConfig(2, 4, 48, 2, "models 0.33; 0.17 with rows of 16 and 128 keys"),
     **{head_dim: _TURING_SUMMED_DBIAS[head_dim] for head_dim in (128, 256)},
 }
 _ONE_BY_ONE_GATES = {**_GATES, 64: Gates(0.34, 144, options=0.26, most_spills=176)}
 SUMMED_DBIAS_ONE_BY_ONE = with_mma_k(with_gates(_TURING_ONE_BY_ONE, _ONE_BY_ONE_GATES))
 
 
-def summed_dbias_row(
-    arch: int, head_dim: int, head_dim_v: int, score_vec: int
-) -> SummedDbiasConfig:
+def summed_dbias_row(arch: int, head_dim: int, head_dim_v: int, score_vec: int) -> FlashConfig:
     """Return the table row for these head dims, and so many scores at a time: 4 or 1."""
     table = SUMMED_DBIAS_ONE_BY_ONE if score_vec == 1 else SUMMED_DBIAS
     return row_of(table, arch, head_dim, head_dim_v)
@@ -153,7 +128,7 @@ def summed_dbias(
     )
 
 
-def _shared_bytes(config: SummedDbiasConfig, head_dim: int, head_dim_v: int) -> int:
+def _shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice (Smem in backward_summed_dbias.cuh, which asserts it)."""
     columns = round_up(head_dim, _COLUMNS) + round_up(head_dim_v, _COLUMNS)
     return 2 * config.tile_k * columns * 2

@@ -34,7 +34,10 @@ from cupyattn.runtime.tables import (
 
 @dataclass(frozen=True)
 class FlashConfig:
-    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time."""
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time.
+
+    The kernels of dq and of a reduced dbias have such configurations too.
+    """
 
     m_tiles: int
     warps: int
