@@ -21,3 +21,9 @@ def _keys_are_shared(request: pytest.FixtureRequest) -> Iterator[None]:
     shared = request.path.stem in SHARING and "whole_sequences" not in request.fixturenames
     with keys_shared() if shared else nullcontext():
         yield
+
+
+@pytest.fixture
+def values_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call looks at values, as on a GPU."""
+    monkeypatch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)

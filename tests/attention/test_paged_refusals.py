@@ -97,7 +97,9 @@ PACKED = PackedProblem(lengths=(20, 40), Sq=20, queries=(0, 20), G=2, group=2, D
     ("options", "kind", "message"),
     [
         ({"cu_seqlens_q": np.zeros((3, 1), np.int32)}, ValueError, "cu_seqlens_q has shape (3, 1)"),
-        ({"cu_seqlens_q": [0, 0, 20]}, TypeError, "cu_seqlens_q is a builtins.list"),
+        ({"cu_seqlens_q": np.zeros(3)}, TypeError, "cu_seqlens_q has dtype float64"),
+        ({"cu_seqlens_q": [0, 0, 20]}, TypeError, "cu_seqlens_q has type builtins.list"),
+        ({"cu_seqlens_q": np.zeros(0, int)}, ValueError, "cu_seqlens_q has no items"),
         ({"cu_seqlens_q": np.array([0, 20])}, ValueError, "block_table has shape (2, 4)"),
         ({"cu_seqlens_q": np.array([-1, 1, 20])}, ValueError, "cu_seqlens_q = [-1, 1, 20]"),
         ({"cu_seqlens_q": np.array([0, 9, 5])}, ValueError, "cu_seqlens_q = [0, 9, 5]"),

@@ -234,17 +234,15 @@ def test_vjp_differentiates_through_the_rotation(changed):
         (70, {"q_offset": -1}, "queries that see a key are at positions -1 to 19"),
     ],
 )
-def test_tables_that_are_too_short(rows, changed, message):
+def test_tables_that_are_too_short(rows, changed, message, values_unchecked):
     """Found without a look at any value, so on a GPU too."""
     arrays = [*map(KERNELS.put, PHI.arrays())]
     tables = placed(KERNELS, rope_tables(rows, 32))
     out, lse = cupyattn.attention(*arrays, return_lse=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        with pytest.raises(ValueError, match=message):
-            cupyattn.attention(*arrays, rotary=tables, **changed)
-        with pytest.raises(ValueError, match=message):
-            cupyattn.attention_backward(out, *arrays, out, lse, rotary=tables, **changed)
+    with pytest.raises(ValueError, match=message):
+        cupyattn.attention(*arrays, rotary=tables, **changed)
+    with pytest.raises(ValueError, match=message):
+        cupyattn.attention_backward(out, *arrays, out, lse, rotary=tables, **changed)
 
 
 @pytest.mark.parametrize("checks", [False, *deep(True)])
@@ -292,14 +290,12 @@ def test_no_keys_need_no_tables(dtype):
     backward_runs.check(replace(PHI, dtype=dtype, drawn=drawn), "flash")
 
 
-def test_positions_in_arrays_outside_of_the_tables_give_nan():
+def test_positions_in_arrays_outside_of_the_tables_give_nan(values_unchecked):
     """Where nothing looks at values, as on a GPU, and nothing is read there."""
     arrays = [*map(KERNELS.put, PHI.arrays())]
     offsets = KERNELS.put(np.array([0, 60]))
     rotary = Rotary(*placed(KERNELS, rope_tables(70, 32)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        out = KERNELS.get(cupyattn.attention(*arrays, rotary=rotary, q_offset=offsets))
+    out = KERNELS.get(cupyattn.attention(*arrays, rotary=rotary, q_offset=offsets))
     outside = np.isnan(out).any(axis=(2, 3))
     assert not outside[0].any()
     assert_array_equal(outside[1], np.arange(21) + 60 >= 70)
@@ -398,14 +394,12 @@ def test_the_last_query_is_at_the_last_key(packed):
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
-def test_packed_queries_that_see_no_key_need_no_position(dtype):
+def test_packed_queries_that_see_no_key_need_no_position(dtype, values_unchecked):
     """By default the first of more queries than keys are before position 0."""
     dense = replace(PACKED.dense, dtype=dtype, drawn=PACKED.dense.drawn[::3])
     problem = replace(PACKED, dense=dense, queries=(40, 31, 13, 7), keys=(30, 31, 5, 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        assert problem.ratio(*run_packed(problem)) <= 1
-        ratios = problem.backward_ratios(problem.run_backward())
+    assert problem.ratio(*run_packed(problem)) <= 1
+    ratios = problem.backward_ratios(problem.run_backward())
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -431,11 +425,9 @@ def test_gradients_are_added_and_rows_of_no_sequence_stay(packed):
 @pytest.mark.parametrize(
     "bounds", [[0, 900, -5, 178, 2**31 - 1], *deep(([7, 3, 3, 3, 3],), ([-9] * 5,))]
 )
-def test_wild_bounds_touch_nothing_outside(packed, bounds):
+def test_wild_bounds_touch_nothing_outside(packed, bounds, values_unchecked):
     """The emulator's checks of addresses would say so; values are not looked at here."""
     q, k, v, *_ = map(KERNELS.put, packed.arrays())
     wild = KERNELS.put(np.array(bounds, np.int32))
     options = {name: placed(KERNELS, value) for name, value in packed.options().items()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        cupyattn.attention_varlen(q, k, v, wild, wild, 40, 70, **options)
+    cupyattn.attention_varlen(q, k, v, wild, wild, 40, 70, **options)

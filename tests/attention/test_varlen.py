@@ -124,7 +124,7 @@ def test_bounds_of_any_stride_and_of_64_bits():
         assert np.array_equal(one, other)
 
 
-def test_lengths_beyond_32_bits_are_the_nearest_that_there_are():
+def test_lengths_beyond_32_bits_are_the_nearest_that_there_are(values_unchecked):
     """Where nothing looks at values, as on a GPU."""
     q, k, v, bounds_q, bounds_k = RAGGED.arrays()
     far = bounds_q.astype(np.int64)
@@ -139,9 +139,7 @@ def test_lengths_beyond_32_bits_are_the_nearest_that_there_are():
         )
         return tuple(map(KERNELS.get, found))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        results = run(far, beyond), run(bounds_q, all_and_none)
+    results = run(far, beyond), run(bounds_q, all_and_none)
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one, other)
 
@@ -192,13 +190,11 @@ def test_the_reference_is_a_loop_of_dense_calls(name):
 
 
 @pytest.mark.parametrize("bounds", [[0, 900, -5, 178, 2**31 - 1], [7, 3, 3, 3, 3], [-9] * 5])
-def test_wild_bounds_touch_nothing_outside(bounds):
+def test_wild_bounds_touch_nothing_outside(bounds, values_unchecked):
     """The emulator's checks of addresses would say so; values are not looked at here."""
     q, k, v, *_ = map(KERNELS.put, RAGGED.arrays())
     wild = KERNELS.put(np.array(bounds, np.int32))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        cupyattn.attention_varlen(q, k, v, wild, wild, 140, 150, causal=True)
+    cupyattn.attention_varlen(q, k, v, wild, wild, 140, 150, causal=True)
 
 
 PROBLEM = VarlenProblem(
@@ -279,9 +275,11 @@ def test_rows_that_lie_too_far_apart_have_no_other_implementation(monkeypatch):
         ((4, 7), ValueError, "sequence 0 of cu_seqlens_q has 5 rows"),
         ((5, 6), ValueError, "sequence 1 of cu_seqlens_k has 7 rows"),
         ((-1, 7), ValueError, "max_seqlen_q = -1"),
-        ((5.0, 7), TypeError, "max_seqlen_q is 5.0, a float"),
+        ((5, -3), ValueError, "max_seqlen_k = -3"),
+        ((5.0, 7), TypeError, "max_seqlen_q is 5.0 of type float"),
         ((5, None), TypeError, "max_seqlen_k is None"),
-        ((5, [7]), TypeError, "max_seqlen_k is [7], a list"),
+        ((5, [7]), TypeError, "max_seqlen_k is [7] of type list"),
+        ((True, 7), TypeError, "max_seqlen_q is True"),
     ],
 )
 def test_longest_lengths_that_are_refused(longest, kind, message):

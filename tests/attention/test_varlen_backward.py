@@ -278,17 +278,15 @@ def test_vjp():
     "bounds", [[0, 900, -5, 178, 2**31 - 1], *deep(([7, 3, 3, 3, 3],), ([-9] * 5,))]
 )
 @pytest.mark.parametrize("problem", [RAGGED, *deep(FLOAT)], ids=["float16", "float32"])
-def test_wild_bounds_touch_nothing_outside(problem, bounds):
+def test_wild_bounds_touch_nothing_outside(problem, bounds, values_unchecked):
     """The emulator's checks of addresses would say so; values are not looked at here."""
     arrays, _, _ = problem.backward_inputs()
     wild = np.array(bounds, np.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: False)
-        for deterministic in (False, True):
-            cupyattn.attention_varlen_backward(
-                *map(KERNELS.put, (*arrays, wild, wild)), *problem.longest, causal=True,
-                deterministic=deterministic,
-            )  # fmt: skip
+    for deterministic in (False, True):
+        cupyattn.attention_varlen_backward(
+            *map(KERNELS.put, (*arrays, wild, wild)), *problem.longest, causal=True,
+            deterministic=deterministic,
+        )  # fmt: skip
 
 
 def test_shapes_that_do_not_fit_are_refused():
