@@ -11,16 +11,18 @@ import random
 import time
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from cupyattn.benchmark.command import Option
-from cupyattn.benchmark.results import this_host
-from cupyattn.cli.arguments import Commands, add_json_option, integer
-from cupyattn.cli.terminal import Result, Terminal, emit
+from cupyattn.benchmark.results import require_writable, this_host, write_json
+from cupyattn.cli.arguments import Commands, integer
+from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
 from cupyattn.runtime.annotations import Json
+from cupyattn.runtime.progress import Advance, progress
 
 PAIRS_GOAL = 1_000_000  # allocate and free, a second
 TABLE_GOAL_MS = 1.0
@@ -81,16 +83,27 @@ def add_parser(benchmarks: Commands) -> None:
     Option("requests", 10_000, "requests of the trace").add(parser)
     Option("block-size", [16], "a trace for each block size", integer(1, 256)).add(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the trace (default: %(default)s)")
-    add_json_option(parser)
+    parser.add_argument(
+        "--json", nargs="?", const=True, default=False, metavar="FILE",
+        help="print one JSON object and nothing else on stdout, or write it to FILE",
+    )  # fmt: skip
     parser.set_defaults(run=run, requests=10_000, block_size=[16])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark."""
-    traces = [
-        run_trace(block_size, arguments.requests, arguments.seed)._asdict()
-        for block_size in arguments.block_size
-    ]
+    file = Path(arguments.json) if isinstance(arguments.json, str) else None
+    try:
+        if file is not None:
+            require_writable(file)
+    except OSError as failure:
+        fail("allocator", failure, as_json=False)
+        return 1
+    with progress("requests", arguments.requests * len(arguments.block_size)) as step:
+        traces = [
+            run_trace(block_size, arguments.requests, arguments.seed, step)._asdict()
+            for block_size in arguments.block_size
+        ]
     result = {
         "command": "allocator",
         **this_host(),
@@ -99,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         "table_ms": table_milliseconds(),
         "traces": traces,
     }
-    emit(result, show, as_json=arguments.json)
+    if file is not None:
+        write_json(result, file)
+    emit(result, show, as_json=arguments.json is True)
     return 0
 
 
@@ -123,8 +138,13 @@ def fastest(call: Callable[[], object], calls: int = 7) -> float:
     return min(timeit.repeat(call, timer=time.process_time, repeat=calls, number=1))
 
 
-def run_trace(block_size: int, requests: int, seed: int = 0) -> Trace:
-    """Run requests that are all there from the beginning, and look at the pool in each step."""
+def run_trace(
+    block_size: int, requests: int, seed: int = 0, done: Advance = lambda text="", /: None
+) -> Trace:
+    """Run requests that are submitted at the start, and record the pool in each step.
+
+    `done` is called for each finished request.
+    """
     rng = random.Random(seed)
     allocator = BlockAllocator(
         -(-POOL_TOKENS // block_size), block_size, prefix_caching=True, watermark=WATERMARK
@@ -157,7 +177,8 @@ def run_trace(block_size: int, requests: int, seed: int = 0) -> Trace:
 
     began = time.process_time()
     while not scheduler.idle:
-        scheduler.step(forward)
+        for _ in scheduler.step(forward):
+            done()
     seconds = time.process_time() - began
     allocator.check()
     return Trace(
@@ -188,11 +209,13 @@ def show(result: Result, terminal: Terminal) -> None:
     )
     columns = ("block size", "requests", "steps", "computed", "found", "preempted", "copies",
                "waste", "worst", "leaked", "us a token")  # fmt: skip
-    terminal.table(columns, [_cells(trace) for trace in result["traces"]])
+    spare = ("steps", "copies", "computed", "found", "preempted")
+    terminal.left_out(terminal.table(columns, list(map(_cells, result["traces"])), spare=spare))
     terminal.text(
-        f"  CPU time. waste: slots in used blocks that hold no token, over all steps, and in the "
-        f"worst step while requests waited; the goal at block size 16 is under {WASTE_GOAL:.0%}, "
-        "and no block leaked. found: tokens of prompts that were in the cache"
+        f"  CPU time. waste: share of slots in used blocks that hold no token, over all steps; "
+        "worst: the same in the worst step while requests waited. The goal at block size 16 is "
+        f"waste under {WASTE_GOAL:.0%} and no leaked block. found: tokens of prompts that were in "
+        "the cache."
     )
 
 

@@ -250,6 +250,7 @@ class Benchmark:
         present = None if isinstance(torch, Exception) else torch
         with cupy.cuda.Device(device.ordinal):
             ceilings = measured_ceilings(device)
+            free_memory(None)
             timer = Timer(arguments.calls, arguments.warm_up, arguments.budget)
             harness = Harness(
                 cupy, timer.times, peak_bytes, torch, baselines, ceilings, arguments.compile_mode,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from cupyattn.benchmark.cases import CEILINGS, Row, labels_of, median_of
+from cupyattn.benchmark.timer import FLOAT32, PRODUCTS
 from cupyattn.cli.terminal import Result, Terminal
 
 _VERSIONS = {
@@ -130,9 +131,13 @@ def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> No
         )
         for row, each in zip(rows, labels, strict=True)
     ]
-    heading = (*vary, "ran", "p50", *["p95"] * spread, *(_RATES[name][0] for name in rates),
-               *compared.values(), *also)  # fmt: skip
-    terminal.table(heading, lines, names=len(vary) + 1)
+    heading = (*(name.replace("_", " ") for name in vary), "ran", "p50", *["p95"] * spread,
+               *(_RATES[name][0] for name in rates), *compared.values(), *also)  # fmt: skip
+    products = any(row.get("ceiling") in (PRODUCTS, FLOAT32) for row in rows)
+    less = _RATES["gb_per_s" if products else "tflops"][0]
+    terminal.left_out(
+        terminal.table(heading, lines, len(vary) + 1, ("p95", "memory", less, "of ceiling"))
+    )
     for reason in dict.fromkeys(row["unavailable"] for row in rows if "unavailable" in row):
         refused = [row for row in rows if row.get("unavailable") == reason]
         who = dict.fromkeys(row["implementation"] for row in refused)

@@ -195,7 +195,7 @@ def _address(array: Array | Tensor) -> int:
     return int(array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr)
 
 
-_BYTES = 2**30
+_MOST_BYTES = 2**30
 _PRODUCT_FLOPS = 2 * 16 * 8 * 8  # of mma.m16n8k8
 _ADDEND = 0.5  # s <- s / 2 + 1 / 2 stays below 1
 _CTAS_PER_SM = 8
@@ -207,16 +207,16 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
 
     The rate of mma is None on a GPU without tensor cores.
     """
-    empty = load_cupy().empty
+    empty, size = load_cupy().empty, _copied_bytes()
     found: dict[str, float | None] = {COPY: copy_rate()}
 
     def seconds(kernel: Specialisation, grid: int, *arguments: object) -> float:
         return statistics.median(_TIMER.queued(partial(launch, device, kernel, grid, arguments)))
 
-    source, sink = (load_cupy().zeros(*each) for each in ((_BYTES, np.uint8), (1, np.uint32)))
+    source, sink = (load_cupy().zeros(*each) for each in ((size, np.uint8), (1, np.uint32)))
     grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
     read = ceiling_kernels.read_weight()
-    found[READ] = _BYTES / seconds(read, grid, source, sink, _BYTES // VECTOR_BYTES) / 1e9
+    found[READ] = size / seconds(read, grid, source, sink, size // VECTOR_BYTES) / 1e9
     found[PRODUCTS] = None
     if device.tensor_cores:
         grid, rounds = device.multiprocessors * _CTAS_PER_SM, mma_rate.LONG_ROUNDS
@@ -231,11 +231,17 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
 
 
 def copy_rate() -> float:
-    """Return the GB/s, read and written, of copies of a gibibyte.
+    """Return the GB/s, read and written, of copies of a gibibyte, or less (`_copied_bytes`).
 
     They are not in a graph, where a copy runs on an engine slower than the multiprocessors.
     """
-    cupy = load_cupy()
-    source, target = cupy.zeros(_BYTES, np.uint8), cupy.empty(_BYTES, np.uint8)
-    copy = partial(target.data.copy_from_device_async, source.data, source.nbytes)
-    return 2 * _BYTES / statistics.median(_TIMER.queued(copy)) / 1e9
+    cupy, size = load_cupy(), _copied_bytes()
+    source, target = cupy.zeros(size, np.uint8), cupy.empty(size, np.uint8)
+    copy = partial(target.data.copy_from_device_async, source.data, size)
+    return 2 * size / statistics.median(_TIMER.queued(copy)) / 1e9
+
+
+def _copied_bytes() -> int:
+    """Return a gibibyte, but an eighth of the free memory at most: others may use the GPU too."""
+    free, _ = load_cupy().cuda.runtime.memGetInfo()
+    return min(_MOST_BYTES, max(1, free // 8 >> 20) << 20)

@@ -58,6 +58,8 @@ def show(result: Result, terminal: Terminal) -> None:
             [_device_row(device) for device in result["devices"]],
         )
         for device in result["devices"]:
+            if not device["arch"]:
+                terminal.text(f"  {device['name']}: {device['unusable_because']}")
             if device["tensor_cores"] is not None:
                 terminal.text(f"  {device['name']}: {_float16(device)}")
                 terminal.text(f"  {device['name']}: {_tuned(device, result['uses_tuned'])}")
@@ -89,7 +91,7 @@ def show(result: Result, terminal: Terminal) -> None:
 
 def _device_row(device: Json) -> tuple[str, ...]:
     memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
-    target = f"sm_{device['arch']}" if device["arch"] else f"none: {device['unusable_because']}"
+    target = f"sm_{device['arch']}" if device["arch"] else "none"
     return device["name"], device["compute_capability"], memory, target
 
 

@@ -1,17 +1,19 @@
 """Output of commands: text folded to the terminal's width, or one JSON object.
 
-Paragraphs, facts and tables are folded. Nothing is ever cut: a word that is wider than the
-terminal, as a path may be, has a line of its own.
+Paragraphs, facts and tables are folded. A word that is wider than the terminal, as a path may be,
+has a line of its own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.progress import has_rich
@@ -20,6 +22,7 @@ Cell = str | int
 
 _INDENT = 2
 _GAP = 2  # between columns
+_LEAST = 16  # of a first column next to others
 
 
 def terminal_width() -> int:
@@ -75,35 +78,43 @@ def folded_facts(pairs: Mapping[str, object], width: int) -> list[str]:
     return lines
 
 
+class TableLayout(NamedTuple):
+    """The lines of a table's heading and of its rows, and the columns that were left out."""
+
+    heading: list[str]
+    rows: list[str]
+    left_out: list[str]
+
+
 def folded_table(
-    columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, names: int = 1
-) -> tuple[list[str], list[str]]:
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    width: int,
+    names: int = 1,
+    spare: Sequence[str] = (),
+) -> TableLayout:
     r"""Lay out a table whose first `names` columns name the rows; integers are to the right.
 
-    Where a row is too wide for one line, headings are folded. If it is too wide still, names but
-    the last stand once above the rows that share them. If that is too wide too, the names have a
-    line of their own and the other columns stand below it, on as many lines as they need.
-
-    Returns
-    -------
-    tuple of two lists of str
-        The lines of the heading, and those of the rows.
+    If a row is too wide for one line, headings are folded. If it is still too wide, `spare` columns
+    are left out one after the other, then the first names are written once above the rows that
+    share them. If nothing fits, long names have a line of their own; below `_LEAST` characters for
+    the names all have, and the other columns follow on as many lines as they need.
 
     Examples
     --------
-    >>> heading, rows = folded_table(("row", "bytes", "time"), [("D 64, MASK", 5, "2 ms")], 24)
-    >>> print(*heading, *rows, sep="\n")
+    >>> table = folded_table(("row", "bytes", "time"), [("D 64, MASK", 5, "2 ms")], 24)
+    >>> print(*table.heading, *table.rows, sep="\n")
       row         bytes  time
       D 64, MASK      5  2 ms
-    >>> heading, rows = folded_table(("row", "bytes", "time"), [("D 64, MASK", 5, "2 ms")], 20)
-    >>> print(*heading, *rows, sep="\n")
+    >>> table = folded_table(("row", "bytes", "time"), [("D 64, MASK", 5, "2 ms")], 20)
+    >>> print(*table.heading, *table.rows, sep="\n")
       row
         bytes  time
       D 64, MASK
             5  2 ms
     >>> rows = [("softmax", 768, "cupyattn", "5 us"), ("softmax", 768, "torch", "6 us")]
-    >>> heading, rows = folded_table(("operation", "width", "ran", "p50"), rows, 24, names=3)
-    >>> print(*heading, *rows, sep="\n")
+    >>> table = folded_table(("operation", "width", "ran", "p50"), rows, 24, names=3)
+    >>> print(*table.heading, *table.rows, sep="\n")
       operation  width
         ran       p50
       softmax      768
@@ -111,13 +122,25 @@ def folded_table(
         torch     6 us
     """
     every = range(len(columns))
-    alike = [[every[: names - 1], every[names - 1 :]]] if names > 1 else []
-    for folds, lines in ((False, [every]), (True, [every]), *((True, each) for each in alike)):
-        grid = _Grid(columns, rows, folds)
-        if all(grid.width(line, below) <= width for below, line in enumerate(lines)):
-            return grid.heading(lines, width), grid.rows(lines, width, grouped=len(lines) > 1)
+    fewer = range(len(spare) + 1)
+    attempts = [(0, left) for left in fewer] + [
+        (k, left) for left in fewer for k in range(1, names)
+    ]
+    for above, left in attempts:
+        out = spare[:left]
+        kept = [at for at in every if columns[at] not in out]
+        lines = [kept[:above], kept[above:]] if above else [kept]
+        for folds in (False, True):
+            grid = _Grid(columns, rows, folds)
+            if all(grid.width(line, below) <= width for below, line in enumerate(lines)):
+                found = grid.rows(lines, width, grouped=bool(above))
+                return TableLayout(grid.heading(lines, width), found, list(out))
+    grid = _Grid(columns, rows, folds=True)
+    kept = [at for at in every if columns[at] not in spare]
+    if names == 1 and grid.narrow_first(width - grid.width(kept[1:], below=0) - _GAP):
+        return TableLayout(grid.heading([kept], width), grid.rows([kept], width), list(spare))
     below = [every[:names], *grid.filled(every[names:], width)]
-    return grid.heading(below, width), grid.rows(below, width)
+    return TableLayout(grid.heading(below, width), grid.rows(below, width), [])
 
 
 class _Grid:
@@ -135,9 +158,16 @@ class _Grid:
             self._widths.append(max(cells, *map(len, heading)))
 
     def width(self, columns: Sequence[int], below: int) -> int:
-        """Return that of a line of columns: the first of a row, or one that stands below it."""
+        """Return the width of a line of columns: the first of a row, or one below it."""
         gaps = _GAP * (len(columns) - 1)
         return _indent(below) + sum(self._widths[at] for at in columns) + gaps
+
+    def narrow_first(self, width: int) -> bool:
+        """Narrow the first column, unless it would be too narrow; wider cells get own lines."""
+        if width < _LEAST:
+            return False
+        self._widths[0] = width
+        return True
 
     def filled(self, columns: Sequence[int], width: int) -> list[list[int]]:
         """Return the columns of each line below the names: as many as fit."""
@@ -167,6 +197,9 @@ class _Grid:
         written: list[str] = []
         before = None
         for row in self._rows:
+            if len(lines) == 1 and len(row[0]) > self._widths[0]:
+                written += _folded(" " * _INDENT + row[0], width)
+                row = ["", *row[1:]]
             first, *others = (
                 self._line(columns, row, below) for below, columns in enumerate(lines)
             )
@@ -212,7 +245,7 @@ class Terminal:
         self._begun = False
 
     def title(self, text: str) -> None:
-        """Print the heading of what follows, behind a blank line unless it is the first."""
+        """Print a heading, after a blank line unless it is the first."""
         if self._begun:
             self._print([""])
         self._begun = True
@@ -238,11 +271,24 @@ class Terminal:
         """Print names and values, one pair a line."""
         self._print(folded_facts(facts, self._width))
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[Cell]], names: int = 1) -> None:
-        """Print a table whose first `names` columns name the rows."""
-        heading, lines = folded_table(columns, rows, self._width, names)
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[Cell]],
+        names: int = 1,
+        spare: Sequence[str] = (),
+    ) -> list[str]:
+        """Print a table; return the `spare` columns that were left out (see `folded_table`)."""
+        heading, lines, left_out = folded_table(columns, rows, self._width, names, spare)
         self._print(heading, "dim")
         self._print(lines)
+        return left_out
+
+    def left_out(self, columns: Iterable[str]) -> None:
+        """Print which columns tables left out, if any."""
+        names = ", ".join(dict.fromkeys(columns))
+        if names:
+            self.text(f"  Left out at {self._width} columns: {names} (set COLUMNS to see them).")
 
     def _print(self, lines: Sequence[str], style: str = "") -> None:
         for line in lines:
@@ -250,7 +296,10 @@ class Terminal:
 
 
 class RichTerminal(Terminal):
-    """A `Terminal` that prints through rich, with styles for headings and verdicts."""
+    """A `Terminal` that prints through rich, with styles for headings and verdicts.
+
+    If NO_COLOR is set, there are no styles: rich itself would drop colours but not bold.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -261,6 +310,7 @@ class RichTerminal(Terminal):
 
     def _print(self, lines: Sequence[str], style: str = "") -> None:
         for line in lines:
+            style = "" if os.environ.get("NO_COLOR") else style
             self._console.print(line, style=style, soft_wrap=True)  # it is folded already
 
 
@@ -273,7 +323,10 @@ def emit(result: Result, show: Callable[[Result, Terminal], None], *, as_json: b
 
 
 def fail(command: str, failure: Exception, *, as_json: bool) -> None:
-    """Say why a command could not do its work."""
+    """Report why a command failed, on stderr and, with --json, as an object on stdout."""
+    reason = str(failure)
+    if isinstance(failure, OSError) and failure.strerror and failure.filename:
+        reason = f"{failure.strerror}: {failure.filename}"
     if as_json:
-        print(json.dumps({"command": command, "ok": False, "error": str(failure)}, indent=2))
-    print(f"{command}: {failure}", file=sys.stderr)
+        print(json.dumps({"command": command, "ok": False, "error": reason}, indent=2))
+    print(f"{command}: {reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``python -m cupyattn turing``: what kernels will do on Turing, from their machine code."""
+"""``python -m cupyattn turing``: a model of the kernels on Turing, from their machine code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TUNED = (
     "linear_forward_quantised",
     "linear_product_quantised",
 )
-"""Kernels whose speed is that of their products: those that the model is for."""
+"""Kernels that are limited by their products; the model describes these."""
 
 IN_FLOAT32 = (
     "attention_forward_f32",
@@ -78,12 +78,13 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "turing",
         help="model the kernels on a Turing GPU from their machine code; needs no GPU",
-        description="Compile the kernels' configurations for sm_75, read their machine "
-        "code, and show for the main loop of each: spills, cycles of the load/store unit for each "
-        "of the products (above 1 it binds), and the utilisation of the tensor cores or float32 "
-        "units that a simulation of one SM gives. Needs NVRTC and nvdisasm, but no GPU.",
-        epilog=f"Counts and ratios are exact; the utilisation is a model, +-{MARGIN}, that no "
-        "Turing GPU has confirmed. Exit code 1 without a compiler or disassembler.",
+        description="Compile each configuration of the kernels for sm_75, read its machine code, "
+        "and show for its main loop: spills, whether the load/store unit limits it, and how busy "
+        "the tensor cores (or float32 units) are in a simulation of one SM. Needs NVRTC and "
+        "nvdisasm, but no GPU.",
+        epilog="Counts and ratios are exact. The utilisation is the result of a model with an "
+        f"error of up to +-{MARGIN}; it was never compared with a Turing GPU. Exit code 1 without "
+        "a compiler or disassembler.",
     )
     add_row_options(
         parser, default=f"{', '.join(TUNED)}; without tensor cores {', '.join(IN_FLOAT32)}"
@@ -93,16 +94,18 @@ def add_parser(commands: Commands) -> None:
         choices=tuple(MACHINES),
         default=T4.name,
         metavar="NAME",
-        help=f"the device: {', '.join(MACHINES)} (default: %(default)s)",
+        help=f"the GPU to model: {', '.join(MACHINES)} (default: %(default)s)",
     )
     parser.add_argument(
-        "--all-loops", action="store_true", help="show every loop with products, not the main alone"
+        "--all-loops",
+        action="store_true",
+        help="show every loop with products, not only the main loop",
     )
     parser.add_argument(
         "--no-simulation",
         dest="simulate",
         action="store_false",
-        help="leave out the utilisation, which takes half a second a row",
+        help="leave out the simulated utilisation, which takes half a second a row",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
@@ -128,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
 def describe(
     rows: list[Specialisation], *, simulate: bool, all_loops: bool, machine: Machine = T4
 ) -> Result:
-    """Model the rows on a device, one after the other."""
+    """Model configurations on a Turing GPU."""
     versions = {
         "nvrtc": ".".join(map(str, nvrtc_version())),
         "nvdisasm": disassembler_version(),
@@ -157,7 +160,7 @@ def kernel_row(
     all_loops: bool = False,
     machine: Machine = T4,
 ) -> Json:
-    """Tell what a specialisation takes of a Turing SM, and what its loops make of it.
+    """Return the resources that a specialisation takes on a Turing SM, and the model of its loops.
 
     Returns
     -------
@@ -212,37 +215,40 @@ def _everything(loop: LoopFigures, machine: Machine) -> Json:
     }
 
 
-# Short, so that all but the name share a line of 80 columns.
-_COLUMNS = (
-    *("row", "regs", "smem", "CTAs", "length", "spills", "LSU", "bound"),
-    *("utilisation", "TFLOP/s"),
-)
-_COUNTED = 8  # of the columns; what the others have is simulated
+_COLUMNS = {
+    "row": "",
+    "regs": "registers of a thread",
+    "smem": "bytes of shared memory of a CTA",
+    "CTAs": "CTAs that an SM can hold",
+    "length": "instructions of a warp in one iteration of the loop",
+    "spills": "bytes that a thread loads from and stores to local memory in one iteration",
+    "LSU": "cycles of the load/store unit for each cycle of the unit that computes the products; "
+    "above 1 the load/store unit limits the loop",
+    "bound": "the highest utilisation that any schedule can reach of the unit that computes the "
+    "products (tensor cores, otherwise float32 units); the name of another unit means that this "
+    "one is the limit",
+    "used": f"the utilisation in a simulation of one SM, a model with an error of up to +-{MARGIN}",
+    "range": "lowest and highest utilisation over the times at which the SM's CTAs can start",
+    "TFLOP/s": "the rate of all SMs at that utilisation and the boost clock",
+}
+"""Columns and what they mean; the names are short, so that a row is one line of 80 columns."""
+_COUNTED = 8  # columns; the others are simulated
+_SPARE = ("range", "length", "smem", "LSU", "spills")
 
 
 def show(result: Result, terminal: Terminal) -> None:
     """Print it for people."""
     lines = [cells for row in result["rows"] for cells in _cells(row)]
     simulated = any(any(cells[_COUNTED:]) for cells in lines)
-    shown = len(_COLUMNS) if simulated else _COUNTED
+    columns = list(_COLUMNS)[: None if simulated else _COUNTED]
+    left_out: list[str] = []
     for kernel, rows in groupby(result["rows"], key=itemgetter("kernel")):
-        terminal.title(f"{kernel} on Turing ({result['machine']}): the loop that does the work")
-        lines = [cells[:shown] for row in rows for cells in _cells(row)]
-        terminal.table(_COLUMNS[:shown], lines)
+        terminal.title(f"{kernel} on Turing ({result['machine']})")
+        lines = [cells[: len(columns)] for row in rows for cells in _cells(row)]
+        left_out += terminal.table(columns, lines, spare=_SPARE)
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
-    terminal.text(
-        "  A thread's registers, a CTA's shared memory, how many CTAs an SM holds. Of one "
-        "iteration: instructions of a warp; bytes that a thread loads from and stores to local "
-        "memory; cycles of the load/store unit for each of the work's, which is products on tensor "
-        "cores, or in a kernel without them in float32; the utilisation of their pipe that no "
-        "schedule exceeds, and what binds if it is another"
-        + (
-            "; one simulated at the device's rates, and its range over CTAs' starts: a model, "
-            f"+-{MARGIN}; the speed of all SMs at their boost clock."
-            if simulated
-            else "."
-        )
-    )
+    terminal.facts({name: _COLUMNS[name] for name in columns[1:]})
+    terminal.left_out(left_out)
     for nothing in result["without_rows"]:
         terminal.verdict(False, f"  {nothing}")
 
@@ -251,19 +257,23 @@ def _cells(row: Json) -> list[tuple[Cell, ...]]:
     resources = (row["row"], row["registers"], row["shared_bytes"], row["ctas_per_sm"])
     loops = row.get("loops", [row["main"]] if row["main"] else [])
     if not loops:
-        return [(*resources, "no products", "", "", "", "", "")]
+        return [(*resources, "", "", "", "no products", "", "", "")]
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
 def _loop_cells(loop: Json) -> tuple[Cell, ...]:
     if loop["bound"] is None:
-        return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "")
-    played, binds = loop["utilisation"], loop["binding_pipe"]
+        return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "", "")
+    simulated, binds = loop["utilisation"], loop["binding_pipe"]
     return (
         loop["instructions"],
         loop["spill_bytes"],
         f"{loop['lsu_ratio']:.2f}",
         f"{loop['bound']:.2f}" + ("" if binds == loop["work_pipe"] else f" {binds}"),
-        "" if played is None else f"{played['mean']:.3f} {played['low']:.2f}-{played['high']:.2f}",
+        *(
+            ("", "")
+            if simulated is None
+            else (f"{simulated['mean']:.3f}", f"{simulated['low']:.2f}-{simulated['high']:.2f}")
+        ),
         "" if loop["tflops"] is None else f"{loop['tflops']:.1f}",
     )

@@ -48,9 +48,14 @@ def test_a_pair_and_a_table_are_quick():
     assert allocator.table_milliseconds(256) < allocator.TABLE_GOAL_MS * 4
 
 
-def test_json(capsys):
-    assert main(["allocator", "--requests", "5", "--block-size", "16", "2", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+@pytest.mark.parametrize("to_file", [False, True])
+def test_json(to_file, tmp_path, capsys):
+    file = tmp_path / "result.json"
+    words = ("--requests", "5", "--block-size", "16", "2", "--json")
+    assert main(["allocator", *words, *[str(file)] * to_file]) == 0
+    printed = capsys.readouterr().out
+    assert ("Block ids" in printed) == to_file
+    result = json.loads(file.read_text() if to_file else printed)
     assert all(result[name] for name in ("date", "cpu", "os", "python", "version"))
     assert [trace["block_size"] for trace in result["traces"]] == [16, 2]
     assert result["pairs_per_second"] > 0

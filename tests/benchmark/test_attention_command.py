@@ -101,7 +101,11 @@ def on_a_gpu(tmp_path, *words, **variables):
     file = tmp_path / "result.json"
     result = run(*words, "--json", str(file), launcher=("-m", "cupyattn.benchmark"), env=variables)
     assert result.returncode == 0, result.stderr
-    return json.loads(file.read_text())
+    report = json.loads(file.read_text())
+    refused = [row for row in report["rows"] if "unavailable" in row]
+    assert not refused, "such as for want of memory, which the GPU's other processes use too"
+    assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
+    return report
 
 
 TINY = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "64",
@@ -115,7 +119,6 @@ def test_forward_on_a_gpu(tmp_path, arch):
     words = ("attention", *TINY, "--implementation", "flash", "--peers", "cupy", "--documents", "2")
     report = on_a_gpu(tmp_path, *words, **({"CUPYATTN_ARCH": arch} if arch else {}))
     assert {row["option"] for row in report["rows"]} == {PLAIN, *OPTIONS}
-    assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
     assert all(rate > 0 for rate in report["ceilings"].values())
     capability = report["compute_capability"].replace(".", "")
     turing = "sm_75" if capability == "75" else "compute_75"
@@ -128,7 +131,6 @@ def test_backward_on_a_gpu(tmp_path):
     """Every option once, one-pass and deterministic, and the naive kernels plain and causal."""
     report = on_a_gpu(tmp_path, "attention_backward", *TINY, "--implementation", "flash", "naive")
     assert len(report["rows"]) == 2 * (1 + len(OPTIONS)) + 2
-    assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
 
 
 @pytest.mark.gpu
@@ -138,7 +140,6 @@ def test_teaching_kernels_on_a_gpu(tmp_path, dtype):
     words = (*sizes.split(), "--dtype", dtype, "--implementation", "tiled", "naive")
     rows = on_a_gpu(tmp_path, "attention", *words)["rows"]
     assert [row["implementation"] for row in rows] == ["cupyattn tiled", "cupyattn naive"]
-    assert all(row["times"]["p50_s"] > 0 for row in rows)
 
 
 @pytest.mark.gpu

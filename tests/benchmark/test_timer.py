@@ -198,7 +198,7 @@ def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
     device = EmulatedDevice(Checks.fast(), report)
     for name, value in (
         ("load_cupy", lambda: cupy), ("_TIMER", types.SimpleNamespace(queued=queued)),
-        ("_BYTES", 2**16), ("launch", launched),
+        ("_copied_bytes", lambda: 2**16), ("launch", launched),
     ):  # fmt: skip
         monkeypatch.setattr(ceilings, name, value)
     found = ceilings.measured_ceilings(device)
