@@ -1,7 +1,7 @@
-"""``python -m cupyattn.benchmark allocator``: what the blocks of a paged KV cache cost on the CPU.
+"""``python -m cupyattn.benchmark allocator``: CPU time of the block ids of a paged KV cache.
 
-No arrays and no model: the time is that of block ids alone. The trace is a day of a server in
-small: many requests behind a few system prompts, run by `cupyattn.Scheduler`.
+There are no arrays and no model. The trace is a small day of a server: many requests that begin
+with a few system prompts, run by `cupyattn.Scheduler`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import random
 import time
 import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from cupyattn.benchmark.command import Option
-from cupyattn.benchmark.results import require_writable, this_host, write_json
+from cupyattn.benchmark.command import Option, run_and_show
+from cupyattn.benchmark.results import this_host
 from cupyattn.cli.arguments import Commands, integer
-from cupyattn.cli.terminal import Result, Terminal, emit, fail
+from cupyattn.cli.terminal import Result, Terminal, emit
 from cupyattn.kv_cache import BlockAllocator, Copy, PagedKVCache, Scheduler, Work
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.progress import Advance, progress
@@ -47,7 +48,7 @@ class NoMemory:
         self.num_copies = 0
 
     def copy(self, copies: tuple[Copy, ...]) -> None:
-        """Count them."""
+        """Count the copies."""
         self.num_copies += len(copies)
 
     copy_to_host = copy_from_host = copy
@@ -76,7 +77,7 @@ def add_parser(benchmarks: Commands) -> None:
         help="block ids of a paged KV cache: pairs a second, a step's tables, a trace of requests",
         description="Measure the block allocator on one thread: blocks allocated and freed, "
         f"tables of {MAX_BATCH} sequences, and a trace of requests with log-normal "
-        "lengths behind shared system prompts. Needs no GPU.",
+        "lengths after shared system prompts. Needs no GPU.",
         epilog=f"Goals: {PAIRS_GOAL:,} pairs a second, tables in {TABLE_GOAL_MS:g} ms, "
         f"under {WASTE_GOAL:.0%} of the used pool wasted at block size 16, and no block leaked.",
     )
@@ -92,19 +93,21 @@ def add_parser(benchmarks: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark."""
-    file = Path(arguments.json) if isinstance(arguments.json, str) else None
-    try:
-        if file is not None:
-            require_writable(file)
-    except OSError as failure:
-        fail("allocator", failure, as_json=False)
-        return 1
+    if isinstance(arguments.json, str):
+        file = Path(arguments.json)
+        return run_and_show("allocator", file, partial(measure, arguments), show)
+    emit(measure(arguments), show, as_json=arguments.json)
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> Result:
+    """Measure pairs, tables and traces."""
     with progress("requests", arguments.requests * len(arguments.block_size)) as step:
         traces = [
             run_trace(block_size, arguments.requests, arguments.seed, step)._asdict()
             for block_size in arguments.block_size
         ]
-    result = {
+    return {
         "command": "allocator",
         **this_host(),
         "pool_tokens": POOL_TOKENS,
@@ -112,10 +115,6 @@ def run(arguments: argparse.Namespace) -> int:
         "table_ms": table_milliseconds(),
         "traces": traces,
     }
-    if file is not None:
-        write_json(result, file)
-    emit(result, show, as_json=arguments.json is True)
-    return 0
 
 
 def pairs_per_second(pairs: int = 100_000) -> float:
@@ -126,7 +125,7 @@ def pairs_per_second(pairs: int = 100_000) -> float:
 
 
 def table_milliseconds(sequences: int = MAX_BATCH, length: int = 4096) -> float:
-    """Time a step's tables of as many sequences, one new token each, without their upload."""
+    """Time the tables of a step with one new token for each sequence, without their upload."""
     cache = PagedKVCache(1, sequences * (length // 16), 16, 1, 1, dtype="float16", xp=np)
     every = [cache.allocator.add(range(length)) for _ in range(sequences)]
     tables = cache.step_tables(every)
@@ -204,7 +203,7 @@ def show(result: Result, terminal: Terminal) -> None:
         ],
     )
     terminal.title(
-        f"Requests behind {len(SYSTEM_PROMPTS)} system prompts, log-normal lengths, a pool of "
+        f"Requests after {len(SYSTEM_PROMPTS)} system prompts, log-normal lengths, a pool of "
         f"{result['pool_tokens']:,} tokens"
     )
     columns = ("block size", "requests", "steps", "computed", "found", "preempted", "copies",

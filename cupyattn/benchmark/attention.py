@@ -159,7 +159,7 @@ class AttentionInputs:
 
     @cached_property
     def arrays(self) -> Tensors:
-        """The arrays."""
+        """The tensors of the problem."""
         shapes, dtype = self.problem.shapes, self.problem.dtype
         source, xp = self.harness.arrays(), self.harness.xp
         q, k, v, dout = (source.normal(*shapes[x], dtype=dtype) for x in ("q", "k", "v", "out"))
@@ -176,29 +176,28 @@ class AttentionInputs:
 def arguments_of(option: str, problem: SelfAttentionProblem, xp: ModuleType) -> Keywords:
     """Return an option's keyword arguments of a call, with arrays of its size."""
     heads, sq, window = problem.heads, problem.shapes["q"][1], problem.window
+    even, numbers, shape = (
+        problem.head_dim // 2 * 2,
+        np.random.default_rng(2),
+        (1, 1, sq, problem.seqlen),
+    )
     make: dict[str, Callable[[], Json]] = {
         "causal": lambda: {"causal": True},
         "window": lambda: {"window_size": (window, 0 if problem.causal else window)},
         "softcap": lambda: {"softcap": _SOFTCAP},
         "bias": lambda: {"bias": _bias(problem, sq, xp)},
-        "mask": lambda: {"mask": _mask(problem, sq, xp)},
+        "mask": lambda: {"mask": xp.asarray(numbers.random(shape, np.float32) >= _MASKED)},
         "alibi": lambda: {"alibi_slopes": _slopes(heads, xp)},
         "score_mod": lambda: {"score_mod": _alibi(heads, xp)},
         "sinks": lambda: {"sinks": xp.zeros(heads, np.float32)},
         "dropout": lambda: {"dropout_p": _DROPOUT_P, "seed": 1},
-        "rotary": lambda: {"rotary": _tables(problem, xp)},
+        "rotary": lambda: {"rotary": tuple(map(xp.asarray, rope_tables(problem.seqlen, even)))},
         "mask_mod": lambda: {"mask_mod": _documents(problem, xp)},
         "block_mask": lambda: {
             "mask_mod": cupyattn.block_mask(_documents(problem, xp), sq, problem.seqlen)
         },
     }
     return {"causal": problem.causal, **make.get(option, dict)()}
-
-
-def _mask(problem: SelfAttentionProblem, sq: int, xp: ModuleType) -> Array:
-    """Return one mask for all heads and sequences."""
-    numbers = np.random.default_rng(2).random((1, 1, sq, problem.seqlen), np.float32)
-    return xp.asarray(numbers >= _MASKED)
 
 
 def _alibi(heads: int, xp: ModuleType) -> ScoreMod:
@@ -214,13 +213,8 @@ def _alibi(heads: int, xp: ModuleType) -> ScoreMod:
     )
 
 
-def _tables(problem: SelfAttentionProblem, xp: ModuleType) -> tuple[Array, ...]:
-    """Return the tables of all features, or of all but the last."""
-    return tuple(map(xp.asarray, rope_tables(problem.seqlen, problem.head_dim // 2 * 2)))
-
-
 def _documents(problem: SelfAttentionProblem, xp: ModuleType) -> cupyattn.MaskMod:
-    """Return what lets a token see those of its own document."""
+    """Return the mask by which a token sees the tokens of its own document."""
     return cupyattn.MaskMod(
         "document[q_idx] == document[k_idx]",
         python=lambda b, h, i, j, document: document[i] == document[j],
@@ -261,7 +255,7 @@ def implementations(
         for mode in (modes if name == "flash" else modes[:1])
     ]
     other = [
-        TimedImplementation.of(
+        TimedImplementation(
             name,
             partial(_baseline_calls, direction, name, inputs),
             (lambda out: out) if name == "cupy"
@@ -448,14 +442,10 @@ FORWARD = Benchmark(
     options=(*_options(IMPLEMENTATIONS, ["flash", "tiled", "naive"]), _QUERIES),
     cases=partial(cases, "forward"),
     baselines=("eager", *BACKENDS, "compile", "triton", "cupy"),
-    beside="option",
+    compare="option",
     quick={
-        "head_dim": [64, 128, 80, 40, 96, 160, 192, 256],
-        "seqlen": [4096],
-        "batch": [4],
-        "dtype": ["float16"],
-        "implementation": ["flash"],
-        "options": ["causal"],
+        **{"head_dim": [64, 128, 80, 40, 96, 160, 192, 256], "seqlen": [4096], "batch": [4]},
+        **{"dtype": ["float16"], "implementation": ["flash"], "options": ["causal"]},
     },
 )
 BACKWARD = replace(
@@ -477,7 +467,7 @@ TRAINING_STEP = replace(
     BACKWARD,
     name="training_step",
     title="Attention's training step",
-    help="time forward and backward together, by default of a layer with Phi-2's heads",
+    help="time forward with backward, by default of a layer with Phi-2's heads",
     note="TFLOP/s count 3.5 forwards. Memory is what the step takes beyond q, k, v, dout, and out, "
     "lse, dq, dk, dv.",
     options=with_defaults(

@@ -1,8 +1,8 @@
-"""Cases and their implementations: prepared, checked against each other, timed, one row each.
+"""Cases and their implementations: prepared, compared, timed, one row each.
 
-A benchmark is a list of cases. A case has labels, its least work, the ceiling that binds it, and
-the implementations that compute it, this library's first. An implementation only prepares calls.
-The harness chooses the timer, compares results, and writes the rows.
+A benchmark is a list of cases. A case has labels, its least work, the ceiling that limits it, and
+the implementations that compute it, this library's first. Implementations only prepare calls; the
+harness compares their results and times them.
 """
 
 from __future__ import annotations
@@ -44,30 +44,29 @@ _OWN_REFUSALS = (NotImplementedError, MemoryError, NotAskedError)
 
 @dataclass(frozen=True)
 class TimedImplementation:
-    """Who computes a case, and the calls that do it."""
+    """An implementation of a case, and its calls."""
 
     name: str
+    """This library's name for it, or a key of `BASELINES`: then its errors become rows."""
     prepare: Callable[[], Round]
     """Make the calls, with all memory that they need."""
-    baseline: str | None = None
-    """Its key in `BASELINES`, if it is another library; its errors then become rows."""
     comparable: Callable[[Any], Any] = lambda result: result
-    """Make of its result what is compared with the first implementation's; or None."""
+    """Turn its result into the arrays to compare with the first implementation's; None for none."""
 
-    @classmethod
-    def of(
-        cls,
-        baseline: str,
-        prepare: Callable[[], Round],
-        comparable: Callable[[Any], Any] = lambda result: result,
-    ) -> TimedImplementation:
-        """Make one of `BASELINES`."""
-        return cls(BASELINES[baseline], prepare, baseline, comparable)
+    @property
+    def baseline(self) -> str | None:
+        """The key of `BASELINES`, if it is another library."""
+        return self.name if self.name in BASELINES else None
+
+    @property
+    def label(self) -> str:
+        """The name in rows."""
+        return BASELINES.get(self.name, self.name)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Labels, implementations, the least work, and the ceiling that binds."""
+    """Labels, implementations, the least work, and the ceiling that limits."""
 
     labels: Mapping[str, Any]
     implementations: Sequence[TimedImplementation]
@@ -181,10 +180,10 @@ def measured(cases: Iterable[Case], harness: Harness) -> Iterator[Row]:
         while waiting:
             case = waiting.popleft()
             yield from rows_of(case, harness)
-            told = ", ".join(map(str, case.labels.values()))
+            finished = ", ".join(map(str, case.labels.values()))
             del case
             harness.free()
-            step(told)
+            step(finished)
 
 
 def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
@@ -207,13 +206,13 @@ def rows_of(case: Case, harness: Harness) -> Iterator[Row]:
         except Exception as failure:  # another library may raise anything
             if implementation.baseline is None and not isinstance(failure, _OWN_REFUSALS):
                 raise
-            yield without(case.labels, implementation.name, failure)
+            yield without(case.labels, implementation.label, failure)
             continue
         yield row_of(
             case.labels,
-            implementation.name,
+            implementation.label,
             samples.seconds,
-            **case.work_of(implementation.name),
+            **case.work_of(implementation.label),
             ceiling=case.ceiling,
             calls_per_sample=samples.calls_each,
             ceilings=harness.ceilings,

@@ -1,13 +1,12 @@
-"""A benchmark as data, and the one driver that runs it: options, GPU or model, JSON, table.
+"""A benchmark as data, and the driver that runs all of them: options, GPU or model, JSON, table.
 
-Values of options come from the command line, then from ``--quick``, then from the defaults. A
-variant is a benchmark that another one runs with a flag, such as ``decode --prefill``.
+An option's value is that of the command line, else that of ``--quick``, else the default. A variant
+is a benchmark that another one runs with a flag, such as ``decode --prefill``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -42,11 +41,11 @@ from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.errors import error
 
 NO_GPU = (
-    "there is no CUDA device, and this times kernels on one; run it on a machine with a GPU "
-    "(without one, python -m cupyattn turing models the kernels of a Turing GPU)"
+    "there is no CUDA device, and this benchmark times kernels on one; run it on a computer with a "
+    "GPU (without one, python -m cupyattn turing models the kernels of a Turing GPU)"
 )
 FAILURES = (RuntimeError, ValueError, MemoryError, OSError)
-"""A GPU that is too old, a wrong CUPYATTN_ARCH, arrays without room, files without leave."""
+"""A GPU that is too old, a wrong CUPYATTN_ARCH, too little memory, files without permission."""
 Kind = Callable[[str], object]
 _COUNT: Kind = integer(1)
 
@@ -63,7 +62,7 @@ class Option:
     choices: Sequence[object] | None = None
     metavar: str | tuple[str, ...] | None = "N"
     repeated: int | None = None
-    """It takes so many values, and may be given several times."""
+    """Number of values, if the option can be given several times."""
 
     @property
     def dest(self) -> str:
@@ -130,40 +129,38 @@ class Benchmark:
     help: str
     description: str
     note: str
-    """A note on the units of its numbers, printed below them and below its help."""
+    """The units of its numbers, printed below the table and below the help."""
     options: tuple[Option, ...] = ()
     cases: Callable[[argparse.Namespace, Harness], Iterable[Case]] | None = None
     rows: Callable[[argparse.Namespace, Harness], Iterable[Row]] | None = None
-    """Measure otherwise, instead of `cases`."""
+    """Measure rows itself, instead of `cases`."""
     modelled: Callable[[argparse.Namespace], Iterator[Row]] | None = None
     """Yield the rows of a T4 that are shown without a GPU, and with its option ``--modelled``."""
     baselines: tuple[str, ...] = ()
-    """The keys of `BASELINES` that compute the same."""
-    beside: str | None = None
-    """A label: the table compares each value's time with that of its first value."""
+    """The keys of `BASELINES` that compute the same results."""
+    compare: str | None = None
+    """A label; the table has each value's time relative to the time of the first value."""
     quick: Mapping[str, object] = field(default_factory=dict)
     """Values of options with --quick."""
     gpus: int = 1
-    """How many it takes."""
+    """The fewest GPUs that it needs."""
     variants: Mapping[str, Benchmark] = field(default_factory=dict)
-    """Benchmarks that run instead with a flag, by its name."""
+    """Benchmarks that run instead of this one, by the name of the flag."""
 
     def add_parser(self, benchmarks: Commands) -> None:
         """Add the benchmark to the command line."""
         lacking = "its rows are modelled" if self.modelled else "exit code 1"
-        epilog = (
-            f"{self.note} Without a GPU {lacking}. CUPYATTN_ARCH=75 times Turing's code on newer "
-            "ones."
-        )
         parser = benchmarks.add_parser(
-            self.name, help=self.help, description=self.description, epilog=epilog
-        )
+            self.name, help=self.help, description=self.description,
+            epilog=f"{self.note} Without a GPU {lacking}. CUPYATTN_ARCH=75 times Turing's code on "
+            "newer ones.",
+        )  # fmt: skip
         every = [option for each in (self, *self.variants.values()) for option in each.options]
         for option in {option.name: option for option in reversed(every)}.values():
             option.add(parser)
         for flag, variant in self.variants.items():
             Option(flag, False, variant.help).add(parser)
-        shared = parser.add_argument_group("of every benchmark")
+        shared = parser.add_argument_group("options of every benchmark")
         for option in (*TIMED, JSON):
             option.add(shared)
         has = ", ".join({name: 0 for each in (self, *self.variants.values())
@@ -182,13 +179,7 @@ class Benchmark:
         return self.resolve(parser.parse_args([self.name, *words]))
 
     def resolve(self, given: argparse.Namespace) -> tuple[Benchmark, argparse.Namespace]:
-        """Return the variant that runs, and the values of its options.
-
-        Raises
-        ------
-        ValueError
-            If an option was given that the variant does not take.
-        """
+        """Return the variant that runs, and its options; raise ValueError for any other option."""
         values = {name: value for name, value in vars(given).items() if name != "run"}
         chosen = self
         for flag, variant in self.variants.items():
@@ -204,20 +195,19 @@ class Benchmark:
         """Measure or model, print and write the result; return the exit code."""
         try:
             chosen, arguments = self.resolve(given)
-            if arguments.json is not None:
-                require_writable(arguments.json)
-            result = chosen.result(arguments)
-            if arguments.json is not None:
-                write_json(result, arguments.json)
-        except FAILURES as failure:
+        except ValueError as failure:
             fail(self.name, failure, as_json=False)
             return 1
-        show = partial(show_result, chosen.title, chosen.note, chosen.beside)
-        emit(result, show, as_json=False)
-        if "failed" in result:
-            print(f"{self.name}: {result['failed']}", file=sys.stderr)
-            return 1
-        return 0
+        failed = False
+
+        def show(result: Result, terminal: Terminal) -> None:
+            nonlocal failed
+            show_result(chosen.title, chosen.note, chosen.compare, result, terminal)
+            if failed := "failed" in result:
+                print(f"{self.name}: {result['failed']}", file=sys.stderr)
+
+        measure = partial(chosen.result, arguments)
+        return run_and_show(self.name, arguments.json, measure, show) or int(failed)
 
     def result(self, arguments: argparse.Namespace) -> Result:
         """Return the content of the JSON."""
@@ -246,7 +236,11 @@ class Benchmark:
         cupy = load_cupy()
         device = cuda_device(0)
         baselines = tuple(name for name in self.baselines if name in arguments.peers)
-        torch = _torch_for(baselines)
+        torch: ModuleType | RuntimeError | None = None
+        try:
+            torch = load_torch() if set(baselines) - set(ARRAY_CODE) else None
+        except RuntimeError as missing:
+            torch = missing
         present = None if isinstance(torch, Exception) else torch
         with cupy.cuda.Device(device.ordinal):
             ceilings = measured_ceilings(device)
@@ -284,13 +278,7 @@ def _require_taken(flag: str, variant: Benchmark, values: Mapping[str, Any]) -> 
 
 
 def rows_until_failure(rows: Iterable[Row]) -> Result:
-    """Return ``rows``, and ``failed`` if they ended with an error or an interrupt after the first.
-
-    Raises
-    ------
-    Exception
-        The error of the first row.
-    """
+    """Return ``rows``, and ``failed`` if an error or an interrupt ended them after the first."""
     found: list[Row] = []
     try:
         for row in rows:
@@ -302,16 +290,6 @@ def rows_until_failure(rows: Iterable[Row]) -> Result:
             traceback.print_exc()
         return {"rows": found, "failed": f"{type(failure).__name__}: {failure}"}
     return {"rows": found}
-
-
-def _torch_for(baselines: Iterable[str]) -> ModuleType | RuntimeError | None:
-    """Return PyTorch if a baseline needs it, or the error of its import; otherwise None."""
-    if not set(baselines) - set(ARRAY_CODE):
-        return None
-    try:
-        return load_torch()
-    except RuntimeError as missing:
-        return missing
 
 
 def invocation(argv: list[str]) -> str:
@@ -330,28 +308,35 @@ def invocation(argv: list[str]) -> str:
     return f"{arch}python -m cupyattn.benchmark{''.join(words)}"
 
 
-def add_json_file(parser: argparse.ArgumentParser) -> None:
-    """Give a command ``--json FILE``."""
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write everything to FILE too, as one JSON object"
-    )
-
-
 def run_on_gpu(
     command: str,
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], Result],
     show: Callable[[Result, Terminal], None],
 ) -> int:
-    """Run a command whose rows have another form; return the exit code, 1 without a GPU."""
-    try:
+    """Measure something on a GPU, write and print it; return the exit code, 1 without a GPU."""
+
+    def measured() -> Result:
         if not device_count():
             raise RuntimeError(NO_GPU)
-        if arguments.json is not None:
-            require_writable(arguments.json)
-        result = measure(arguments)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        return measure(arguments)
+
+    return run_and_show(command, arguments.json, measured, show)
+
+
+def run_and_show(
+    command: str,
+    file: Path | None,
+    measure: Callable[[], Result],
+    show: Callable[[Result, Terminal], None],
+) -> int:
+    """Measure something, write it to a file and print it; return the exit code."""
+    try:
+        if file is not None:
+            require_writable(file)
+        result = measure()
+        if file is not None:
+            write_json(result, file)
     except FAILURES as failure:
         fail(command, failure, as_json=False)
         return 1

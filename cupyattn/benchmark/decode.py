@@ -1,8 +1,7 @@
-"""``python -m cupyattn.benchmark decode``: a step of decoding over a paged cache, and around it.
+"""``python -m cupyattn.benchmark decode``: a step of decoding over a paged cache.
 
-The measure is the memory's speed: GB/s of the K and V in use. For caches of integers it is tokens
-a second compared with caches of floats. Variants time a chunk of a prompt (``--prefill``), and what
-writes, copies and gathers the blocks of a cache (``--cache-operations``).
+The measure is GB/s of the K and V in use. Variants time a chunk of a prompt (``--prefill``), and
+the operations that write, copy and gather blocks (``--cache-operations``).
 """
 
 from __future__ import annotations
@@ -152,13 +151,7 @@ def _pool(xp: ModuleType, block: np.ndarray, num_blocks: int, *, heads_first: bo
 
 
 def steps(arguments: argparse.Namespace) -> list[DecodingStep]:
-    """Return every combination of the options.
-
-    Raises
-    ------
-    ValueError
-        For more query tokens than a step of decoding has.
-    """
+    """Return every combination of the options; raise ValueError for too many query tokens."""
     if arguments.queries > MAX_QUERIES:
         raise error(
             ValueError,
@@ -194,15 +187,13 @@ def _cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
 
 
 def _baseline(name: str, step: DecodingStep, layers: int, harness: Harness) -> TimedImplementation:
-    def prepare() -> Round:
-        if step.queries > 1:  # PyTorch aligns the first query, not the last
-            raise NotImplementedError("other libraries are timed with one query token")
-        return step.round(harness, layers, partial(_by_torch, name, step, harness))
-
-    return TimedImplementation.of(name, prepare, swapped)
+    prepare = partial(step.round, harness, layers, partial(_by_torch, name, step, harness))
+    return TimedImplementation(name, prepare, swapped)
 
 
 def _by_torch(name: str, step: DecodingStep, harness: Harness) -> Call:
+    if step.queries > 1:  # PyTorch aligns the first query, not the last
+        raise NotImplementedError("other libraries are timed with one query token")
     torch = harness.torch
     tensors = [swapped(tensor_of(torch, array)) for array in step.arrays(harness.xp)[:3]]
     attend, within = torch_attention(torch, name, enable_gqa=step.heads != step.kv_heads)
@@ -223,15 +214,15 @@ def prefill_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[C
         yield Case(
             labels,
             [
-                TimedImplementation(f"cupyattn {layout}", partial(_alone, call, harness.xp))
-                for layout, call in calls.items()
+                TimedImplementation(f"cupyattn {name}", partial(_round, call, harness.xp))
+                for name, call in calls.items()
             ],
             flops=chunk.flops,
             ceiling=products_of(chunk.dtype),
         )
 
 
-def _alone(call: Callable[[ModuleType], Call], xp: ModuleType) -> Round:
+def _round(call: Callable[[ModuleType], Call], xp: ModuleType) -> Round:
     return [call(xp)]
 
 
@@ -386,11 +377,7 @@ BENCHMARK = Benchmark(
     ),
     cases=_cases,
     baselines=("eager", *BACKENDS),
-    beside="cache",
-    quick={
-        "batch": [1, 64],
-        "block_size": [16],
-        "cache": ["float", "int8", "int4"],
-    },
+    compare="cache",
+    quick={"batch": [1, 64], "block_size": [16], "cache": list(CACHES)},
     variants={"prefill": PREFILL, "cache-operations": CACHE_OPERATIONS},
 )  # fmt: skip

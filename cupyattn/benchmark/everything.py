@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from cupyattn.benchmark.command import FAILURES, JSON, Benchmark
+from cupyattn.benchmark.command import FAILURES, JSON, Benchmark, Option
 from cupyattn.benchmark.libraries import baseline_names
 from cupyattn.benchmark.results import require_writable, results_of, write_json
 from cupyattn.cli.arguments import Commands, positive
@@ -39,7 +39,7 @@ class BenchmarkVariant(NamedTuple):
     words: tuple[str, ...]
 
     def runs_with(self, gpus: int) -> bool:
-        """Tell whether it has rows on a machine with so many GPUs."""
+        """Return whether it has rows on a host with so many GPUs."""
         return gpus >= self.benchmark.gpus or (gpus == 0 and self.benchmark.modelled is not None)
 
 
@@ -65,26 +65,23 @@ class Everything:
         parser = commands.add_parser(
             "all",
             help="every benchmark, one after another, into one file",
-            description=f"Run {', '.join(names)}, each in a process of its own, with all other "
+            description=f"Run {', '.join(names)}, each in a separate process, with all other "
             "libraries that are installed, and write one list of their results. Without a GPU "
-            "those run that can be modelled; ring takes two GPUs.",
-            epilog="Exit code 1 if one of them fails; the others run all the same, and the file is "
-            "written after each.",
+            "only those run that can be modelled; ring needs two GPUs.",
+            epilog="Exit code 1 if one of them fails; the others still run. The file is written "
+            "after each.",
         )
-        parser.add_argument(
-            "--only", nargs="+", choices=names, default=names, help="some of them (default: all)"
-        )
-        parser.add_argument(
-            "--peers", default="all", help="other libraries, as for each benchmark (default: all)"
-        )
-        parser.add_argument(
-            "--quick", action="store_true", help="fewer cases and calls, in less than 8 minutes"
-        )
-        parser.add_argument("--minutes", type=positive, metavar="N", help="of all together; what "
-                            "does not fit is cut, which the table reports (default: "
-                            f"{MINUTES:g}, with --quick {QUICK_MINUTES:g})")  # fmt: skip
-        JSON.add(parser)
-        parser.set_defaults(run=self.run, json=None)
+        options = (
+            Option("only", names, "some of them (default: all)", choices=names),
+            Option("peers", "all", "other libraries, as for each benchmark", str, metavar="NAMES"),
+            Option("quick", False, "fewer cases and calls, in less than 8 minutes"),
+            Option("minutes", None, "limit for all of them; the table reports what is cut "
+                   f"(default: {MINUTES:g}, with --quick {QUICK_MINUTES:g})", positive),
+            JSON,
+        )  # fmt: skip
+        for option in options:
+            option.add(parser)
+        parser.set_defaults(run=self.run, **{each.dest: each.default for each in options})
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run them, and return the exit code."""
@@ -99,14 +96,14 @@ class Everything:
         minutes = arguments.minutes or (QUICK_MINUTES if arguments.quick else MINUTES)
         ends = time.monotonic() + 60 * minutes
         results: list[Result] = []
-        told: list[tuple[str, str, str]] = []
+        reports: list[tuple[str, str, str]] = []
         every = parts_of(self.benchmarks)
         wanted = {name: part for name, part in every.items() if name in arguments.only}
         shared = [*["--quick"] * arguments.quick, "--peers", arguments.peers]
         to_run = sum(part.runs_with(gpus) for part in wanted.values())
         for name, part in wanted.items():
             if not part.runs_with(gpus):
-                told.append((name, "", f"left out: it takes {part.benchmark.gpus} or more GPUs"))
+                reports.append((name, "", f"left out: it takes {part.benchmark.gpus} or more GPUs"))
                 continue
             began = time.monotonic()
             to_run -= 1
@@ -114,7 +111,7 @@ class Everything:
             if arguments.quick:
                 seconds = min(seconds - to_run * _QUICK_LEAST_S, _QUICK_PART_S)
             result, verdict = run_part([*part.words, *shared], seconds)
-            told.append((name, f"{time.monotonic() - began:.1f} s", verdict))
+            reports.append((name, f"{time.monotonic() - began:.1f} s", verdict))
             if result is not None:
                 results.append(result)
                 if arguments.json is not None:
@@ -122,10 +119,10 @@ class Everything:
 
         def show(_: Result, terminal: Terminal) -> None:
             terminal.title("All benchmarks")
-            terminal.table(("benchmark", "took", "how it went"), told)
+            terminal.table(("benchmark", "time", "outcome"), reports)
 
         emit({}, show, as_json=False)
-        return int(any(verdict.startswith("FAILED") for _, _, verdict in told))
+        return int(any(verdict.startswith("FAILED") for _, _, verdict in reports))
 
 
 def run_part(words: Sequence[str], seconds: float) -> tuple[Result | None, str]:

@@ -38,13 +38,13 @@ class TrainingSize(NamedTuple):
     samples: int
     length: int
 
-    @property
-    def tokens(self) -> int:
-        """All of them."""
-        return self.samples * self.length
 
-
+OWN = "cupyattn"
+PEFT = "peft"
 _LR = 1e-4
+_LOSS_SCALE = 2.0**10
+Held = Callable[[], int]
+"""Return the bytes in use."""
 
 
 class FinetunePlan(NamedTuple):
@@ -63,10 +63,7 @@ def samples_of(vocabulary: int, size: TrainingSize) -> list[training.Sample]:
 
 
 def timed(step: Callable[[], object], plan: FinetunePlan) -> list[float]:
-    """Return the seconds of each step; a step waits for its loss, so the host's clock does.
-
-    A step waits for the loss of the one before, while that one's update still runs.
-    """
+    """Return the seconds of each step by the host's clock: a step waits for the loss before it."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -77,22 +74,23 @@ def timed(step: Callable[[], object], plan: FinetunePlan) -> list[float]:
     return plan.timer.waited(once, once())
 
 
-def own(plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Callable[[], int]) -> Json:
-    """Time this library's steps, and return their budget; `held` returns the bytes in use."""
+def own(plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Held) -> Json:
+    """Time this library's steps, and return their budget."""
     make = models.random if plan.model in models.PRESETS else models.load
+    tokens = size.samples * size.length
     made = make(plan.model, quantize=plan.quantize, xp=xp)
     adapters = training.LoraAdapters(made, rank=plan.rank)
     steps = 2 + plan.timer.warm_up + plan.timer.calls
     trainer = training.Trainer(
         adapters,
-        training.Packing(samples_of(made.config.vocab_size, size), batch_tokens=size.tokens),
+        training.Packing(samples_of(made.config.vocab_size, size), batch_tokens=tokens),
         schedule=training.Schedule("constant", _LR, steps),
         loss_scale=training.LossScale() if made.dtype == "float16" else None,
     )
     seconds = timed(trainer.step, plan)
     lora = LoraOptions(rank=plan.rank)
     budget = budget_of(
-        Training(made.config, made.dtype, plan.quantize, lora, "float32", size.tokens, size.samples)
+        Training(made.config, made.dtype, plan.quantize, lora, "float32", tokens, size.samples)
     )
     return {
         "seconds": seconds,
@@ -100,10 +98,6 @@ def own(plan: FinetunePlan, size: TrainingSize, xp: ModuleType, held: Callable[[
         "budget_bytes": budget.total,
         "budget": {line.what: line.size for line in budget.lines},
     }
-
-
-PEFT = "peft"
-_LOSS_SCALE = 2.0**10
 
 
 def baseline(plan: FinetunePlan, size: TrainingSize) -> Json:
@@ -147,7 +141,7 @@ def _adapted(plan: FinetunePlan, torch: ModuleType, transformers: ModuleType, pe
 def _baseline_step(model: Any, samples: list[Any], torch: ModuleType) -> Callable[[], float]:
     ids = torch.tensor([sample.ids.tolist() for sample in samples], device="cuda")
     learnt = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(learnt, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(learnt, lr=_LR, fused=True)
 
     def step() -> float:
         with torch.autocast("cuda", dtype=torch.float16):
@@ -161,10 +155,6 @@ def _baseline_step(model: Any, samples: list[Any], torch: ModuleType) -> Callabl
         return loss.item()
 
     return step
-
-
-OWN = "cupyattn"
-Held = Callable[[], int]
 
 
 def _size(text: str) -> TrainingSize:
@@ -209,9 +199,9 @@ def _row(labels: Json, implementation: str, found: Json, harness: Harness) -> Ro
 
 
 def _held_alone(work: Callable[[Held], Json]) -> Json:
-    """Run work in a memory pool of its own, which gives nothing back before it ends."""
+    """Run work in a separate memory pool, which frees nothing before the work ends."""
     cupy = load_cupy()
-    gc.collect()  # the model before it, if something in it knows itself
+    gc.collect()  # the model before, which may contain cycles
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         return work(pool.total_bytes)

@@ -64,11 +64,8 @@ def own(model: Any, size: PromptSize, **options: Any) -> Generate:
 def timed(generate: Generate, size: PromptSize, vocab_size: int, runs: int) -> Json:
     """Return the times of runs after a first one, which compiles and captures.
 
-    Returns
-    -------
-    dict
-        ``first_s`` and ``step_s`` (of a step after the first token) of each run;
-        ``tokens_per_s`` of those after the first, a median.
+    ``first_s`` is the time of the first token, ``step_s`` that of a step after it, for each run;
+    ``tokens_per_s`` is the median over the runs, of tokens after the first.
     """
     done = [generate(size.prompts(vocab_size, seed), size.new) for seed in range(runs + 1)]
     measured = done[1:]
@@ -128,10 +125,11 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
     ]
     if weights.positions is not None:
         found = partial(cupyattn.embedding, weights.positions, tables.positions[:rows])
-        parts.append(DecodeCall("embedding", 2 * x.nbytes, found))
-        parts.append(
-            DecodeCall("sum of embeddings", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy()))
-        )
+        added = partial(xp.add, x, x, out=x.copy())
+        parts += [
+            DecodeCall("embedding", 2 * x.nbytes, found),
+            DecodeCall("sum of embeddings", 3 * x.nbytes, added),
+        ]
     for index, layer in enumerate(weights.layers):
         attention = [
             DecodeCall("rotary + append", 2 * qkv.nbytes,
@@ -193,7 +191,7 @@ def time_parts(parts: list[DecodeCall], xp: ModuleType, runs: int) -> list[list[
 
 
 def summary(parts: list[DecodeCall], seconds: list[list[float]], gb_per_s: float) -> list[Json]:
-    """Return calls, bytes and seconds of each name, and of all together; a T4's time is modelled.
+    """Return calls, bytes and seconds of each name, and of all calls; a T4's time is modelled.
 
     On a T4 a call is assumed to last what it lasts here beyond its bytes at this GPU's rate, and
     its bytes at 320 GB/s.
@@ -223,7 +221,7 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
             folder = None if name in models.PRESETS else name
             make = models.load if folder else models.random
             model = make(name, dtype=arguments.dtype, quantize=arguments.quantize, xp=harness.xp)
-            model.config = model.config._replace(eos_ids=())  # as many tokens for everyone
+            model.config = model.config._replace(eos_ids=())  # every prompt gets all its tokens
             labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
             for size in sizes:
                 of_size = {**labels, **size._asdict()}
@@ -271,7 +269,7 @@ def _parts(
     harness: Harness,
 ) -> Iterator[Row]:  # fmt: skip
     """Time the kernels of a step in the middle of the generation; the last row is all of them."""
-    parts = _parts_of(model, size, arguments)
+    parts = _parts_of(model, size, arguments.block_size)
     copied = harness.ceilings[COPY] or T4_GB_PER_S
     for part in summary(parts, time_parts(parts, model.xp, arguments.runs), copied):
         also = {"calls": part["calls"], "t4_s": part["t4_s"]}
@@ -283,14 +281,12 @@ def _parts(
         )  # fmt: skip
 
 
-def _parts_of(
-    model: models.Model, size: PromptSize, arguments: argparse.Namespace
-) -> list[DecodeCall]:
+def _parts_of(model: models.Model, size: PromptSize, block_size: int) -> list[DecodeCall]:
     context = size.prompt + size.new // 2
+    lengths = [context] * size.batch
     cache = models.Generator(
-        model, lengths=[context] * size.batch, max_batch=size.batch,
-        block_size=arguments.block_size,
-    ).cache  # fmt: skip
+        model, lengths=lengths, max_batch=size.batch, block_size=block_size
+    ).cache
     sequences = [cache.allocator.add([number] * context) for number in range(size.batch)]
     return parts_of(model, cache, cache.step_tables(sequences), context)
 
@@ -300,7 +296,7 @@ def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
     for name, size in product(arguments.model, _sizes(arguments)):
         model = _unfilled(name, arguments)
         labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
-        parts = _parts_of(model, size, arguments)
+        parts = _parts_of(model, size, arguments.block_size)
         for part in summary(parts, [[0.0]] * len(parts), T4_GB_PER_S):
             also = {"calls": part["calls"]}
             if part["part"] == _ALL:

@@ -1,7 +1,6 @@
-"""``python -m cupyattn.benchmark host``: what a call costs on the CPU, before the GPU works.
+"""``python -m cupyattn.benchmark host``: the CPU time of a call on tiny arrays.
 
-On tiny arrays a call of array code lasts as long as its host side: validation, allocation, choice
-of the configuration, launch. This measures that time alone.
+It consists of validation, allocation, choice of the configuration and launch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from cupyattn.runtime.plan import start
 GOAL_WITH_OUT_US = 12.0
 GOAL_US = 20.0
 
+_CALLS_OF_A_BATCH = 20  # as --calls counts them: 50 batches by default
 _SHAPE = (1, 16, 1, 64)  # (B, S, H, D): a kernel of a few microseconds
 
 
 class HostCall(NamedTuple):
-    """One thing to call, and the most microseconds that it should take."""
+    """A call, and the most microseconds that it should take."""
 
     name: str
     call: Callable[[], object]
@@ -40,21 +40,16 @@ class HostCall(NamedTuple):
 
 
 def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
-    """Measure every row on the GPU that is current."""
+    """Time every call on the current GPU."""
     synchronize = harness.xp.cuda.get_current_stream().synchronize
+    batches = max(1, arguments.calls // _CALLS_OF_A_BATCH)
     for each in _timed(cuda_device(0)):
-        microseconds = microseconds_per_call(
-            each.call, synchronize, arguments.batch, max(1, arguments.calls // _BATCHES_SHARE)
-        )
-        seconds = [each / 1e6 for each in microseconds]
+        times = microseconds_per_call(each.call, synchronize, arguments.batch, batches)
+        seconds = [time / 1e6 for time in times]
         yield row_of(
             {"call": each.name}, "cupyattn", seconds, calls_per_sample=arguments.batch,
             also={"goal_us": each.goal_us},
         )  # fmt: skip
-
-
-_BATCHES_SHARE = 20
-"""Calls that --calls counts for each batch: 50 batches by default."""
 
 
 def _timed(device: CudaDevice) -> list[HostCall]:

@@ -1,7 +1,6 @@
 """``python -m cupyattn.benchmark layers``: the memory-bound layers, forward and backward.
 
-The measure is the memory's speed: GB/s of the least traffic that an operation can have, compared
-with a copy on the same device.
+The measure is GB/s of the least traffic that an operation can have, compared with a copy.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def _heads(size: RowSize, source: Arrays) -> Values:
     return source.normal(*shape, dtype=size.dtype), *tables
 
 
-# The same in PyTorch
+# The operations in PyTorch
 
 
 def _torch_rope(torch: ModuleType, x: Tensor, cos: object, sin: object) -> object:
@@ -185,11 +184,7 @@ def _torch_add_norm(name: str, eps: float, torch: ModuleType, x: Tensor, *others
 
 
 _ADAMW: Keywords = {
-    "step": 1000,
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.1,
+    **{"step": 1000, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 }
 
 
@@ -298,16 +293,13 @@ def own_call(operation: LayerCall, direction: str, arrays: Values, harness: Harn
     """Return this library's call."""
     function: Callable[..., object] = getattr(cupyattn, operation.function)
     positional, named = operation.given(arrays)
-    if direction == "backward":
-        result, pullback = cupyattn.vjp(function, *positional, **named)
-        several = isinstance(result, tuple)
-        normal = harness.arrays(1).normal
-        gradients = [
-            normal(*out.shape, dtype=out.dtype.name) for out in (result if several else [result])
-        ]
-        return partial(pullback, tuple(gradients) if several else gradients[0])
-
-    return partial(function, *positional, **named)
+    if direction == "forward":
+        return partial(function, *positional, **named)
+    result, pullback = cupyattn.vjp(function, *positional, **named)
+    normal = harness.arrays(1).normal
+    if not isinstance(result, tuple):
+        return partial(pullback, normal(*result.shape, dtype=result.dtype.name))
+    return partial(pullback, tuple(normal(*out.shape, dtype=out.dtype.name) for out in result))
 
 
 def torch_forward(
@@ -364,7 +356,7 @@ def _case(inputs: LayerInputs, direction: str, harness: Harness) -> Case:
     operation, size, backward = inputs.operation, inputs.size, direction == "backward"
     flops = None if operation.flops is None else operation.flops(size)[backward]
     others = [
-        TimedImplementation.of(name, partial(inputs.by_torch, name, direction))
+        TimedImplementation(name, partial(inputs.by_torch, name, direction))
         for name in harness.baselines
     ]
     return Case(

@@ -1,4 +1,4 @@
-"""Other libraries that compute the same in the same run: their names, PyTorch, shared arrays."""
+"""Baselines, which compute the same in the same run: their names, PyTorch, shared arrays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")
 
 
 class NotAskedError(RuntimeError):
-    """Why an implementation was not asked: no time, no library. It may support the case."""
+    """An implementation was not run, for lack of time or of its library."""
 
 
 def baseline_names(text: str) -> tuple[str, ...]:
@@ -70,20 +70,14 @@ def names_among(known: Sequence[str], text: str) -> list[str]:
 
 
 def load_torch() -> ModuleType:
-    """Import PyTorch; it works on CuPy's current stream, as both do by default.
-
-    Raises
-    ------
-    NotAskedError
-        If it is not installed, or sees no GPU.
-    """
+    """Import PyTorch; raise NotAskedError if it is not installed or sees no GPU."""
     try:
         import torch
     except ImportError:
         raise error(
             NotAskedError,
             "a baseline of PyTorch without PyTorch",
-            "it is no dependency of this library, and only timed in the same run",
+            "it is not a dependency of this library; benchmarks only time it",
             "pip install torch, or leave --peers out",
         ) from None
     if not torch.cuda.is_available():
@@ -107,7 +101,7 @@ def missing_library(name: str, failure: ImportError) -> NotAskedError:
     return error(
         NotAskedError,
         f"--peers {name}, which did not import ({failure})",
-        "it is no dependency of this library, and only timed in the same run",
+        "it is not a dependency of this library; benchmarks only time it",
         "install it, or leave it out of --peers",
     )
 
@@ -189,7 +183,7 @@ def step_calls(
     *,
     dout: object,
 ) -> Round:
-    """Return a call of PyTorch's function and of its gradient together."""
+    """Return a call of PyTorch's function followed by its gradient."""
     for tensor in tensors:
         tensor.requires_grad_()
 
@@ -220,8 +214,8 @@ def flex_attention(
 ) -> Attend:
     """Return flex_attention of q, k and v (B, H, S, D), which Inductor compiles by Triton.
 
-    `seen` tells whether query i of head h and batch b sees key j; tiles without any such pair are
-    skipped. None lets every query see every key.
+    `seen` returns whether query i of head h and batch b sees key j; tiles without such a pair are
+    skipped. With None every query sees every key.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -1,7 +1,6 @@
 """``python -m cupyattn.benchmark linear``: products with a weight, many rows and few.
 
-The figure of many rows is TFLOP/s. The figure of few rows is the GB/s at which the weight is read,
-compared with a kernel that reads it and does nothing else.
+Many rows are measured in TFLOP/s, few rows in GB/s of the weight, compared with only reading it.
 """
 
 from __future__ import annotations
@@ -84,7 +83,8 @@ class WeightProduct:
         """The bytes of w."""
         if self.weights is None:
             return self.N * self.K * dtype_of(self.dtype).itemsize
-        found = pieces(self.weights, self.N, self.K, block_size(self.weights, self.K))
+        size = FORMATS[self.weights].block_size or self.K
+        found = pieces(self.weights, self.N, self.K, size)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in found.values())
 
     @property
@@ -99,11 +99,6 @@ class WeightProduct:
             return 2 * self.weight_bytes + (2 * (x + self.N) + more * out) * item
         bias = 0 if self.kind == "dx" else self.N
         return self.weight_bytes + (x + out + bias) * item
-
-
-def block_size(name: str, inner: int) -> int:
-    """Return a format's default block size."""
-    return FORMATS[name].block_size or inner
 
 
 class ProductArrays(NamedTuple):
@@ -145,7 +140,7 @@ class LinearInputs:
         product, source = self.product, self.harness.arrays()
         if not self.harness.filled:
             return empty(blocks_for(name, product.K), product.N, product.K, np)
-        size, arrays = block_size(name, product.K), {}
+        size, arrays = FORMATS[name].block_size or product.K, {}
         for piece, (shape, kind) in pieces(name, product.N, product.K, size).items():
             if kind.kind == "f":
                 arrays[piece] = source.uniform(*shape, dtype=kind, scale=product.K**-0.5)
@@ -266,21 +261,13 @@ def _baselines(
     for name in harness.baselines:
         if name in ("eager", "compile"):
             backward = product.kind == "backward"
-            yield TimedImplementation.of(
-                name, partial(inputs.torch_calls, name), _kn if backward else _same
+            yield TimedImplementation(
+                name,
+                partial(inputs.torch_calls, name),
+                (lambda grads: (grads[0], grads[1].T, grads[2])) if backward else lambda out: out,
             )
         elif product.kind != "backward":  # without bias and activation: another result
-            yield TimedImplementation.of(name, inputs.product_calls, lambda result: None)
-
-
-def _same(result: object) -> object:
-    return result
-
-
-def _kn(grads: tuple[Array, Array, Array]) -> object:
-    """Return the gradients with dw as (K, N)."""
-    dx, dw, db = grads
-    return dx, dw.T, db
+            yield TimedImplementation(name, inputs.product_calls, lambda result: None)
 
 
 BENCHMARK = Benchmark(

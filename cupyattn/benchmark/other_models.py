@@ -32,7 +32,7 @@ class TimedRun(NamedTuple):
 
 
 Generate = Callable[[list[list[int]], int], TimedRun]
-"""Continues prompts greedily by as many tokens each."""
+"""A function that continues each prompt greedily by a number of tokens."""
 
 
 class PromptSize(NamedTuple):
@@ -43,7 +43,7 @@ class PromptSize(NamedTuple):
     new: int
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Draw them: another seed gives others, so that no prefix is found in a cache."""
+        """Draw prompts: another seed gives others, so that no prefix is found in a cache."""
         drawn = np.random.default_rng(seed).integers(0, vocab_size, (self.batch, self.prompt))
         return drawn.tolist()
 
@@ -54,13 +54,12 @@ def baseline(name: str, model: Model, folder: str | None) -> Generate:
         torch, transformers = import_module("torch"), import_module("transformers")
     except ImportError as failure:
         raise missing_library(name, failure) from failure
-    theirs = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype))
-        if folder is not None
-        else transformers.AutoModelForCausalLM.from_config(
-            transformers_config(transformers, model.config), dtype=getattr(torch, model.dtype)
-        )
-    )
+    make, dtype = transformers.AutoModelForCausalLM, getattr(torch, model.dtype)
+    if folder is not None:
+        theirs = make.from_pretrained(folder, dtype=dtype)
+    else:
+        config = transformers_config(transformers, model.config)
+        theirs = make.from_config(config, dtype=dtype)
     device = "cpu" if model.xp is np else "cuda"
     theirs = theirs.to(device).eval()
     options: Keywords = {} if name == "transformers" else {"cache_implementation": "static"}
@@ -74,20 +73,15 @@ def baseline(name: str, model: Model, folder: str | None) -> Generate:
             )  # fmt: skip
         return found[:, given.shape[1] :].tolist()
 
-    return _in_two(generate)
-
-
-def _in_two(generate: Callable[[list[list[int]], int], list[list[int]]]) -> Generate:
-    """Time the first token by a call of its own: another library does not report when it came."""
-
     def run(prompts: list[list[int]], new: int) -> TimedRun:
+        """Time the first token by a separate call: the library does not report when it came."""
         began = time.perf_counter()
         generate(prompts, 1)
-        first = time.perf_counter()
+        first = time.perf_counter() - began
+        began = time.perf_counter()
         tokens = generate(prompts, new)
-        ended = time.perf_counter()
-        rest = max(ended - first - (first - began), 1e-9)
-        return TimedRun(first - began, rest, tokens, len(prompts))
+        rest = max(time.perf_counter() - began - first, 1e-9)
+        return TimedRun(first, rest, tokens, len(prompts))
 
     return run
 

@@ -1,7 +1,6 @@
-"""``python -m cupyattn.benchmark plot``: pictures of what the benchmarks wrote with ``--json``.
+"""``python -m cupyattn.benchmark plot``: pictures of the results that ``--json`` wrote.
 
-For each command and dtype: the time of a call, TFLOP/s, GB/s, the memory, the speed-up over the
-teaching kernels and other libraries, and the roofline.
+For each command and dtype: time, TFLOP/s, GB/s, memory, speed-up over others, and the roofline.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cupyattn.benchmark.cases import Row, binding, labels_of, median_of, products_of
+from cupyattn.benchmark.command import Option
 from cupyattn.benchmark.libraries import BASELINES
 from cupyattn.benchmark.results import device_of, place_of, results_of
 from cupyattn.benchmark.table import label_text, seconds_text
@@ -27,7 +27,6 @@ from cupyattn.runtime.errors import error
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 FORMATS = ["svg", "png"]
 TEACHING = ("cupyattn naive", "cupyattn tiled")
@@ -65,10 +64,7 @@ class Measured:
 def measured(results: Iterable[Result]) -> list[Measured]:
     """Gather the results of each command, and of each dtype if it has several.
 
-    Raises
-    ------
-    ValueError
-        If a command's results are of several devices, or two rows are of one thing.
+    Raises ValueError for results of one command on several devices, and for two rows of one case.
     """
     commands: dict[str, list[Result]] = {}
     for result in results:
@@ -81,7 +77,7 @@ def _of(command: str, results: list[Result]) -> Iterator[Measured]:
     if len(devices) > 1:
         raise error(
             ValueError, f"figures of {command} on {len(devices)} devices: {', '.join(devices)}",
-            "a picture is of one", "draw each device's results with an --out of its own",
+            "a picture is of one", "draw each device's results with a separate --out",
         )  # fmt: skip
     rows: dict[object, Row] = {}
     for row in (row for result in results for row in result["rows"] if "implementation" in row):
@@ -346,26 +342,24 @@ def add_parser(benchmarks: Commands) -> None:
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="written by a benchmark's --json"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path(), metavar="DIR", help="folder to write to (default: .)"
+    options = (
+        Option("out", Path(), "folder to write to (default: .)", Path, metavar="DIR"),
+        Option("only", PICTURES, "pictures to draw (default: all)", choices=PICTURES),
+        Option("format", FORMATS, "formats to write (default: both)", choices=FORMATS),
     )
-    parser.add_argument("--only", nargs="+", choices=PICTURES, default=PICTURES, metavar="PICTURE",
-                        help=f"some of {', '.join(PICTURES)} (default: all)")  # fmt: skip
-    parser.add_argument(
-        "--format", nargs="+", choices=FORMATS, default=FORMATS, help="default: both"
-    )
-    parser.set_defaults(run=run)
+    for option in options:
+        option.add(parser)
+    parser.set_defaults(run=run, **{each.dest: each.default for each in options})
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the pictures, and print where they are."""
+    written = None
     try:
         results = [result for file in arguments.results for result in results_of(file)]
-        written = False
-        for path in write(results, arguments.out, arguments.only, arguments.format):
-            print(path)
-            written = True
-        if not written:
+        for written in write(results, arguments.out, arguments.only, arguments.format):
+            print(written)
+        if written is None:
             wanted = "" if arguments.only == PICTURES else f" for {', '.join(arguments.only)}"
             raise error(
                 ValueError,

@@ -1,4 +1,4 @@
-"""``python -m cupyattn.benchmark profiles``: what Nsight Compute measured of every kernel.
+"""``python -m cupyattn.benchmark profiles``: measurements of every kernel by Nsight Compute.
 
 With ``--take`` ncu runs a benchmark, and profiles the first launch of each kernel.
 """
@@ -14,14 +14,15 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from cupyattn.benchmark.command import invocation, run_on_gpu
-from cupyattn.benchmark.results import require_writable, results_of, write_json
+from cupyattn.benchmark.command import Option, invocation, run_and_show, run_on_gpu
+from cupyattn.benchmark.results import results_of
 from cupyattn.benchmark.table import show_machine
 from cupyattn.cli.arguments import Commands
 from cupyattn.cli.configurations import kernel_name
-from cupyattn.cli.terminal import Cell, Result, Terminal, emit, fail
+from cupyattn.cli.terminal import Cell, Result, Terminal
 from cupyattn.registry import KERNELS
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING
@@ -40,7 +41,7 @@ CEILING_KERNELS = {"fma_rate", "mma_rate", "read_weight"}
 _NOT_PERMITTED = "ERR_NVGPUCTRPERM"
 
 
-# What ncu is asked for: few metrics, so that a kernel is repeated few times. Turing has them all.
+# The metrics: few, so that ncu repeats a kernel few times. Turing has all of them.
 
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 STALLS = {
@@ -219,65 +220,53 @@ def add_parser(benchmarks: Commands) -> None:
     """Add the command to the command line."""
     parser = benchmarks.add_parser(
         _COMMAND,
-        help="what Nsight Compute measured of every kernel, and what binds each",
+        help="measurements of every kernel by Nsight Compute, and the limit of each",
         description="Show a profile of every kernel: time, registers, shared memory, occupancy, "
-        "how busy memory, caches, issue slots and tensor cores are, bank conflicts, and what binds "
-        "it. The library's profiles are of an H200 that ran the Turing code. --take profiles a "
-        "benchmark on this GPU by ncu, the command line of Nsight Compute.",
+        "how busy memory, caches, issue slots and tensor cores are, bank conflicts, and its limit. "
+        "The library's profiles are of an H200 that ran the Turing code. --take profiles a "
+        "benchmark on this GPU with ncu, the command line of Nsight Compute.",
         epilog="Exit code 1 if ncu is missing or may not read the GPU's counters.",
     )
     parser.add_argument(
         "file", nargs="?", type=Path, default=RECORD, metavar="FILE",
         help="profiles that --take wrote (default: those of the library)",
     )  # fmt: skip
-    parser.add_argument(
-        "--kernel", nargs="+", type=kernel_name, default=[], metavar="NAME",
-        help="only these kernels, by the names that `info` lists",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was taken there")
+    Option("kernel", [], "only these kernels, by the names that `info` lists", kernel_name,
+           metavar="NAME").add(parser)  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the new profiles to FILE")
     parser.add_argument(
         "--take", nargs=argparse.REMAINDER, metavar="BENCHMARK ...",
         help="profile the kernels of a benchmark on this GPU, by ncu; its name and options come "
         "last, as in --take linear --kind thin",
     )  # fmt: skip
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, kernel=[])
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    if arguments.take is not None:
-        arguments.json = None  # run_on_gpu writes another form than --out
-        return run_on_gpu(_COMMAND, arguments, _taken, show)
-    try:
-        result = _profiles_in(arguments.file)
-    except (OSError, ValueError) as failure:
-        fail(_COMMAND, failure, as_json=False)
-        return 1
-    if arguments.kernel:
-        result["rows"] = [row for row in result["rows"] if row["kernel"] in arguments.kernel]
-    emit(result, show, as_json=False)
-    return 0
+    if arguments.take is None:
+        return run_and_show(_COMMAND, None, partial(_profiles_in, arguments), show)
+    arguments.json = arguments.out
+    return run_on_gpu(_COMMAND, arguments, _taken, show)
 
 
-def _profiles_in(file: Path) -> Result:
-    results = results_of(file)
+def _profiles_in(arguments: argparse.Namespace) -> Result:
+    results = results_of(arguments.file)
     if [each["command"] for each in results] != [_COMMAND]:
         raise error(
-            ValueError, f"{file} holds results of a benchmark",
+            ValueError, f"{arguments.file} contains results of a benchmark",
             "profiles are what --out FILE --take BENCHMARK writes",
             "take some, or leave the file out: the library has its own",
         )  # fmt: skip
-    return results[0]
+    (result,) = results
+    if arguments.kernel:
+        result["rows"] = [row for row in result["rows"] if row["kernel"] in arguments.kernel]
+    return result
 
 
 def _taken(arguments: argparse.Namespace) -> Result:
-    if arguments.out is not None:
-        require_writable(arguments.out)
     with tempfile.TemporaryDirectory() as folder:
-        result = take(arguments.take, arguments.kernel, Path(folder))
-    if arguments.out is not None:
-        write_json(result, arguments.out)
-    return result
+        return take(arguments.take, arguments.kernel, Path(folder))
 
 
 _COLUMNS = (

@@ -10,35 +10,25 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from cupyattn.benchmark import attention, decode, layers, linear
 from cupyattn.benchmark.cases import Case, Harness, Row, labels_of, median_of
-from cupyattn.benchmark.command import Benchmark, add_json_file, run_on_gpu
+from cupyattn.benchmark.command import JSON, Benchmark, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
-from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, Call, copy_rate
+from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, copy_rate
 from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.backend import running_on
-from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device.cuda import CudaDevice, cuda_device
-from cupyattn.runtime.device.recorder import LaunchRecorder
-from cupyattn.runtime.spec import Specialisation
-from cupyattn.turing import (
-    MACHINES,
-    MARGIN,
-    T4,
-    DisassemblerError,
-    Machine,
-    analyse,
-    disassembler_version,
-)
+from cupyattn.runtime.device.cuda import cuda_device
+from cupyattn.turing import MARGIN, DisassemblerError, disassembler_version
+from cupyattn.turing.analysis import TuringModel
+from cupyattn.turing.machine import machine_of
 
 Clock = Callable[[], float]
 """Return seconds, as `time.monotonic` does."""
@@ -46,23 +36,19 @@ _ATTENTION = (
     *("--head-dim", "64", "80", "128", "--seqlen", "512", "4096", "--tokens", "8192"),
     *("--dtype", "float16", "--implementation", "flash", "--options", "causal"),
 )
-_SIZES = ((8192, 16384, 4096), (8192, 3072, 768), (512, 16384, 4096))
-_THIN = ((1, 16384, 4096), (16, 16384, 4096), (1, 2560, 10240), (16, 2560, 10240))
+_SIZES = "--size 8192 16384 4096 --size 8192 3072 768 --size 512 16384 4096"
+_FEW = "--size 1 16384 4096 --size 16 16384 4096 --size 1 2560 10240 --size 16 2560 10240"
 _LAYERS = (
     *("layer_norm", "rms_norm", "add + rms_norm", "softmax", "cross_entropy", "embedding", "rope"),
     *("gelu", "swiglu", "dropout", "adamw_step", "global_norm"),
 )
 
 
-def _sizes(sizes: tuple[tuple[int, int, int], ...]) -> tuple[str, ...]:
-    return tuple(word for size in sizes for word in ("--size", *map(str, size)))
-
-
 PARTS: tuple[tuple[Benchmark, tuple[str, ...]], ...] = (
     (attention.FORWARD, _ATTENTION),
     (attention.BACKWARD, _ATTENTION),
-    (linear.BENCHMARK, ("--kind", "large", "backward", *_sizes(_SIZES))),
-    (linear.BENCHMARK, ("--kind", "thin", *_sizes(_THIN))),
+    (linear.BENCHMARK, ("--kind", "large", "backward", *_SIZES.split())),
+    (linear.BENCHMARK, ("--kind", "thin", *_FEW.split())),
     (layers.BENCHMARK, ("--width", "2048", "--operation", *_LAYERS)),
     (decode.BENCHMARK, ("--batch", "1", "16", "--context", "4096", "--cache", "float", "int8")),
 )
@@ -77,8 +63,8 @@ def add_parser(commands: Commands) -> None:
         "report",
         help="measure everything on this GPU, and model it if it is a Turing: text for an issue",
         description="Measure attention, its gradients, products, layers and decoding on the first "
-        "GPU, and print them as Markdown; on a Turing GPU next to what the model of Turing says "
-        "of it (pip install 'cupyattn[turing]'). Needs a GPU.",
+        "GPU, and print them as Markdown; on a Turing GPU with the figures of the model of "
+        "Turing (pip install 'cupyattn[turing]'). Needs a GPU.",
         epilog="To send it as an issue: python -m cupyattn report > report.md. Exit code 1 without "
         "a GPU.",
     )
@@ -86,13 +72,10 @@ def add_parser(commands: Commands) -> None:
         "--minutes", type=positive, default=MINUTES, metavar="N",
         help="of all of it; what does not fit is left out, and reported (default: %(default)g)",
     )  # fmt: skip
-    add_json_file(parser)
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return run_on_gpu("report", arguments, measure, show)
+    JSON.add(parser)
+    parser.set_defaults(
+        run=lambda arguments: run_on_gpu("report", arguments, measure, show), json=None
+    )
 
 
 def measure(arguments: argparse.Namespace, clock: Clock = time.monotonic) -> Result:
@@ -165,108 +148,8 @@ def _measured(
     return {"command": benchmark.name, "words": [*words, *CALLS], "cut": cut, "rows": rows}
 
 
-# The model of Turing: the rate of a call is that of the main loops of its kernels
-
-Prepare = Callable[[], Call]
-
 UNFILLED = Harness(np, cold=False, filled=False)
 """The harness that prepares calls for the model, which reads no arrays."""
-_GEFORCE_HMMA_F32 = 16
-_EXECUTED = {
-    **{"attention_forward": 2, "_dq": 3},
-    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
-}
-"""Products of a kernel, by a part of its entry; "_dkdv" has the rest of the backward's five."""
-
-
-def machine_of(device: CudaDevice) -> Machine | None:
-    """Return the model's description of a Turing GPU; None for other architectures.
-
-    A GPU that `MACHINES` does not name is described by its driver. GeForce GPUs have half the rate
-    of products with float32 sums.
-    """
-    if device.capability != TURING.number:
-        return None
-    named = " ".join(device.name.upper().split())
-    for name, machine in MACHINES.items():
-        if named.endswith(name.upper()):
-            return machine
-    attributes = load_cupy().cuda.Device(device.ordinal).attributes
-    like = MACHINES["T4" if device.tensor_cores else "GTX 1650 Ti"]
-    geforce = device.tensor_cores and "GEFORCE" in named
-    bits, kilohertz = (
-        attributes.get(name, 0) for name in ("GlobalMemoryBusWidth", "MemoryClockRate")
-    )
-    return replace(
-        like,
-        name=device.name,
-        multiprocessors=device.multiprocessors,
-        clock_mhz=attributes.get("ClockRate", 0) // 1000 or like.clock_mhz,
-        memory_gb_s=round(2 * kilohertz * bits / 8 / 1e6) or like.memory_gb_s,
-        hmma_f32=_GEFORCE_HMMA_F32 if geforce else like.hmma_f32,
-    )
-
-
-class TuringModel:
-    """The model of a GPU; a kernel that several calls launch is analysed once."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self._rates: dict[Specialisation, float | None] = {}
-
-    def rate(self, prepare: Prepare) -> float | None:
-        """Return the TFLOP/s of the products of a call on NumPy arrays.
-
-        No kernel runs. Each takes the time of its main loop. Products that a kernel repeats take
-        time, and are not counted.
-        """
-        launched = launches_of(prepare, self.machine)
-        asked, executed = _products([each.spec.entry for each in launched])
-        time = 0.0
-        for specialisation, products in zip(launched, executed, strict=True):
-            rate = self._rate(specialisation) if products else None
-            time += 0 if rate is None else products / rate
-        return asked / time if time else None
-
-    def _rate(self, specialisation: Specialisation) -> float | None:
-        if specialisation not in self._rates:
-            main = analyse(specialisation, machine=self.machine).main
-            per_cycle = None if main is None else main.flop_per_cycle
-            rate = None if per_cycle is None else self.machine.tflops(per_cycle)
-            self._rates[specialisation] = rate
-        return self._rates[specialisation]
-
-
-def launches_of(prepare: Prepare, machine: Machine = T4) -> list[Specialisation]:
-    """Return the kernels that a call launches on a Turing GPU; the arrays are not read."""
-    recorder = LaunchRecorder(TURING, tensor_cores=machine.tensor_cores)
-    recorder.multiprocessors = machine.multiprocessors
-    with running_on(recorder):
-        call = prepare()
-        recorder.launches.clear()
-        call()
-    return [each.specialisation for each in recorder.launches]
-
-
-def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
-    """Return how many products kernels are asked for, and how many each executes.
-
-    The backward of attention in two passes computes two of its five products a second time. Kernels
-    that only move bytes execute none.
-
-    Examples
-    --------
-    >>> _products(["attention_forward"]), _products(["attention_backward_dkdv"])
-    ((2, [2]), (5, [5]))
-    >>> _products(["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"])
-    (5, [0, 4, 3])
-    """
-    two_passes = any("_dq" in entry for entry in entries)
-    executed = {**_EXECUTED, "_dkdv": 4 if two_passes else 5}
-    of_each = [
-        next((count for part, count in executed.items() if part in entry), 0) for entry in entries
-    ]
-    return sum(of_each) - 2 * two_passes, of_each
 
 
 def figure(row: Row, cases: dict[str, Case], model: TuringModel | None) -> float | None:

@@ -1,4 +1,4 @@
-"""The machine that a result was measured on, and the result's JSON: written and read."""
+"""The host and device of a result, and its JSON: written and read."""
 
 from __future__ import annotations
 
@@ -23,13 +23,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 def this_host() -> Json:
-    """Describe the host of every result.
-
-    Returns
-    -------
-    dict
-        ``version`` (of the library), ``date``, ``cpu``, ``os``, ``python``, ``numpy``.
-    """
+    """Describe the host of a result, with the versions of the library, Python and NumPy."""
     return {
         "version": cupyattn.__version__,
         "date": datetime.date.today().isoformat(),
@@ -61,16 +55,10 @@ def _driver_version() -> str | None:
 
 
 def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> Json:
-    """Describe what the loaded kernels of a device ran on, and what they are compiled for.
+    """Describe the host, the device, and the targets that its loaded kernels were compiled for.
 
-    Returns
-    -------
-    dict
-        The keys of `this_host`; ``device``, ``compute_capability``; ``code``, the targets named in
-        the loaded code itself, such as "sm_90" for machine code or "compute_75" for PTX;
-        ``arch_override``: CUPYATTN_ARCH; ``tensor_cores``: whether float16 ran on them;
-        ``driver_version`` (None without nvidia-smi) and its CUDA version ``cuda_driver``; ``cupy``,
-        ``nvrtc`` and ``torch`` (None if it was not imported).
+    ``code`` are the targets named in the loaded code itself: "sm_90" for machine code, "compute_75"
+    for PTX. ``driver_version`` is None without nvidia-smi, ``torch`` if it was not imported.
     """
     cupy = load_cupy()
     override = arch_override()
@@ -92,10 +80,10 @@ def measured_on(device: CudaDevice, torch: ModuleType | None = None) -> Json:
 
 
 def device_of(result: Json) -> str:
-    """Return the device of the figures, or the machine that they are modelled for."""
+    """Return the device that was measured or modelled."""
     if result.get("modelled"):
         return f"modelled: {result.get('machine', 'a Turing GPU')}"
-    return result.get("device") or result.get("cpu") or "this machine's CPU"
+    return result.get("device") or result.get("cpu") or "this computer's CPU"
 
 
 def place_of(result: Json) -> str:
@@ -118,39 +106,30 @@ def write_json(result: object, file: Path) -> None:
 
 
 def results_of(file: Path) -> list[Result]:
-    """Read what --json wrote: one result, or a list of them.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read.
-    ValueError
-        If it contains something else.
-    """
+    """Read what --json wrote, one result or a list of them; raise ValueError for anything else."""
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
+        wrong = ""
     except (ValueError, RecursionError) as failure:
-        raise _no_results(file, f"is no JSON file ({failure})") from None
-    results = held if isinstance(held, list) else [held]
+        found, wrong = [], f"is not a JSON file ({failure})"
+    results = found if isinstance(found, list) else [found]
     for result in results:
         if not _is_result(result):
-            raise _no_results(file, f"contains something else: {shown(result)}")
+            wrong = f"contains something else: {shown(result)}"
+    if wrong:
+        raise error(
+            ValueError,
+            f"{file} {wrong}",
+            "results are what a benchmark writes with --json, or a list of that",
+            "write some with python -m cupyattn.benchmark all --json FILE",
+        )
     return results
 
 
-def _is_result(held: object) -> bool:
+def _is_result(found: object) -> bool:
     """Tell whether an object has a command and rows."""
-    if not isinstance(held, dict) or not isinstance(held.get("rows"), list):
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         return False
-    command = held.get("command")
-    rows_are_objects = all(isinstance(row, dict) for row in held["rows"])
+    command = found.get("command")
+    rows_are_objects = all(isinstance(row, dict) for row in found["rows"])
     return isinstance(command, str) and command.isidentifier() and rows_are_objects
-
-
-def _no_results(file: Path, what: str) -> ValueError:
-    return error(
-        ValueError,
-        f"{file} {what}",
-        "results are what a benchmark writes with --json, or a list of that",
-        "write some with python -m cupyattn.benchmark all --json FILE",
-    )

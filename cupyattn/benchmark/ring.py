@@ -37,26 +37,18 @@ _LABELS = ("tokens", "heads", "kv_heads", "head_dim", "placement")
 
 
 def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
-    """Time one GPU, then all of them.
-
-    Raises
-    ------
-    RuntimeError
-        With fewer GPUs than were asked for.
-    ValueError
-        For key-value heads that do not divide heads.
-    """
+    """Time one GPU, then all of them."""
     gpus = arguments.gpus or device_count()
     if arguments.heads % arguments.kv_heads:
         raise error(
             ValueError,
             f"{arguments.heads} heads, {arguments.kv_heads} key-value heads",
-            "each key-value head serves as many heads",
+            "each key-value head serves the same number of heads",
             "pass a number of key-value heads that divides that of heads",
         )
     if not 2 <= gpus <= device_count():
         raise RuntimeError(
-            f"a ring of {gpus} GPUs, of {device_count()} that are here; it takes two or more"
+            f"a ring of {gpus} GPUs, but there are {device_count()}; a ring needs two or more"
         )
     xp, causal = harness.xp, not arguments.full
     timer = Timer(arguments.calls, arguments.warm_up, arguments.budget)
@@ -76,18 +68,15 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
         transport=arguments.transport,
     )
     difference = float(np.abs(ranks[0]["out"].astype(np.float32) - expected).max())
-    labels = {
-        **{name: getattr(arguments, name) for name in _LABELS}, "causal": causal, "gpus": gpus,
-        "transport": ranks[0]["transport"],
-    }  # fmt: skip
+    labels = {name: getattr(arguments, name) for name in _LABELS}
+    labels |= {"causal": causal, "gpus": gpus, "transport": ranks[0]["transport"]}
     for name, seconds in alone.items():
         yield from compared({**labels, "what": name}, seconds, ranks, difference, harness)
 
 
 def compared(
-    labels: Json, alone: list[float], ranks: list[Any], difference: float,
-    harness: Harness,
-) -> Iterator[Row]:  # fmt: skip
+    labels: Json, alone: list[float], ranks: list[Any], difference: float, harness: Harness
+) -> Iterator[Row]:
     """Yield the rows of one GPU and of all: a call is as slow as its slowest rank."""
     name, gpus = labels["what"], labels["gpus"]
     together = [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)]

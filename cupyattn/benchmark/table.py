@@ -67,7 +67,7 @@ def _code_text(target: str) -> str:
 
 
 def show_result(
-    title: str, note: str, beside: str | None, result: Result, terminal: Terminal
+    title: str, note: str, compare: str | None, result: Result, terminal: Terminal
 ) -> None:
     """Print a result for people."""
     if result.get("modelled"):
@@ -77,7 +77,7 @@ def show_result(
         terminal.facts({"date": result["date"], **_host(result)})
     else:
         show_machine(title, result, terminal)
-    show_rows(result["rows"], beside, terminal)
+    show_rows(result["rows"], compare, terminal)
     if any((row.get("of_ceiling") or 0) > _ABOVE for row in result["rows"]):
         note += (
             " A share above 1 means bytes that a cache held, or another library's tensor cores "
@@ -97,7 +97,7 @@ _RATES: Mapping[str, tuple[str, str]] = {
 """Title and form of the columns of figures."""
 
 
-def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> None:
+def show_rows(rows: Sequence[Row], compare: str | None, terminal: Terminal) -> None:
     """Print rows: labels that all have in common above the table, the others as its columns."""
     if not rows:
         return
@@ -117,8 +117,8 @@ def show_rows(rows: Sequence[Row], beside: str | None, terminal: Terminal) -> No
     rates = [name for name in _RATES if any(row.get(name) is not None for row in rows)]
     several = len({each["implementation"] for each in labels}) > 1
     compared = {"implementation": "x the first"} if several else {}
-    if beside in vary:
-        compared[str(beside)] = f"x first {beside}"
+    if compare in vary:
+        compared[str(compare)] = f"x first {compare}"
     firsts = {name: _firsts(rows, name) for name in compared}
     lines = [
         (

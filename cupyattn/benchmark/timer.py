@@ -1,9 +1,8 @@
-"""Time calls on a GPU with CUDA events, and measure its memory and what it can do at most.
+"""Time calls on a GPU with CUDA events, and measure its memory and its ceilings.
 
-As `cupyx.profiler.benchmark` does, events surround each call after a warm-up, within a number of
-calls and of seconds. Unlike it, calls are queued without waiting between them: its times of short
-calls contain the launch. Calls of less than 0.1 ms are captured in CUDA graphs, for the same
-reason.
+As in `cupyx.profiler.benchmark`, events surround each call after a warm-up. Unlike there, calls are
+queued without waiting between them, and calls of less than 0.1 ms are captured in CUDA graphs:
+otherwise times of short calls contain the launch.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Timer(NamedTuple):
 
 
 def _timed(call: Call, count: int) -> list[float]:
-    """Queue calls with an event between any two, and wait for all of them together."""
+    """Queue calls with an event between any two, then wait for all of them."""
     cupy = load_cupy()
     events = [cupy.cuda.Event() for _ in range(count + 1)]
     stream = cupy.cuda.get_current_stream()

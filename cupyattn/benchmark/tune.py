@@ -1,8 +1,7 @@
-"""``python -m cupyattn tune``: find the configurations that are fastest on the GPU at hand.
+"""``python -m cupyattn tune``: find the configurations that are fastest on this GPU.
 
-A plan whose table has several admissible configurations asks `cupyattn.runtime.tuning` which to
-take. This command makes calls whose plans ask, times each answer, and keeps one that is faster than
-the default.
+For calls whose plans may choose among configurations (`cupyattn.runtime.tuning`), this command
+times each choice and keeps one that is faster than the default.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 from cupyattn.benchmark import attention, linear
 from cupyattn.benchmark.cases import Harness
-from cupyattn.benchmark.command import Option, add_json_file, run_on_gpu
+from cupyattn.benchmark.command import JSON, Option, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import show_machine
 from cupyattn.benchmark.timer import Round, Timer
@@ -48,6 +47,7 @@ _OPTIONS = (
     Option("size", [], "a size of the products instead of the usual ones; may be given several "
            "times", metavar=("M", "N", "K"), repeated=3),
     Option("calls", 20, "timed calls of a configuration"),
+    JSON,
 )  # fmt: skip
 
 
@@ -77,13 +77,10 @@ def add_parser(commands: Commands) -> None:
     )
     for option in _OPTIONS:
         option.add(parser)
-    add_json_file(parser)
-    parser.set_defaults(run=run, **{option.dest: option.default for option in _OPTIONS})
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command."""
-    return run_on_gpu("tune", arguments, measure, show)
+    parser.set_defaults(
+        run=lambda arguments: run_on_gpu("tune", arguments, measure, show),
+        **{option.dest: option.default for option in _OPTIONS},
+    )
 
 
 def measure(arguments: argparse.Namespace) -> Result:
@@ -104,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 
 def tuned_calls(arguments: argparse.Namespace, harness: Harness) -> Iterator[TunedCall]:
-    """Yield the calls that the command line asks for."""
+    """Yield the calls to tune."""
     for kind in arguments.kind:
         if kind == "attention":
             dims = " ".join(map(str, arguments.head_dim))
@@ -128,14 +125,10 @@ def tuned_calls(arguments: argparse.Namespace, harness: Harness) -> Iterator[Tun
 
 
 def tune(device: Device, tuned_calls: Iterable[TunedCall], timer: Seconds) -> list[Json]:
-    """Time every answer to what the plans of calls ask on a device.
+    """Time every choice that the plans of calls have on a device.
 
-    Returns
-    -------
-    list of dict
-        For each question its ``subject``, ``question``, the name of the ``usual`` and of the
-        ``chosen`` configuration, and the ``seconds`` of each that ran. The device's choices do
-        not change.
+    Returns a row for each question: ``subject``, ``question``, the names of the ``usual`` and the
+    ``chosen`` configuration, and the ``seconds`` of each. The device's choices do not change.
     """
     waiting, before = deque(tuned_calls), device.choices  # each allocates when it is prepared
     rows: list[Json] = []

@@ -1,7 +1,7 @@
 """``python -m cupyattn.benchmark varlen``: packed sequences, compared with the dense call.
 
-Packed sequences of equal lengths should take the time of the dense call with as many tokens, and
-log-normal lengths should reach its TFLOP/s.
+Equal lengths should take the time of the dense call with the same number of tokens, and log-normal
+lengths should reach its TFLOP/s.
 """
 
 from __future__ import annotations

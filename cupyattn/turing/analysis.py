@@ -7,7 +7,7 @@ bytes the emulator counts instructions and sectors, which become times on a devi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -15,7 +15,9 @@ from functools import lru_cache
 from cupyattn.emulator import Report
 from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime.arch import SUB_PARTITIONS, TURING, WARP_SIZE
+from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.turing.counts import LoopFigures, loop_figures
@@ -269,3 +271,74 @@ def row(entry: str, /, **macros: int | str) -> Specialisation:
         f"its rows have {values}",
         "pass values that one row has together",
     )
+
+
+_EXECUTED = {
+    **{"attention_forward": 2, "_dq": 3},
+    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
+}
+"""Products of a kernel, by a part of its entry; "_dkdv" has the rest of the backward's five."""
+
+
+class TuringModel:
+    """The model of a GPU; a kernel that several calls launch is analysed once."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self._rates: dict[Specialisation, float | None] = {}
+
+    def rate(self, prepare: Callable[[], Callable[[], object]]) -> float | None:
+        """Return the TFLOP/s of the products of a call on NumPy arrays.
+
+        No kernel runs. Each takes the time of its main loop. Products that a kernel repeats take
+        time, and are not counted.
+        """
+        launched = launches_of(prepare, self.machine)
+        asked, executed = _products([each.spec.entry for each in launched])
+        time = 0.0
+        for specialisation, products in zip(launched, executed, strict=True):
+            rate = self._rate(specialisation) if products else None
+            time += 0 if rate is None else products / rate
+        return asked / time if time else None
+
+    def _rate(self, specialisation: Specialisation) -> float | None:
+        if specialisation not in self._rates:
+            main = analyse(specialisation, machine=self.machine).main
+            per_cycle = None if main is None else main.flop_per_cycle
+            rate = None if per_cycle is None else self.machine.tflops(per_cycle)
+            self._rates[specialisation] = rate
+        return self._rates[specialisation]
+
+
+def launches_of(
+    prepare: Callable[[], Callable[[], object]], machine: Machine = T4
+) -> list[Specialisation]:
+    """Return the kernels that a call launches on a Turing GPU; the arrays are not read."""
+    recorder = LaunchRecorder(TURING, tensor_cores=machine.tensor_cores)
+    recorder.multiprocessors = machine.multiprocessors
+    with running_on(recorder):
+        call = prepare()
+        recorder.launches.clear()
+        call()
+    return [each.specialisation for each in recorder.launches]
+
+
+def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
+    """Return how many products kernels are asked for, and how many each executes.
+
+    The backward of attention in two passes computes two of its five products a second time. Kernels
+    that only move bytes execute none.
+
+    Examples
+    --------
+    >>> _products(["attention_forward"]), _products(["attention_backward_dkdv"])
+    ((2, [2]), (5, [5]))
+    >>> _products(["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"])
+    (5, [0, 4, 3])
+    """
+    two_passes = any("_dq" in entry for entry in entries)
+    executed = {**_EXECUTED, "_dkdv": 4 if two_passes else 5}
+    of_each = [
+        next((count for part, count in executed.items() if part in entry), 0) for entry in entries
+    ]
+    return sum(of_each) - 2 * two_passes, of_each

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from cupyattn.runtime.arch import WARP_SIZE
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.cupy_library import load_cupy
+from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.turing.sass import SassInstruction
 
 
@@ -240,3 +242,34 @@ def barrier_warps(instruction: SassInstruction, warps: int) -> int:
         return 0
     threads = _THREADS.search(instruction.operands)
     return (int(threads[1], 16) // WARP_SIZE if threads else 0) or warps
+
+
+_GEFORCE_HMMA_F32 = 16
+
+
+def machine_of(device: CudaDevice) -> Machine | None:
+    """Return the description of a Turing GPU; None for other architectures.
+
+    A GPU that `MACHINES` does not name is described by its driver. GeForce GPUs have half the rate
+    of products with float32 sums.
+    """
+    if device.capability != TURING.number:
+        return None
+    named = " ".join(device.name.upper().split())
+    for name, machine in MACHINES.items():
+        if named.endswith(name.upper()):
+            return machine
+    attributes = load_cupy().cuda.Device(device.ordinal).attributes
+    like = MACHINES["T4" if device.tensor_cores else "GTX 1650 Ti"]
+    geforce = device.tensor_cores and "GEFORCE" in named
+    bits, kilohertz = (
+        attributes.get(name, 0) for name in ("GlobalMemoryBusWidth", "MemoryClockRate")
+    )
+    return replace(
+        like,
+        name=device.name,
+        multiprocessors=device.multiprocessors,
+        clock_mhz=attributes.get("ClockRate", 0) // 1000 or like.clock_mhz,
+        memory_gb_s=round(2 * kilohertz * bits / 8 / 1e6) or like.memory_gb_s,
+        hmma_f32=_GEFORCE_HMMA_F32 if geforce else like.hmma_f32,
+    )

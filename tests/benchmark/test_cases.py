@@ -39,7 +39,7 @@ def subject(*implementations, **more):
 
 
 def peer(result, name="eager", **more):
-    return TimedImplementation.of(name, calling(result), **more)
+    return TimedImplementation(name, calling(result), **more)
 
 
 def test_times():
@@ -109,7 +109,7 @@ def refusing(failure):
 
 
 def test_what_a_peer_cannot_do_is_a_row():
-    broken = TimedImplementation.of("math", refusing(KeyError("no kernel\nand much more")))
+    broken = TimedImplementation("math", refusing(KeyError("no kernel\nand much more")))
     row = list(rows_of(subject(broken), harness()))[1]
     assert row == {
         "M": 8,
@@ -127,7 +127,7 @@ def test_who_was_not_asked_has_refused_nothing():
     )
     assert own["left_out"]
     refused = list(
-        rows_of(subject(TimedImplementation.of("math", refusing(KeyError("none")))), harness())
+        rows_of(subject(TimedImplementation("math", refusing(KeyError("none")))), harness())
     )
     assert "left_out" not in refused[1]
 

@@ -156,8 +156,8 @@ def test_texts_are_on_the_page_and_do_not_overlap(of):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON file"),
-        ("[" * 100_000, "is no JSON file"),
+        ("{", "is not a JSON file"),
+        ("[" * 100_000, "is not a JSON file"),
         ('{"rows": []}', "contains something else"),
         ("[1]", "contains something else: 1;"),
         ('{"command": "linear", "rows": {}}', "contains something else"),

@@ -43,7 +43,7 @@ def attributes(monkeypatch):
     said = {"GlobalMemoryBusWidth": 192, "MemoryClockRate": 7_001_000, "ClockRate": 1_710_000}
     device = types.SimpleNamespace(attributes=said)
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda ordinal: device))
-    monkeypatch.setattr(command, "load_cupy", lambda: cupy)
+    monkeypatch.setattr("cupyattn.turing.machine.load_cupy", lambda: cupy)
     return said
 
 
@@ -82,7 +82,7 @@ def rates(monkeypatch):
         rate = next((rate for part, rate in given.items() if part in entry), 512.0)
         return types.SimpleNamespace(main=types.SimpleNamespace(flop_per_cycle=rate))
 
-    monkeypatch.setattr(command, "analyse", analyse)
+    monkeypatch.setattr("cupyattn.turing.analysis.analyse", analyse)
     return given
 
 
