@@ -168,7 +168,7 @@ class RingCalls:
         return self._xp.clip((used - start + (step - 1)) // step, 0, extent)
 
     def _moved(self, starts: tuple[tuple[int, ...], ...], *, packed: bool) -> Keywords:
-        """Return the expressions, told where their calls begin: see `ScoreOffsets`."""
+        """Return the expressions with the offsets of a call: see `ScoreOffsets`."""
         given = self._options.expressions
         if not given:
             return {}
@@ -184,10 +184,7 @@ class RingCalls:
 
 @lru_cache(maxsize=1024)
 def _on_device(values: tuple[Any, ...], device: int, stream: int) -> Array:
-    """Copy integers to the current device, once for each stream: a copy joins that stream's order.
-
-    The key names both.
-    """
+    """Copy integers to the current device, once for each device and stream."""
     return load_cupy().asarray(values, np.int64)
 
 
@@ -200,7 +197,7 @@ def _rows_of(call: AttentionCall, arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def _cut(arrays: dict[str, Array], rows: slice) -> dict[str, Array]:
-    """Take one packed sequence's rows of each array; its queries and keys are as many."""
+    """Take one packed sequence's rows of each array, the same for queries and keys."""
     return {name: _take(name, array, rows) for name, array in arrays.items()}
 
 

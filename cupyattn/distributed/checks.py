@@ -22,13 +22,13 @@ DROPOUT_KEYS = 32
 _WITHOUT: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "q_offset": (
         (None, 0),
-        "queries are of the same tokens as keys, and stand where these do",
+        "queries are of the same tokens as keys, at the same positions",
         "leave q_offset out; attend to a prefix by merge_attention",
     ),
     "implementation": (
         ("flash",),
         "a ring makes the calls of 'flash'",
-        "leave implementation out; the others serve to compare on one device",
+        "leave implementation out; the others are for comparison on one device",
     ),
     "workspace": (
         (None,),
@@ -36,23 +36,23 @@ _WITHOUT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "leave workspace out; cupy.get_default_memory_pool() keeps that memory between calls",
     ),
 }
-"""Options of one device: what a ring does of each, why no more, and what to do."""
+"""Options of one device: the values that a ring takes, why no others, and what to do."""
 _KINDS = {"score_mod": ScoreMod, "mask_mod": MaskMod}
 
 
 def require_group(group: object) -> None:
-    """Raise TypeError for what is no group."""
+    """Raise TypeError for an object that is not a group."""
     if not isinstance(group, Group):
         raise error(
             TypeError,
-            f"group has type {type(group).__module__}.{type(group).__qualname__}",
+            f"group is {type(group).__module__}.{type(group).__qualname__}",
             "it must be a cupyattn.distributed.Group",
-            "wrap what carries the bytes once: group = distributed.Group(communicator)",
+            "wrap the communicator once: group = distributed.Group(communicator)",
         )
 
 
 class Adopted(NamedTuple):
-    """Arrays of one library and one device, by the names that errors have for them."""
+    """Arrays of one library and one device, by their names in errors."""
 
     arrays: dict[str, Array]
     device_id: int | None
@@ -69,15 +69,15 @@ def adopted(
 
 
 def require_array(x: object) -> tuple[Array, int | None]:
-    """Take an array and return it with its device, or raise TypeError if it is none."""
+    """Return an array with its device, or raise TypeError for another object."""
     arrays, device_id = adopted({"x": x})
     if not arrays:
-        raise error(TypeError, "x is None", "it is an array", "pass this rank's, or all of it")
+        raise error(TypeError, "x is None", "it must be an array", "pass this rank's, or all of it")
     return arrays["x"], device_id
 
 
 def require_flags(**given: object) -> None:
-    """Raise TypeError for what is neither True nor False."""
+    """Raise TypeError for values that are neither True nor False."""
     for name, flag in given.items():
         if not isinstance(flag, bool | np.bool_):
             raise error(
@@ -101,14 +101,10 @@ def require_device(group: Group, device: int | None) -> None:
 
 
 def refuse(function: str, others: Mapping[str, object]) -> None:
-    """Raise for options that a function has not.
+    """Raise for options that a function does not have.
 
-    Raises
-    ------
-    NotImplementedError
-        For those that attention of one device has, other than as a ring does it anyway.
-    TypeError
-        For any other.
+    Raises NotImplementedError for the options of attention on one device, unless the value is what
+    a ring does anyway, and TypeError for any other.
     """
     for name, given in others.items():
         if name in _WITHOUT:
@@ -129,18 +125,18 @@ def _is_plain(given: object) -> bool:
 
 
 def require_own_seed(seed: object) -> None:
-    """Raise TypeError for a seed that says where a part stands."""
+    """Raise TypeError for a seed with offsets of a part."""
     if isinstance(seed, DropoutSeed):
         raise error(
             TypeError,
             "seed is a DropoutSeed",
-            "it is an integer: a ring says itself where its parts stand",
+            "it is an integer: a ring sets the offsets of its parts itself",
             f"pass {seed.seed}",
         )
 
 
 def require_expressions(options: RingOptions) -> None:
-    """Raise TypeError for a score_mod or mask_mod that is none."""
+    """Raise TypeError for a score_mod or mask_mod of another type."""
     given_of = options.expressions
     for name, kind in _KINDS.items():
         given = given_of.get(name)
@@ -149,7 +145,7 @@ def require_expressions(options: RingOptions) -> None:
         ):
             raise error(
                 TypeError,
-                f"{name} has type {type(given).__name__}",
+                f"{name} is {type(given).__name__}",
                 f"it must be a {kind.__name__}, or for NumPy arrays a function",
                 f"pass a cupyattn.{kind.__name__}",
             )
@@ -177,15 +173,7 @@ def require_blocks(blocks: BlockMask, lengths: Sequence[int], batch: int, heads:
 def require_rows(
     options: RingOptions, of_queries: Sequence[int], lengths: Sequence[int], packed: bool
 ) -> None:
-    """Raise unless mask and bias are of this rank's queries (B, H, S) and of all keys.
-
-    Raises
-    ------
-    NotImplementedError
-        With packed sequences.
-    ValueError
-        For another shape.
-    """
+    """Raise unless mask and bias are of this rank's queries (B, H, S) and of all keys."""
     for name in OF_ROWS:
         array = getattr(options, name)
         if array is None:
@@ -211,12 +199,7 @@ def require_rows(
 
 
 def require_used(used: Array | None, lengths: Sequence[int], batch: int) -> None:
-    """Raise unless seqused_k is a number of keys for each sequence.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Raise unless seqused_k is a number of keys for each sequence."""
     if used is None:
         return
     if used.dtype not in (np.int32, np.int64):
@@ -243,19 +226,10 @@ def require_used(used: Array | None, lengths: Sequence[int], batch: int) -> None
 
 
 def require_places(options: RingOptions, placement: Placement, lengths: Sequence[int]) -> None:
-    """Raise where what depends on positions cannot be had from the calls of a placement.
-
-    Raises
-    ------
-    ValueError
-        For tables of rotary that are shorter than sequences, and pieces at which dropout cannot
-        begin.
-    NotImplementedError
-        For what needs neighbours in the sequence, where a rank has none.
-    """
+    """Raise for options that depend on positions and cannot be computed with a placement."""
     longest = max(lengths, default=0)
     if options.rotary is not None and options.rotary[0].shape[0] < longest:
-        raise error(  # on a GPU nobody looks at positions
+        raise error(  # on a GPU positions are not checked
             ValueError,
             f"rotary's tables have {options.rotary[0].shape[0]} rows, for sequences of {longest} "
             "tokens",

@@ -1,8 +1,8 @@
 """Communicators of other libraries or of the user, and the carrier that moves bytes through one.
 
-Communicators are recognised by their methods: nothing is imported to find out. A communicator has
-three methods; adapters give them to NCCL, MPI and threads. The carrier calls them for all ranks
-together or in turn, on the caller's thread or on another one.
+Communicators are recognised by their methods, without imports. A communicator has three methods;
+adapters give them to NCCL, MPI and threads. The carrier calls them, at once or rank by rank, on the
+caller's thread or on another one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from cupyattn.runtime.fork import no_fork
 
 
 class Communicator(Protocol):
-    """One rank's end of a communicator; any object with these members is one.
+    """One rank's side of a communicator; any object with these members is one.
 
-    `stream` is the CuPy stream whose order a method joins: what was enqueued there before is done
-    first, what is enqueued behind may use the result. For NumPy arrays it is None, and a method
-    returns when it is done. Arrays are contiguous in C order; the bytes count, the dtype does not.
-    Methods are called on a thread of their own, one after another, so that a group's timeout holds
-    for one that never returns.
+    `stream` is the CuPy stream that a method joins: work that was enqueued before is done first,
+    work that is enqueued later may use the result. For NumPy arrays it is None, and a method
+    returns when it is done. Arrays are contiguous in C order; only their bytes are transferred.
+    Methods are called one after another on a separate thread, so that a group's timeout also ends
+    a method that never returns.
 
-    A communicator may have more:
+    Optional members:
 
-    - ``together()``, a context manager: what is sent and received inside goes at once, in both
-      directions, as between ncclGroupStart and ncclGroupEnd. Without it ranks send and receive by
-      turns, which is right and takes twice as long.
+    - ``together()``, a context manager: everything that is sent and received inside goes at once,
+      in both directions, as between ncclGroupStart and ncclGroupEnd. Without it ranks alternate
+      between sending and receiving, which takes twice as long.
     - ``device``, the CUDA ordinal that arrays have to be on.
-    - ``abort()``, which ends what waits for another rank.
+    - ``abort()``, which ends calls that wait for another rank.
     - ``failures``, where threads or processes post that one has failed.
     - ``gathers_on_host``, whether all_gather takes NumPy arrays too where ranks have a GPU each.
-      Then every call is compared among ranks, at no cost of a GPU, and not the first of its kind.
+      Then ranks compare every call without the GPU, not only the first of its kind.
     """
 
     @property
@@ -65,19 +65,19 @@ class Communicator(Protocol):
 
 _TAG = 17
 _SECONDS_BETWEEN_LOOKS = 0.02
-# A message that is about to come is taken at once; one that is not leaves the core to others. MPI
-# moves the parts of a long one when it is asked, so sleep is short (64 MiB between two processes,
+# A message that is about to come is taken at once; otherwise the core is left to others. MPI moves
+# the parts of a long message when it is tested, so sleeps are short (64 MiB between two processes,
 # MPICH 5.0: 10.1 GB/s, and 10.3 by its own Sendrecv; 2026-11-24).
 _SECONDS_AWAKE, _SECONDS_ASLEEP = 1e-3, 1e-4
 _ABANDONED: list[Any] = []
-"""Requests of MPI that nobody waits for any more: they hold the arrays that it may still touch."""
+"""Abandoned requests of MPI: they keep the arrays alive that MPI may still write to."""
 _OWN = ("rank", "size", "send", "receive", "all_gather")
 
 
 def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Communicator:
-    """Return something that carries bytes as a `Communicator`.
+    """Return a `Communicator` for one of another library, or of the user.
 
-    `look` is called while MPI waits, and raises to wait no more.
+    `look` is called while MPI waits, and raises to end the wait.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Comm
                 TypeError,
                 f"a communicator of rank {shown(given.rank)} and size {shown(given.size)}",
                 "both are integers",
-                "look what your communicator says of itself",
+                "check rank and size of your communicator",
             )
         return given
     if _has(given, "rank_id", "allGather", "recv"):
@@ -111,7 +111,7 @@ def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Comm
 
 
 def may_keep_the_host(communicator: Communicator) -> bool:
-    """Tell whether nothing is known of how long a communicator waits: it is the user's own."""
+    """Return whether a communicator is the user's, whose methods may block for ever."""
     known = (
         ThreadCommunicator, NCCLCommunicator, CupyxCommunicator, NCCL4PyCommunicator,
         MPICommunicator,
@@ -146,7 +146,7 @@ class CupyxCommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Make one operation of all inside; the backend's send_recv has one peer for both."""
+        """Group all operations inside into one; the backend's send_recv has one peer for both."""
         self._nccl.groupStart()
         try:
             yield
@@ -154,7 +154,7 @@ class CupyxCommunicator:
             self._nccl.groupEnd()
 
     def abort(self) -> None:
-        """End what waits for another rank; the backend itself has no way to."""
+        """End calls that wait for another rank; the backend itself cannot."""
         self._backend._comm.abort()
 
 
@@ -181,20 +181,20 @@ class NCCL4PyCommunicator:
         self._communicator.allgather(_bytes(array), _bytes(out), stream=stream.ptr)
 
     def together(self) -> Any:
-        """Make one operation of all inside."""
+        """Group all operations inside into one."""
         return self._together()
 
     def abort(self) -> None:
-        """End what waits for another rank."""
+        """End calls that wait for another rank."""
         self._communicator.abort()
 
 
 class MPICommunicator:
     """A communicator of mpi4py, or one with its methods.
 
-    MPI knows no streams: the host waits for the stream, then for the message. Arrays of a GPU go
-    through memory of the host, for MPI libraries that do not take them are many. What waits is not
-    MPI but a loop, so that it can end before the message comes.
+    MPI has no streams: the host waits for the stream, then for the message. Arrays of a GPU go
+    through host memory, because many MPI libraries do not take them. A loop waits instead of MPI,
+    so that the wait can be ended.
     """
 
     gathers_on_host = True
@@ -203,11 +203,11 @@ class MPICommunicator:
         self._given = communicator
         self._look = look
         self._own: Any = None
-        """A duplicate, whose messages are no other's; made with the first of them."""
+        """A duplicate with separate messages, made with the first one."""
         self._failed = False
         self.rank, self.size = int(communicator.Get_rank()), int(communicator.Get_size())
         self._pending: list[tuple[object, object]] | None = None
-        """Inside of `together`: requests, and what is to be done behind each."""
+        """Inside `together`: requests, and the work to do after each."""
 
     def send(self, array: Array, peer: int, stream: object) -> None:
         """Send an array to a rank."""
@@ -231,7 +231,7 @@ class MPICommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Start all inside, and wait behind the block."""
+        """Start all operations inside, and wait at the end of the block."""
         pending: list[tuple[Any, Any]] = []
         self._pending = pending
         try:
@@ -246,11 +246,11 @@ class MPICommunicator:
             then()
 
     def abort(self) -> None:
-        """Take note that not all ranks are going to close, which freeing a communicator takes."""
+        """Remember that not all ranks will close, which freeing a communicator needs."""
         self._failed = True
 
     def close(self) -> None:
-        """Give the duplicate back."""
+        """Free the duplicate."""
         if self._own is not None and not self._failed:
             self._own.Free()
 
@@ -296,14 +296,14 @@ def _bytes(array: Array) -> Array:
 
 
 class Carrier:
-    """One rank's way to the others; `look` raises when it is no use to wait any longer."""
+    """One rank's transfers to the others; `look` raises to end a wait."""
 
     def __init__(self, communicator: Communicator, look: Callable[[], None]) -> None:
         self._communicator = communicator
         self._look = look
 
     def require_here(self, array: object, *, or_on_host: bool = False) -> None:
-        """Raise unless an array lies where the communicator can reach it.
+        """Raise unless an array is where the communicator can reach it.
 
         Raises
         ------
@@ -318,7 +318,7 @@ class Carrier:
             if device is None:
                 raise error(
                     TypeError,
-                    f"{type(array).__name__} where an array belongs",
+                    f"expected an array, got {type(array).__name__}",
                     "arrays of NumPy and CuPy have bytes to send",
                     "pass numpy.asarray of it, or cupy.asarray",
                 )
@@ -342,7 +342,7 @@ class Carrier:
         source: int,
         stream: object,
     ) -> None:
-        """Send arrays to one rank and receive others from another, as far away as all ranks do."""
+        """Send arrays to one rank and receive others from another, at the distance of all ranks."""
         self._carry(lambda: self._exchange(outgoing, to, incoming, source, stream), stream)
 
     def all_gather(self, array: Array, out: Array, stream: object) -> None:
@@ -368,9 +368,9 @@ class Carrier:
             return
         rank, size = communicator.rank, communicator.size
         hop = min((to - rank) % size, (rank - to) % size)
-        turns = [(communicator.send, outgoing, to), (communicator.receive, incoming, source)]
-        # Every circle of senders has neighbours that differ in this, so someone receives.
-        for act, arrays, peer in turns if rank // hop % 2 == 0 else turns[::-1]:
+        halves = [(communicator.send, outgoing, to), (communicator.receive, incoming, source)]
+        # Every circle of senders has neighbours that differ in this order, so one receives.
+        for act, arrays, peer in halves if rank // hop % 2 == 0 else halves[::-1]:
             for array in arrays:
                 act(array, peer, stream)
 

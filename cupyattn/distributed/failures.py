@@ -1,8 +1,8 @@
-"""How a rank that fails ends all others: who failed is posted where every rank looks.
+"""A rank's failure ends all ranks: the failed rank is posted where every rank reads it.
 
-A rank that waits knows its neighbour, not which rank keeps all of them waiting. It leaves a
-question in a folder. Every rank whose watch runs answers with the number of transfers that it has
-begun. A rank that is stopped does not answer.
+A rank that waits knows its neighbour, but not which rank keeps all of them waiting. It leaves a
+question in a folder. Every rank that runs answers with the number of transfers that it has begun;
+a rank that is stopped does not answer.
 """
 
 from __future__ import annotations
@@ -27,16 +27,9 @@ _SECONDS_TO_ANSWER = 2.0
 
 
 class Presence:
-    """One rank's questions and answers.
+    """The questions and answers of one rank.
 
-    Parameters
-    ----------
-    folder : path
-        One that all ranks see.
-    rank, size : int
-        Which rank this is, of how many.
-    write : callable
-        ``write(path, content)`` writes a file at once.
+    All ranks see the `folder`; ``write(path, content)`` writes a file atomically.
     """
 
     def __init__(
@@ -47,59 +40,41 @@ class Presence:
         self._answered = -1
 
     def answer(self, begun: int) -> None:
-        """Answer if a rank asks; call it as often as you like.
-
-        Parameters
-        ----------
-        begun : int
-            The transfers that this rank has begun.
-        """
+        """Answer with the number of transfers begun, if a rank asks; calling it often is cheap."""
         now = time.monotonic()
         if now < self._next_look or begun == self._answered:
             return
         self._next_look = now + _SECONDS_BETWEEN_QUESTIONS
         if (self._folder / _QUESTION).exists():
-            self._say(begun)
+            self._write_answer(begun)
 
     def ask(
         self, number: int, begun: int, stop: Callable[[], bool]
     ) -> list[tuple[int, int | None]]:
-        """Return the ranks that have not begun a transfer, each with those that it has begun.
+        """Return the ranks that have not begun transfer `number`, each with the number begun.
 
-        Parameters
-        ----------
-        number : int
-            The transfer, counted from 1.
-        begun : int
-            The transfers that this rank has begun.
-        stop : callable
-            Whether it is no use to wait for answers any longer.
-
-        Returns
-        -------
-        list of (int, int or None)
-            None for a rank that gives no answer.
+        `begun` is the number that this rank has begun; None is returned for a rank that does not
+        answer. `stop` returns whether to stop waiting for answers.
         """
-        self._say(begun)
+        self._write_answer(begun)
         self._write(self._folder / _QUESTION, b"")
         until = time.monotonic() + _SECONDS_TO_ANSWER
         while True:
             answers = [(rank, self._answer_of(rank)) for rank in range(self._size)]
-            behind = [each for each in answers if each[1] is None or each[1] < number]
-            silent = any(answer is None for _, answer in behind)
-            if not behind or stop() or time.monotonic() > until:
-                with suppress(OSError):  # another rank has asked and taken it away
+            late = [each for each in answers if each[1] is None or each[1] < number]
+            silent = [each for each in late if each[1] is None]
+            if not late or stop() or time.monotonic() > until:
+                with suppress(OSError):  # another rank has asked and removed it
                     (self._folder / _QUESTION).unlink()
-                # A rank that answers and is behind may itself wait for one that gives no answer.
-                return [each for each in behind if each[1] is None] if silent else behind
+                return silent or late  # a late rank may itself wait for a silent one
             time.sleep(_SECONDS_BETWEEN_QUESTIONS)
 
     def leave(self) -> None:
-        """Take this rank's answer away."""
+        """Remove this rank's answer."""
         with suppress(OSError):
             self._file(self._rank).unlink()
 
-    def _say(self, begun: int) -> None:
+    def _write_answer(self, begun: int) -> None:
         self._write(self._file(self._rank), str(begun).encode())
         self._answered = begun
 
@@ -118,7 +93,7 @@ def _no_answer(where: str, what: str) -> ValueError:
 
 
 ALIKE = "all ranks make the same calls in the same order"
-PATIENCE = "look what that rank does, or pass a longer timeout"
+PATIENCE = "check that rank, or pass a longer timeout"
 _NOTE = "failed"
 _LONGEST = 2000  # characters of a note
 _MOST_BYTES = 5 * _LONGEST
@@ -127,13 +102,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5  # for processes that are gone
 
 
 def seconds_of(timeout: Any) -> float:
-    """Return a timeout as what threads can wait: infinity is as long as they ever do.
-
-    Raises
-    ------
-    ValueError
-        For what is no number above 0.
-    """
+    """Return a timeout in seconds that threads can wait; raise ValueError for anything else."""
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if not is_number or not timeout > 0:  # NaN too
         raise error(
@@ -146,12 +115,12 @@ def seconds_of(timeout: Any) -> float:
 
 
 class RankFailedError(RuntimeError):
-    """A rank has failed, or has not come in time, and with it what all ranks do together.
+    """A rank has failed or has not come in time, so the transfers of all ranks end.
 
     Attributes
     ----------
     rank : int
-        Which one.
+        The failed rank.
     """
 
     def __init__(self, rank: int, message: str) -> None:
@@ -163,29 +132,29 @@ class RankFailedError(RuntimeError):
 
 
 class Failures(Protocol):
-    """Where ranks tell one another that one has failed."""
+    """A place where ranks post and read that one has failed."""
 
     def post(self, rank: int, message: str) -> None:
-        """Say that a rank has failed; the first to be posted stays."""
+        """Post that a rank has failed; the first post is kept."""
 
     def first(self) -> RankFailedError | None:
         """Return the error for the rank that failed first, if one did."""
 
     def look(self) -> None:
-        """Look for ranks that have ended without a word, and post them; as often as one likes."""
+        """Post ranks that have ended without leaving; calling it often is cheap."""
 
     def answer(self, begun: int) -> None:
-        """Tell ranks that ask how many transfers this one has begun; as often as one likes."""
+        """Answer ranks that ask for the number of transfers that this one has begun; cheap."""
 
     def missing(self, number: int, begun: int) -> tuple[int, str] | None:
-        """Find a rank that has not come to a transfer of that number, and say what it does.
+        """Return a rank that has not come to a transfer, and a description of its state.
 
-        `begun` is how many transfers this rank has begun. None if there is no way to ask, or all
-        have come.
+        `begun` is the number of transfers that this rank has begun. None if ranks cannot be asked,
+        or all have come.
         """
 
     def leave(self, rank: int) -> None:
-        """Say that a rank ends and has not failed."""
+        """Post that a rank ends and has not failed."""
 
 
 class SharedFailures:
@@ -197,7 +166,7 @@ class SharedFailures:
         self._left: set[int] = set()
 
     def post(self, rank: int, message: str) -> None:
-        """Say that a rank has failed; who waits for `changed` wakes up."""
+        """Post that a rank has failed, and wake up all that wait for `changed`."""
         with self.changed:
             self._first = self._first or (rank, message)
             self.changed.notify_all()
@@ -207,16 +176,16 @@ class SharedFailures:
         return self._first and RankFailedError(*self._first)
 
     def look(self) -> None:
-        """Do nothing: a thread that ends is heard of."""
+        """Do nothing: a thread that ends posts it."""
 
     def answer(self, begun: int) -> None:
-        """Do nothing: no thread asks."""
+        """Do nothing: threads do not ask."""
 
     def missing(self, number: int, begun: int) -> tuple[int, str] | None:
-        """Return None: who waits for whom is known where it waits."""
+        """Return None: `wait` finds the missing rank."""
 
     def leave(self, rank: int) -> None:
-        """Say that a rank ends: who waits for it has waited long enough."""
+        """Post that a rank ends; ranks that wait for it stop waiting."""
         with self.changed:
             self._left.add(rank)
             self.changed.notify_all()
@@ -224,12 +193,9 @@ class SharedFailures:
     def wait(
         self, done: Callable[[], bool], missing: Callable[[], int], rank: int, timeout: float
     ) -> None:
-        """Wait on a rank's thread until something is done; `missing` says for whom.
+        """Wait on a rank's thread until `done()`; `missing()` returns the rank that it waits for.
 
-        Raises
-        ------
-        RankFailedError
-            If a rank has failed, or who is missing has left or does not come in time.
+        Raises RankFailedError if a rank has failed, or the missing rank has left or is late.
         """
         until = time.monotonic() + timeout
         with self.changed:
@@ -255,23 +221,23 @@ class SharedFailures:
 class FolderFailures:
     """`Failures` for processes that see one folder.
 
-    Each process leaves its process id in the folder, and a note if it fails. A process of this host
-    that is gone without having left (`leave`) has failed too. `first` reads the note alone, because
-    it is called before each transfer; `look` finds the processes that are gone.
+    Each process writes its process id into the folder, and a note if it fails. A process of this
+    host that has ended without `leave` has failed too. `first` only reads the note, because it is
+    called before each transfer; `look` finds processes that have ended.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self._rank, self._size = folder, rank, size
         self._host = os.uname().nodename if hasattr(os, "uname") else ""
         self._processes: dict[int, int | None] = {}
-        """By rank the process id, None on another host: read once, for it stays."""
+        """Process ids by rank, None on another host: read once, as they do not change."""
         self._next_look = 0.0
         self._presence = Presence(folder, rank, size, write_at_once)
-        self._presence.leave()  # what an earlier run has answered
+        self._presence.leave()  # the answer of an earlier run
         leave_in(folder, self._file(rank).name, f"{os.getpid()} {self._host}".encode())
 
     def post(self, rank: int, message: str) -> None:
-        """Leave a note, unless there is one."""
+        """Write a note, unless there is one."""
         note = self.folder / _NOTE
         content = f"{rank} {message[:_LONGEST]}".encode(errors="backslashreplace")
         with _written(self.folder, content) as text:
@@ -284,7 +250,7 @@ class FolderFailures:
                     os.replace(text, note)
 
     def leave(self, rank: int) -> None:
-        """Say that a process ends and has not failed; the last takes the folder away."""
+        """Post that a process ends and has not failed; the last one removes the folder."""
         self._presence.leave()
         self._file(rank).unlink(missing_ok=True)
         left = [self.folder / f"left-{rank}" for rank in range(self._size)]
@@ -298,7 +264,7 @@ class FolderFailures:
     def first(self) -> RankFailedError | None:
         """Return the error for the rank that failed first, if one did.
 
-        A note that no rank of this group has written ends the group too: no other can be left.
+        A note that no rank of this group has written ends the group too: it blocks other notes.
         """
         try:
             note = read_text(self.folder / _NOTE, _MOST_BYTES, _garbage)
@@ -312,7 +278,7 @@ class FolderFailures:
         return RankFailedError(int(culprit), message)
 
     def absent(self) -> list[int]:
-        """Return the ranks that have never come here."""
+        """Return the ranks that have left no file in the folder."""
         return [
             rank
             for rank in range(self._size)
@@ -320,7 +286,7 @@ class FolderFailures:
         ]
 
     def look(self) -> None:
-        """Post a rank of this host that has ended without a word; it looks twice a second."""
+        """Post a rank of this host that has ended without leaving; checked twice a second."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -332,20 +298,20 @@ class FolderFailures:
 
     def answer(self, begun: int) -> None:
         """Answer a rank that asks who is missing."""
-        with suppress(OSError):  # the folder may be gone: who asks sees no answer
+        with suppress(OSError):  # the folder may be gone
             self._presence.answer(begun)
 
     def missing(self, number: int, begun: int) -> tuple[int, str] | None:
         """Ask all ranks how many transfers they have begun; wait for their answers."""
         try:
-            behind = self._presence.ask(number, begun, lambda: self.first() is not None)
+            late = self._presence.ask(number, begun, lambda: self.first() is not None)
         except OSError:
             return None
-        for rank, has_begun in behind:
+        for rank, has_begun in late:
             if (self.folder / f"left-{rank}").exists():
                 return rank, f"rank {rank} has returned"
             if has_begun is None:
-                return rank, f"rank {rank} gives no sign: it is stopped, or has begun no transfer"
+                return rank, f"rank {rank} does not answer: it is stopped, or has begun no transfer"
             return rank, f"rank {rank} has begun {has_begun} of {number} transfers"
         return None
 
@@ -386,25 +352,19 @@ def _runs(process: int) -> bool:
 
 
 def _has_ended(process: int) -> bool:
-    """Tell whether a process has ended and its parent has not asked for its exit code yet."""
+    """Return whether a process has ended, but its parent has not read its exit code yet."""
     try:
         status = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:  # no Linux, or gone by now: the next look sees that
+    except OSError:  # not Linux, or gone by now: found the next time
         return False
     return status.rpartition(")")[2].split()[:1] == ["Z"]
 
 
 def leave_in(folder: Path, name: str, content: bytes) -> None:
-    """Make the folder of a group's ranks, and leave the first file there.
-
-    Raises
-    ------
-    OSError
-        If that cannot be.
-    """
+    """Make the folder of a group's ranks, and write a file there; raise OSError if it fails."""
     with explaining(
         f"a file in the folder {shown(str(folder))}",
-        "ranks find one another there, or tell that one has failed",
+        "ranks find one another there, or post that one has failed",
         "pass a folder that all ranks can write to",
     ):
         folder.mkdir(parents=True, exist_ok=True)
@@ -412,14 +372,14 @@ def leave_in(folder: Path, name: str, content: bytes) -> None:
 
 
 def write_at_once(path: Path, content: bytes) -> None:
-    """Write a file: who reads it sees all of it."""
+    """Write a file atomically: readers see all of it."""
     with _written(path.parent, content) as written:
         os.replace(written, path)
 
 
 @contextmanager
 def _written(folder: Path, content: bytes) -> Iterator[str]:
-    """Give the name of a temporary file with something in it."""
+    """Yield the name of a temporary file with this content."""
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as temporary:
         temporary.write(content)
     try:

@@ -1,10 +1,9 @@
-"""A group of ranks: what carries their bytes, which device is theirs, and what ends them.
+"""A group of ranks: its communicator, its device, and its failures.
 
-Ranks whose calls differ get an error each, before anything else is sent. For that each rank gathers
-what all ranks are about to do. On the host that costs no more than any message, and every call does
-it, also for CuPy arrays if the communicator can (`gathers_on_host`). Otherwise the host has to wait
-for the GPU's answer, and calls of a kind that was agreed on are not compared again. A digest
-travels first, and the words follow only if digests differ.
+Ranks compare descriptions of their calls, so that all get an error if calls differ, before anything
+else is sent. Where the host can gather (`gathers_on_host`) this is cheap, and every call does it.
+Otherwise the host has to wait for the GPU, and only the first call of a kind is compared. A digest
+is sent first; descriptions follow only if digests differ.
 """
 
 from __future__ import annotations
@@ -35,46 +34,45 @@ _NAMED = 8  # ranks in an error
 
 
 class Group:
-    """One rank's place among several.
+    """One rank of several that exchange arrays.
 
     Parameters
     ----------
     communicator : object
-        What carries the bytes: a `Communicator` of your own with three methods, or one of
+        Transfers the bytes: a `Communicator` of your own with three methods, or one of
         cupy.cuda.nccl, cupyx.distributed, nccl4py or mpi4py. `run` and `nccl_group` make groups
         without any of these.
     size : int, optional
-        How many ranks there have to be, where you know.
+        The expected number of ranks.
     folder : path, optional
-        One that all ranks see, new for each run: there they tell one another that one has failed.
-        A rank that does not come in time is then named by all others, even if it is stopped.
-        Without it, ranks of another library's communicator or of your own find out by the timeout,
-        and not which rank it is.
+        A folder that all ranks see, new for each run, in which they post failures. All ranks then
+        name a rank that does not come in time, even if it is stopped. Without a folder, ranks of
+        another library's communicator or of your own only see the timeout, not which rank it was.
     timeout : float
-        Seconds that a transfer may take once it is its turn. Then the communicator is aborted (if
-        it can be), and this call or the next one of this group raises `RankFailedError`. With a
-        folder, ranks are asked before, for at most 2 s, which of them has not come. A method
-        of your own that still waits is left to itself, on the thread that it was called on.
+        Seconds that a transfer may take once it may begin. Then the communicator is aborted (if it
+        can be), and this call or the next one of this group raises `RankFailedError`. With a
+        folder, ranks are asked before, for at most 2 s, which of them has not come. A method of
+        your own that still waits continues on its thread.
 
     Raises
     ------
     TypeError
-        For what is no communicator, or one whose rank or size is no integer.
+        For an object that is not a communicator, or one whose rank or size is not an integer.
     ValueError
-        For a communicator of another size, or a timeout that is no positive number.
+        For a communicator of another size, or a timeout that is not a positive number.
 
     Notes
     -----
-    Whatever a transfer raises ends the group: its later calls raise `RankFailedError`.
+    An error in a transfer ends the group: its later calls raise `RankFailedError`.
 
-    As a context manager it tells the other ranks of an exception that leaves the block, where there
-    is a way (`run`, `nccl_group`, a folder), and raises for another rank's failure at the end.
+    As a context manager it reports an exception that leaves the block to the other ranks, where it
+    can (`run`, `nccl_group`, a folder), and raises for another rank's failure at the end.
 
-    Of an MPI communicator it takes a duplicate, with its first transfer. MPI itself ends when all
-    ranks have: start with ``mpiexec -n 2 python -m mpi4py program.py``, and an exception of one,
-    `RankFailedError` too, ends all.
+    It duplicates an MPI communicator with its first transfer. MPI itself ends when all ranks have:
+    start with ``mpiexec -n 2 python -m mpi4py program.py``, so that an exception of one rank,
+    including `RankFailedError`, ends all.
 
-    The NCCLBackend of cupyx.distributed stays yours to end: unless rank 0 calls its ``stop()``, the
+    You have to end the NCCLBackend of cupyx.distributed: unless rank 0 calls its ``stop()``, the
     process of its store keeps the program from ending.
     """
 
@@ -95,8 +93,8 @@ class Group:
                 ValueError,
                 f"a communicator of {self.size} ranks, this one rank {self.rank}"
                 + ("" if size is None else f", for {shown(size)} ranks"),
-                "its ranks count from 0, and are as many as size says",
-                "make a communicator of the ranks that take part",
+                "its ranks count from 0 to size - 1",
+                "make a communicator of the participating ranks",
             )
         self.device: int | None = getattr(self._communicator, "device", None)
         self.transport = type(self._communicator).__name__
@@ -114,7 +112,7 @@ class Group:
         self._streams: dict[int, Stream] = {}
 
     def _channel(self, folder: str | os.PathLike[str] | None) -> Failures:
-        """Return where this group's ranks post a failure; without any, this rank for itself."""
+        """Return the `Failures` of this group; without any, one of this rank alone."""
         given: Failures | None = getattr(self._communicator, "failures", None)
         if folder is None:
             return given or SharedFailures()
@@ -122,7 +120,7 @@ class Group:
             raise error(
                 ValueError,
                 f"folder = {shown(folder)} with a {self.transport}",
-                "a folder is for a communicator whose ranks cannot tell one another of a failure",
+                "a folder is for a communicator whose ranks cannot post a failure otherwise",
                 "leave it out",
             )
         return FolderFailures(Path(folder) / "cupyattn-ranks", self.rank, self.size)
@@ -135,7 +133,7 @@ class Group:
         source: int,
         stream: Stream = None,
     ) -> None:
-        """Send arrays to one rank, and receive as many from another.
+        """Send arrays to one rank, and receive the same number from another.
 
         Parameters
         ----------
@@ -178,8 +176,8 @@ class Group:
             raise error(
                 ValueError,
                 f"{len(outgoing)} arrays to send, and {len(incoming)} to receive",
-                "a rank receives as many as it sends",
-                "pass as many of both, perhaps of no items",
+                "a rank receives the same number of arrays that it sends",
+                "pass the same number of both, empty arrays if needed",
             )
         if to == self.rank:
             self.check()
@@ -226,7 +224,7 @@ class Group:
         return [row.reshape(array.shape) for row in out]
 
     def _others(self) -> str:
-        """Name the ranks that this one waits for: any of them may be the one that has not come."""
+        """Name the ranks that this one waits for; any of them may be missing."""
         ranks = [str(rank) for rank in range(self.size) if rank != self.rank]
         if len(ranks) < 2:
             return f"rank {''.join(ranks)}"
@@ -236,17 +234,17 @@ class Group:
 
     @contextmanager
     def _transfer(self, stream: object, peer: int, waits_for: str) -> Iterator[None]:
-        """Watch what is inside; what it raises ends the group: nobody knows what is still to come.
+        """Watch the transfers inside; an error ends the group.
 
-        Otherwise a later call would take the bytes of this one for its own.
+        Otherwise a later call could receive the bytes of this one.
         """
         self.check()
         if not self._busy.acquire(blocking=False):
             raise error(
                 RuntimeError,
                 f"two threads use the group of rank {self.rank} at once",
-                "a rank's transfers have one order, which is that of the other ranks too",
-                "make a group for each thread, on a communicator of its own",
+                "a rank's transfers have one order, the same on all ranks",
+                "make a group for each thread, on a separate communicator",
             )
         waits_in_time = stream is None and isinstance(self._communicator, ThreadCommunicator)
         watched = nullcontext() if waits_in_time else self._watch.over(stream, peer, waits_for)
@@ -257,13 +255,13 @@ class Group:
             failure = self._failures.first()
             self.fail(raised)
             if failure is not None and isinstance(raised, Exception):
-                raise failure from None  # an aborted communicator has errors of its own
+                raise failure from None  # instead of the error of the aborted communicator
             raise
         finally:
             self._busy.release()
 
     def side_stream(self, device: int) -> Any:
-        """Return the stream that transfers of a device take, above others in priority."""
+        """Return the stream for transfers of a device, of high priority."""
         if device not in self._streams:
             cupy = load_cupy()
             with cupy.cuda.Device(device):
@@ -279,25 +277,25 @@ class Group:
             raise error(
                 RuntimeError,
                 f"the group of rank {self.rank} has ended",
-                "it serves inside of run's function, or of its with block",
-                "make the call there, or another group",
+                "it is valid inside the function of run, or its with block",
+                "make the call there, or make another group",
             )
 
     def fail(self, reason: BaseException | str) -> None:
-        """Tell the other ranks, where there is a way, that this one has failed."""
+        """Post that this rank has failed, if other ranks can read it."""
         text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
         self._failures.post(self.rank, f"rank {self.rank} failed: {text}")
         self._abort()
 
     def close(self) -> None:
-        """Leave the group, and give back what it holds."""
+        """Leave the group, and free its resources."""
         if self._closed:
             return
         self._closed = True
         self._watch.stop()
         self._failures.leave(self.rank)
         if self._failures.first() is not None:
-            self._abort()  # not all ranks are going to close
+            self._abort()  # not all ranks will close
         if (close := getattr(self._communicator, "close", None)) is not None:
             close()
 
@@ -311,7 +309,7 @@ class Group:
         _: TracebackType | None,
     ) -> None:
         if raised is not None:
-            self.fail(raised)  # who failed first stays
+            self.fail(raised)  # the first failure is kept
             self._watch.stop()
             return
         self._watch.drain()
@@ -339,22 +337,28 @@ _SHOWN = 180  # characters of a rank: errors have room for two
 
 
 def agree(
-    group: Group, said: Sequence[str], xp: ModuleType, *, allowed: str, fix: str, number: int = 0
+    group: Group,
+    description: Sequence[str],
+    xp: ModuleType,
+    *,
+    allowed: str,
+    fix: str,
+    number: int = 0,
 ) -> list[int]:
-    """Return the number of each rank, if all say the same of what they are about to do.
+    """Return the number of each rank, if all ranks pass the same description.
 
-    Arrays of `xp` carry both. `allowed` and `fix` are the error's.
+    Arrays of `xp` carry both. `allowed` and `fix` are parts of the error.
 
     Raises
     ------
     ValueError
-        If they do not, on every rank, with what differs.
+        If descriptions differ, on every rank, with the differences.
     RankFailedError
         If a rank has failed, or did not come in time.
     """
     if group.size == 1:
         return [number]
-    text = _BETWEEN.join(said).encode()
+    text = _BETWEEN.join(description).encode()
     digest = hashlib.sha256(text).digest()
     own = digest + number.to_bytes(_NUMBER, "little", signed=True)
     heads = _gather(group, own + len(text).to_bytes(_NUMBER, "little"), xp)
@@ -365,8 +369,8 @@ def agree(
         theirs = texts[other].rstrip(b"\0").decode().split(_BETWEEN)
         raise error(
             ValueError,
-            f"rank {group.rank} called with {_without(said, theirs)}, "
-            f"rank {other} with {_without(theirs, said)}",
+            f"rank {group.rank} called with {_without(description, theirs)}, "
+            f"rank {other} with {_without(theirs, description)}",
             allowed,
             fix,
         )
@@ -378,18 +382,18 @@ def agree(
 def _gather(group: Group, own: bytes, xp: ModuleType) -> list[bytes]:
     answers = group.all_gather(xp.asarray(np.frombuffer(own, np.uint8)))
     gathered = [on_host(x).tobytes() for x in answers]
-    group.check()  # of a transfer that was aborted nothing has come
+    group.check()  # an aborted transfer has received nothing
     return gathered
 
 
 def _without(parts: Sequence[str], others: Sequence[str]) -> str:
-    """Return what only one rank says."""
+    """Return the parts that only one rank has."""
     text = ", ".join(part for part in parts if part not in others) or "none of it"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
 
 
 def fingerprint(*arrays: Array | bytes) -> str:
-    """Return eight digits that tell what is on the host apart."""
+    """Return eight digits of a digest of arrays on the host."""
     digest = hashlib.sha256()
     for array in arrays:
         digest.update(array if isinstance(array, bytes) else np.ascontiguousarray(array).tobytes())

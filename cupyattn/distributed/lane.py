@@ -1,4 +1,4 @@
-"""Transfers that run during the computation: a second stream of a GPU, and blocks on their way."""
+"""Transfers during the computation: a second stream of a GPU, and the blocks that it carries."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
 
 Mark = Any
-"""A point in the order of what computes: an event; None for NumPy arrays, which need none."""
+"""An event on the stream that computes; None for NumPy arrays."""
 
 
 class Lane:
-    """The stream beside the current one of a call's device, on which its transfers go.
+    """A second stream of a call's device, for its transfers.
 
     For NumPy arrays there is none: a transfer is done when it returns.
     """
@@ -46,26 +46,26 @@ class Lane:
         raised: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Memory of the call is used again in the order of its own stream.
+        # The call's memory is reused in the order of its own stream.
         self.wait(self._mark(self._side))
         self._current.__exit__(kind, raised, trace)
 
     def mark(self) -> Mark:
-        """Mark what has been asked to be computed so far."""
+        """Mark the work that has been queued so far."""
         return self._mark(self._compute)
 
     def wait(self, mark: Mark) -> None:
-        """Hold what is computed next until a transfer is done."""
+        """Make later work wait for a transfer."""
         if mark is not None:
             self._compute.wait_event(mark)
 
     def transfer(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], hop: int, behind: Mark
+        self, outgoing: Sequence[Array], incoming: Sequence[Array], hop: int, after: Mark
     ) -> Mark:
-        """Send arrays `hop` ranks on and receive others, behind a mark; return when it is done."""
+        """Send arrays `hop` ranks on and receive others, after a mark; return a mark of the end."""
         rank, size = self.group.rank, self.group.size
-        if behind is not None:
-            self._side.wait_event(behind)
+        if after is not None:
+            self._side.wait_event(after)
         self.group.exchange(
             outgoing, (rank + hop) % size, incoming, (rank - hop) % size, self._side
         )
@@ -80,12 +80,11 @@ class Lane:
 
 
 class RingBlocks:
-    """Arrays that go round the ring: what is here now, and a buffer for what comes next.
+    """Arrays that travel around the ring: the current block, and a buffer for the next one.
 
-    Two buffers take turns: what has been received in one is used, and sent on, while the other
-    receives. The rank's own arrays are the first to be sent; they are a buffer themselves where
-    `overwrites` says so. Buffers are made here, before the first mark: memory that a later call
-    has freed may still be read by what it has started, and transfers wait for marks alone.
+    Two buffers alternate: one is used and sent on while the other receives. The rank's own arrays
+    are sent first; with `overwrites` they are a buffer too. Buffers are allocated here, before the
+    first mark: transfers only wait for marks, and memory that a later call frees may still be read.
     """
 
     def __init__(
@@ -101,20 +100,20 @@ class RingBlocks:
         self._arrived: Mark = None
         self._next: tuple[Array, ...] | None = None
 
-    def depart(self, hop: int, behind: Mark) -> None:
-        """Start sending what is here and receiving what comes next.
+    def depart(self, hop: int, after: Mark) -> None:
+        """Start sending the current block and receiving the next one.
 
-        `behind` is a mark behind whatever filled what is here, and used the buffer that receives.
+        `after` is a mark after the work that filled the block and that used the receiving buffer.
         """
         if hop % self._lane.group.size == 0:
             self._next = self.here
             return
         buffer = self._spare.pop()
-        self._arrived = self._lane.transfer(self.here, buffer, hop, behind)
+        self._arrived = self._lane.transfer(self.here, buffer, hop, after)
         self._next = buffer
 
     def arrive(self) -> tuple[Array, ...]:
-        """Hold what is computed next until the block has come, and return it."""
+        """Make later work wait for the next block, and return it."""
         assert self._next is not None
         self._lane.wait(self._arrived)
         if self._next is not self.here:

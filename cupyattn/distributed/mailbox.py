@@ -1,9 +1,8 @@
 """Ranks that are threads of one process: NumPy arrays are copied, CuPy arrays from GPU to GPU.
 
-A sender posts its array, the receiver copies it and says so. On GPUs the host waits only for the
-other thread to have come; the copy waits for the sender's stream by an event, and the sender's
-stream for the copy. Copies between GPUs go peer to peer where the driver can, otherwise through the
-host: what there is without NCCL.
+A sender posts its array; the receiver copies it and confirms. On GPUs the host waits only for the
+other thread to arrive: the copy waits for the sender's stream by an event, and the sender's stream
+waits for the copy. Copies go peer to peer where the driver can, otherwise through the host.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class Parcel:
 
     array: Array
     ready: object
-    """On a GPU the event behind what fills the array."""
+    """On a GPU the event after the work that fills the array."""
     copied: Any = None
-    """On a GPU the event behind the copy."""
+    """On a GPU the event after the copy."""
     taken: bool = False
 
 
 class PostOffice:
-    """The state that ranks of one process share: parcels on their way, and who waits for whom."""
+    """The state that ranks of one process share: parcels, and which rank waits for which."""
 
     def __init__(self, timeout: float) -> None:
         self.failures = SharedFailures()
@@ -44,7 +43,7 @@ class PostOffice:
         self._timeout = timeout
         self._boxes: dict[tuple[int, int], deque[Parcel]] = defaultdict(deque)
         self._waits_for: dict[int, tuple[int, Callable[[], bool]]] = {}
-        """By rank for whom it waits, and whether that is done: then it only has to wake up."""
+        """By rank: the rank that it waits for, and whether the wait is over."""
 
     def put(self, parcel: Parcel, rank: int, peer: int) -> None:
         """Post a parcel."""
@@ -61,13 +60,13 @@ class PostOffice:
         return box.popleft()
 
     def confirm(self, parcel: Parcel) -> None:
-        """Say that a parcel is copied, or on a GPU going to be."""
+        """Confirm that a parcel is copied, or on a GPU that its copy is queued."""
         with self._changed:
             parcel.taken = True
             self._changed.notify_all()
 
     def wait_until_taken(self, parcel: Parcel, rank: int, peer: int) -> None:
-        """Wait until a parcel's receiver has come."""
+        """Wait until a parcel's receiver has taken it."""
         self._wait(lambda: parcel.taken, rank, peer)
 
     def raise_failure(self) -> None:
@@ -85,7 +84,7 @@ class PostOffice:
                 del self._waits_for[rank]
 
     def _who_is_missing(self, peer: int) -> int:
-        """Follow who waits for whom to one that does not; in a circle, the first."""
+        """Follow the ranks that wait to one that does not; in a circle, return the first."""
         rank, seen = peer, set[int]()
         while rank in self._waits_for and rank not in seen:
             next_rank, done = self._waits_for[rank]
@@ -97,7 +96,7 @@ class PostOffice:
 
 
 class ThreadCommunicator:
-    """One thread's end."""
+    """The communicator of one thread."""
 
     gathers_on_host = True
 
@@ -107,7 +106,7 @@ class ThreadCommunicator:
         self.device = device
         self.failures = office.failures
         self._sent: list[tuple[Parcel, int, Any]] | None = None
-        """Inside of `together` what has been sent."""
+        """The parcels that were sent inside `together`."""
 
     def send(self, array: Array, peer: int, stream: object) -> None:
         """Send an array to a rank."""
@@ -130,7 +129,7 @@ class ThreadCommunicator:
                 f"rank {peer} sent {source.dtype} {source.shape}, rank {self.rank} expected "
                 f"{array.dtype} {array.shape}",
                 "ranks call with arrays of the same shapes and dtypes, in the same order",
-                f"look where rank {peer} and rank {self.rank} part",
+                f"find where the calls of rank {peer} and rank {self.rank} differ",
             )
         if stream is None:
             array[...] = source
@@ -157,7 +156,7 @@ class ThreadCommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send without waiting until it is received; wait behind the block."""
+        """Send without waiting until it is received; wait at the end of the block."""
         self._sent = []
         try:
             yield
@@ -168,7 +167,7 @@ class ThreadCommunicator:
             self._sent = None
 
     def _collect(self, parcel: Parcel, peer: int, stream: Stream) -> None:
-        """Hold whatever comes behind until a parcel is copied."""
+        """Make later work wait until a parcel is copied."""
         self._office.wait_until_taken(parcel, self.rank, peer)
         if stream is not None:
             stream.wait_event(parcel.copied)

@@ -1,10 +1,8 @@
 """NCCL through `cupy.cuda.nccl`, imported when it is needed: CuPy's wheel does not contain it.
 
-An operation of NCCL that has begun on one GPU of a process waits for the process's other ranks.
-While it waits, a thread of another rank can neither allocate memory nor load a kernel: CUDA makes
-these calls wait for the peers' GPUs. So the threads meet before each operation: none begins before
-all are ready (two H200, driver 13.0, 2026-11-23: without the meeting the ranks' first backward
-never ends).
+An NCCL operation that has begun on one GPU of a process waits for the process's other ranks. While
+it waits, threads of other ranks can neither allocate memory nor load a kernel. So all threads meet
+before each operation (two H200, driver 13.0, 2026-11-23: without it the first backward never ends).
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ _Result = TypeVar("_Result")
 
 
 def aside(call: Callable[[], _Result], look: Callable[[], None]) -> _Result:
-    """Return what a call returns, or raise what it raises; `look` raises once it took too long.
+    """Make a call on a daemon thread and return its result; `look` raises to end the wait.
 
-    Then the call is left to itself, on a thread that the end of the program does not wait for.
+    The call then continues on its thread, which does not keep the program from ending.
 
     Examples
     --------
@@ -58,24 +56,24 @@ def aside(call: Callable[[], _Result], look: Callable[[], None]) -> _Result:
 
 
 class ThreadMeeting:
-    """A point that all ranks come to, again and again.
+    """A barrier of the ranks of a process, at which each may pass a value to all.
 
     Examples
     --------
     >>> alone = ThreadMeeting(1, SharedFailures(), timeout=1.0)
-    >>> alone(0, "what rank 0 says"), alone(0)
-    (['what rank 0 says'], [None])
+    >>> alone(0, "a value of rank 0"), alone(0)
+    (['a value of rank 0'], [None])
     """
 
     def __init__(self, size: int, failures: SharedFailures, timeout: float) -> None:
         self._came = [0] * size
-        self._said: list[list[Any]] = [[None] * size, [None] * size]
-        """By turns: nobody overwrites one before all have come to the next."""
+        self._values: list[list[Any]] = [[None] * size, [None] * size]
+        """Two lists alternate: one is overwritten only after all have reached the next barrier."""
         self._failures = failures
         self._timeout = timeout
 
-    def __call__(self, rank: int, says: object = None) -> list[Any]:
-        """Return when all ranks have come as often as this one, with what each says.
+    def __call__(self, rank: int, value: object = None) -> list[Any]:
+        """Wait until all ranks have come as often as this one; return the value of each.
 
         Raises
         ------
@@ -84,22 +82,22 @@ class ThreadMeeting:
         """
         with self._failures.changed:
             self._came[rank] += 1
-            turn = self._came[rank]
-            self._said[turn % 2][rank] = says
+            count = self._came[rank]
+            self._values[count % 2][rank] = value
             self._failures.changed.notify_all()
         self._failures.wait(
-            lambda: min(self._came) >= turn,
-            lambda: next(other for other, came in enumerate(self._came) if came < turn),
+            lambda: min(self._came) >= count,
+            lambda: next(other for other, came in enumerate(self._came) if came < count),
             rank,
             self._timeout,
         )
-        return list(self._said[turn % 2])
+        return list(self._values[count % 2])
 
 
 ID_BYTES = 128
 # NVLink multicast (NVLS) serves all-reduce. A ring sends and receives, and gains nothing by it; but
 # a program that uses it can leave the GPUs of a shared host out of service. NCCL reads this once,
-# as it makes its first communicator. Who sets it themselves has it as they set it.
+# when it makes its first communicator. A value that the user has set is kept.
 _NO_MULTICAST = ("NCCL_NVLS_ENABLE", "0")
 
 
@@ -128,7 +126,7 @@ def load_nccl() -> Any:
 
 
 def nccl_is_there() -> bool:
-    """Tell whether NCCL can be imported."""
+    """Return whether NCCL can be imported."""
     try:
         load_nccl()
     except (ImportError, RuntimeError):
@@ -181,7 +179,7 @@ class NCCLCommunicator:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Make one operation of all inside."""
+        """Group all operations inside into one."""
         self._meet()
         self._nccl.groupStart()
         try:
@@ -194,11 +192,11 @@ class NCCLCommunicator:
             self._meeting(self.rank)
 
     def abort(self) -> None:
-        """End what waits for another rank, on the GPU too."""
+        """End calls that wait for another rank, on the GPU too."""
         self._communicator.abort()
 
     def close(self) -> None:
-        """Give back what NCCL holds."""
+        """Free NCCL's resources."""
         self._communicator.destroy()
 
 
@@ -235,21 +233,21 @@ def of_id(
                 f"rank {rank} waited {timeout:g} s for the other ranks to join NCCL's communicator"
                 + (f"; in {failures.folder} there is no sign of rank {absent}" if absent else ""),
                 f"all {size} ranks join it, with one id",
-                "look whether they run, or pass a longer timeout",
+                "check that they run, or pass a longer timeout",
             )
 
     return NCCLCommunicator(aside(join, look), failures)
 
 
 def new_id() -> bytes:
-    """Return 128 bytes that ranks find one another by."""
+    """Return 128 new bytes that identify a communicator."""
     return bytes(load_nccl().get_unique_id())
 
 
 def of_devices(
     devices: list[int], failures: SharedFailures, timeout: float
 ) -> list[NCCLCommunicator]:
-    """Make a communicator of several devices of this process, one end for each."""
+    """Make one communicator for each of several devices of this process."""
     meeting = ThreadMeeting(len(devices), failures, timeout)
     ends = load_nccl().NcclCommunicator.initAll(devices)
     return [NCCLCommunicator(end, failures, meeting) for end in ends]

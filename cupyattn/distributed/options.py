@@ -1,8 +1,8 @@
-"""The options of a ring's calls, cut for each call, and which of them ranks have to pass alike.
+"""The options of a ring's calls, cut for each call, and their description for other ranks.
 
 Masks and biases have a number for each score. A rank passes the rows of its own queries and the
-columns of all keys: a call takes those of its queries, and the columns of its keys. An expression
-counts queries and keys from the beginning of a call; it gets the offsets of both in the whole.
+columns of all keys; a call takes a part of both. An expression counts queries and keys from the
+beginning of a call, and gets the offsets of both in the whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_four_axes(array: Array) -> Array:
 
 
 def place_of(array: Array, call: AttentionCall, placement: Placement) -> tuple[slice, ...]:
-    """Return where in a mask or a bias of four axes the scores of a call stand."""
+    """Return the index of a call's scores in a mask or a bias of four axes."""
     start, count = call.key_starts[0], call.keys.stop - call.keys.start
     columns = slice(start, start + count * placement.step, placement.step)
     return (
@@ -45,10 +45,10 @@ def place_of(array: Array, call: AttentionCall, placement: Placement) -> tuple[s
 def blocks_of(
     of_whole: BlockMask, mask_mod: object, call: AttentionCall, placement: Placement
 ) -> Any:
-    """Return the block mask of a call, whose mask_mod has been told where it stands.
+    """Return the block mask of a call; `mask_mod` has the call's offsets already.
 
-    A tile that reaches beyond a piece says no less of what it has within. Where tiles lie across
-    the beginning of a piece, and of striped tokens, the mask_mod decides alone.
+    A tile that reaches beyond a piece is still valid within it. Where a piece begins inside a tile,
+    and for striped tokens, the mask_mod alone decides.
     """
     rows, keys = (part.stop - part.start for part in (call.queries, call.keys))
     starts = call.query_starts[0], call.key_starts[0]
@@ -66,7 +66,7 @@ def blocks_of(
 
 
 class ScoreOffsets(NamedTuple):
-    """Where the scores of a call stand."""
+    """The position of a call's scores in the whole."""
 
     at: Array
     """(3, n): sequence, position of the first query and of the first key; n is 1, or for packed
@@ -76,13 +76,13 @@ class ScoreOffsets(NamedTuple):
     """How many positions lie between two neighbours."""
 
     def __call__(self, b: object, q_idx: Any, k_idx: Any) -> tuple[Any, Any, Any]:
-        """Return where scores stand in the whole, of where they do in the call."""
+        """Return the indices of scores in the whole from those in the call."""
         batch, query, key = (row[b if self.packed else 0] for row in self.at)
         return b + batch, query + self.step * q_idx, key + self.step * k_idx
 
 
 def moved(given: Any, places: ScoreOffsets) -> Any:
-    """Return a score_mod or mask_mod of a call, of that of the whole sequences.
+    """Return the score_mod or mask_mod of a call from that of the whole sequences.
 
     In C++ the expression is the body of a function of the names that it has, so that these mean
     the whole. What of it changes from call to call is an array: kernels are compiled once.
@@ -129,7 +129,7 @@ def _moved_function(
 ARRAYS = ("seqused_k", "mask", "bias", "alibi_slopes", "sinks")
 """The options that are arrays, apart from tables and from what expressions name."""
 OF_ROWS = ("mask", "bias")
-"""Those of which each rank has the rows of its own queries."""
+"""The options of which each rank has the rows of its own queries."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RingOptions:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """Those that were given, by name."""
+        """The arrays that were given, by name."""
         given = {name: getattr(self, name) for name in ARRAYS}
         return {name: array for name, array in given.items() if array is not None}
 
@@ -166,19 +166,19 @@ class RingOptions:
 
     @property
     def uses_positions(self) -> bool:
-        """Whether more depends on where queries and keys stand than what is seen."""
+        """Whether anything but the causal or window mask depends on positions."""
         names = (*OF_ROWS, "seqused_k", "alibi_slopes")
         given = any(getattr(self, name) is not None for name in names)
         return self.dropout_p > 0 or given or bool(self.expressions)
 
     @property
     def of_scores(self) -> Keywords:
-        """Those that change scores in every call alike, by name."""
+        """The options that are the same in every call, by name."""
         names = ("softmax_scale", "alibi_slopes", "softcap")
         return {name: getattr(self, name) for name in names}
 
     def of_no_tokens(self) -> Keywords:
-        """Return what a call of no tokens takes: it checks what does not depend on them."""
+        """Return the options of a call without tokens, which checks the rest of its arguments."""
         return {
             "causal": self.causal,
             "window_size": self.window_size,
@@ -192,40 +192,40 @@ class RingOptions:
         }
 
     def description(self, *, longest: int, each_time: bool) -> list[str]:
-        """Say what all ranks have to pass alike, without what was left out.
+        """Describe the options that all ranks have to pass alike, without those left out.
 
-        NumPy arrays are told by what is in them, of tables as many rows as sequences have, and
-        those of a GPU by shape. The seed, which changes from call to call, is told where every call
-        is compared: elsewhere whoever says something new waits for the other ranks.
+        NumPy arrays are described by their contents (of tables the rows in use), arrays of a GPU by
+        shape. The seed changes from call to call: it is included only where every call is compared,
+        because a new description makes a rank wait for the others.
         """
-        said = ["causal=True"] if self.causal else []
-        said += [f"window_size={self.window_size}"] if self.window_size is not None else []
+        parts = ["causal=True"] if self.causal else []
+        parts += [f"window_size={self.window_size}"] if self.window_size is not None else []
         numbers = {
             "softmax_scale": self.softmax_scale,
             "softcap": self.softcap,
             "dropout_p": self.dropout_p or None,
         }
-        said += [f"{name}={float(x)}" for name, x in numbers.items() if x is not None]
+        parts += [f"{name}={float(x)}" for name, x in numbers.items() if x is not None]
         if self.dropout_p and each_time:
-            said.append(f"seed={self.seed}")
-        said += [
-            f"{name} {_told(array, values=name not in OF_ROWS)}"
+            parts.append(f"seed={self.seed}")
+        parts += [
+            f"{name} {_described(array, values=name not in OF_ROWS)}"
             for name, array in self.arrays.items()
         ]
         if self.rotary is not None:
             cos, sin, interleaved = (*self.rotary, False)[:3]
-            tables = " and ".join(_told(table[:longest]) for table in (cos, sin))
-            said.append(f"rotary {tables}{' interleaved' if interleaved else ''}")
+            tables = " and ".join(_described(table[:longest]) for table in (cos, sin))
+            parts.append(f"rotary {tables}{' interleaved' if interleaved else ''}")
         for name, given in self.expressions.items():
             if isinstance(given, ScoreMod | MaskMod):
-                named = [f" {x} {_told(array)}" for x, array in given.arrays.items()]
-                said.append(f"{name} {given.expression}; {given.gradient}{''.join(named)}")
+                named = [f" {x} {_described(array)}" for x, array in given.arrays.items()]
+                parts.append(f"{name} {given.expression}; {given.gradient}{''.join(named)}")
             else:
-                said.append(f"{name} is a function")
-        return said
+                parts.append(f"{name} is a function")
+        return parts
 
 
-def _told(array: Array, *, values: bool = True) -> str:
+def _described(array: Array, *, values: bool = True) -> str:
     content = f" {fingerprint(array)}" if values and isinstance(array, np.ndarray) else ""
     return f"{array.dtype} {array.shape}{content}"
 

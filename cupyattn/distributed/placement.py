@@ -2,16 +2,16 @@
 
 A sequence is cut into pieces of equal length, numbered in order. A rank holds one or two of them:
 
-    contiguous   rank r holds piece r of as many as there are ranks
-    zigzag       rank r holds pieces r and 2 ranks - 1 - r of twice as many
-    striped      rank r holds tokens r, r + ranks, r + 2 ranks ...
+    contiguous   of R pieces, R ranks: rank r holds piece r
+    zigzag       of 2 R pieces: rank r holds pieces r and 2 R - 1 - r
+    striped      rank r holds tokens r, r + R, r + 2 R ...
 
 With causal attention the last tokens see most keys: contiguous pieces leave the first ranks idle.
 Zigzag pairs an early piece with a late one (Zhu, ring-flash-attention, 2024), striped deals tokens
 out one by one (Brandon et al., arXiv:2311.09431): each rank has as much work as the others.
 
-Packed sequences are each cut alike. A rank holds the first piece of every sequence, one behind the
-other, and with zigzag behind all of those the second pieces.
+Each packed sequence is cut in this way. A rank holds the first piece of every sequence, then with
+zigzag the second piece of every sequence.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Placement(NamedTuple):
 def placement_of(name: object, ranks: int, lengths: Sequence[int]) -> Placement:
     """Check that a placement can deal out sequences of these lengths.
 
-    One rank holds all tokens in their order under each of them, which is what contiguous says.
+    A single rank holds all tokens in order, so its placement is contiguous.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def placement_of(name: object, ranks: int, lengths: Sequence[int]) -> Placement:
 
 
 def token_positions(placement: Placement, rank: int, lengths: Sequence[int]) -> NDArray[np.int32]:
-    """Return where in its sequence each token of a rank stands, of sequences of these lengths."""
+    """Return the position in its sequence of each token of a rank."""
     pieces = [
         np.asarray(placement.piece(number, length), np.int32)
         for number in placement.numbers(rank)
@@ -116,7 +116,7 @@ def sequence_bounds(cu_seqlens: object) -> tuple[int, ...]:
     try:
         given = np.asarray(cu_seqlens)
         whole = given.ndim == 1 and given.size > 0 and given.dtype.kind in "iu"
-    except TypeError:  # CuPy's arrays are not converted by stealth
+    except TypeError:  # CuPy arrays are not converted implicitly
         whole = False
     if not whole:
         raise error(

@@ -1,8 +1,8 @@
 """Which calls of attention a ring makes: a pure function of ranks, lengths, placement and window.
 
-At step i every rank attends to the keys and values of the rank `shift` places before it. Blocks
-move on by whole ranks, and shifts at which no rank sees anything are jumped over. Within a step the
-pieces of the queries meet those of the keys. With d = (first position of the queries' piece) -
+At each step every rank attends to the keys and values of the rank `shift` places before it. Blocks
+move on by whole ranks, and shifts at which no rank sees anything are skipped. Within a step each
+piece of queries attends to each piece of keys. With d = (first position of the queries' piece) -
 (that of the keys') and positions `step` apart, query i sees key j of the two pieces where
 
     -left <= position of key - position of query = step (j - i) - d <= right
@@ -53,9 +53,9 @@ class AttentionCall(NamedTuple):
     left: int | None
     right: int | None
     own: bool
-    """Whether each query meets itself here: it does so in one call of all. Sinks belong there."""
+    """Whether queries see their own keys, as they do in one of all calls. Sinks belong there."""
     query_starts: tuple[int, ...]
-    """The position of the first query in each sequence; of joined pieces that of the first."""
+    """The position of the first query in each sequence, of the first of joined pieces."""
     key_starts: tuple[int, ...]
 
 
@@ -68,7 +68,7 @@ class RingStep(NamedTuple):
 
 
 class RingPlan(NamedTuple):
-    """All that one rank does."""
+    """The steps of one rank."""
 
     placement: Placement
     rank: int
@@ -78,7 +78,7 @@ class RingPlan(NamedTuple):
 
     @property
     def hops(self) -> tuple[int, ...]:
-        """By how many ranks blocks move on behind each step; behind the last one, home."""
+        """By how many ranks blocks move on after each step; after the last one they return home."""
         shifts = [step.shift for step in self.steps] + [self.placement.ranks]
         return tuple(after - before for before, after in pairwise(shifts))
 
@@ -86,8 +86,8 @@ class RingPlan(NamedTuple):
     def parted(self) -> tuple[tuple[RingStep, ...], tuple[AttentionCall, ...]]:
         """Steps without the own block's later pieces of queries, and those calls for the end.
 
-        Backward, the gradients of the last block go home while the rank computes them; of causal
-        order the first piece has a quarter of the own block, which is beside the first transfer.
+        In the backward these calls run while the gradients of the last block go home. In causal
+        order the first piece has a quarter of the own block, which runs during the first transfer.
         """
         first, *others = self.steps
         piece = int(self.cu_seqlens[-1])
@@ -123,9 +123,9 @@ class Sight(NamedTuple):
 def sight_of(
     causal: bool, window_size: tuple[int | None, int | None] | None, longest: int
 ) -> Sight:
-    """Return what causal and window_size leave to a query of sequences no longer than `longest`.
+    """Return the keys that causal and window_size leave to a query.
 
-    A side that reaches every key is None, however large: positions are 64-bit integers.
+    A side that reaches every key of the `longest` sequence is None: positions are 64-bit integers.
     """
     left, right = window_size or (None, None)
     sides = left, 0 if causal else right
@@ -150,15 +150,15 @@ def ring_plan(
     Parameters
     ----------
     placement
-        Which ranks hold what; it splits all `lengths`.
+        The tokens of each rank; it splits all `lengths`.
     rank
-        Whose plan.
+        The rank to plan for.
     lengths
-        Of the whole sequences.
+        Lengths of the whole sequences.
     sight
-        What causal and window_size leave to a query.
+        The keys that causal and window_size leave to a query.
     join
-        Make one call of neighbouring pairs of pieces where that gives the same.
+        Join neighbouring pairs of pieces into one call where the result is the same.
     packed
         Sequences are packed in one axis: pieces of two sequences lie between two of one, and there
         is nothing to join.
@@ -290,7 +290,7 @@ def _call(
         seen |= bool(_seen(low, high, extent))
         below |= low is not None and low > 1 - extent
         above |= high is not None and high < extent - 1
-        # Where nobody stands between two tokens of a piece, the nearest one does.
+        # Between two tokens of a piece, take the nearest one.
         offset = (start - key_start) // placement.step
         offset = offset if low is None else max(offset, low)
         offsets.append(offset)
@@ -319,7 +319,7 @@ def _joined(calls: list[AttentionCall], alike: str, neighbours: str) -> list[Att
         whole = all(side is None for side in (last.left, last.right, call.left, call.right))
         adjacent = getattr(last, neighbours).stop == getattr(call, neighbours).start
         same = getattr(last, alike) == getattr(call, alike)
-        # A query meets itself once; one that does and one that does not are no one call.
+        # Calls in which queries see their own keys are not joined with others.
         if joined and whole and adjacent and same and (alike == "queries" or last.own == call.own):
             both = RankRows(getattr(last, neighbours).start, getattr(call, neighbours).stop)
             rows: Keywords = {neighbours: both}

@@ -1,7 +1,7 @@
 """A call of ring attention, checked before anything is sent: its arrays, its plan, its options.
 
-On its rank a call is checked before anything is computed. That all ranks call alike is found out
-behind the kernels of the own block: until then nothing is sent, and the GPU does not wait for that.
+A rank checks its call before it computes. Ranks compare their calls after the kernels of the own
+block are queued: nothing is sent until then, and the GPU does not wait for it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class RingProblem:
         return self.plan.placement
 
     def rotated(self, x: Array, *, inverse: bool = False) -> Array:
-        """Turn queries or keys by where they stand in the whole sequence; or turn gradients back.
+        """Rotate queries or keys by their positions in the whole sequence; or gradients back.
 
-        Each rank turns what it holds, once: turned keys travel.
+        Each rank rotates its own keys once, before they are sent.
         """
         if self.options.rotary is None:
             return x
@@ -77,12 +77,12 @@ class RingProblem:
         return rope(x, cos, sin, positions=where, interleaved=interleaved, inverse=inverse)
 
     def agree(self) -> None:
-        """Find out that all ranks call alike, before anything is sent.
+        """Compare the calls of all ranks, before anything is sent.
 
         Raises
         ------
         ValueError
-            If they do not, on every rank.
+            If calls differ, on every rank.
         RankFailedError
             If a rank has failed, or did not come in time.
         """
@@ -92,15 +92,15 @@ class RingProblem:
         each_time = self.xp is np or group.gathers_on_host
         arrays = [f"{name} {x.dtype} {x.shape}" for name, x in self.arrays.items()]
         lengths = self.plan.lengths
-        # A list of many lengths is shown in part, and told apart whole.
+        # A list of many lengths is shown in part; the digest compares all of it.
         each = f"lengths {shown(list(lengths))} ({fingerprint(np.array(lengths, np.int64))})"
         of_options = self.options.description(longest=max(lengths, default=0), each_time=each_time)
-        said = (*arrays, self.placement.name, *of_options, each)
-        if said in group.agreed:
+        described = (*arrays, self.placement.name, *of_options, each)
+        if described in group.agreed:
             return
-        agree(group, said, np if each_time else self.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
+        agree(group, described, np if each_time else self.xp, allowed=_ALIKE, fix=_CALL_ALIKE)
         if not each_time:
-            group.agreed.add(said)
+            group.agreed.add(described)
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +111,7 @@ def _positions(
     device: int | None,
     stream: int | None,
 ) -> Array:
-    """Return where a rank's tokens stand, copied once to the current device and stream, if any.
+    """Return the positions of a rank's tokens, copied once to the current device and stream.
 
     The key names these: a copy joins its stream's order, and a large one waits for it.
     """
@@ -163,7 +163,7 @@ def ring_problem(
     lengths = _lengths(tokens * group.size, cu_seqlens)
     _require_shapes(lifted, packed)
     require_rows(options, (len(q), q.shape[2], tokens), lengths, packed)
-    # What attention refuses is refused here, in its words: a call of no tokens checks the same.
+    # A call without tokens raises what attention raises.
     nothing = [x[:, :0] for x in (q, k, v)]
     if packed:  # slopes may be of each sequence
         xp = np if isinstance(q, np.ndarray) else load_cupy()
@@ -207,7 +207,7 @@ def _lifted(name: str, array: Array, packed: bool) -> Array:
 
 
 def _require_tokens(arrays: dict[str, Array], tokens: int) -> None:
-    """Raise unless all arrays are of as many tokens: calls take rows of them, and would not see."""
+    """Raise unless all arrays have the same number of tokens."""
     for name, array in arrays.items():
         found = array.shape[2] if name in ("lse", "dlse") else array.shape[1]
         if found != tokens:
@@ -244,12 +244,12 @@ def _lengths(tokens: int, cu_seqlens: object) -> tuple[int, ...]:
     if bounds[-1] != tokens:
         raise error(
             ValueError,
-            f"cu_seqlens end at {bounds[-1]}, and the ranks together hold {tokens} tokens",
+            f"cu_seqlens end at {bounds[-1]}, but all ranks hold {tokens} tokens",
             "cu_seqlens are those of whole sequences, and every rank holds an equal share of them",
-            "pass those of before the cut, and a group of as many ranks as the cut had",
+            "pass the cu_seqlens of the whole sequences, and a group with a rank for each shard",
         )
     return tuple(after - before for before, after in pairwise(bounds))
 
 
 _ALIKE = "all ranks hold shards of one shape and pass the same options"
-_CALL_ALIKE = "split the sequence evenly, and call alike on every rank"
+_CALL_ALIKE = "split the sequence evenly, and make the same call on every rank"

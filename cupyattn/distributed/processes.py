@@ -1,7 +1,7 @@
 """A process for each rank, started by mpiexec or any other launcher.
 
-Launchers leave a process's rank in its environment. Processes that share a folder find one another
-there: all have come, and all have one id.
+Launchers set a process's rank in its environment. Processes that share a folder exchange NCCL's id
+there, once all have come.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
     """Return the id of NCCL that rank 0 makes, once all ranks have come.
 
-    Each leaves a token, drawn anew. Rank 0 writes the id beside the tokens that it finds; who finds
-    their own there signs that, and all go on when all have signed. What an earlier run has left in
-    the folder bears neither token nor signature of this one.
+    Each rank writes a random token. Rank 0 writes the id with the tokens that it finds; a rank that
+    finds its own token there signs this, and all continue when all have signed. Files of an earlier
+    run have neither token nor signature of this one.
 
     Raises
     ------
@@ -44,13 +44,13 @@ def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
         If a rank does not come in time, which it names.
     """
     token = secrets.token_hex(16).encode()
-    leave_in(folder, _card(folder, rank).name, token)
+    leave_in(folder, _token_file(folder, rank).name, token)
     made = new_id() if rank == 0 else b""
     until = time.monotonic() + timeout
     invitation = signature = b""
     while True:
         if rank == 0:
-            cards = _cards(folder, size)
+            cards = _tokens(folder, size)
             if all(cards):
                 seen = made + b" ".join(card[0] for card in cards)
                 if seen != invitation:  # of a rank that comes now, an earlier run's was there
@@ -63,32 +63,32 @@ def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
             seen = _read(folder / _ID)
             if seen != invitation and token in seen[ID_BYTES:].split():
                 invitation, signature = seen, _sign(seen)
-                leave_in(folder, _card(folder, rank).name, token + b" " + signature)
+                leave_in(folder, _token_file(folder, rank).name, token + b" " + signature)
             if signature and _read(folder / _GO) == signature:
                 return invitation[:ID_BYTES]
         if time.monotonic() > until:
-            missing = ", ".join(map(str, _missing(_cards(folder, size), signature)))
+            missing = ", ".join(map(str, _missing(_tokens(folder, size), signature)))
             raise error(
                 TimeoutError,
                 f"rank {rank} waited {timeout:g} s in {folder} for rank {missing} of {size}",
-                "all ranks come there before any goes on",
-                "look whether that rank runs and sees the same folder, or pass a longer timeout",
+                "all ranks come there before any continues",
+                "check that this rank runs and sees the same folder, or pass a longer timeout",
             )
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
-def _card(folder: Path, rank: int) -> Path:
+def _token_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}"
 
 
-def _cards(folder: Path, size: int) -> list[list[bytes]]:
+def _tokens(folder: Path, size: int) -> list[list[bytes]]:
     """Return each rank's token and signature, as far as they are there."""
-    cards = [_read(_card(folder, rank)).split() for rank in range(size)]
+    cards = [_read(_token_file(folder, rank)).split() for rank in range(size)]
     return [card if card and _TOKEN.fullmatch(card[0]) else [] for card in cards]
 
 
 def _missing(cards: list[list[bytes]], signature: bytes) -> list[int]:
-    """Tell who has left nothing; otherwise who has not signed; otherwise it is rank 0."""
+    """Return the ranks without a token; otherwise those that have not signed; otherwise rank 0."""
     absent = [rank for rank, card in enumerate(cards) if not card]
     unsigned = [rank for rank, card in enumerate(cards) if rank and card[1:] != [signature]]
     return absent or (unsigned if signature else []) or [0]
@@ -99,7 +99,7 @@ def _sign(invitation: bytes) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Return what a file holds: nothing if it is not there, or no rank can have written it."""
+    """Return a file's content: nothing if it is absent, or no rank can have written it."""
     try:
         return read_bytes(path, _MOST_BYTES, _garbage)
     except (FileNotFoundError, ValueError):
@@ -126,21 +126,21 @@ class Launched(NamedTuple):
     rank: int
     size: int
     local_rank: int
-    """Which of the processes of its host; the rank where nothing says so."""
+    """The number of the process on its host; the rank if the environment has none."""
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     """Read which rank this process is, of how many.
 
-    Slurm's batch job is in the environment of all that is started in it, so any other launcher
-    knows better.
+    The variables of a Slurm batch job are in the environment of everything that is started in it,
+    so those of any other launcher come first.
 
     Raises
     ------
     RuntimeError
-        If nothing there says so, or launchers disagree.
+        If the environment has no rank, or launchers disagree.
     ValueError
-        For numbers that are none.
+        For values that are not numbers.
 
     Examples
     --------
@@ -156,15 +156,15 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
         if len({(place.rank, place.size) for place in found.values()}) > 1:
             raise error(
                 RuntimeError,
-                ", ".join(f"{name} says {at.rank} of {at.size}" for name, at in found.items()),
-                "a process is one rank, and launchers may stand inside of one another",
+                ", ".join(f"{name} has {at.rank} of {at.size}" for name, at in found.items()),
+                "a process is one rank, but launchers may be nested",
                 _FIX,
             )
         if found:
             return next(iter(found.values()))
     raise error(
         RuntimeError,
-        "nothing in the environment says which rank this process is",
+        "the environment has no rank of this process",
         f"launchers set {', '.join(rank for rank, *_ in (*_LAUNCHERS, _BATCH_SYSTEM))}",
         f"start with mpiexec -n 2 python ..., or {_FIX}",
     )
@@ -220,7 +220,7 @@ def nccl_group(
         timeout.
     timeout : float
         Seconds that this waits for the other ranks to join, and that a transfer may take once it
-        is its turn.
+        may begin.
 
     Returns
     -------
@@ -268,7 +268,7 @@ def launched_group(
     folder : path
         One that all ranks see, and that no other run uses at the same time.
     device : int, optional
-        CUDA ordinal of this rank; by default its number on its host, as the launcher says it,
+        CUDA ordinal of this rank; by default its number on its host, as the launcher sets it,
         modulo the number of devices.
     timeout : float
         As for `nccl_group`; as long it waits before for all ranks to come to the folder.
@@ -280,10 +280,10 @@ def launched_group(
     Raises
     ------
     RuntimeError
-        If the environment does not say which rank this is, or launchers in it disagree; if NCCL is
+        If the environment has no rank of this process, or launchers in it disagree; if NCCL is
         not installed.
     ValueError
-        For numbers in the environment that are none, or a timeout that is none above 0.
+        For values in the environment that are not numbers, or a timeout that is not above 0.
     TimeoutError
         If a rank does not come in time.
     RankFailedError

@@ -31,7 +31,7 @@ class Wanted(NamedTuple):
 
 
 def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
-    """Return what was given for out and lse.
+    """Return the arrays that were given for out and lse.
 
     Raises
     ------
@@ -40,8 +40,7 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
     """
     if out is None:
         return None, None
-    kind = type(out).__name__
-    passed = f"is a tuple of {len(out)}" if isinstance(out, tuple) else f"has type {kind}"
+    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
     if return_lse and not (isinstance(out, tuple) and len(out) == 2):
         raise error(
             TypeError, f"out {passed}", "with return_lse it must be a tuple", "pass out=(out, lse)"
@@ -56,7 +55,7 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
 def given_gradients(
     grads: object, accumulate: bool, *, bias: bool, sinks: bool
 ) -> dict[str, Array | None]:
-    """Return what was given for each gradient, by name.
+    """Return the arrays that were given for the gradients, by name.
 
     Raises
     ------
@@ -74,7 +73,7 @@ def given_gradients(
             )
         return {}
     if not isinstance(grads, AttentionGrads):
-        passed = f"grads has type {type(grads).__name__}"
+        passed = f"grads is {type(grads).__name__}"
         fields = ", ".join(AttentionGrads._fields)
         raise error(
             TypeError, passed, f"it must be an AttentionGrads of {fields}: arrays or None", fix
@@ -92,7 +91,7 @@ def given_gradients(
 
 
 def results_of(problem: RingProblem, wanted: dict[str, Wanted]) -> dict[str, Array]:
-    """Return where results go: what was given for each, or new arrays of the current device.
+    """Return the arrays of the results: the given ones, or new ones on the current device.
 
     Raises
     ------
@@ -120,7 +119,7 @@ def lifted(array: Array, problem: RingProblem) -> Array:
 
 
 def own_block(problem: RingProblem) -> tuple[Array, Array]:
-    """Return this rank's keys and values as they are sent: turned, and contiguous."""
+    """Return this rank's keys and values as they are sent: rotated, and contiguous."""
     xp, k = problem.xp, problem.rotated(problem.arrays["k"])
     return xp.ascontiguousarray(k), xp.ascontiguousarray(problem.arrays["v"])
 
@@ -146,17 +145,17 @@ def _require_writable(name: str, given: Array, shape: tuple[int, ...], dtype: ob
 
 
 def _require_apart(name: str, given: Array, other: str, array: Array) -> None:
-    if np.shares_memory(_standing_in(given), _standing_in(array)):
+    if np.shares_memory(_at_same_address(given), _at_same_address(array)):
         raise error(
             ValueError,
             f"{name} overlaps {other} in memory",
             "results are written while inputs are still read",
-            f"give {name} memory of its own, or leave it out",
+            f"pass separate memory for {name}, or leave it out",
         )
 
 
-def _standing_in(array: Array) -> np.ndarray:
-    """Return an array of NumPy's that lies alike, of a GPU's memory too: nobody looks into it."""
+def _at_same_address(array: Array) -> np.ndarray:
+    """Return a NumPy array at the same address, of a GPU's memory too; its items are never read."""
     interface = {
         "version": 3,
         "shape": array.shape,
@@ -210,7 +209,7 @@ class Merged:
             if before is not None:
                 self._sums[number] = self._merged(number, before, of_piece, result)
                 continue
-            if begun:  # another piece had, and this one was computed beside it
+            if begun:  # the call computed into new memory
                 result[0][...], result[1][...] = of_piece
             self._sums[number] = result
 
@@ -233,7 +232,7 @@ class Merged:
 
 
 def exact_dtype(array: Array) -> Any:
-    """Return what sums of parts are kept in."""
+    """Return the dtype of sums of parts."""
     return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
 
 

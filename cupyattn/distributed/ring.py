@@ -107,10 +107,10 @@ def ring_attention_backward(
 
     Notes
     -----
-    Keys and values go round as in the forward. The gradients of each block go with it, a step
-    behind, and home at the end, while the rank computes what it has left of its own block. They are
-    sums of the ranks' shares, in float32 (float64 for float64): each share is rounded to the dtype
-    of its array, the sum once more.
+    Keys and values travel as in the forward. The gradients of each block follow one step later and
+    return home at the end, while the rank computes the rest of its own block. They are sums of the
+    ranks' parts in float32 (float64 for float64): each part is rounded to the dtype of its array,
+    and so is the sum.
 
     Examples
     --------
@@ -185,7 +185,7 @@ def ring_attention_backward(
             if number + 1 < len(steps):
                 blocks.depart(hops[number], before)
             if number:
-                # A step behind the block, so that they travel while this step is computed.
+                # One step after the block, so that they travel while this step is computed.
                 gradients.depart(hops[number - 1], before)
                 gradients.arrive()
             add(shares)
@@ -288,19 +288,19 @@ def ring_attention(
     cu_seqlens : integers (batch + 1,), optional
         Bounds of the whole packed sequences, on the host: a sequence or a NumPy array.
     causal, softmax_scale, window_size, softcap, sinks : optional
-        As there, of the whole sequence. With a window, blocks of keys that nobody sees are neither
-        sent nor computed.
+        As there, of the whole sequence. With a window, blocks of keys that no query sees are
+        neither sent nor computed.
     seqused_k : int32 or int64 array (B,), optional
-        As there with ``q_offset=0``: the number of keys in use of each whole sequence. Query i
-        stands at key i, whatever it says.
+        As there with ``q_offset=0``: the number of keys in use of each whole sequence. Query i is
+        always at the position of key i.
     mask, bias : array, optional
         As there, of this rank's queries and the Sk keys of the whole sequence: they broadcast to
         (B, H, S, Sk). ``shard(mask, rank, ranks, axis=-2)`` cuts the rows. Not with cu_seqlens.
     alibi_slopes : optional
         As there; not with striped.
     dropout_p, seed : optional
-        As there, and the same mask. Pieces have to be multiples of 32 tokens; not with striped. Of
-        packed sequences each then takes calls of its own.
+        As there, with the same mask. Pieces have to be multiples of 32 tokens; not with striped.
+        Packed sequences are then computed one at a time.
     rotary : optional
         As there: positions are those of the whole sequence, under every placement.
     score_mod, mask_mod : optional
@@ -311,10 +311,10 @@ def ring_attention(
     return_lse : bool
         Return the log-sum-exp of the scores too.
     out : array, or (out, lse) with return_lse, optional
-        Where to write the result; it overlaps no input. What it holds after an error is undefined.
+        Where to write the result; it overlaps no input. Its contents are undefined after an error.
     **others
-        q_offset, implementation and workspace are no options of a ring: an error says why. What it
-        does anyway is taken: 0, "flash" and None.
+        q_offset, implementation and workspace raise an error, except for the values that a ring
+        uses anyway: 0, "flash" and None.
 
     Returns
     -------
@@ -336,15 +336,15 @@ def ring_attention(
     -----
     Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers", arXiv:2310.01889. Results
     of the blocks are merged by their log-sum-exps in float32 (`cupyattn.merge_attention`). On a GPU
-    the next block is on its way while this one is computed, on a stream of its own and in two
-    buffers besides the rank's own k and v.
+    the next block is transferred while this one is computed, on a separate stream, with two buffers
+    in addition to the rank's own k and v.
 
     Ranks compare their calls: shapes, dtypes, placement, lengths and options; of NumPy arrays also
-    what is in seqused_k, alibi_slopes, sinks, rotary and the arrays of expressions, and never what
-    is in a GPU's. Every call is compared, with the seed, where the host can tell other ranks of it:
-    with NumPy arrays, between threads (`run`), and over MPI. Between processes of NCCL the host
-    would have to wait for the GPU: there the first call of its kind is compared, and whoever mixes
-    kinds of calls that were made before is not told.
+    the contents of seqused_k, alibi_slopes, sinks, rotary and the arrays of expressions, never of
+    arrays on a GPU. Every call is compared, with the seed, where the host can send it: with NumPy
+    arrays, between threads (`run`), and over MPI. Between processes of NCCL the host would have to
+    wait for the GPU: there only the first call of each kind is compared, so a later mix of kinds is
+    not detected.
 
     Examples
     --------
@@ -376,13 +376,13 @@ def ring_attention(
             "lse": Wanted(given_lse, of_lse, exact_dtype(arrays["q"])),
         })  # fmt: skip
         merged = Merged(plan, *(lifted(array, problem) for array in results.values()))
-        calls, turned = RingCalls(problem), problem.rotated(arrays["q"])
+        calls, rotated = RingCalls(problem), problem.rotated(arrays["q"])
         blocks = RingBlocks(lane, own_block(problem), len(plan.steps) - 1)
         hops = plan.hops
         for number, step in enumerate(plan.steps):
             k_block, v_block = blocks.arrive() if number else blocks.here
             before = lane.mark()
-            seen = {"q": turned, "k": k_block, "v": v_block}
+            seen = {"q": rotated, "k": k_block, "v": v_block}
             for call in step.calls:
                 merged.add(call.queries, partial(calls.forward, call, seen))
             if not number:

@@ -1,6 +1,6 @@
-"""Whole arrays cut for ranks and put together again, as a placement says.
+"""Whole arrays cut for ranks by a placement, and joined again.
 
-Arrays of packed sequences too: a rank holds the first piece of each, and then the second ones.
+Of packed sequences a rank holds the first piece of each, then the second piece of each.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def unshard(
     axis: int | None = None,
     cu_seqlens: object = None,
 ) -> Array:
-    """Put the shards of all ranks together to an array of all tokens.
+    """Join the shards of all ranks into an array of all tokens.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ def positions(
     placement: str = "zigzag",
     cu_seqlens: object = None,
 ) -> NDArray[np.int32]:
-    """Return where in its sequence each token of a rank stands.
+    """Return the position in its sequence of each token of a rank.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ def _sequences(length: int | None, cu_seqlens: object) -> tuple[tuple[int, ...],
             raise error(
                 TypeError,
                 "neither length nor cu_seqlens",
-                "one of them says how many tokens there are",
+                "one of them sets the number of tokens",
                 "pass the length of the whole sequence",
             )
         if not isinstance(length, int | np.integer) or length < 0:
@@ -216,9 +216,9 @@ def _sequences(length: int | None, cu_seqlens: object) -> tuple[tuple[int, ...],
     if length is not None and bounds[-1] != length:
         raise error(
             ValueError,
-            f"cu_seqlens end at {bounds[-1]}, and all ranks together hold {length} tokens",
+            f"cu_seqlens end at {bounds[-1]}, but all ranks hold {length} tokens",
             "they are those of whole sequences",
-            "pass the cu_seqlens of before the sequences were cut",
+            "pass the cu_seqlens of the whole sequences",
         )
     return bounds[:-1], tuple(after - before for before, after in pairwise(bounds))
 

@@ -188,7 +188,7 @@ def row_linear(
     Parameters
     ----------
     x : array (..., K)
-        This rank's columns, as `column_linear` gives them.
+        This rank's columns, as `column_linear` returns them.
     w : array (K, N) or QuantizedWeight
         The same rows of the weight.
     b : array (N,), optional

@@ -49,7 +49,7 @@ def run(
         it is installed.
     timeout : float
         Seconds that a rank waits for another, and that all wait for the next to return once one
-        has: what only one of them has to do stands behind the call of `run`.
+        has: do work that only one rank has after the call of `run`.
 
     Returns
     -------
@@ -160,7 +160,7 @@ def _ends(
         raise error(
             ValueError,
             f"ranks = {shown(ranks)} and devices = {shown(devices)}",
-            "one of them says how many ranks there are",
+            "one of them sets the number of ranks",
             "pass run(function, 4), or run(function, devices=[0, 1])",
         )
     if transport is not None and (transport not in TRANSPORTS or devices is None):
@@ -184,7 +184,7 @@ def _ends(
         raise error(
             ValueError,
             f"ranks = {shown(ranks)} and devices = {shown(devices)}",
-            "there is 1 rank or more, each on a device of its own",
+            "there is 1 rank or more, each on a separate device",
             "pass a number of ranks from 1 on, or the ordinals of different devices",
         )
     if ordinals and max(ordinals) >= (count := _device_count()):

@@ -1,8 +1,8 @@
-"""A thread that looks whether transfers come to an end, and whether a rank has failed.
+"""A thread that checks whether transfers end, and whether a rank has failed.
 
-The host does not wait for a transfer on a GPU, so it cannot see that one never ends. Two events lie
-around each: the time counts from the first, so kernels before it may take as long as they like.
-Where the host does wait, it looks meanwhile for the failure that this thread posts.
+The host does not wait for a transfer on a GPU, so it cannot see that one never ends. An event is
+recorded before and after each transfer, and the time counts from the first. Where the host does
+wait, it checks for the failure that this thread posts.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from cupyattn.runtime.cupy_library import load_cupy
 _SECONDS_BETWEEN_LOOKS = 0.02
 _SECONDS_TO_LAST_LOOK = 0.5
 
-
 _DONE = SimpleNamespace(done=True)
-"""The event of what the host itself does."""
+"""The event of work on the host."""
 
 
 @dataclass(eq=False)
@@ -35,7 +34,7 @@ class _Transfer:
     peer: int
     waits_for: str
     done: Any = None
-    """None while the host is still inside of the communicator, which may wait there too."""
+    """None while the host is still inside the communicator, which may wait there too."""
     since: float | None = None
     """When it was first seen to have begun."""
 
@@ -56,7 +55,7 @@ class Watch:
 
     @contextmanager
     def over(self, stream: object, peer: int, waits_for: str) -> Iterator[None]:
-        """Watch what is enqueued on a stream inside of the block; without one, the block itself."""
+        """Watch the work that a block enqueues on a stream; without a stream, the block itself."""
         if stream is not None and self._device is None:
             self._device = current_device()
         self._begun += 1
@@ -72,7 +71,7 @@ class Watch:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._stopped.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_SECONDS_TO_LAST_LOOK)
@@ -86,7 +85,7 @@ class Watch:
     def _look(self) -> None:
         used = None
         while not self._stopped.wait(_SECONDS_BETWEEN_LOOKS):
-            if self._device is not used:  # otherwise asking an event makes a context on GPU 0
+            if self._device is not used:  # otherwise querying an event makes a context on GPU 0
                 used = self._device
                 used.use()
             while self._transfers and _is_done(self._transfers[0]):
@@ -107,8 +106,8 @@ class Watch:
         if _is_done(late):
             return
         culprit, why = missing or (late.peer, "")
-        told = f"{why}; {waited} for it" if why else f"{waited} for {late.waits_for}"
-        self._failures.post(culprit, f"{told}; {ALIKE}; {PATIENCE}")
+        message = f"{why}; {waited} for it" if why else f"{waited} for {late.waits_for}"
+        self._failures.post(culprit, f"{message}; {ALIKE}; {PATIENCE}")
 
     def _is_late(self) -> bool:
         if not self._transfers:

@@ -222,7 +222,9 @@ def gathered(size: int, stopped: int, folder: Path | None) -> dict[int, RankFail
 def test_with_a_folder_all_ranks_name_the_one_that_is_stopped(stopped, tmp_path):
     for failure in gathered(4, stopped, tmp_path).values():
         assert failure.rank == stopped
-        assert str(failure).startswith(f"rank {stopped} gives no sign: it is stopped, or has begun")
+        assert str(failure).startswith(
+            f"rank {stopped} does not answer: it is stopped, or has begun"
+        )
         assert "waited 0.3 s for it; all ranks make the same calls" in str(failure)
 
 
@@ -276,7 +278,7 @@ def test_a_process_that_is_stopped_is_named_by_the_others(tmp_path):
             culprit, told = results[rank][0].recv()
             assert culprit == stopped
             # It has answered no question, or was on its way out of the first transfer.
-            assert told.startswith(("rank 1 gives no sign", "rank 1 has begun 1 of 2 transfers"))
+            assert told.startswith(("rank 1 does not answer", "rank 1 has begun 1 of 2 transfers"))
     finally:
         for process in processes:
             process.kill()

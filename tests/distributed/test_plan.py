@@ -250,8 +250,8 @@ def test_no_tokens_at_all(bounds):
         (lambda: shard(X, 0, 2, axis=-4), ValueError, "axis = -4"),
         (lambda: shard(X, 0, 2, axis="x"), TypeError, "axis = 'x'"),
         (lambda: shard(np.array(3), 0, 2, axis=0), ValueError, r"axis = 0 of an array \(\)"),
-        (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x has type builtins\.list"),
-        (lambda: shard(None, 0, 2), TypeError, "x is None; it is an array"),
+        (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x is a builtins\.list"),
+        (lambda: shard(None, 0, 2), TypeError, "x is None; it must be an array"),
         (lambda: shard(X, 0.0, 2), ValueError, r"rank 0\.0 of 2"),
         (lambda: shard(X, 0, 0), ValueError, "rank 0 of 0; there is 1 rank or more"),
         (lambda: unshard(3), TypeError, "shards = 3; it is a sequence of arrays"),
@@ -307,7 +307,7 @@ def test_launchers_say_who_is_who(environment, found):
 
 def test_launchers_that_disagree_are_refused():
     """Either may have started the other: torchrun on each host by mpiexec, or the reverse."""
-    says = "PMI_RANK says 1 of 2, RANK says 3 of 4; .*CUPYATTN_RANK"
+    says = "PMI_RANK has 1 of 2, RANK has 3 of 4; .*CUPYATTN_RANK"
     with pytest.raises(RuntimeError, match=says):
         launched({**MPICH, **TORCHRUN})
 
