@@ -1,4 +1,4 @@
-"""Paged KV cache: the blocks of sequences, who shares them, and which sequences run when."""
+"""Paged KV cache: the blocks of sequences, prefix sharing, and the scheduling of requests."""
 
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.paged import CacheStatistics, PagedKVCache

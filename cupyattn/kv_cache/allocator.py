@@ -77,7 +77,7 @@ def _require_lengths(sequence: Sequence, size: int) -> None:
 
 
 def _require_index(pools: Pools, sequences: list[Sequence]) -> None:
-    """Require that the index finds what blocks hold, and keeps no node that nothing needs."""
+    """Require that the index finds blocks by their tokens, and has no node that nothing needs."""
     index, size = pools.device.index, pools.block_size
     assert index is not None
     prefixes = [sequence._prefix for sequence in sequences if sequence._prefix is not None]
@@ -108,13 +108,13 @@ def _require_index(pools: Pools, sequences: list[Sequence]) -> None:
         nodes = [prefix.node]
         while nodes[-1].parent is not None:
             nodes.append(nodes[-1].parent)
-        _require(nodes.pop() is index.root, f"{sequence} stands outside of the index")
+        _require(nodes.pop() is index.root, f"{sequence} is not in the index")
         _require(len(nodes) == depth, f"{sequence} has too short or too long a prefix")
         if sequence._state is HERE:
             for block, own in zip(sequence._ids, [*reversed(nodes), None], strict=False):
                 _require(
                     block < 0 or index.nodes[block] in (None, own),
-                    f"block {block} is found by other tokens than it holds",
+                    f"block {block} is found by other tokens than it has",
                 )
 
 
@@ -125,8 +125,8 @@ class BlockAllocator:
     """Blocks of a fixed pool, given to sequences of tokens and shared between them.
 
     It knows block ids and token ids, but no arrays: `Sequence.append`, `Sequence.swap_out` and
-    `Sequence.swap_in` say which blocks to copy, and the caller copies and writes. Taking and giving
-    back a block is O(1). Paged attention is that of Kwon et al. (arXiv:2309.06180).
+    `Sequence.swap_in` return the blocks to copy, and the caller copies and writes. Allocating or
+    freeing a block is O(1). Paged attention is that of Kwon et al. (arXiv:2309.06180).
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class BlockAllocator:
         Find the full blocks of a new sequence's prefix among those of all others, of freed ones
         too while their room is not needed: the least recently used are evicted first.
     watermark : int
-        How many blocks `add` leaves free or cached: what running sequences can grow by. At most
+        How many blocks `add` leaves free or cached, so that running sequences can grow. At most
         num_blocks - 1, so that a sequence can begin.
     num_host_blocks : int
         Blocks of host memory, for `Sequence.swap_out`.
@@ -261,7 +261,7 @@ class BlockAllocator:
 
     @property
     def num_added_tokens(self) -> int:
-        """Tokens of all sequences that `add` has made, as it was told to count them."""
+        """Tokens of all sequences that `add` has made and was asked to count."""
         return self._num_added_tokens
 
     @property
@@ -307,7 +307,7 @@ class BlockAllocator:
         return abs(self._refs[self._known(block)])
 
     def state(self, block: int) -> Literal["used", "free", "cached"]:
-        """Return what a block is, as `num_used`, `num_free` and `num_cached` count it.
+        """Return the state of a block, as `num_used`, `num_free` and `num_cached` count it.
 
         Raises
         ------
@@ -321,7 +321,7 @@ class BlockAllocator:
             return "cached" if block in self._pool.cached else "free"
 
     def allocate(self) -> int:
-        """Return a block for whatever use of the caller's, who gives it back by `free`.
+        """Return a block for any use of the caller, which returns it by `free`.
 
         Raises
         ------
@@ -392,14 +392,14 @@ class BlockAllocator:
         Returns
         -------
         Sequence
-            Its first ``num_cached_tokens`` tokens stand in the cache; the caller computes the
+            Its first ``num_cached_tokens`` tokens are in the cache; the caller computes the
             others and writes their keys and values. Sequences can share them at once, so those that
             are added for one step are written in one step, or in their order.
 
         Raises
         ------
         OutOfBlocksError
-            If the pool has too few blocks beside the watermark; nothing has changed.
+            If the pool has too few blocks in addition to the watermark; nothing has changed.
         TypeError
             If a token is no integer.
         """
@@ -429,12 +429,12 @@ class BlockAllocator:
     def check(self) -> None:
         """Require that all is as it must be: counts, owners, the prefix index.
 
-        For tests and for hunting bugs: it looks at every block and every sequence.
+        For tests and for finding bugs: it checks every block and every sequence.
 
         Raises
         ------
         RuntimeError
-            If something is broken, or a sequence was dropped before it was freed; it says what.
+            With a description, if something is broken, or a sequence was dropped but not freed.
         """
         with self._lock:
             require_sound(self._pools)

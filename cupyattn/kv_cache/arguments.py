@@ -1,4 +1,4 @@
-"""Counts and tokens as they come in."""
+"""Checks of counts and tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_count(name: str, value: int, lowest: int, highest: int | None = None) -> 
 
 
 def as_switch(name: str, value: bool) -> bool:
-    """Read what is True or False: other values are most likely another argument's."""
+    """Return a bool, or raise: other values are most likely meant for another argument."""
     if not isinstance(value, bool):
         raise error(
             TypeError,
@@ -41,7 +41,7 @@ def as_switch(name: str, value: bool) -> bool:
 
 
 def as_tokens(tokens: Any) -> list[int]:
-    """Read token ids from a list or an array, or refuse what is neither; a bool is no token."""
+    """Return token ids from a list or an array, or raise; a bool is not a token."""
     try:
         if isinstance(tokens, AnySet | Mapping):
             raise TypeError("it has no order")
@@ -82,7 +82,7 @@ def as_copies(copies: Any, sources: int, targets: int) -> tuple[tuple[int, int],
             TypeError,
             f"got copies {shown(copies)}",
             "they are a list of Copy(src, dst), or of other pairs of block ids",
-            "pass what append, swap_out or swap_in of a sequence has returned, [copy] for one",
+            "pass copies that append, swap_out or swap_in of a sequence returned, [copy] for one",
         ) from None
     if pairs and not (sources and targets):
         raise error(
@@ -101,7 +101,7 @@ def as_copies(copies: Any, sources: int, targets: int) -> tuple[tuple[int, int],
 
 
 def uncopied(copy: str, instead: str) -> Callable[[Any, Any], NoReturn]:
-    """Make the ``__reduce_ex__`` of what is neither copied nor pickled."""
+    """Make the ``__reduce_ex__`` of a class that is neither copied nor pickled."""
 
     def refuse(self: object, protocol: object) -> NoReturn:
         name = type(self).__name__

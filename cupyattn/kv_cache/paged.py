@@ -62,7 +62,7 @@ BACKGROUNDS = {"free": "white", "cached": "0.85", "used": "0.4"}
 """The backgrounds of blocks that belong to none of the sequences drawn, by the block's state."""
 EDGE = "0.6"
 MARGIN = 0.06  # of a cell
-FAINT = 0.25  # the colour of what is not filled
+FAINT = 0.25  # the opacity of slots without a token
 
 
 def draw(
@@ -79,14 +79,14 @@ def draw(
         raise error(
             RuntimeError,
             "no matplotlib, which draws the picture",
-            "it is no dependency of the library, and comes with the extra notebooks",
+            "it is not a dependency of the library; the extra notebooks installs it",
             "pip install matplotlib",
         ) from None
     named = _named(allocator, sequences)
     if axes is not None and not hasattr(axes, "add_patch"):
         raise error(
             TypeError, f"got axes = {shown(axes)}", "it is an Axes of matplotlib, or None",
-            "pass what matplotlib.pyplot.subplots returned second",
+            "pass the second result of matplotlib.pyplot.subplots",
         )  # fmt: skip
     size, count = allocator.block_size, allocator.num_blocks
     rows = -(-count // columns)
@@ -111,7 +111,7 @@ def draw(
         of_block = owners.get(block, [])
         background = "none" if of_block else BACKGROUNDS[allocator.state(block)]
         for part, (colour, filled) in enumerate(of_block):
-            # Sharers lie above each other; what is filled is in full colour, from the left.
+            # Sharers are drawn above each other; filled slots are opaque, from the left.
             height = side / len(of_block)
             top = y + part * height
             axes.add_patch(Rectangle((x, top), side, height, color=colour, alpha=FAINT, lw=0))
@@ -129,7 +129,7 @@ def _no_sequences(name: str, passed: object) -> TypeError:
         TypeError,
         f"got {name}, {shown(passed)}",
         "a picture is of Sequences: a mapping of names to them, a list, or None for all",
-        "pass what this cache's allocator.add returned, [sequence] for one",
+        "pass sequences that this cache's allocator.add returned, [sequence] for one",
     )
 
 
@@ -149,7 +149,7 @@ def _named(
             raise error(
                 ValueError,
                 f"got {name}, {sequence!r} of another allocator",
-                "a picture shows the sequences of its own pool",
+                "a picture shows the sequences of one pool",
                 "pass sequences that this cache's allocator made",
             )
     return dict(sequences)
@@ -172,7 +172,7 @@ MOST_HEAD_DIM = 256
 class PagedKVCache(CacheSteps):
     """Keys and values of all layers of a model, in blocks that sequences share.
 
-    It owns the arrays; which blocks belong to whom says its `BlockAllocator`. `Scheduler` takes it
+    It owns the arrays; its `BlockAllocator` owns the block ids. `Scheduler` takes it
     as it is.
 
     Parameters
@@ -188,7 +188,7 @@ class PagedKVCache(CacheSteps):
     dtype : {"float16", "float32", "bfloat16", "int8", "int4"}
         How they are kept; a NumPy dtype of such a name will do. "int8" and "int4" are quantised by
         `append`, with a float32 scale for each token and head, and dequantised in the kernel;
-        "int4" holds two numbers in a byte, so that D is even.
+        "int4" stores two numbers in a byte, so D must be even.
     xp : module
         numpy or cupy: whose arrays they are. CuPy's are on the current device.
     prefix_caching, watermark, num_host_blocks : optional
@@ -214,12 +214,12 @@ class PagedKVCache(CacheSteps):
     See Also
     --------
     cupyattn.kv_cache.StepTables : the tables of a step, which the methods take.
-    cupyattn.kv_cache.Copy : what tells `copy` which blocks to copy.
+    cupyattn.kv_cache.Copy : an argument of `copy`.
     cupyattn.Scheduler : a loop over it; its requests are in ``cupyattn.kv_cache`` too.
 
     Notes
     -----
-    A step is: append tokens to sequences, `copy` what that returns, make or update the
+    A step is: append tokens to sequences, `copy` the result, make or update the
     `StepTables`, then in each layer `append` the new keys and values and `attend`. Keys and values
     are those of Kwon et al. (arXiv:2309.06180). Everything is queued on the current stream; to
     swap, too, waits for nothing.
@@ -328,7 +328,7 @@ class PagedKVCache(CacheSteps):
         return {name: array for name, array in arrays.items() if name.endswith("scales")}
 
     def copy(self, copies: Iterable[Copy], /) -> None:
-        """Copy blocks in all layers: what `Sequence.append` returned, in the order of the calls.
+        """Copy blocks in all layers, as `Sequence.append` returned them, in the order of the calls.
 
         Parameters
         ----------
@@ -347,7 +347,7 @@ class PagedKVCache(CacheSteps):
             copy_blocks(self.k, self.v, pairs, k_scales=self.k_scales, v_scales=self.v_scales)
 
     def copy_to_host(self, copies: Iterable[Copy], /) -> None:
-        """Copy blocks to host memory: what `Sequence.swap_out` returned.
+        """Copy blocks to host memory, as `Sequence.swap_out` returned them.
 
         Parameters
         ----------
@@ -364,7 +364,7 @@ class PagedKVCache(CacheSteps):
         self._storage.to_host(copies)
 
     def copy_from_host(self, copies: Iterable[Copy], /) -> None:
-        """Copy blocks back from host memory, bit for bit: what `Sequence.swap_in` returned.
+        """Copy blocks back from host memory, bit for bit, as `Sequence.swap_in` returned them.
 
         Parameters
         ----------
@@ -394,7 +394,7 @@ class PagedKVCache(CacheSteps):
     ) -> Any:
         """Draw the pool by matplotlib: a cell for each block, in the order of their ids.
 
-        A block that sequences use has their colours, full as far as tokens stand in it; one that is
+        A block that sequences use has their colours, opaque as far as it has tokens; one that is
         cached is light grey, a free one white, another's dark grey.
 
         Parameters

@@ -33,18 +33,18 @@ else:
 
 
 def host_memory() -> int | None:
-    """Return the bytes of memory that this process can have at most; None if nothing tells.
+    """Return the most bytes of memory that this process can have; None if unknown.
 
     What other processes use is not counted.
     """
     limits = [_limit()]
-    with suppress(AttributeError, OSError, ValueError):  # not every system tells
+    with suppress(AttributeError, OSError, ValueError):  # not every system reports it
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min((each for each in limits if each is not None and each > 0), default=None)
 
 
 def require_host_memory(what: str, size: int, fix: str) -> None:
-    """Raise MemoryError for what takes more bytes than the host has, before it is begun."""
+    """Raise MemoryError if an allocation would take more bytes than the host has."""
     memory = host_memory()
     if memory is not None and size > memory:
         raise error(
@@ -56,7 +56,7 @@ def require_host_memory(what: str, size: int, fix: str) -> None:
 
 
 HELD = -1
-"""In place of a reference count: the block belongs to who called `BlockAllocator.allocate`."""
+"""In place of a reference count: the block belongs to the caller of `BlockAllocator.allocate`."""
 
 
 BYTES_OF_A_BLOCK = 44
@@ -82,7 +82,7 @@ class Copy(NamedTuple):
     Attributes
     ----------
     src, dst : int
-        The block to read and the block to write: in the device's pool, but for what ``swap_out``
+        The block to read and the block to write: in the device's pool, except that ``swap_out``
         writes and ``swap_in`` reads, which are blocks of host memory.
     """
 
@@ -117,7 +117,7 @@ class Pool:
 
     @property
     def available(self) -> int:
-        """How many blocks `take` can give."""
+        """The number of blocks that `take` can return."""
         return len(self.free) + len(self.cached)
 
     def take(self, count: int) -> list[int]:
@@ -140,12 +140,12 @@ class Pool:
             self._evict()
 
     def require(self, count: int, *, spare: int = 0, revived: int = 0) -> None:
-        """Refuse to give more blocks than there are beside `spare` and the cached ones revived."""
+        """Raise unless there are enough blocks in addition to `spare` and the revived ones."""
         available = self.available - revived
         if count + spare > available:
             raise error(
                 OutOfBlocksError,
-                f"{count} blocks are needed{f' beside a watermark of {spare}' if spare else ''}, "
+                f"{count} blocks are needed{f' with a watermark of {spare}' if spare else ''}, "
                 f"and of {len(self.refs)} {self.name} blocks {available} are free or cached"
                 f"{f' besides {revived} of the prefix' if revived else ''}",
                 "a call takes blocks that no sequence uses",
@@ -169,7 +169,7 @@ class Pool:
                 refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Count one reference less of each block; give the last of a sequence first.
+        """Count one reference less of each block; pass the last block of a sequence first.
 
         So of two cached blocks the later is evicted before the one that it is found through.
         """
@@ -184,7 +184,7 @@ class Pool:
                         free.append(block)
 
     def recount(self, owners: Counter[int]) -> None:
-        """Count references anew: blocks without any are cached, if the index finds them, or free.
+        """Recount references: blocks without any are cached, if the index finds them, or free.
 
         The lists stay the same objects, which the allocator has too.
         """
@@ -238,7 +238,7 @@ class Pools:
             self.recover()
 
     def recover(self) -> None:
-        """Count anew what sequences own, and let the index find what is written alone."""
+        """Recount the blocks of sequences, and let the index find only written blocks."""
         living = [sequence for sequence in self.living() if sequence._state is not FREED]
         self.sequences = {id(sequence): ref(sequence) for sequence in living}
         owners = {
@@ -248,7 +248,7 @@ class Pools:
             for state in (HERE, SWAPPED)
         }
         if (index := self.device.index) is not None:
-            # What this call took is not written, and holds nothing that may be found.
+            # Blocks that this call took are not written, and must not be found.
             found = {
                 block: node
                 for block, node in enumerate(index.nodes)

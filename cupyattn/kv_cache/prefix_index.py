@@ -1,6 +1,6 @@
-"""Which full block holds which tokens after which prefix: a tree whose edges are blocks of tokens.
+"""An index of full blocks by their tokens and prefix: a tree whose edges are blocks of tokens.
 
-A node stands for a prefix of whole blocks. Its children are found by their tokens in a dict: Python
+A node is a prefix of whole blocks. Its children are found by their tokens in a dict: Python
 hashes the tokens and, where the hash agrees, compares them. So the place in the tree is the chained
 hash of other libraries, equal blocks after different prefixes are different nodes, and no collision
 can share a wrong block.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class Node:
-    """A prefix of whole blocks: its last block's tokens behind its parent's prefix.
+    """A prefix of whole blocks: its parent's prefix followed by its own block's tokens.
 
     `block` is the block id that may be shared for those tokens, -1 if there is none. A node lives
     while it has a block, children, or holders: the sequences whose last full block it is.
@@ -41,7 +41,7 @@ class PrefixIndex:
     def match(self, tokens: list[int]) -> list[Node]:
         """Return the nodes of the longest prefix of `tokens` whose every block is there.
 
-        A token is always left over: only from a token that is computed do logits come.
+        At least one token is left over, because only computed tokens have logits.
         """
         node, found, size = self.root, [], self.block_size
         for start in range(0, len(tokens) - size, size):
@@ -77,14 +77,14 @@ class PrefixIndex:
         self.prune(old)
 
     def prune(self, node: Node) -> None:
-        """Remove a node that nothing needs, and what only it needed."""
+        """Remove a node that nothing needs, and the parents that only it needed."""
         parent = node.parent
         while parent and not node.children and not node.holders and node.block < 0:
             del parent.children[node.tokens]
             node, parent = parent, parent.parent
 
     def rebuild(self, held: Iterable[Node], blocks: dict[int, Node]) -> None:
-        """Make the tree anew: of nodes by their holders and their blocks, and what these need."""
+        """Rebuild the tree from held nodes, nodes with blocks, and their parents."""
         held = list(held)
         kept: dict[int, Node] = {}
         for node in (*held, *blocks.values()):
@@ -112,9 +112,9 @@ class PrefixIndex:
 
 
 class Prefix:
-    """Where a sequence stands in the index: its last full block's node, the tokens behind it.
+    """The position of a sequence in the index: its last full block's node, and the tokens after it.
 
-    It is never changed: what moves a sequence returns where it stands then.
+    It is immutable: operations on a sequence return its new position.
     """
 
     __slots__ = ("depth", "index", "node", "tail")
@@ -126,7 +126,7 @@ class Prefix:
         self.tail = tail
 
     def hold(self) -> Prefix:
-        """Count one more sequence that stands here."""
+        """Count one more sequence at this position."""
         self.node.holders += 1
         return self
 
@@ -159,7 +159,7 @@ class Prefix:
         return Prefix(index, node, depth, tail[:over])
 
     def restore(self, block_ids: Sequence[int]) -> None:
-        """Share blocks that hold anew what no block of the index does."""
+        """Add blocks whose tokens no other block of the index has."""
         for node, block in self.path(block_ids):
             if node.block < 0 and block >= 0:
                 node.block = block

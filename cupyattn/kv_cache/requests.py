@@ -25,7 +25,7 @@ class SchedulerCache(Protocol):
 
     @property
     def allocator(self) -> BlockAllocator:
-        """Whose blocks the cache holds."""
+        """The allocator of the cache's blocks."""
 
     def copy(self, copies: tuple[Copy, ...], /) -> None:
         """Copy blocks within the device's pool; a later dst may be an earlier src."""
@@ -56,13 +56,13 @@ def require_cache(cache: Any, *, swaps: bool) -> None:
         raise error(
             ValueError,
             "preempt = 'swap' and a cache of no host blocks",
-            "sequences move to host memory, and are computed anew only where that is full",
+            "sequences move to host memory, and are recomputed only where that is full",
             "pass num_host_blocks= to it, or preempt='recompute'",
         )
 
 
 class Request:
-    """A prompt to continue: what `Scheduler.submit` returns.
+    """A prompt to continue, as `Scheduler.submit` returns it.
 
     Attributes
     ----------
@@ -127,7 +127,7 @@ class Request:
         return not self._open
 
     def until_end(self, length: int, tokens: list[int]) -> tuple[list[int], bool]:
-        """Return what is taken of the tokens behind so many new ones, and whether it ends there."""
+        """Return the next tokens that are kept after so many new ones, and whether it ends."""
         room = self.max_new_tokens - length
         for count, token in enumerate(tokens, 1):
             if count == room or token in self.stop:
@@ -154,20 +154,20 @@ def as_ending(request: object, sample: int | None, owner: object) -> Iterable[in
             TypeError,
             f"got {shown(request)} as a request",
             "it is a Request",
-            "pass what this scheduler's submit returned",
+            "pass a request that this scheduler's submit returned",
         )
     if not request.belongs_to(owner):
         raise error(
             ValueError,
             f"got {request!r} of another scheduler",
             "a scheduler ends its own requests",
-            "pass what this scheduler's submit returned",
+            "pass a request that this scheduler's submit returned",
         )
     return range(request.n) if sample is None else [as_count("sample", sample, 0, request.n - 1)]
 
 
 def require_forward(forward: object) -> None:
-    """Refuse what is no function of a batch, also where there is nothing to compute."""
+    """Raise TypeError for a `forward` that is not callable, also without anything to compute."""
     if not callable(forward):
         raise error(
             TypeError,
@@ -178,7 +178,7 @@ def require_forward(forward: object) -> None:
 
 
 def require_between_steps(call: str, within: bool) -> None:
-    """Refuse a call from `forward` or a copy: it would change what their step works with."""
+    """Refuse a call from `forward` or a copy: it would change the running step."""
     if within:
         raise error(
             RuntimeError,
@@ -219,7 +219,7 @@ Forward = Callable[[tuple[Work, ...]], Items[Iterable[int]]]
 class RequestRun:
     """A request's way through the scheduler: all of its samples, then one when each has its own.
 
-    `tokens` are the prompt and what was drawn. The first `written` of them stand in the cache, by
+    `tokens` are the prompt and the drawn tokens. The first `written` of them are in the cache, by
     steps that ended well: none yet for one that has just begun, whatever the cache had.
     """
 
@@ -235,11 +235,11 @@ class RequestRun:
         self.request = request
         self.samples = samples
         self.tokens = tokens
-        self.sequence = sequence  # None before it runs, and when it has to be computed anew
+        self.sequence = sequence  # None before it runs, and when it has to be recomputed
         self.written = 0 if sequence is None else len(sequence)
 
     def __lt__(self, other: RequestRun) -> bool:
-        """Tell which comes first: the earlier request, the earlier sample."""
+        """Compare by the order of requests, then of samples."""
         return (self.request.number, self.samples) < (other.request.number, other.samples)
 
     def work(self, tokens: list[int]) -> Work:
@@ -255,13 +255,13 @@ class RequestRun:
         return sequence is not None and not sequence.is_freed and not sequence.is_swapped
 
     def leave(self) -> None:
-        """Let go of the samples that were cancelled; without any left give back its blocks."""
+        """Drop the samples that were cancelled; free the blocks if none are left."""
         self.samples = self.request.going(self.samples)
         if not self.samples:
             self.drop()
 
     def drop(self) -> None:
-        """Give back its blocks: it has to be computed anew."""
+        """Free its blocks: it has to be recomputed."""
         if self.sequence is not None and not self.sequence.is_freed:
             self.sequence.free()
         self.sequence, self.written = None, 0
@@ -287,7 +287,7 @@ def as_swaps(preempt: object) -> bool:
 def as_sampled(
     batch: list[Work], lengths: list[int], returned: Iterable[Iterable[object]]
 ) -> list[list[list[int]]]:
-    """Read what a `forward` returned: of each work the next tokens of each sample.
+    """Read the result of `forward`: for each work the next tokens of each sample.
 
     `lengths` are those of the works' sequences before; of several tokens all but the last stand
     behind them.
@@ -362,7 +362,9 @@ class Taken:
         """Those that go on, the earliest first."""
         self._forks: list[RequestRun] = []
         self._ended: list[RequestRun] = []
-        self._grown: list[tuple[list[int], int, list[int]]] = []  # a list, and what is behind where
+        self._grown: list[
+            tuple[list[int], int, list[int]]
+        ] = []  # a list, its length before, and what follows
         self._going: list[
             tuple[RequestRun, tuple[int, ...], int]
         ] = []  # its samples, what is written
@@ -371,7 +373,7 @@ class Taken:
     def prepare(
         self, running: Items[RequestRun], batch: Items[Work], sampled: Items[list[list[int]]]
     ) -> None:
-        """Make it ready: samples end, or go on, each with a sequence of its own."""
+        """Apply the result: samples end, or continue, each with a separate sequence."""
         for run, work, drawn in zip(running, batch, sampled, strict=True):
             if work.samples:
                 self._take(run, drawn)

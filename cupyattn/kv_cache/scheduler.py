@@ -46,7 +46,7 @@ class Admission:
         """Return the most blocks that a sequence needs at once on its way to so many tokens."""
         if self._left is None:
             return self._blocks(tokens)
-        # Those of a step's tokens, and of what the first of them sees; both ends within a block.
+        # Blocks of a step's tokens and of the keys that the first sees; both ends within a block.
         seen = self._left + self._max_tokens
         return min(self._blocks(tokens), self._blocks(seen - 1) + 1)
 
@@ -65,12 +65,12 @@ class Admission:
             )
 
     def evict(self, runs: Iterable[RequestRun]) -> None:
-        """Give back what no later token of their sequences sees; each one's last token stays."""
+        """Free the blocks that no later token of their sequences sees, except the last token's."""
         if self._left is None:
             return
         for run in runs:
             assert run.sequence is not None
-            # The next token stands at position len(sequence).
+            # The next token is at position len(sequence).
             run.sequence.evict_before(max(0, len(run.sequence) - max(self._left, 1)))
 
     def require_room(self, run: RequestRun, found: int = 0) -> None:
@@ -85,10 +85,10 @@ class Admission:
         if blocks > available:
             raise error(
                 OutOfBlocksError,
-                f"the next sequence needs {blocks} blocks beside a watermark of "
+                f"the next sequence needs {blocks} blocks with a watermark of "
                 f"{allocator.watermark}, and {available + allocator.watermark} are free or cached",
                 "a sequence begins when all of its tokens have room",
-                "give back blocks that others took from the allocator",
+                "free blocks that others took from the allocator",
             )
 
     def begin(self, run: RequestRun, budget: int, *, alone: bool) -> list[int]:
@@ -97,7 +97,7 @@ class Admission:
         done = allocator.find(run.tokens)
         self.require_room(run, done)
         tokens = run.tokens[done : done + budget]
-        # A prompt counts whole, though parts of it come later, and once, though it may begin anew.
+        # A whole prompt counts, though parts come later, and once, though it may be recomputed.
         counted = 0 if run.request.counted else len(run.tokens)
         try:
             run.sequence = allocator.add(run.tokens[: done + len(tokens)], counted=counted)
@@ -121,7 +121,7 @@ class Admission:
 
 
 def as_left(window_size: object) -> int | None:
-    """Read how far a window (left, right) reaches back; None stands for no end."""
+    """Return how far a window (left, right) reaches back; None means no end."""
     if window_size is None:
         return None
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
@@ -177,7 +177,7 @@ class BlockMoves:
         self._waiting = []
 
     def undo(self, running: Items[RequestRun], others: Items[RequestRun]) -> None:
-        """Cut what has no keys and values yet, and drop the copies that were not run.
+        """Cut tokens that have no keys and values yet, and drop the copies that were not run.
 
         `running` are those that no forward should have freed, moved or cut.
         """
@@ -201,7 +201,7 @@ class BlockMoves:
         self._missing = False
 
     def _stop_moving(self) -> None:
-        """Let a run whose move was cut short be computed anew."""
+        """Let a run whose move was cut short be recomputed."""
         run = self._moving
         if run is None:
             return
@@ -212,7 +212,7 @@ class BlockMoves:
         self._moving = None
 
     def swap_out(self, run: RequestRun) -> None:
-        """Take the blocks of a run; what they hold moves to host memory, if that has room."""
+        """Take the blocks of a run; their contents move to host memory, if that has room."""
         assert run.sequence is not None
         self._moving = run
         try:
@@ -227,7 +227,7 @@ class BlockMoves:
         self._moving = None
 
     def swap_in(self, run: RequestRun, tokens: Iterable[int]) -> None:
-        """Give a run that was swapped out its blocks back, and append what it computes next."""
+        """Swap a run in, and append the tokens that it computes next."""
         assert run.sequence is not None
         self._moving = run
         try:
@@ -245,8 +245,8 @@ class Scheduler:
     """A loop of continuous batching, without a model in it.
 
     Each step runs every sequence that it can: those that generate by one token, prompts by as many
-    as fit. Requests come in by `submit` at any time and run in their order. If blocks run out, the
-    last that came in makes room, and waits.
+    as fit. Requests are submitted at any time and run in their order. If blocks run out, the last
+    one frees its blocks and waits.
 
     Parameters
     ----------
@@ -272,13 +272,13 @@ class Scheduler:
 
     See Also
     --------
-    cupyattn.kv_cache.Request : what `submit` returns.
+    cupyattn.kv_cache.Request : the result of `submit`.
     cupyattn.kv_cache.Work : a request's part of a step, of which `step` gives the model a list.
     cupyattn.kv_cache.StepTables : the tables of a step of a `PagedKVCache`.
 
     Notes
     -----
-    The earliest request always goes on, so each one ends. Batches are those of Orca (Yu et al.,
+    The earliest request always continues, so each one ends. Batches are those of Orca (Yu et al.,
     OSDI 2022); preemption is that of Kwon et al. (arXiv:2309.06180).
 
     It is used by one thread at a time. From `forward` or a copy `submit` alone may be called.
@@ -429,7 +429,7 @@ class Scheduler:
             self._running = going(self._running)
 
     def step(self, forward: Forward) -> tuple[Request, ...]:
-        """Run the model once on what is to be computed now.
+        """Run the model once on the tokens that are to be computed now.
 
         Parameters
         ----------
@@ -475,10 +475,12 @@ class Scheduler:
             return finished
 
     def _compute(self, forward: Forward) -> None:
-        """Compute a step, up to what only remains to be settled."""
+        """Compute a step; only `_settle` remains to be done."""
         self._taken = taken = Taken((*self._running, *self._waiting))
         preempted, batch = self._num_preempted, self._continue()
-        if self._num_preempted == preempted:  # otherwise who made room would take it again
+        if (
+            self._num_preempted == preempted
+        ):  # otherwise the preempted one would take the room again
             batch += self._admit(self._max_tokens - sum(len(work.tokens) for work in batch))
         self._moves.run()
         lengths = [len(work.sequence) for work in batch]
@@ -486,7 +488,7 @@ class Scheduler:
         taken.prepare(self._running, batch, sampled)
 
     def _settle(self) -> None:
-        """Bring to its end, or undo, what a step has begun; each part of it can be begun again."""
+        """Finish or undo a step that has begun; each part of it can be repeated."""
         if (taken := self._taken) is not None and taken.ready:
             finished = taken.settle()
             self._running = taken.running

@@ -15,9 +15,9 @@ from cupyattn.runtime.errors import error
 class Sequence:
     """Tokens of one generation, and the blocks that hold their keys and values.
 
-    `BlockAllocator.add` and `fork` make sequences. Token i stands in slot ``i % block_size`` of
+    `BlockAllocator.add` and `fork` make sequences. Token i is in slot ``i % block_size`` of
     block ``block_ids[i // block_size]``. A block may belong to several sequences; `append` gives
-    this one a block of its own before a shared one would be written.
+    this one a separate block before it would write a shared one.
 
     Every sequence ends by `free`; from then on all of its methods but `is_freed` raise ValueError.
     Each call is atomic: see `BlockAllocator` about threads.
@@ -86,7 +86,7 @@ class Sequence:
     def num_cached_tokens(self) -> int:
         """How many of its first tokens ``add`` found in the cache: they need not be computed.
 
-        A multiple of the block size, and less than the tokens added: one must still give logits.
+        A multiple of the block size, and less than the tokens added: one must still be computed.
         A fork has its source's; `truncate` leaves the whole blocks that are kept.
         """
         self._require_alive()
@@ -94,7 +94,7 @@ class Sequence:
 
     @property
     def is_freed(self) -> bool:
-        """Whether it has ended: this alone can be asked of it then."""
+        """Whether it has ended; its other members then raise."""
         return self._state is FREED
 
     @property
@@ -104,7 +104,7 @@ class Sequence:
         return self._state is SWAPPED
 
     def append(self, tokens: Iterable[int]) -> tuple[Copy, ...]:
-        """Make room for tokens behind the last.
+        """Make room for tokens after the last.
 
         Parameters
         ----------
@@ -181,7 +181,7 @@ class Sequence:
         Raises
         ------
         ValueError
-            If the length is out of range, the last token kept stands in a block that was evicted,
+            If the length is out of range, the last token kept is in a block that was evicted,
             or the sequence is freed or swapped out.
         """
         length = as_count("length", length, 0)
@@ -206,9 +206,9 @@ class Sequence:
             self._ids, self._length, self._cached, self._prefix = ids, length, cached, prefix
 
     def evict_before(self, position: int) -> int:
-        """Give back the blocks behind a sliding window: those that only hold earlier tokens.
+        """Free the blocks before a sliding window, which only have earlier tokens.
 
-        They stand as -1 in `block_ids`. A full block stays cached.
+        They are -1 in `block_ids`. A full block stays cached.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class Sequence:
             return copies
 
     def swap_in(self) -> tuple[Copy, ...]:
-        """Move back from host memory, into blocks of its own.
+        """Move back from host memory, into separate blocks.
 
         Returns
         -------
@@ -332,7 +332,7 @@ class Sequence:
             raise self._wrong_state("this needs a sequence in the device's pool")
 
     def _wrong_state(self, allowed: str) -> ValueError:
-        fix = "call swap_in first" if self._state is SWAPPED else "add its tokens anew"
+        fix = "call swap_in first" if self._state is SWAPPED else "add its tokens again"
         if self._state is HERE:
             fix = "use it as it is"
         return error(ValueError, f"the sequence is {self._state}", allowed, fix)

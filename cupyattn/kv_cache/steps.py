@@ -43,7 +43,7 @@ class CacheSteps:
         max_blocks: int | None = None,
         max_tokens: int | None = None,
     ) -> StepTables:
-        """Make the tables of a step, which `StepTables.update` fills anew in the same place.
+        """Make the tables of a step, which `StepTables.update` refills in the same place.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class CacheSteps:
         return tables
 
     def block_table(self, sequences: Items[Sequence], /) -> Array:
-        """Return the blocks of sequences, int32 (B, most blocks), -1 behind each one's last.
+        """Return the blocks of sequences, int32 (B, most blocks), -1 after each one's last.
 
         It alone; `step_tables` uploads all that a step needs at once.
         """
@@ -92,7 +92,7 @@ class CacheSteps:
     def slot_mapping(
         self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1, /
     ) -> Array:
-        """Return the slots of the last tokens of sequences, int32 (total,), one behind the other.
+        """Return the slots of the last tokens of sequences, int32 (total,), one after the other.
 
         Slot ``block * block_size + offset`` is that of a token in the block's place ``offset``.
         """
@@ -144,7 +144,7 @@ class CacheSteps:
                 f"k {tuple(k.shape)} has {count} tokens",
                 f"the step's tables have {tables.num_tokens}, and room for "
                 f"{len(tables.slot_mapping)}",
-                "pass the new tokens of all sequences, one sequence's behind the other's",
+                "pass the new tokens of all sequences, sequence after sequence",
             )
         arrays = self._layer(layer)
         append_kv(
@@ -180,7 +180,7 @@ class CacheSteps:
         Returns
         -------
         out or (out, lse)
-            As of `paged_attention`. Rows of out behind the step's tokens are zeros,
+            As of `paged_attention`. Rows of out after the step's tokens are zeros,
             unless it was given.
 
         Raises
@@ -204,7 +204,7 @@ class CacheSteps:
                 raise error(
                     TypeError,
                     f"attend got {name} = {shown(options[name])}",
-                    "the cache has its own scales, and the tables say whose queries are whose",
+                    "the cache has its own scales, and the tables have the bounds of queries",
                     f"leave {name} out, or call paged_attention",
                 )
         q = adopt_one("q", q)
@@ -218,7 +218,7 @@ class CacheSteps:
                 ValueError,
                 f"q {tuple(q.shape)} has {len(q)} tokens",
                 f"the step's tables have {tables.num_tokens}",
-                "pass the queries of all new tokens, one sequence's behind the other's",
+                "pass the queries of all new tokens, sequence after sequence",
             )
         if tables.decodes(len(q)):
             return _decode(arrays, tables, slice(0, len(q)), q, options)
@@ -234,7 +234,7 @@ class CacheSteps:
         return _attend(arrays, tables, slice(first, batch), q, queries | options)
 
     def _results(self, q: Array, options: dict[str, object]) -> object:
-        """Return out of calls that each write a part of it: what is given, if it fits, or zeros."""
+        """Return the given out, if it fits, or zeros; each call writes a part of it."""
         shapes = {"out": q.shape}
         if with_lse := bool(options.get("return_lse")):
             shapes["lse"] = (q.shape[1], q.shape[0])
@@ -257,7 +257,7 @@ class CacheSteps:
 
 
 def _require_axes(name: str, array: Array, tables: StepTables, packed: str, alike: str) -> None:
-    """Refuse what is neither packed nor as many tokens of each sequence as the step has."""
+    """Raise unless rows are packed, or the tokens of the step for each sequence."""
     shape = tuple(array.shape)
     if len(shape) not in (3, 4):
         raise error(

@@ -43,7 +43,7 @@ FORMATS = {
 
 
 def as_format(dtype: Any) -> CacheFormat:
-    """Read what a cache is to hold, or refuse it."""
+    """Return the storage format of a cache, or raise for an unknown one."""
     name = dtype
     if not isinstance(dtype, str):
         try:
@@ -54,7 +54,7 @@ def as_format(dtype: Any) -> CacheFormat:
         raise error(
             TypeError,
             f"got dtype = {shown(dtype)}",
-            f"a cache holds {', '.join(map(repr, FORMATS))}",
+            f"allowed are {', '.join(map(repr, FORMATS))}",
             "pass one of these names; 'int4' is two numbers in a byte of uint8",
         )
     return FORMATS[name]

@@ -17,30 +17,30 @@ from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.errors import error, shown
 
 UNUSED = -1
-"""An entry of the block table, or of the slot mapping, that stands for nothing."""
+"""An unused entry of the block table or of the slot mapping."""
 
 
 class StepTables:
     """The tables of a step, at the same place in memory from step to step.
 
-    `PagedKVCache.step_tables` makes them, `update` fills them anew in place. So a decode step that
+    `PagedKVCache.step_tables` makes them, `update` refills them in place. So a decode step that
     was captured in a CUDA graph with them runs on other sequences: update, then launch the graph.
     Within blocks `advance` does it on the device.
 
     Attributes
     ----------
     block_table : int32 array (max_batch, max_blocks)
-        The blocks of each sequence; -1 behind them, in rows without a sequence, and where a window
+        The blocks of each sequence; -1 after them, in rows without a sequence, and where a window
         has given a block back.
     seqlens_k : int32 array (max_batch,)
         The tokens of each sequence, 0 in rows without one.
     cu_seqlens_q : int32 array (max_batch + 1,)
         Where each sequence's new tokens begin among all new ones; the last is their number.
     slot_mapping : int32 array (max_tokens,)
-        The slot ``block * block_size + offset`` of each new token, one sequence's behind the
-        other's; -1 behind the last.
+        The slot ``block * block_size + offset`` of each new token, sequence after
+        sequence; -1 after the last.
     positions : int32 array (max_tokens,)
-        The position of each new token in its sequence; 0 behind the last.
+        The position of each new token in its sequence; 0 after the last.
     num_sequences, num_tokens, max_seqlen_q : int
         How many sequences, how many new tokens, and the most new tokens of a sequence.
     num_decoding : int
@@ -112,7 +112,7 @@ class StepTables:
         )
 
     def decodes(self, rows: int) -> bool:
-        """Tell whether row b of as many new tokens is the one new token of sequence b."""
+        """Return whether each sequence has one new token, row b that of sequence b."""
         one_each = 0 < self.num_decoding == self.num_sequences
         return one_each and self.num_sequences <= rows <= len(self.seqlens_k)
 
@@ -130,13 +130,13 @@ class StepTables:
     def update(self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1) -> None:
         """Fill the tables for other sequences, or for the same ones that have grown, in place.
 
-        The upload is queued on the current stream, behind the work that still reads the tables. It
-        comes before a graph is launched: it is no part of what a graph captures.
+        The upload is queued on the current stream, after the work that still reads the tables. It
+        comes before a graph is launched and is not captured by it.
 
         Parameters
         ----------
         sequences : sequence of Sequence
-            The batch, at most max_batch of them; rows behind them are empty.
+            The batch, at most max_batch of them; rows after them are empty.
         new_tokens : int, or an int for each sequence
             How many of each one's last tokens the step computes.
 
@@ -147,7 +147,7 @@ class StepTables:
         ValueError
             If a sequence is freed, swapped out, of another cache or longer than the tables, or
             there are too many; if it has fewer tokens than are called new; or if two new tokens
-            have one slot: a sequence stands twice in the batch, or a fork has appended none. The
+            have one slot: a sequence is twice in the batch, or a fork has appended none. The
             tables are as before then.
         """
         tables, size = self._on_host, self._allocator.block_size
@@ -168,9 +168,9 @@ class StepTables:
             row = int(rows[np.argmax(blocks == UNUSED)])
             raise error(
                 ValueError,
-                f"the {counts[row]} new tokens of sequence {row} stand in blocks that are evicted",
-                "what is computed in a step needs its slots",
-                "evict after the step, and only what the next one does not see",
+                f"the {counts[row]} new tokens of sequence {row} are in blocks that are evicted",
+                "tokens that a step computes need their slots",
+                "evict after the step, and only blocks that the next one does not see",
             )
         slots = blocks * size + positions % size
         _require_own_slots(slots, rows)
@@ -210,7 +210,7 @@ class StepTables:
             xp.add(growing, buffer[self._growth], out=growing)
 
     def _require_room(self, lengths: np.ndarray, counts: np.ndarray) -> None:
-        """Refuse what has no place, before anything is written."""
+        """Raise if the batch does not fit into the tables, before anything is written."""
         size, (batch, blocks) = self._allocator.block_size, self.block_table.shape
         longest = int(lengths.max(initial=0))
         for passed, there, what in (
@@ -236,13 +236,13 @@ class StepTables:
 
 
 def require_tables(tables: object, allocator: BlockAllocator) -> None:
-    """Refuse what is no tables, and those whose ids are another pool's."""
+    """Raise for objects that are not tables, and for tables of another pool."""
     if not isinstance(tables, StepTables):
         raise error(
             TypeError,
             f"got {shown(tables)} as the tables of a step",
             "they are StepTables",
-            "pass what this cache's step_tables returned",
+            "pass the result of this cache's step_tables",
         )
     if tables.allocator is not allocator:
         raise error(
@@ -265,7 +265,7 @@ def upload(xp: ModuleType, target: Array, staged: np.ndarray) -> None:
 
 
 def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndarray:
-    """Return the tokens of sequences, or refuse what is none of the allocator's."""
+    """Return the lengths of sequences; raise for sequences of another allocator."""
     if isinstance(sequences, Sequence) or not hasattr(sequences, "__len__"):
         raise error(
             TypeError,
@@ -282,7 +282,7 @@ def lengths_of(allocator: BlockAllocator, sequences: Items[Sequence]) -> np.ndar
                 "they are Sequences of this cache's allocator, in a list",
                 "pass [sequence] for one",
             )
-        lengths.append(len(sequence))  # a freed one says so
+        lengths.append(len(sequence))  # raises for a freed one
         if sequence not in allocator:
             raise error(
                 ValueError,
@@ -303,7 +303,7 @@ def _require_own_slots(slots: np.ndarray, rows: np.ndarray) -> None:
             ValueError,
             f"sequences {first} and {second} have a new token in one slot, {slots[order[same[0]]]}",
             "a slot is written once in a step",
-            "leave out one that stands twice, and append to forks what they are to compute",
+            "leave out one that is twice in the batch, and append to forks the tokens to compute",
         )
 
 

@@ -122,7 +122,7 @@ def test_a_cached_prefix_is_not_evicted_for_its_own_end():
 def test_add_leaves_the_watermark():
     allocator = BlockAllocator(4, 2, watermark=2)
     sequence = allocator.add([1, 2])
-    with pytest.raises(OutOfBlocksError, match="beside a watermark of 2"):
+    with pytest.raises(OutOfBlocksError, match="with a watermark of 2"):
         allocator.add([1, 2, 3, 4])
     sequence.append([3, 4, 5, 6, 7])  # which append may take
     assert allocator.num_free == 0
@@ -291,7 +291,7 @@ def test_a_freed_sequence_is_refused(call):
     allocator = BlockAllocator(4, 2, num_host_blocks=4)
     sequence = allocator.add([1, 2, 3])
     sequence.free()
-    with pytest.raises(ValueError, match=r"the sequence is freed; .*; add its tokens anew"):
+    with pytest.raises(ValueError, match=r"the sequence is freed; .*; add its tokens again"):
         {**CALLS, **ALIVE}[call](sequence)
     assert repr(sequence) == "<Sequence, freed>"
     assert allocator.num_free == 4

@@ -314,7 +314,7 @@ def test_statistics():
 @pytest.mark.parametrize(
     ("changes", "kind", "passed"),
     [
-        ({"dtype": "float64"}, TypeError, "dtype = 'float64'; a cache holds 'float16'"),
+        ({"dtype": "float64"}, TypeError, "dtype = 'float64'; allowed are 'float16'"),
         ({"dtype": np.uint8}, TypeError, "dtype = .*'int4' is two numbers in a byte"),
         ({"dtype": None}, TypeError, "dtype = None"),
         ({"dtype": np}, TypeError, "dtype = <module 'numpy'"),

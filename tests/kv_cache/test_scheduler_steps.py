@@ -396,7 +396,9 @@ def test_what_is_no_request_of_the_scheduler_is_not_cancelled(memory, request_of
     foreign = other.submit([1, 2], max_new_tokens=2)
     scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
     mine = scheduler.submit([1, 2], max_new_tokens=2)
-    with pytest.raises(kind, match=rf"{passed}.*; pass what this scheduler's submit returned"):
+    with pytest.raises(
+        kind, match=rf"{passed}.*; pass a request that this scheduler's submit returned"
+    ):
         scheduler.cancel(request_of(foreign))
     assert not (mine.finished or foreign.finished)
 

@@ -103,7 +103,7 @@ def test_evicted_blocks_stand_as_unused():
     sequence.evict_before(33)
     assert cache.block_table([sequence]).tolist() == [[-1, -1, 2]]
     assert cache.slot_mapping([sequence], 8).tolist() == list(range(32, 40))
-    with pytest.raises(ValueError, match="the 9 new tokens of sequence 0 stand in blocks that are"):
+    with pytest.raises(ValueError, match="the 9 new tokens of sequence 0 are in blocks that are"):
         cache.slot_mapping([sequence], 9)
 
 
