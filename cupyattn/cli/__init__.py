@@ -59,7 +59,7 @@ def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output (head, less) has seen enough
+    except BrokenPipeError:  # the reader of the output (head, less) has ended
         _drop_output()
         return 1
     except OSError as failure:
@@ -80,7 +80,7 @@ def _output_fails() -> bool:
 
 
 def _drop_output() -> None:
-    """Let stdout write to nowhere: what it has left it would try to write again at the end."""
+    """Point stdout at nowhere: otherwise Python writes its buffer again at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -88,7 +88,7 @@ def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cupyattn",
         description="Exact attention for array code: try it, run a language model or fine-tune it, "
-        "look around, compile, profile and model its kernels.",
+        "inspect, compile, profile and model its kernels.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")
     parser.set_defaults(run=print_help_of(parser))

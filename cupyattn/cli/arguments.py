@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
     _parts = False
 
     def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
-        """Parse options first, and what is left as positionals."""
+        """Parse options first, and the remaining words as positionals."""
         if self._parts or not any(each.nargs == "?" for each in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)
         self._parts = True  # by which the next call comes here
@@ -38,7 +38,7 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def print_help_of(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Make what a command runs that was given without its subcommand."""
+    """Return the function of a command without its subcommand: it prints the help."""
 
     def run(_: argparse.Namespace) -> int:
         parser.print_help()

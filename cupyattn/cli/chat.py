@@ -25,19 +25,19 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
         help="talk to a language model",
-        description="Talk to a model that has a chat template. Keys and values of what was said "
+        description="Talk to a model that has a chat template. Keys and values of the conversation "
         "stay in the cache, so that an answer begins with the new words alone.",
-        epilog="A line is what you say; /reset begins anew, Ctrl-C ends an answer, Ctrl-D all.",
+        epilog="A line is a message; /reset starts over, Ctrl-C ends an answer, Ctrl-D the chat.",
     )
     add_model_arguments(parser)
     add_drawing_arguments(parser, new_tokens=512)
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told at first")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--context",
         type=integer(16),
         default=4096,
         metavar="N",
-        help="tokens of the talk at the most (default: %(default)s, or what the model has)",
+        help="most tokens of the conversation (default: %(default)s, or the model's limit)",
     )
     parser.set_defaults(run=run, parser=parser)
 
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         model = loaded(arguments)
         talk = Talk(model, arguments)
-        while (said := _next_line()) is not None:
-            if said == "/reset":
+        while (message := _next_line()) is not None:
+            if message == "/reset":
                 talk.reset()
-            elif said:
-                talk.answer(said)
+            elif message:
+                talk.answer(message)
     except MODEL_FAILURES as failure:
         fail("chat", failure, as_json=False)
         return 1
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Talk:
-    """A conversation so far, and the generator whose cache holds it."""
+    """A conversation, and the generator whose cache has its tokens."""
 
     def __init__(self, model: models.Model, arguments: argparse.Namespace) -> None:
         self._model = model
@@ -76,20 +76,20 @@ class Talk:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget all messages."""
         self._messages = []
         if self._system is not None:
             self._messages.append({"role": "system", "content": self._system})
 
-    def answer(self, said: str) -> None:
+    def answer(self, message: str) -> None:
         """Print the model's answer as it comes."""
-        self._messages.append({"role": "user", "content": said})
+        self._messages.append({"role": "user", "content": message})
         prompt = self._prompt()
         if len(prompt.ids) > self._most:
             self._messages.pop()
             print(
-                f"what you said makes {len(prompt.ids)} tokens, and the talk has at most "
-                f"{self._most}; say less, or pass a larger --context",
+                f"the message has {len(prompt.ids)} tokens, and the conversation at most "
+                f"{self._most}; shorten it, or pass a larger --context",
                 file=sys.stderr,
             )
             return
@@ -109,7 +109,7 @@ class Talk:
             print(f"({rate:,.0f} tokens/s)", file=sys.stderr)
 
     def _prompt(self) -> models.Prompt:
-        """Return the talk as the model was trained on it; what was said first leaves first."""
+        """Return the prompt of the conversation, without the first messages if it is too long."""
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise ValueError("there is no tokenizer among the model's files; a talk needs one")

@@ -38,7 +38,7 @@ def add_parser(commands: Commands) -> None:
         description="Compile the kernels' configurations to machine code for one "
         "architecture, into the cache, and show what each kernel takes: registers, spills, shared "
         "memory, and how many CTAs (thread blocks) fit on an SM. Needs NVRTC, but no GPU. Head "
-        "dims that have no configuration of their own are compiled at their first call.",
+        "dims that have no configuration are compiled at their first call.",
         epilog="Exit code 1 if a kernel does not compile or does not fit on an SM; spills are "
         "shown, but are no failure.",
     )
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     arch = ARCHS[arguments.arch]
     try:
-        # --arch says what is compiled; a wrong variable is not passed over.
+        # --arch decides, but a wrong variable is still an error.
         arch_override()
         tuned_override()
         nvrtc_version()
@@ -107,7 +107,7 @@ def compile_rows(rows: Sequence[Specialisation], arch: Arch, jobs: int) -> Resul
 def _compile_side_by_side(
     rows: Sequence[Specialisation], arch: Arch, jobs: int, step: Callable[[], None]
 ) -> list[Json | Exception]:
-    """Return what `compiled_kernel` gives for each row, or raises.
+    """Return the result of `compiled_kernel` for each row, or raise.
 
     NVRTC releases the interpreter lock, so threads compile side by side. It cannot be stopped, and
     a process waits for the threads of an executor: these are left behind at Ctrl-C, and begin

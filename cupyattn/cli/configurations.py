@@ -21,7 +21,7 @@ Macros = Mapping[str, int | str]
 
 
 def add_row_options(parser: argparse.ArgumentParser, default: str) -> None:
-    """Give a command ``--kernel`` and ``--head-dim``; `default` says which kernels without them."""
+    """Add ``--kernel`` and ``--head-dim``; `default` describes the kernels without them."""
     parser.add_argument(
         "--kernel",
         nargs="+",
@@ -80,7 +80,7 @@ def rows_of(
 def without_rows(
     rows: Collection[Specialisation], kernels: Collection[str], head_dims: Collection[int]
 ) -> list[str]:
-    """Return which of the kernels and head dims that were asked for have none of these rows."""
+    """Return messages for the requested kernels and head dims without a configuration."""
     entries = {each.spec.entry for each in rows}
     dims = {head_dim_of(each) for each in rows}
     of = f" of head dim {' or '.join(map(str, head_dims))}" if head_dims else ""
@@ -99,7 +99,7 @@ def head_dim_of(row: Specialisation) -> int | None:
 
 
 def row_name(row: Specialisation) -> str:
-    """Name a row by what its caller chose: dtype, head dims, loads and options; not tile sizes.
+    """Name a configuration by its caller's choices: dtype, head dims, loads and options.
 
     Examples
     --------
@@ -163,7 +163,7 @@ def _together(items: int | str) -> str:
 
 
 def configuration(macros: Macros) -> str:
-    """Write what a table chose on one line: dtype, sizes, and the options that are on.
+    """Write a configuration on one line: dtype, sizes, and the options that are on.
 
     Examples
     --------
@@ -180,7 +180,7 @@ def configuration(macros: Macros) -> str:
 
 
 def compiled_kernel(specialisation: Specialisation, arch: Arch) -> Json:
-    """Compile to machine code, or find it in the cache, and tell what it takes of an SM.
+    """Compile to machine code, or find it in the cache, and return its resources.
 
     Returns
     -------

@@ -177,7 +177,7 @@ def kernels_of(
     *,
     tensor_cores: bool,
 ) -> dict[str, Launch]:
-    """Return what each of the implementations would launch; those not written yet are left out."""
+    """Return the launches of each implementation."""
     launches = {}
     for implementation in implementations:
         options = AttentionOptions(causal=True, implementation=implementation)
@@ -259,7 +259,7 @@ def _describe(launch: Launch, arch: Arch) -> Json:
 
 
 def _require_loaded(device: CudaDevice, launch: Launch) -> None:
-    """Make sure that what is reported is what ran."""
+    """Raise unless the reported launch was the one that ran."""
     if launch.specialisation not in device.loaded:
         raise AssertionError(f"{launch.specialisation.label} was recorded but did not run")
 
@@ -290,11 +290,11 @@ def add_parser(commands: Commands) -> None:
     default = DemoProblem()
     parser = commands.add_parser(
         "demo",
-        help="run the attention kernels on this machine's GPU, or emulated on its CPU",
-        description="Run causal attention by the library's kernels: on the GPU, or on a machine "
+        help="run the attention kernels on this computer's GPU, or emulated on its CPU",
+        description="Run causal attention by the library's kernels: on the GPU, or on a computer "
         "without one by the emulator, which executes the PTX for a Turing GPU on the CPU, under "
         "checks; without a compiler, by NumPy. Show each kernel and its launch configuration, the "
-        "time, and the error against the float64 reference beside its bound.",
+        "time, and the error against the float64 reference with its bound.",
         epilog="Exit code 1 if an error is outside its bound, or a check finds a fault.",
     )
     parser.add_argument(
@@ -418,7 +418,7 @@ def _show_emulator(result: Result, terminal: Terminal) -> None:
             for run in runs
         ],
     )
-    terminal.text("  The time is the CPU's, with all checks: it says nothing about a GPU's.")
+    terminal.text("  The time is the CPU's with all checks, not that of a GPU.")
     terminal.verdict(True, f"  no check found a fault: {', '.join(result['checks'])}")
     terminal.text("  python -m cupyattn profile attention shows it per line of the source.")
 

@@ -76,7 +76,7 @@ def _locked(path: Path) -> Iterator[FileIO]:
             if not _lock(file):
                 raise _taken(path)
             if not _is_still(path, file):
-                continue  # whoever had it removed it between opening and locking
+                continue  # its owner removed it between opening and locking
             yield file
             return
 
@@ -91,7 +91,7 @@ def _is_still(path: Path, file: FileIO) -> bool:
 if sys.platform == "win32":
     import msvcrt
 
-    _BEHIND_ALL = 1 << 30  # what is locked cannot be read, and the number is to be
+    _BEHIND_ALL = 1 << 30  # locked bytes cannot be read, and the number must be
 
     def _lock(file: FileIO) -> bool:
         file.seek(_BEHIND_ALL)
@@ -125,7 +125,7 @@ def _taken(path: Path) -> FileExistsError:
 _INTERRUPTED = 130  # what shells report for SIGINT
 _NUMBERS = (
     ("lora-rank", integer(1), 16, "rank of the adapters"),
-    ("lora-alpha", float, 32.0, "what they add is scaled by alpha / rank"),
+    ("lora-alpha", float, 32.0, "the adapters' output is scaled by alpha / rank"),
     ("lora-dropout", float, 0.0, "share of the adapters' inputs that a step leaves out"),
     ("batch-tokens", integer(2), 2048, "tokens of a batch, in which short samples are packed"),
     ("max-length", integer(2), None, "tokens of a sample (default: those of a batch)"),
@@ -141,15 +141,15 @@ _NUMBERS = (
     ("lr", float, None, "the highest learning rate (default: 2e-4, with --full 2e-5)"),
     ("warmup", integer(0), None, "steps in which it rises (default: a twentieth of all)"),
     ("weight-decay", float, 0.0, "of matrices, decoupled"),
-    ("clip", float, 1.0, "the largest norm of all gradients together"),
-    ("eval-fraction", float, 0.0, "share of the samples that is held back, to look at their loss"),
+    ("clip", float, 1.0, "the largest norm of all gradients"),
+    ("eval-fraction", float, 0.0, "share of the samples for evaluation, which are not learnt"),
     ("save-every", integer(1), 200, "steps from checkpoint to checkpoint"),
     ("seed", integer(0), 0, "of the data's order, of dropout and of the first adapters"),
 )
 _CHOICES = (
     ("dtype", DTYPES, None, "of weights; by default float16 on a GPU, otherwise float32"),
     ("schedule", SCHEDULES, "cosine", "how the learning rate falls"),
-    ("optimizer-state", STATES, "float32", "what AdamW's running means are kept in"),
+    ("optimizer-state", STATES, "float32", "dtype of AdamW's running means"),
 )
 
 
@@ -172,14 +172,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("data", nargs="?", metavar="DATA", help="a file of JSON lines")
     parser.add_argument(
         "--dry-run", action="store_true",
-        help="only say what memory it would take on a GPU, line by line; needs no DATA",
+        help="only print the memory that it would take on a GPU, line by line; needs no DATA",
     )  # fmt: skip
     parser.add_argument(
         "--random", choices=tuple(models.PRESETS), help="with --dry-run: shapes instead of MODEL"
     )
     parser.add_argument(
         "--memory-gb", type=positive, metavar="GB",
-        help="what is free of the GPU's memory (default: what the driver says)",
+        help="free memory of the GPU (default: from the driver)",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("finetuned"), metavar="DIR",
@@ -190,18 +190,22 @@ def add_parser(commands: Commands) -> None:
         "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME",
         help="modules that have adapters, such as q_proj v_proj (default: all linear layers)",
     )  # fmt: skip
-    add_quantize_option(parser, "what frozen weights are kept in")
+    add_quantize_option(parser, "storage format of frozen weights")
     for name, kinds, chosen, what in _CHOICES:
-        told = f" (default: {chosen})" if chosen else ""
+        default_text = f" (default: {chosen})" if chosen else ""
         parser.add_argument(
             f"--{name}", choices=kinds, default=chosen, metavar="KIND",
-            help=f"{what}: {', '.join(kinds)}{told}",
+            help=f"{what}: {', '.join(kinds)}{default_text}",
         )  # fmt: skip
     for name, kind, default, what in _NUMBERS:
-        told = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=what + told)
+        default_text = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, metavar="N", help=what + default_text
+        )
     parser.add_argument("--resume", action="store_true", help="go on from DIR's newest checkpoint")
-    parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+    parser.add_argument(
+        "--cpu", action="store_true", help="compute in NumPy, even if there is a GPU"
+    )
     add_json_option(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -214,7 +218,7 @@ def run(arguments: argparse.Namespace) -> int:
     if random and not arguments.dry_run:
         arguments.parser.error("--random has no text to learn: it is for --dry-run")
     if random and named:
-        arguments.parser.error("--random stands for MODEL, and a dry run reads no DATA: leave out "
+        arguments.parser.error("--random replaces MODEL, and a dry run reads no DATA: leave out "
                                f"{arguments.model}")  # fmt: skip
     if random and arguments.quantize == OF_THE_FILE:
         arguments.parser.error("--random has no file: pass --quantize nf4, int4 or int8")
@@ -236,7 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _again() -> str:
-    """Return the command with which an interrupted training goes on."""
+    """Return the command that resumes an interrupted training."""
     given = [each for each in sys.argv[1:] if each != "--resume"]
     return shlex.join(["python", "-m", "cupyattn", *given, "--resume"])
 
@@ -245,23 +249,23 @@ def show_budget(result: Result, terminal: Terminal) -> None:
     """Print a budget line by line, and whether there is room for it."""
     terminal.title(f"{result['model']}, {result['batch_tokens']:,} tokens a batch, on a GPU")
     facts = {line["what"]: size_text(line["bytes"]) for line in result["lines"]}
-    facts["all together"] = size_text(result["total_bytes"])
+    facts["total"] = size_text(result["total_bytes"])
     terminal.facts(facts)
     terminal.text(
         "  The inputs of all layers are kept, and what is between them is computed again. The "
         f"working set holds one layer; cross entropy has {size_text(result['logits_bytes'])} of "
         "logits in its place, and its line is what it takes beyond that. There has to be an eighth "
-        "more than all together: what the memory pool keeps beside it."
+        "more than the total for the memory pool."
     )
     if result["fits"] is None:
-        terminal.text("  There is no GPU here: --memory-gb says how much one has.")
+        terminal.text("  There is no GPU here: pass the memory of one as --memory-gb.")
     else:
         fits = f"it fits: {size_text(result['free_bytes'])} are free"
         terminal.verdict(result["fits"], f"  {fits if result['fits'] else result['would']}")
 
 
 def show(result: Result, terminal: Terminal) -> None:
-    """Print what became of it, and what to do next."""
+    """Print the outcome, and what to do next."""
     terminal.title(f"{result['model']} fine-tuned on {result['device']}")
     skipped = f", {result['skipped']} of them skipped" if result["skipped"] else ""
     facts = {
@@ -279,7 +283,7 @@ def show(result: Result, terminal: Terminal) -> None:
     facts["losses"] = ", ".join(filter(None, (result["losses"], result["curve"])))
     terminal.facts(facts)
     if not result["finished"]:
-        terminal.text("It was interrupted behind a checkpoint. To go on:")
+        terminal.text("It was interrupted after a checkpoint. To resume:")
     elif result["adapters"]:
         terminal.text(f"The adapters are in {result['out']}. To try them:")
     else:

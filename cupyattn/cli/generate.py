@@ -30,7 +30,7 @@ def add_parser(commands: Commands) -> None:
         "generate",
         help="continue a text with a language model",
         description="Continue a text with GPT-2, Llama or Phi-2 (and Mistral, Qwen2, SmolLM2) on "
-        "the GPU, or on a machine without one in NumPy. The text comes as it is generated; then "
+        "the GPU, or in NumPy if there is none. The text is printed as it is generated; then "
         "tokens a second, the time to the first token, and memory.",
         epilog="python -m cupyattn generate smollm2 'The capital of France is'",
     )

@@ -17,9 +17,9 @@ def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "info",
-        help="what the library finds here: GPUs, CUDA, CuPy, NVRTC, compiled kernels",
+        help="GPUs, CUDA, CuPy, NVRTC and compiled kernels on this computer",
         description="Show the GPUs, the versions of CUDA, CuPy, NVRTC, NumPy and Python, the "
-        "library's kernels and how many specialisations of each the cache holds.",
+        "library's kernels and how many specialisations of each are in the cache.",
     )
     add_json_option(parser)
     parser.set_defaults(run=run)
@@ -96,16 +96,16 @@ def _device_row(device: Json) -> tuple[str, ...]:
 
 
 def _float16(device: Json) -> str:
-    """Say what float16 runs on, and how that is known."""
+    """Describe what float16 runs on, and why."""
     where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
     return f"float16 runs {where} ({device['tensor_cores_because']})"
 
 
 def _tuned(device: Json, used: bool) -> str:
-    """Say what was tuned for a device, and whether calls take it."""
+    """Describe what was tuned for a device, and whether calls use it."""
     if device["tuned"] is None:
         return "no configuration was tuned (python -m cupyattn tune does it)"
-    so = "calls take them" if used else "not taken: CUPYATTN_TUNED=1 has calls take them"
+    so = "calls use them" if used else "not used: CUPYATTN_TUNED=1 makes calls use them"
     return f"{device['tuned']} configurations were chosen by timing; {so}"
 
 

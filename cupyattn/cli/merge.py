@@ -37,10 +37,14 @@ def add_parser(commands: Commands) -> None:
         "--dtype",
         choices=DTYPES,
         metavar="KIND",
-        help=f"of what is written; by default as config.json says ({', '.join(DTYPES)})",
+        help=f"dtype to write; by default that of config.json ({', '.join(DTYPES)})",
     )
-    add_quantize_option(parser, "what the adapters learnt beside; floats are written all the same")
-    parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+    add_quantize_option(
+        parser, "format in which the adapters were trained; floats are written anyway"
+    )
+    parser.add_argument(
+        "--cpu", action="store_true", help="compute in NumPy, even if there is a GPU"
+    )
     add_json_option(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -63,7 +67,7 @@ def _merged(arguments: argparse.Namespace) -> Result:
         raise error(
             FileExistsError,
             f"--out {out} has a config.json: it is a model already",
-            "a merged model is written to a folder of its own",
+            "a merged model is written to a separate folder",
             "pass another --out",
         )
     model = models.load(
@@ -75,7 +79,7 @@ def _merged(arguments: argparse.Namespace) -> Result:
     merged = LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).merged()
     with explaining(
         f"--out {out} could not be written",
-        "a merged model is a folder of its own, whole once it has a config.json",
+        "a merged model is a separate folder, complete once it has a config.json",
         "make room there, or pass another --out",
     ):
         write_folder(merged.weights, merged.config, source, out)

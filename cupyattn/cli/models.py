@@ -24,9 +24,14 @@ MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryErro
 _NUMBERS = (
     ("temperature", float, 0.0, "divides the logits; 0 takes the most probable token"),
     ("top-k", integer(1), None, "draw from so many most probable tokens"),
-    ("top-p", float, None, "draw from the most probable tokens that have this share together"),
+    (
+        "top-p",
+        float,
+        None,
+        "draw from the most probable tokens whose probabilities sum to this share",
+    ),
     ("min-p", float, None, "draw from tokens with at least this share of the largest probability"),
-    ("repetition-penalty", float, 1.0, "weakens tokens that stand there already; 1 does not"),
+    ("repetition-penalty", float, 1.0, "weakens tokens that are in the text already; 1 does not"),
     ("seed", integer(0), None, "the same seed gives the same text"),
 )
 
@@ -57,7 +62,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="LoRA adapters of the model, as finetune or PEFT writes them",
     )
-    parser.add_argument("--cpu", action="store_true", help="compute in NumPy, also beside a GPU")
+    parser.add_argument(
+        "--cpu", action="store_true", help="compute in NumPy, even if there is a GPU"
+    )
 
 
 def add_quantize_option(parser: argparse.ArgumentParser, what: str) -> None:
@@ -87,14 +94,16 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -
         help="where the text ends at the latest (default: %(default)s)",
     )
     for name, kind, default, what in _NUMBERS:
-        told = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=what + told)
+        default_text = "" if default is None else " (default: %(default)s)"
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, metavar="N", help=what + default_text
+        )
     parser.add_argument(
         "--lookup",
         type=integer(0),
         default=0,
         metavar="N",
-        help="guess N tokens from what stood before, and keep those that are right (default: 0)",
+        help="guess N tokens from the text so far, and keep those that are right (default: 0)",
     )
 
 
@@ -115,7 +124,7 @@ def drawing_of(arguments: argparse.Namespace) -> Keywords:
 
 
 class TimedPieces:
-    """A generation's pieces as they come, and when they came."""
+    """The pieces of a generation, with their times."""
 
     def __init__(self, generator: models.Generator, prompt: object, **options: Any) -> None:
         self._generator = generator
@@ -138,7 +147,7 @@ class TimedPieces:
             self._generator.cancel(self.generation)
 
     def result(self) -> Result:
-        """Return ``new_tokens``, ``first_token_s`` and ``tokens_per_s`` of those behind it."""
+        """Return ``new_tokens``, ``first_token_s`` and the ``tokens_per_s`` after the first."""
         later, seconds = self._tokens - 1, self._last - self._first
         return {
             "prompt_tokens": len(self.generation.request.tokens),
@@ -149,7 +158,7 @@ class TimedPieces:
 
 
 def memory_of(model: models.Model, generator: models.Generator) -> Result:
-    """Return the bytes of the weights and of the cache, and on a GPU all that CuPy holds."""
+    """Return the bytes of the weights and of the cache, and on a GPU of CuPy's memory."""
     result: Result = {"weights_bytes": model.nbytes, "cache_bytes": generator.cache.nbytes}
     if model.xp is not np:
         result["pool_bytes"] = model.xp.get_default_memory_pool().total_bytes()
@@ -157,7 +166,7 @@ def memory_of(model: models.Model, generator: models.Generator) -> Result:
 
 
 def show_times(result: Result, terminal: Terminal) -> None:
-    """Print how fast a generation was, and what it took."""
+    """Print the speed of a generation and its memory."""
     rate = result["tokens_per_s"]
     facts = {
         "tokens": f"{result['prompt_tokens']} of the prompt, {result['new_tokens']} new ones",
@@ -180,9 +189,9 @@ def device_name(model: models.Model) -> str:
 
 
 def memory_held(model: models.Model) -> int | None:
-    """Return what CuPy holds of the GPU; of a model on the CPU what the process had at the most.
+    """Return CuPy's bytes of the GPU; for a model on the CPU the most memory of the process.
 
-    None where the system does not say.
+    None where the system does not report it.
     """
     if model.xp is not np:
         return int(model.xp.get_default_memory_pool().total_bytes())

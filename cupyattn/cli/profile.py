@@ -1,4 +1,4 @@
-"""``python -m cupyattn profile``: what a kernel does, line by line; a profiler without a GPU.
+"""``python -m cupyattn profile``: the work of a kernel line by line; a profiler without a GPU.
 
 The kernel runs on the emulator, which counts. What it counts is exact: instructions, bank
 conflicts, sectors, bytes, divergence. What it cannot know is time: latencies, caches and what
@@ -197,7 +197,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
         "--kv-heads",
         type=integer(1),
         metavar="G",
-        help="key-value heads, a divisor of the query heads (default: as many)",
+        help="key-value heads, a divisor of the query heads (default: the same number)",
     )
     _add_size(parser, "--head-dim", 64, "D", "head dim of q, k and v", MAX_HEAD_DIM)
     _add_dtype(parser)
@@ -336,7 +336,7 @@ def _description(what: str, arguments: argparse.Namespace, options: Keywords) ->
 
 
 def _attention_options(arguments: argparse.Namespace, rng: np.random.Generator) -> Keywords:
-    """Return the options that were asked for, as `cupyattn.attention` takes them."""
+    """Return the options of the command line, as `cupyattn.attention` takes them."""
     a = arguments
     scores = (a.heads, a.seqlen, a.seqlen)
     options: Json = {"causal": True} if a.causal else {}
@@ -379,7 +379,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "profile",
-        help="what kernels do per source line: bank conflicts, sectors, instructions; needs no GPU",
+        help="bank conflicts, sectors and instructions of kernels per source line; needs no GPU",
         description="Run a call on the emulator and show, for each of its kernels and each line of "
         "their sources, bank conflicts, sectors of global memory, the mix of instructions, bytes "
         "and divergence. Needs NVRTC, but no GPU.",

@@ -1,7 +1,7 @@
 """Output of commands: text folded to the terminal's width, or one JSON object.
 
 Paragraphs, facts and tables are folded. A word that is wider than the terminal, as a path may be,
-has a line of its own.
+gets a separate line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def terminal_width() -> int:
 
 
 def paragraphs(text: str, width: int) -> list[str]:
-    """Fold each line of a text at spaces; what is folded keeps the line's indentation.
+    """Fold each line of a text at spaces; continued lines keep the indentation.
 
     Examples
     --------
@@ -42,7 +42,7 @@ def paragraphs(text: str, width: int) -> list[str]:
 
 
 def folded_command(text: str, width: int) -> list[str]:
-    r"""Fold a command of the shell between its words; what is folded ends in a backslash.
+    r"""Fold a command of the shell between its words; continued lines end in a backslash.
 
     Examples
     --------
@@ -97,8 +97,8 @@ def folded_table(
 
     If a row is too wide for one line, headings are folded. If it is still too wide, `spare` columns
     are left out one after the other, then the first names are written once above the rows that
-    share them. If nothing fits, long names have a line of their own; below `_LEAST` characters for
-    the names all have, and the other columns follow on as many lines as they need.
+    share them. If nothing fits, long names get a separate line; with less than
+    `_LEAST` characters for names all of them do, and the other columns may need several lines.
 
     Examples
     --------
@@ -180,7 +180,7 @@ class _Grid:
         return lines
 
     def heading(self, lines: Sequence[Sequence[int]], width: int) -> list[str]:
-        """Return the lines of the heading; what is folded ends in the same line."""
+        """Return the lines of the heading; folded headings end in the same line."""
         written: list[str] = []
         for below, columns in enumerate(lines):
             deep = max(len(self._headings[at]) for at in columns)
@@ -264,7 +264,7 @@ class Terminal:
         self._print(text.splitlines())
 
     def verdict(self, good: bool, text: str) -> None:
-        """Print a line that says whether all is well."""
+        """Print a line in green if `good`, otherwise in red."""
         self._print(paragraphs(text, self._width), "green" if good else "bold red")
 
     def facts(self, facts: Mapping[str, object]) -> None:

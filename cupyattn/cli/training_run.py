@@ -48,7 +48,7 @@ _CALLED = {
     "AdamWOptions.clip": "--clip",
     "AdamWOptions.state": "--optimizer-state",
 }
-"""Options that must not change when a training goes on, by their names on the command line."""
+"""Options that must not change when a training is resumed, by their command line names."""
 
 
 class Prepared(NamedTuple):
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 def planned(arguments: argparse.Namespace) -> Result:
     """Return the budget of a training's memory, for ``--dry-run``; nothing is loaded.
 
-    ``fits`` is None where nobody says what is free, and ``would`` says what fits otherwise.
+    ``fits`` is None if the free memory is unknown; ``would`` is what fits otherwise.
     """
     _require_sound(arguments)
     plan, free = _plan(arguments), _free_bytes(arguments)
@@ -118,7 +118,7 @@ def _lora_options(arguments: argparse.Namespace) -> LoraOptions:
 
 
 def _free_bytes(arguments: argparse.Namespace) -> int | None:
-    """Return what is free of the GPU, as it was told or as the driver says; None without a GPU."""
+    """Return the free memory of the GPU, as given or from the driver; None without a GPU."""
     if arguments.memory_gb is not None:
         return int(1e9 * arguments.memory_gb)
     xp = np if arguments.cpu else model_library(None)
@@ -147,7 +147,7 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
         raise error(
             FileExistsError,
             f"{checkpoints} has checkpoints of another training",
-            "a new one begins in a folder of its own",
+            "a new training begins in a separate folder",
             "pass another --out, or --resume to go on with that one",
         )
     samples, held = _samples(arguments)
@@ -196,7 +196,7 @@ def _no_data(where: str, what: str) -> ValueError:
 def _samples(
     arguments: argparse.Namespace,
 ) -> tuple[list[training.Sample], list[training.Sample]]:
-    """Read the data: what is learnt, and what is held back."""
+    """Read the data: the samples to learn, and those for evaluation."""
     with (
         explaining(
             f"no data in {arguments.data}", "DATA is a file of JSON lines", "pass the path of one"
@@ -211,7 +211,7 @@ def _samples(
             ValueError,
             f"{checkpoint.where} has no tokenizer",
             "the text of DATA is learnt as the model's tokens",
-            "put tokenizer.json beside the model's files",
+            "put tokenizer.json next to the model's files",
         )
     config = checkpoint.config
     longest = min(arguments.max_length or arguments.batch_tokens, config.max_positions)
@@ -230,7 +230,7 @@ def _samples(
         raise error(
             ValueError,
             f"--eval-fraction {arguments.eval_fraction:g} of {len(samples)} samples is none",
-            "one or more are held back, and one or more are learnt",
+            "at least one sample is for evaluation, and at least one is learnt",
             "pass a larger one, more lines, or none of it",
         )
     return learnt, held
@@ -247,13 +247,13 @@ def _require_another_folder(arguments: argparse.Namespace) -> None:
         raise error(
             FileExistsError,
             f"--out {arguments.out} is the model's own folder",
-            "a model that is trained as a whole is written beside the one that it was",
+            "a fully trained model is written to another folder than the original",
             "pass another --out",
         )
 
 
 def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, models.Model]:
-    """Return what is trained, and the model that shows it."""
+    """Return the trained object, and the model that uses it."""
     if arguments.full:
         return training.FullWeights(base), base
     adapters = training.LoraAdapters(
@@ -292,11 +292,11 @@ def _names(base: models.Model, held: list[training.Sample], arguments: argparse.
     }
 
 
-_ASKED = b"\nending behind this step, with a checkpoint; Ctrl-C again ends it at once\n"
+_ASKED = b"\nending after this step, with a checkpoint; Ctrl-C again ends it at once\n"
 
 
 def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
-    """Train, and write what is learnt; where Ctrl-C ends it before, a checkpoint.
+    """Train, and write the result, or a checkpoint if Ctrl-C ends it before.
 
     Returns
     -------
@@ -317,7 +317,7 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
             advance(_told(step, rate, model))
             ends = step.number == trainer.schedule.steps or asked.is_set()
             if ends or step.number % arguments.save_every == 0:
-                trainer.save(made.checkpoints)  # before what a second Ctrl-C may end
+                trainer.save(made.checkpoints)  # before work that a second Ctrl-C may end
                 if made.held:
                     log.add({"step": step.number, "eval_loss": _held_loss(made)})
             if asked.is_set():
@@ -346,11 +346,11 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
 
 
 def _write(made: Prepared, arguments: argparse.Namespace) -> None:
-    """Write what is learnt, of which the last checkpoint has all."""
+    """Write the result, which the last checkpoint contains too."""
     model = made.model
     with explaining(
-        "what was learnt could not be written",
-        "all steps are taken, and the last checkpoint has what they learnt",
+        "the result could not be written",
+        "all steps are done, and the last checkpoint contains their result",
         "make room, and call it again with --resume: that writes it",
     ):
         if arguments.full:
@@ -407,7 +407,7 @@ def _looked_at(log: curve.StepLog) -> set[int]:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C end a training behind its step; a second one ends it at once."""
+    """Let Ctrl-C end a training after its step; a second one ends it at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

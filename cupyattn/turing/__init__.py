@@ -11,16 +11,16 @@ For the main loop of each kernel that shows:
 
 - the bytes that the compiler spilled from registers to memory;
 - how many CTAs (cooperative thread arrays, CUDA's thread blocks) fit on an SM;
-- the cycles of the load/store unit for each of the tensor cores': above 1 it binds;
+- the cycles of the load/store unit for each cycle of the tensor cores: above 1 it is the limit;
 - the utilisation of the tensor cores that no schedule can exceed;
 - and the utilisation that a simulation of one SM gives: its four sub-partitions, the scoreboards
   and stalls that the compiler wrote into the code, one load/store unit, barriers, and CTAs that
   started at different times.
 
 ``sass`` runs nvdisasm and reads its listing. ``machine`` has the rates and latencies of an SM, and
-which pipe executes an instruction. ``counts`` adds up what an iteration asks of each pipe.
-``simulation`` finds the loops that do the work and plays them on one SM. `analyse` puts the figures
-of a kernel together: one of the library's by its `row`, or of your own, the ``specialisation`` of a
+which pipe executes an instruction. ``counts`` sums the cycles of each pipe in an iteration.
+``simulation`` finds the loops that do the work and simulates them on one SM. `analyse` returns all
+figures of a kernel: one of the library's by its `row`, or the ``specialisation`` of your own
 `cupyattn.Kernel`. For another device than a T4 it takes one of `MACHINES`, as the command does
 (``--machine "RTX 2080 Ti"``), or any `Machine`::
 

@@ -64,7 +64,7 @@ def _importance(loop: LoopFigures) -> tuple[int, int]:
 def analyse(
     specialisation: Specialisation, *, simulate: bool = True, machine: Machine = T4
 ) -> KernelFigures:
-    """Compile a kernel for sm_75, and tell what it will do there.
+    """Compile a kernel for sm_75, and return its figures there.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def analyse(
     simulate : bool
         Simulate the main loop too: some tenths of a second.
     machine : Machine
-        What to simulate: ``Machine(shared_rate=128)`` tells what a newer GPU would make of the
+        The GPU to model: ``Machine(shared_rate=128)`` shows what a newer GPU would make of the
         same code, ``Machine(hmma_f32=16)`` is a GeForce device.
 
     Raises
@@ -109,9 +109,9 @@ def code_figures(
     simulate: bool = True,
     machine: Machine = T4,
 ) -> tuple[LoopFigures, ...]:
-    """Count each working loop; with `simulate`, play the main one on an SM that holds `ctas`.
+    """Count each working loop; with `simulate`, run the main one on a model of an SM.
 
-    Products on tensor cores that the GPU lacks are not played: they bind, whatever else there is.
+    Products on tensor cores that the GPU lacks are not simulated: they are always the limit.
     """
     warps = -(-threads // WARP_SIZE)
     work, bodies = working_loops(code)
@@ -120,8 +120,8 @@ def code_figures(
     simulate = simulate and (machine.tensor_cores or work is not MATRIX)
     if simulate and ctas and main is not None:
         path = steady_path(bodies[main], work)
-        played = utilisation(path, work, warps, ctas, machine)
-        figures[main] = replace(figures[main], utilisation=played)
+        simulated = utilisation(path, work, warps, ctas, machine)
+        figures[main] = replace(figures[main], utilisation=simulated)
     return tuple(figures)
 
 
@@ -133,7 +133,7 @@ _REMOVED = "move"
 
 @dataclass(frozen=True)
 class MemoryFigures:
-    """A call on Turing: what it has to move, what it asks for, what it keeps busy.
+    """A call on Turing: the bytes it has to move, those it requests, and its busy pipes.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class MemoryFigures:
         return {"memory": self.least_bytes / (machine.memory_gb_s * 1e9), **busy}
 
     def bound(self, machine: Machine = T4) -> str:
-        """Return what is busy for the longest."""
+        """Return the pipe or memory that is busy for the longest."""
         seconds = self.seconds(machine)
         return max(seconds, key=seconds.__getitem__)
 
@@ -199,7 +199,7 @@ class MemoryFigures:
 
 
 def memory_figures(report: Report, least_bytes: int) -> MemoryFigures:
-    """Return what a call asks of a Turing device, of what the emulator counted.
+    """Return the figures of a call on a Turing device from the emulator's counts.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ def memory_figures(report: Report, least_bytes: int) -> MemoryFigures:
 
 
 def row(entry: str, /, **macros: int | str) -> Specialisation:
-    """Return a kernel of the library as it is compiled for Turing: what `analyse` takes.
+    """Return a kernel of the library as compiled for Turing, for `analyse`.
 
     Parameters
     ----------
@@ -269,7 +269,7 @@ def row(entry: str, /, **macros: int | str) -> Specialisation:
         ValueError,
         f"{entry} has no row with {macros}",
         f"its rows have {values}",
-        "pass values that one row has together",
+        "pass values that one row has",
     )
 
 
@@ -294,12 +294,12 @@ class TuringModel:
         time, and are not counted.
         """
         launched = launches_of(prepare, self.machine)
-        asked, executed = _products([each.spec.entry for each in launched])
+        useful, executed = _products([each.spec.entry for each in launched])
         time = 0.0
         for specialisation, products in zip(launched, executed, strict=True):
             rate = self._rate(specialisation) if products else None
             time += 0 if rate is None else products / rate
-        return asked / time if time else None
+        return useful / time if time else None
 
     def _rate(self, specialisation: Specialisation) -> float | None:
         if specialisation not in self._rates:
@@ -324,7 +324,7 @@ def launches_of(
 
 
 def _products(entries: Sequence[str]) -> tuple[int, list[int]]:
-    """Return how many products kernels are asked for, and how many each executes.
+    """Return how many products kernels compute, and how many each executes.
 
     The backward of attention in two passes computes two of its five products a second time. Kernels
     that only move bytes execute none.

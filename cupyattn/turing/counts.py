@@ -79,7 +79,7 @@ class LoopFigures:
 
     @property
     def lsu_ratio(self) -> float | None:
-        """Cycles of the load/store unit for each of the work's: above 1 it is what binds.
+        """Cycles of the load/store unit for each cycle of the work: above 1 it is the limit.
 
         None where no CTA fits on an SM.
         """

@@ -25,7 +25,8 @@ class Machine:
     CUDA C++ Programming Guide; [5] Yan, Wang and Chu, "Demystifying tensor cores to optimize
     half-precision matrix multiply", IPDPS 2020; [6] NVIDIA's specifications of each device, of the
     reference model: makers and laptops differ by some per cent; [7] LeelaChessZero/lc0#849, a
-    network's float16 and float32 speeds on a GTX 1650. What has no source is assumed, and says so.
+    network's float16 and float32 speeds on a GTX 1650. Values without a
+    source are marked as assumed.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class Machine:
     hmma_latency : int
         Cycles until an HMMA's scoreboard is free: 14 to 18 for its results [5], and the release.
     xu_latency, other_latency : int
-        The same for the special-function unit [3], and for what else has a scoreboard (assumed).
+        The same for the special-function unit [3], and for other pipes with a scoreboard (assumed).
     shared_latency, l1_latency, global_latency : int
         Cycles from the service of a load until its scoreboard is free: shared memory, local memory
         that hits L1, and global memory, between L2 and DRAM [1].
@@ -204,7 +205,7 @@ def interval(instruction: SassInstruction, machine: Machine) -> int:
 
 
 def service(instruction: SassInstruction, machine: Machine) -> int:
-    """Return the cycles of the SM's load/store unit, 0 for what it does not serve."""
+    """Return the cycles of the SM's load/store unit, 0 for instructions of other pipes."""
     pipe = pipe_of(instruction)
     if pipe not in MEMORY:
         return 0
@@ -236,7 +237,7 @@ def latency(instruction: SassInstruction, machine: Machine) -> int:
 def barrier_warps(instruction: SassInstruction, warps: int) -> int:
     """Return how many warps of a CTA of `warps` meet at an instruction; 0 if none wait there.
 
-    A barrier of a part of the CTA says how many threads it joins; they are taken to be neighbours.
+    A barrier of a part of the CTA has a number of threads, which are assumed to be neighbours.
     """
     if instruction.name != "BAR" or "ARV" in instruction.modifiers:
         return 0

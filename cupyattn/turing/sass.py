@@ -1,6 +1,6 @@
 """Turing machine code, listed by nvdisasm: instructions and their control words.
 
-Each instruction is 128 bits, of which 105 to 121 tell the hardware's scheduler when it and the next
+Each instruction is 128 bits, of which 105 to 121 control when the hardware issues it and the next
 one may issue (Jia et al., arXiv:1804.06826, section 2.1, for Volta, whose encoding Turing has).
 """
 
@@ -34,7 +34,7 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 
 @dataclass(frozen=True)
 class Control:
-    """When an instruction may issue, and what waits for it.
+    """When an instruction may issue, and which ones wait for it.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class SassInstruction:
 
 
 def parse_listing(listing: str) -> dict[str, list[SassInstruction]]:
-    """Read what ``nvdisasm --print-code --print-instruction-encoding`` prints.
+    """Read the output of ``nvdisasm --print-code --print-instruction-encoding``.
 
     Returns
     -------

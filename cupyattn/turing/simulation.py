@@ -54,7 +54,7 @@ _STEADY = ("LDG", "STG", "LDS", "STS", "LDSM", "barrier")
 def working_loops(
     code: Sequence[SassInstruction],
 ) -> tuple[LoopWork, list[Sequence[SassInstruction]]]:
-    """Return what the kernel's work is, and its innermost loops that do any of it.
+    """Return the kind of a kernel's work, and its innermost loops that do any of it.
 
     Tensor-core products, or in a kernel without them float32 products.
     """
@@ -73,7 +73,7 @@ def _innermost(code: Sequence[SassInstruction], work: LoopWork) -> list[tuple[in
         for k, instruction in enumerate(code)
         if instruction.target in index and index[instruction.target] < k
     }
-    # What begins inside a loop and ends behind it is a rare block that jumps back: no loop.
+    # A block that begins inside a loop and ends after it is rare code that jumps back, not a loop.
     loops = {
         (start, end)
         for start, end in loops
@@ -108,7 +108,7 @@ def _walk(body: Sequence[SassInstruction], work: LoopWork) -> Iterator[SassInstr
         target = -1 if instruction.target is None else index.get(instruction.target, -1)
         skipped = body[k + 1 : max(target, k + 1)]
         is_steady = any(work.does(each) or pipe_of(each) in _STEADY for each in skipped)
-        diverges = "DIV" in instruction.modifiers  # taken only by a warp that is not together
+        diverges = "DIV" in instruction.modifiers  # taken only by a warp that has diverged
         if target > k and not diverges and (instruction.is_unconditional or not is_steady):
             k = target
         else:
@@ -219,7 +219,7 @@ class _Step:
 
 @dataclass(slots=True, eq=False)
 class _Warp:
-    """A warp of a CTA, and where it stands."""
+    """A warp of a CTA, and its state."""
 
     cta: int
     index: int
@@ -234,7 +234,7 @@ class _Warp:
     free_from: list[int] = field(default_factory=lambda: [0] * SCOREBOARDS)
 
     def look(self) -> None:
-        """Find out anew when it is clear."""
+        """Update the cycle from which it can issue."""
         cycle = _NEVER if self.at_barrier else self.ready
         for board in self.step.waits_for:
             if self.unserved[board]:
@@ -244,7 +244,7 @@ class _Warp:
         self.clear = cycle
 
     def release(self, step: _Step, cycle: int) -> None:
-        """Note that scoreboards are free some cycles behind this one."""
+        """Record that scoreboards are free some cycles after this one."""
         for board, after in step.releases:
             if cycle + after > self.free_from[board]:
                 self.free_from[board] = cycle + after

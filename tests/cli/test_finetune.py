@@ -124,7 +124,7 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):
-    """A process that is killed behind a checkpoint has not looked at what is held back."""
+    """A process that is killed after a checkpoint has not computed the loss of the held-back samples."""
     given = ["--eval-fraction", "0.2", "--save-every", "5", "--steps", "7"]
     finetune(*given, "--out", "whole")
     look = training_run._held_loss
@@ -192,7 +192,7 @@ def test_a_dry_run_prints_the_budget(capsys, monkeypatch):
     parts = "weights", "adapters", "gradients", "optimizer", "inputs of all", "working set"
     for what in (*parts, "cross entropy"):
         assert f"  {what} " in printed
-    assert "--memory-gb says how much" in printed
+    assert "pass the memory of one as --memory-gb" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 80
     assert main([*call, "--memory-gb", "15.8"]) == 0
     assert "it fits: 15.80 GB are free" in capsys.readouterr().out
@@ -234,7 +234,7 @@ def test_an_interrupted_training_prints_a_command_that_can_be_pasted(capsys, mon
     monkeypatch.setattr(Trainer, "step", interrupted)
     monkeypatch.setattr("sys.argv", ["cupyattn", "finetune", "model", "data.jsonl", *given])
     finetune(*given, code=130)
-    lines = capsys.readouterr().out.split("To go on:\n")[1].splitlines()
+    lines = capsys.readouterr().out.split("To resume:\n")[1].splitlines()
     assert len(lines) > 1 and max(map(len, lines)) <= 80
     assert all(line.endswith(" \\") for line in lines[:-1])
     words = shlex.split("\n".join(lines).replace("\\\n", ""))

@@ -276,7 +276,7 @@ def test_a_fraction_that_holds_nothing_back_is_refused(capsys, monkeypatch):
     Path("data.jsonl").write_text('{"text": "a line"}\n' * 9)
     finetune("--eval-fraction", "0.1", code=1)
     told = " ".join(capsys.readouterr().err.split())
-    assert "--eval-fraction 0.1 of 9 samples is none; one or more are held back" in told
+    assert "--eval-fraction 0.1 of 9 samples is none; at least one sample is for evaluation" in told
 
 
 @pytest.mark.parametrize("data", ["model", "nowhere.jsonl"])
