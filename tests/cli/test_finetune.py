@@ -124,7 +124,7 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):
-    """A process that is killed after a checkpoint has not computed the loss of the held-back samples."""
+    """A process that is killed after a checkpoint has not computed the evaluation loss."""
     given = ["--eval-fraction", "0.2", "--save-every", "5", "--steps", "7"]
     finetune(*given, "--out", "whole")
     look = training_run._held_loss
