@@ -497,7 +497,6 @@ def _block_mask(parent: Benchmark, suffix: str) -> Benchmark:
 
 
 FORWARD = replace(
-    FORWARD,
-    variants={"training-step": TRAINING_STEP, "block-mask": _block_mask(FORWARD, "")},
+    FORWARD, variants={"training-step": TRAINING_STEP, "block-mask": _block_mask(FORWARD, "")}
 )
 BACKWARD = replace(BACKWARD, variants={"block-mask": _block_mask(BACKWARD, "_backward")})

@@ -32,11 +32,7 @@ BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION",
 """Members of ``torch.nn.attention.SDPBackend``."""
 SLOW = ("compile", "triton", "transformers", "static", "peft")
 """Baselines that compile or load for seconds: they are left out first when time runs short."""
-GROUPS = {
-    "all": tuple(BASELINES),
-    "torch": ("eager", *BACKENDS, "compile", "triton"),
-    "none": (),
-}
+GROUPS = {"all": tuple(BASELINES), "torch": ("eager", *BACKENDS, "compile", "triton"), "none": ()}
 ARRAY_CODE = ("cublas", "cupy")
 """Baselines that are functions of CuPy."""
 COMPILE_MODES = ("default", "max-autotune-no-cudagraphs")

@@ -110,10 +110,7 @@ def _plan(arguments: argparse.Namespace) -> Training:
 
 def _lora_options(arguments: argparse.Namespace) -> LoraOptions:
     return LoraOptions(
-        arguments.lora_rank,
-        arguments.lora_alpha,
-        arguments.lora_dropout,
-        arguments.lora_targets,
+        arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout, arguments.lora_targets
     ).checked()
 
 
@@ -193,9 +190,7 @@ def _no_data(where: str, what: str) -> ValueError:
     )
 
 
-def _samples(
-    arguments: argparse.Namespace,
-) -> tuple[list[training.Sample], list[training.Sample]]:
+def _samples(arguments: argparse.Namespace) -> tuple[list[training.Sample], list[training.Sample]]:
     """Read the data: the samples to learn, and those for evaluation."""
     with (
         explaining(

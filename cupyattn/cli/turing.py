@@ -132,10 +132,7 @@ def describe(
     rows: list[Specialisation], *, simulate: bool, all_loops: bool, machine: Machine = T4
 ) -> Result:
     """Model configurations on a Turing GPU."""
-    versions = {
-        "nvrtc": ".".join(map(str, nvrtc_version())),
-        "nvdisasm": disassembler_version(),
-    }
+    versions = {"nvrtc": ".".join(map(str, nvrtc_version())), "nvdisasm": disassembler_version()}
     described = []
     with progress("modelling", len(rows)) as step:
         for specialisation in rows:

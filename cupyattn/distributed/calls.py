@@ -141,10 +141,7 @@ class RingCalls:
         if options.dropout_p:
             given["dropout_p"] = options.dropout_p
             given["seed"] = DropoutSeed(
-                int(options.seed or 0),
-                batch=b,
-                query=call.query_starts[b],
-                key=call.key_starts[b],
+                int(options.seed or 0), batch=b, query=call.query_starts[b], key=call.key_starts[b]
             )
         return given
 

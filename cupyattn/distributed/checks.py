@@ -81,10 +81,7 @@ def require_flags(**given: object) -> None:
     for name, flag in given.items():
         if not isinstance(flag, bool | np.bool_):
             raise error(
-                TypeError,
-                f"{name} = {shown(flag)}",
-                "it is True or False",
-                bool_fix(name, flag),
+                TypeError, f"{name} = {shown(flag)}", "it is True or False", bool_fix(name, flag)
             )
 
 

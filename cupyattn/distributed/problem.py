@@ -28,12 +28,7 @@ from cupyattn.distributed.checks import (
 )
 from cupyattn.distributed.group import Group, agree, fingerprint
 from cupyattn.distributed.options import RingOptions
-from cupyattn.distributed.placement import (
-    Placement,
-    placement_of,
-    sequence_bounds,
-    token_positions,
-)
+from cupyattn.distributed.placement import Placement, placement_of, sequence_bounds, token_positions
 from cupyattn.distributed.plan import RingPlan, ring_plan, sight_of
 from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array

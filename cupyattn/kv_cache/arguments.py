@@ -32,10 +32,7 @@ def as_switch(name: str, value: bool) -> bool:
     """Return a bool, or raise: other values are most likely meant for another argument."""
     if not isinstance(value, bool):
         raise error(
-            TypeError,
-            f"got {name} = {shown(value)}",
-            "it is True or False",
-            bool_fix(name, value),
+            TypeError, f"got {name} = {shown(value)}", "it is True or False", bool_fix(name, value)
         )
     return value
 

@@ -112,8 +112,7 @@ class Request:
         self.counted = False  # whether the allocator has counted its prompt
 
     __reduce_ex__ = uncopied(
-        "a scheduler would neither fill a copy nor cancel it",
-        "copy its tokens and outputs",
+        "a scheduler would neither fill a copy nor cancel it", "copy its tokens and outputs"
     )
 
     def __repr__(self) -> str:

@@ -351,12 +351,7 @@ class Scheduler:
         return not (self.num_waiting or self._running or self._finished or self._taken)
 
     def submit(
-        self,
-        tokens: Iterable[int],
-        *,
-        max_new_tokens: int,
-        n: int = 1,
-        stop: Iterable[int] = (),
+        self, tokens: Iterable[int], *, max_new_tokens: int, n: int = 1, stop: Iterable[int] = ()
     ) -> Request:
         """Ask for continuations of a prompt.
 

@@ -39,15 +39,7 @@ class Sequence:
     (7, array('i', [0, 1]), 6)
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_cached",
-        "_ids",
-        "_length",
-        "_pools",
-        "_prefix",
-        "_state",
-    )
+    __slots__ = ("__weakref__", "_cached", "_ids", "_length", "_pools", "_prefix", "_state")
 
     def __init__(
         self, pools: Pools, ids: array[int], length: int, cached: int, prefix: Prefix | None

@@ -227,10 +227,7 @@ class CacheSteps:
             options = {**options, "out": self._results(q, options)}
         if first:
             _decode(arrays, tables, slice(0, first), q, options)
-        queries = {
-            "cu_seqlens_q": tables.cu_seqlens_q[first:],
-            "max_seqlen_q": tables.max_seqlen_q,
-        }
+        queries = {"cu_seqlens_q": tables.cu_seqlens_q[first:], "max_seqlen_q": tables.max_seqlen_q}
         return _attend(arrays, tables, slice(first, batch), q, queries | options)
 
     def _results(self, q: Array, options: dict[str, object]) -> object:

@@ -27,10 +27,7 @@ def test_one_gpu_is_no_ring(monkeypatch, capsys):
 
 
 def test_rows_are_those_of_the_slowest_rank():
-    ranks = [
-        {"forward": [0.1, 0.3]},
-        {"forward": [0.2, 0.2]},
-    ]
+    ranks = [{"forward": [0.1, 0.3]}, {"forward": [0.2, 0.2]}]
     labels = {"what": "forward", "gpus": 2, "tokens": 100, "heads": 4, "head_dim": 8,
               "causal": True}  # fmt: skip
     one, both = ring.compared(labels, [0.5, 0.5], ranks, 0.25, harness())

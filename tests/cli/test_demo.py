@@ -97,10 +97,7 @@ def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
 def test_demo_runs_every_kernel_of_a_dtype(dtype, capsys):
     assert main(["demo", "--seqlen", "8", "--dtype", dtype, "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
-    assert [ran["launch"]["kernel"] for ran in runs] == [
-        "attention_forward_f32",
-        "attention_tiled",
-    ]
+    assert [ran["launch"]["kernel"] for ran in runs] == ["attention_forward_f32", "attention_tiled"]
     assert all(ran["launch"]["macros"].get("DTYPE", dtype) == dtype for ran in runs)
 
 

@@ -117,7 +117,7 @@ BACKWARDS = {
     "--implementation flash": ["delta", "scales", "dkdv", "convert"],
     "--implementation flash --deterministic": ["delta", "scales", "dkdv", "dq"],
     "--bias --sinks --causal --window-size 8 none --dropout-p 0.1 --deterministic": [
-        *("delta", "dsinks", "scales", "dkdv", "dq"),
+        *("delta", "dsinks", "scales", "dkdv", "dq")
     ],
     "--implementation flash --dtype bfloat16": ["f32_delta", "f32_dkdv", "f32_convert"],
     "--dtype float32 --softcap 5 --sinks": ["f32_delta", "f32_dkdv", "f32_dsinks"],

@@ -55,10 +55,7 @@ DIFFERENT = {
     "mask": (np.ones((1, 1), bool), None),
     "mask_mod": (MaskMod("k_idx < 4", python=seen), MaskMod("k_idx < 5", python=seen)),
 }
-VALUES = {
-    "alibi_slopes": (ONES, 2 * ONES),
-    "rotary": (rotary(8), rotary(4)),
-}
+VALUES = {"alibi_slopes": (ONES, 2 * ONES), "rotary": (rotary(8), rotary(4))}
 
 
 @pytest.mark.parametrize(
@@ -305,10 +302,7 @@ def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 FIRST_KEYS = MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4)
-PACKED = {
-    "cu_seqlens": [0, 8, 16],
-    **{name: drawn(name)[0] for name in "qkv"},
-}
+PACKED = {"cu_seqlens": [0, 8, 16], **{name: drawn(name)[0] for name in "qkv"}}
 
 
 @pytest.mark.parametrize(
@@ -358,11 +352,7 @@ PACKED = {
         ),
         (forward, {"score_mod": block_mask(FIRST_KEYS, 16, 16)}, "TypeError: score_mod is Block"),
         (forward, {"score_mod": ScoreMod("score")}, "NotImplementedError: score_mod = ScoreMod"),
-        (
-            forward,
-            {"mask": np.ones((8, 8), bool)},
-            r"ValueError: mask has .* all Sk = 16 keys",
-        ),
+        (forward, {"mask": np.ones((8, 8), bool)}, r"ValueError: mask has .* all Sk = 16 keys"),
         (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
         # As they were passed, and not as calls take parts of them.
         (

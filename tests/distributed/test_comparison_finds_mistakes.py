@@ -100,8 +100,7 @@ def dropout_counts_queries_from_the_shard(patch: Any) -> None:
 
 def positions_of_alibi_from_the_shard(patch: Any) -> None:
     changed_calls(
-        patch,
-        lambda call: call if call.own else call._replace(q_offsets=(call.q_offsets[0] - 32,)),
+        patch, lambda call: call if call.own else call._replace(q_offsets=(call.q_offsets[0] - 32,))
     )
 
 

@@ -30,10 +30,7 @@ from cupyattn.distributed import (
 from cupyattn.distributed.nccl import nccl_is_there
 from cupyattn.runtime.device.cuda import device_count
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")]
 RANKS = min(device_count(), 4)
 MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 TRANSPORTS = [
