@@ -58,10 +58,7 @@ def rows_of(
 ) -> list[Specialisation]:
     """Return an architecture's rows for these kernels and head dims; without any, for all.
 
-    Raises
-    ------
-    ValueError
-        If there are none.
+    Raises ValueError if there are none.
     """
     rows = [each for each in catalogue(arch.number) if not kernels or each.spec.entry in kernels]
     chosen = [each for each in rows if not head_dims or head_dim_of(each) in head_dims]

@@ -33,12 +33,8 @@ def claimed(folder: Path) -> Iterator[None]:
     The lock is the system's, on a file in the folder: whose process has ended, however it did,
     holds none.
 
-    Raises
-    ------
-    FileExistsError
-        If another training has it.
-    OSError
-        If the folder cannot be made, or written to.
+    Raises FileExistsError if another training has it; OSError if the folder cannot be made, or
+    written to.
     """
     path, made = folder / _NAME, False
     try:

@@ -127,13 +127,8 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
 
     What can be found wrong without the model's weights is found before they are loaded.
 
-    Raises
-    ------
-    FileExistsError
-        If there are checkpoints of another training where this one would write its own, or the
-        model itself.
-    MemoryError
-        If there is no room for it on the GPU.
+    Raises FileExistsError if there are checkpoints of another training where this one would write
+    its own, or the model itself; MemoryError if there is no room for it on the GPU.
     """
     _require_sound(arguments)
     if arguments.full:

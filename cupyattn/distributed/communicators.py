@@ -79,10 +79,7 @@ def communicator_of(given: Any, look: Callable[[], None] = lambda: None) -> Comm
 
     `look` is called while MPI waits, and raises to end the wait.
 
-    Raises
-    ------
-    TypeError
-        For what is none, or one whose rank or size is no integer.
+    Raises TypeError for other objects, or a rank or size that is not an integer.
     """
     if _has(given, *_OWN):
         if not all(hasattr(number, "__index__") for number in (given.rank, given.size)):
@@ -305,12 +302,8 @@ class Carrier:
     def require_here(self, array: object, *, or_on_host: bool = False) -> None:
         """Raise unless an array is where the communicator can reach it.
 
-        Raises
-        ------
-        TypeError
-            For what is no array of NumPy or CuPy.
-        ValueError
-            For one elsewhere than on the communicator's device, if it has one.
+        Raises TypeError unless it is an array of NumPy or CuPy; ValueError if it is elsewhere than on
+        the communicator's device, if it has one.
         """
         communicator, device = self._communicator, None
         if not isinstance(array, np.ndarray):

@@ -349,12 +349,8 @@ def agree(
 
     Arrays of `xp` carry both. `allowed` and `fix` are parts of the error.
 
-    Raises
-    ------
-    ValueError
-        If descriptions differ, on every rank, with the differences.
-    RankFailedError
-        If a rank has failed, or did not come in time.
+    Raises ValueError if descriptions differ, on every rank, with the differences; RankFailedError
+    if a rank has failed, or did not come in time.
     """
     if group.size == 1:
         return [number]

@@ -75,10 +75,7 @@ class ThreadMeeting:
     def __call__(self, rank: int, value: object = None) -> list[Any]:
         """Wait until all ranks have come as often as this one; return the value of each.
 
-        Raises
-        ------
-        RankFailedError
-            If a rank has failed, has left, or does not come in time.
+        Raises RankFailedError if a rank has failed, has left, or does not come in time.
         """
         with self._failures.changed:
             self._came[rank] += 1
@@ -104,10 +101,7 @@ _NO_MULTICAST = ("NCCL_NVLS_ENABLE", "0")
 def load_nccl() -> Any:
     """Import CuPy's bindings of NCCL.
 
-    Raises
-    ------
-    RuntimeError
-        If NCCL is not installed.
+    Raises RuntimeError if NCCL is not installed.
     """
     load_cupy()
     os.environ.setdefault(*_NO_MULTICAST)
@@ -207,12 +201,8 @@ def of_id(
 
     NCCL itself would wait for ever.
 
-    Raises
-    ------
-    RankFailedError
-        If a rank has failed before.
-    TimeoutError
-        If a rank does not come in time.
+    Raises RankFailedError if a rank has failed before; TimeoutError if a rank does not come in
+    time.
     """
     nccl, device = load_nccl(), load_cupy().cuda.Device()
     until = time.monotonic() + timeout

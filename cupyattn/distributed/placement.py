@@ -67,10 +67,7 @@ def placement_of(name: object, ranks: int, lengths: Sequence[int]) -> Placement:
 
     A single rank holds all tokens in order, so its placement is contiguous.
 
-    Raises
-    ------
-    ValueError
-        For a placement that does not exist, or a length that it cannot split.
+    Raises ValueError for a placement that does not exist, or a length that it cannot split.
     """
     if not isinstance(name, str) or name not in PLACEMENTS:
         raise error(
@@ -106,12 +103,8 @@ def token_positions(placement: Placement, rank: int, lengths: Sequence[int]) -> 
 def sequence_bounds(cu_seqlens: object) -> tuple[int, ...]:
     """Take the bounds of packed sequences as numbers of the host.
 
-    Raises
-    ------
-    TypeError
-        For what is no sequence of integers in the memory of the host.
-    ValueError
-        Where they do not begin with 0, or fall.
+    Raises TypeError unless it is a sequence of integers in host memory; ValueError where
+    they do not begin with 0, or fall.
     """
     try:
         given = np.asarray(cu_seqlens)

@@ -74,12 +74,8 @@ class RingProblem:
     def agree(self) -> None:
         """Compare the calls of all ranks, before anything is sent.
 
-        Raises
-        ------
-        ValueError
-            If calls differ, on every rank.
-        RankFailedError
-            If a rank has failed, or did not come in time.
+        Raises ValueError if calls differ, on every rank; RankFailedError if a rank has failed, or
+        did not come in time.
         """
         group = self.group
         if group.size == 1:

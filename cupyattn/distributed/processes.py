@@ -38,10 +38,7 @@ def shared_id(folder: Path, rank: int, size: int, timeout: float) -> bytes:
     finds its own token there signs this, and all continue when all have signed. Files of an earlier
     run have neither token nor signature of this one.
 
-    Raises
-    ------
-    TimeoutError
-        If a rank does not come in time, which it names.
+    Raises TimeoutError if a rank does not come in time, which it names.
     """
     token = secrets.token_hex(16).encode()
     leave_in(folder, _token_file(folder, rank).name, token)
@@ -135,12 +132,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
     The variables of a Slurm batch job are in the environment of everything that is started in it,
     so those of any other launcher come first.
 
-    Raises
-    ------
-    RuntimeError
-        If the environment has no rank, or launchers disagree.
-    ValueError
-        For values that are not numbers.
+    Raises RuntimeError if the environment has no rank, or launchers disagree; ValueError for values
+    that are not numbers.
 
     Examples
     --------

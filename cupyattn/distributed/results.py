@@ -33,10 +33,7 @@ class Wanted(NamedTuple):
 def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | None]:
     """Return the arrays that were given for out and lse.
 
-    Raises
-    ------
-    TypeError
-        For another number of arrays than the call has results.
+    Raises TypeError for another number of arrays than the call has results.
     """
     if out is None:
         return None, None
@@ -57,12 +54,8 @@ def given_gradients(
 ) -> dict[str, Array | None]:
     """Return the arrays that were given for the gradients, by name.
 
-    Raises
-    ------
-    TypeError
-        For anything but AttentionGrads.
-    ValueError
-        For a gradient that the call has not, and where there is nothing to add to.
+    Raises TypeError for anything but AttentionGrads; ValueError for a gradient that the call has
+    not, and where there is nothing to add to.
     """
     names = ("dq", "dk", "dv", *["dbias"] * bias, *["dsinks"] * sinks)
     fix = f"pass grads=AttentionGrads({', '.join(names)})"
@@ -93,11 +86,8 @@ def given_gradients(
 def results_of(problem: RingProblem, wanted: dict[str, Wanted]) -> dict[str, Array]:
     """Return the arrays of the results: the given ones, or new ones on the current device.
 
-    Raises
-    ------
-    ValueError
-        For an array of another shape or dtype, one that cannot be written item by item, and one
-        that shares memory with an input or another result.
+    Raises ValueError for an array of another shape or dtype, one that cannot be written item by
+    item, and one that shares memory with an input or another result.
     """
     found: dict[str, Array] = {}
     for name, (given, shape, dtype) in wanted.items():

@@ -184,12 +184,8 @@ class DisassemblerError(RuntimeError):
 def disassemble(cubin: bytes) -> str:
     """List the code of a cubin, with the encoding of each instruction.
 
-    Raises
-    ------
-    DisassemblerError
-        If there is no nvdisasm, or it cannot read the code.
-    OSError
-        If there is no place for a temporary file, from which nvdisasm reads.
+    Raises DisassemblerError if there is no nvdisasm, or it cannot read the code; OSError if there
+    is no place for a temporary file, from which nvdisasm reads.
     """
     fix = "set TMPDIR to a folder that can be written"
     told = explaining("machine code cannot be listed", "nvdisasm reads a temporary file", fix)

@@ -161,10 +161,8 @@ def busy_fraction(
 
     It is counted from the slowest warp's third iteration to its fourteenth.
 
-    Raises
-    ------
-    RuntimeError
-        If the warps wait for each other for ever: synchronisation that this model does not know.
+    Raises RuntimeError if the warps wait for each other for ever: synchronisation that this model
+    does not know.
     """
     sm = _Sm([_Step.of(each, work, warps, machine) for each in path], warps, ctas, offset, machine)
     while sm.slowest < _ITERATIONS:
