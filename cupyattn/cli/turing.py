@@ -53,23 +53,6 @@ IN_FLOAT32 = (
 )
 """Kernels that a device without tensor cores runs instead."""
 
-LIKE_TUNED = (
-    "attention_forward_rotary",
-    "attention_forward_rotary_varlen",
-    "attention_forward_split",
-    "attention_backward_dkdv_varlen",
-    "attention_backward_dkdv_paired_varlen",
-    "attention_backward_dq_varlen",
-    "attention_backward_summed_dbias_varlen",
-)
-LIKE_FLOAT32 = (
-    "attention_forward_split_f32",
-    "attention_forward_varlen_f32",
-    "attention_backward_f32_dkdv_varlen",
-    "attention_backward_f32_dq_varlen",
-)
-"""Kernels with the same main loop: for rotated queries, parts of the keys, packed sequences."""
-
 _DIGITS = 4  # of the ratios: the simulation is not that exact
 
 

@@ -302,8 +302,8 @@ class Carrier:
     def require_here(self, array: object, *, or_on_host: bool = False) -> None:
         """Raise unless an array is where the communicator can reach it.
 
-        Raises TypeError unless it is an array of NumPy or CuPy; ValueError if it is elsewhere than on
-        the communicator's device, if it has one.
+        Raises TypeError unless it is an array of NumPy or CuPy; ValueError if it is not on the
+        communicator's device, if that has one.
         """
         communicator, device = self._communicator, None
         if not isinstance(array, np.ndarray):

@@ -36,7 +36,7 @@ class RankRows(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """As an index."""
+        """The rows as an index."""
         return slice(self.start, self.stop)
 
 
@@ -204,16 +204,6 @@ def seen_by_shift(placement: Placement, length: int, sight: Sight) -> Integers:
         counts[shift] = _seen(*sight.band(distance, placement.step), extent)
     counts.flags.writeable = False
     return counts
-
-
-def balance(placement: Placement, lengths: tuple[int, ...], sight: Sight) -> float:
-    """Return the share of the time that ranks compute, counted in scores.
-
-    Ranks wait for one another at each step: it takes as long as that of the rank with the most.
-    """
-    counts = scores_by_shift(placement, lengths, sight)
-    longest = int(counts.max(axis=1).sum()) * placement.ranks
-    return int(counts.sum()) / longest if longest else 1.0
 
 
 def _seen(low: Any, high: Any, extent: int) -> Any:

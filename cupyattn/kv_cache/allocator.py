@@ -266,7 +266,7 @@ class BlockAllocator:
 
     @property
     def num_found_tokens(self) -> int:
-        """Those of them that `add` found cached: over `num_added_tokens` it is the hit rate."""
+        """Tokens that `add` found cached; divided by `num_added_tokens` it is the hit rate."""
         return self._num_found_tokens
 
     @property

@@ -358,7 +358,7 @@ class Taken:
         self.runs = tuple(runs)
         self.ready = False
         self.running: list[RequestRun] = []
-        """Those that go on, the earliest first."""
+        """The runs that continue, the earliest first."""
         self._forks: list[RequestRun] = []
         self._ended: list[RequestRun] = []
         self._grown: list[

@@ -124,7 +124,7 @@ class StepTables:
 
     @property
     def allocator(self) -> BlockAllocator:
-        """Whose blocks the ids are."""
+        """The allocator of the blocks."""
         return self._allocator
 
     def update(self, sequences: Items[Sequence], new_tokens: int | Iterable[int] = 1) -> None:

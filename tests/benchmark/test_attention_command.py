@@ -103,7 +103,7 @@ def on_a_gpu(tmp_path, *words, **variables):
     assert result.returncode == 0, result.stderr
     report = json.loads(file.read_text())
     refused = [row for row in report["rows"] if "unavailable" in row]
-    assert not refused, "such as for want of memory, which the GPU's other processes use too"
+    assert not refused, "probably out of memory: other processes use the GPU too"
     assert all(row["times"]["p50_s"] > 0 for row in report["rows"])
     return report
 
@@ -115,7 +115,7 @@ TINY = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "6
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", [None, "75"])
 def test_forward_on_a_gpu(tmp_path, arch):
-    """Every option once; the target is what the loaded code says."""
+    """Every option runs once; the target is read from the loaded code."""
     words = ("attention", *TINY, "--implementation", "flash", "--peers", "cupy", "--documents", "2")
     report = on_a_gpu(tmp_path, *words, **({"CUPYATTN_ARCH": arch} if arch else {}))
     assert {row["option"] for row in report["rows"]} == {PLAIN, *OPTIONS}

@@ -27,7 +27,7 @@ def test_every_benchmark_and_variant_is_run():
 
 @pytest.fixture
 def parts(monkeypatch):
-    """Parts that are not run: what each was told, and in which order."""
+    """Record the command lines of parts instead of running them."""
     told = []
 
     def part(words, seconds):

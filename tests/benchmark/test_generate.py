@@ -137,7 +137,7 @@ def test_text_and_json(generating, capsys, tmp_path):
 
 
 def test_without_a_gpu_a_step_is_modelled_by_its_bytes(no_gpu, capsys, tmp_path):
-    """As much as the weights, but for the embedding, and keys and values."""
+    """The bytes are those of the weights without the embedding, and of keys and values."""
     file = tmp_path / "generate.json"
     words = ("--model", "gpt2", "--batch", "2", "--prompt", "100", "--new-tokens", "56")
     assert main(["generate", *words, "--json", str(file)]) == 0

@@ -1,4 +1,4 @@
-"""``python -m cupyattn.benchmark profiles``: what is profiled, read, written, said and printed."""
+"""``python -m cupyattn.benchmark profiles``: taking, reading, writing and printing profiles."""
 
 from __future__ import annotations
 

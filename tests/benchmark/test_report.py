@@ -1,4 +1,4 @@
-"""``python -m cupyattn report``: which GPU it models, what it says of each row, what it prints."""
+"""``python -m cupyattn report``: the GPU it models, the figures of rows, and its output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = row_of(LAYER, "cupyattn", [1e-3], bytes=200e6, ceiling=COPY)
 
 
 class Gpu:
-    """What of a device is asked."""
+    """A fake device."""
 
     ordinal, multiprocessors, tensor_cores = 0, 30, True
 

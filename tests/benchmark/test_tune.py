@@ -55,7 +55,7 @@ def device():
 
 
 def tuned(device, subject, seconds_of):
-    """Tune one call; what takes how long is said of the macros of its launches."""
+    """Tune one call; times are given by the macros of its launches."""
 
     def clock(calls):
         device.launches.clear()

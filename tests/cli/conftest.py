@@ -14,7 +14,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """The command with a compiler that only says what it was given."""
+    """The command with a compiler that only records its arguments."""
 
     def pretend(row, arch):
         sizes = {"registers": 32, "spill_store_bytes": 0, "spill_load_bytes": 0, "ctas_per_sm": 4}

@@ -91,7 +91,7 @@ def test_the_printed_lines_are_narrow(capsys, monkeypatch):
 
 
 def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
-    """The same losses, bit for bit, and one line for each step."""
+    """Losses are the same bit for bit, with one line for each step."""
     options = ["--steps", "6", "--lora-dropout", "0.1", "--accumulate", "2"]
     finetune("--out", "whole", *options)
     capfd.readouterr()
@@ -160,7 +160,7 @@ def test_a_second_ctrl_c_ends_it_at_once(monkeypatch, capsys):
 
 
 def test_all_weights(capsys):
-    """What is written is a model of its own, that has learnt."""
+    """The written folder is a complete model that has learnt."""
     finetune("--full", "--optimizer-state", "8bit", "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["last_loss"] < result["first_loss"] - 1
@@ -389,7 +389,7 @@ def test_a_merged_model_is_the_adapted_one(quantize, capsys):
 
 @pytest.mark.parametrize("kind", [[], ["--dtype", "float16"]])
 def test_adapters_of_another_model_are_told(kind, folder, capsys):
-    """Of the same shapes: by the weights, or in another dtype by the name."""
+    """Models of the same shapes differ by their weights, or in another dtype by their name."""
     finetune("--steps", "1")
     shutil.copytree("model", "other")
     weights = models.random(CONFIG, dtype="float32", xp=np, seed=4).weights

@@ -166,7 +166,7 @@ def test_a_tokenizer_of_another_model_is_found_first(change, message, capsys, mo
 
 
 def test_two_trainings_do_not_share_a_folder(capsys):
-    """The second is refused, and the first goes on; whoever died holds nothing."""
+    """The second is refused, and the first continues; a dead process has no lock."""
     Path("finetuned").mkdir()
     Path("finetuned/.training").write_text("12345")  # of a process that has died
     with claimed(Path("finetuned")):
@@ -199,7 +199,7 @@ def test_a_process_that_was_killed_leaves_a_folder_free():
 
 
 def test_a_resumed_training_has_the_same_model(capsys, folder):
-    """Of the same shape, but with other weights; the options of adapters are compared too."""
+    """A model of the same shape has other weights; the options of adapters are compared too."""
     finetune("--steps", "1")
     finetune("--steps", "1", "--lora-alpha", "8", "--resume", code=1)
     assert "--lora-alpha is 8, and was 32 in the checkpoint" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from cupyattn.cli import main
 
 @pytest.fixture
 def model(monkeypatch):
-    """What `load` returns, and random models of any name: a tiny one."""
+    """Let `load` and random models of any name return a tiny model."""
     tiny = models.random(
         TINY["llama"]._replace(vocab_size=260, max_positions=200), dtype="float32", xp=np, seed=3
     )
@@ -114,7 +114,7 @@ def say(monkeypatch, capsys, lines, *options):
 
 
 def answers(model, *said, system=None):
-    """What the model answers, each time to all that was said before."""
+    """The model's answers, each to the whole conversation."""
     messages = [{"role": "system", "content": system}] if system else []
     for text in said:
         messages.append({"role": "user", "content": text})
@@ -126,7 +126,7 @@ def answers(model, *said, system=None):
 
 
 def test_a_talk_goes_on(model, monkeypatch, capsys):
-    """Each answer follows from all that was said, until it begins anew."""
+    """Each answer follows from the whole conversation, until it starts over."""
     code, printed = say(monkeypatch, capsys, ["Hi", "", "Why?", "/reset", "Hi"], "--system", "Be")
     assert code == 0
     wanted = answers(model, "Hi", "Why?", system="Be")

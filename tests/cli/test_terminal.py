@@ -1,4 +1,4 @@
-"""What commands print with: on terminals wide and narrow, into pipes, with rich and without."""
+"""The output of commands: terminals wide and narrow, pipes, with rich and without."""
 
 from __future__ import annotations
 

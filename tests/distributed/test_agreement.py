@@ -77,7 +77,7 @@ def test_an_option_that_differs_is_an_error_on_every_rank(option, values):
         ours, theirs = re.fullmatch(
             rf"rank {rank} called with (.*), rank {1 - rank} with (.*); all ranks .*", said
         ).groups()
-        assert ours != theirs and "q float64" not in said  # what is alike is not said
+        assert ours != theirs and "q float64" not in said  # equal parts are left out
         name = option if option != "placement" else "zigzag"
         assert name in ours or name in theirs
 

@@ -36,7 +36,7 @@ from cupyattn.runtime.device.cuda import device_count
 
 
 def on_threads(case: Case, kind: Any) -> list[Any]:
-    """What each rank computes with a communicator of that kind."""
+    """The results of each rank with a communicator of that kind."""
     wires, results = Wires(), [None] * case.ranks
     failures: list[BaseException] = []
 
@@ -62,7 +62,7 @@ def on_threads(case: Case, kind: Any) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, *deep(4, 5)])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 0)}], ids=str)
 def test_a_communicator_carries_the_ring(kind, ranks, options):
-    """Windows jump over ranks: whoever sends by turns must not wait in a circle."""
+    """Windows skip ranks: alternating senders must not wait in a circle."""
     problem = case(ranks, "zigzag", 3, sinks=np.ones(4), **options)
     outs, lses, grads = zip(*on_threads(problem, kind), strict=True)
     out, lse, expected = one_device(problem)
@@ -75,7 +75,7 @@ def test_a_communicator_carries_the_ring(kind, ranks, options):
 
 @pytest.mark.parametrize(("hop", "ranks"), list(combinations(range(1, 17), 2)))
 def test_ranks_that_send_by_turns_never_wait_in_a_circle(hop, ranks):
-    """Of each circle of ranks someone receives first, and someone sends first."""
+    """In each circle of ranks one receives first, and one sends first."""
     step = min(hop, ranks - hop)
     sends_first = [rank // step % 2 == 0 for rank in range(ranks)]
     for start in range(ranks):
@@ -86,7 +86,7 @@ def test_ranks_that_send_by_turns_never_wait_in_a_circle(hop, ranks):
 
 
 def test_a_block_of_rings_in_turn():
-    """Many calls one behind the other: what is received belongs to its call."""
+    """In many consecutive calls, each receives its own arrays."""
 
     def of_rank(group: Group) -> list[Any]:
         rng = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_a_communicator_of_another_size_is_refused():
 
 
 def refused(kind: type[Exception], match: str, *shapes: Any, **options: Any) -> None:
-    """A call on rank 0 of 4 is refused before anything is sent: nobody receives here."""
+    """A call on rank 0 of 4 is refused before anything is sent: no rank receives here."""
     size = options.pop("size", 4)
     communicator = options.pop("communicator", Own)(Wires(), 0, size)
     arrays = [np.zeros(shape) for shape in shapes or ((1, 4, 2, 8),) * 3]
@@ -191,7 +191,7 @@ def test_nothing_to_attend_to():
 
 
 class Bindings:
-    """What `cupy.cuda.nccl` offers, and a record of what is asked of it."""
+    """A fake `cupy.cuda.nccl` that records its calls."""
 
     NCCL_INT8 = 0
     available = True
@@ -409,7 +409,7 @@ def test_a_rank_that_is_no_integer_is_refused(rank, size):
 
 
 class OnDevice(Own):
-    """Whose bytes are a GPU's: it asks what it is given for a stream's address."""
+    """A fake of nccl4py, which takes the address of a stream."""
 
     device = 1
 
@@ -471,7 +471,7 @@ def test_peers_that_nobody_has_are_refused_at_once(to, source, says):
 
 @pytest.mark.parametrize(("to", "source"), [(1, 2), (0, 0)])
 def test_as_many_arrays_are_received_as_are_sent(to, source):
-    """Otherwise another rank would wait for an array that nobody sends."""
+    """Otherwise another rank would wait for an array that no rank sends."""
     with Group(Own(Wires(), 0, 3)) as group:
         for outgoing, incoming in (([ONE, ONE], [ONE]), ([ONE], [])):
             with pytest.raises(ValueError, match=r"\d arrays to send, and \d to receive"):
@@ -479,7 +479,7 @@ def test_as_many_arrays_are_received_as_are_sent(to, source):
 
 
 def test_two_threads_of_one_rank_are_told_apart():
-    """The first waits for the other rank, which comes behind the second."""
+    """The first waits for the other rank, which comes after the second."""
     office = PostOffice(timeout=20)
     groups = [Group(ThreadCommunicator(office, rank, 2)) for rank in range(2)]
     found: list[Any] = []

@@ -179,7 +179,7 @@ class Flaky:
 
 @pytest.mark.parametrize("what", ["exchange", "all_gather"])
 def test_after_a_transfer_that_raised_nothing_comes(what):
-    """What the next call received would be what was meant for the one before."""
+    """Otherwise the next call would receive the arrays of the one before."""
     group = Group(Flaky())
 
     def received() -> float:
@@ -251,7 +251,7 @@ def test_a_context_tells_others_of_an_exception():
 
 
 class Event:
-    """Stands in for CUDA events: done when it is told to be."""
+    """A fake CUDA event: done when the test sets it."""
 
     done = True
 
@@ -338,7 +338,7 @@ STAGES: dict[str, tuple[Any, Any]] = {
     "forward": (RingCalls, lambda calls: calls._plan.rank),
     "backward": (RingCalls, lambda calls: calls._plan.rank),
 }
-"""What fails, and whose it is."""
+"""The failing call, and its rank."""
 
 
 def both(group: Group) -> None:
@@ -447,7 +447,7 @@ def test_a_failure_ends_the_wait():
 
 
 def test_who_has_got_what_it_waited_for_does_not_miss_a_rank_that_left():
-    """It has not woken up yet. Who waits for it was told that the other one never came."""
+    """It has not woken up yet; a waiting rank must not blame the other one."""
     office, parcel = PostOffice(20.0), Parcel(np.zeros(1), None)
     waiting = threading.Thread(target=office.wait_until_taken, args=(parcel, 1, 2))
     waiting.start()

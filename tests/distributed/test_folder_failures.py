@@ -148,7 +148,7 @@ if hasattr(os, "mkfifo"):
 
 @pytest.mark.parametrize("make", GARBAGE.values(), ids=GARBAGE)
 def test_a_note_that_no_rank_wrote_ends_the_group_by_its_name(make, tmp_path):
-    """No other note could be left beside it."""
+    """It blocks any other note."""
     group = Group(Own(Wires(), 0, 3), folder=tmp_path)
     make(tmp_path / "cupyattn-ranks" / "failed")
     with pytest.raises(
@@ -194,7 +194,7 @@ class Waiting:
 
 
 def gathered(size: int, stopped: int, folder: Path | None) -> dict[int, RankFailedError]:
-    """What all ranks raise but for one, which has joined the group and never calls."""
+    """The errors of all ranks except one, which has joined the group and never calls."""
     found: dict[int, RankFailedError] = {}
     others = [rank for rank in range(size) if rank != stopped]
     communicators = {rank: Waiting(rank, size) for rank in others}
@@ -290,7 +290,7 @@ def presences(folder: Path, size: int) -> list[Presence]:
 
 
 def asked(presence: Presence, answers: Any, *, number: int, begun: int) -> Any:
-    """What a rank hears while others answer, over and over."""
+    """The answers that a rank reads while others write them repeatedly."""
     done = threading.Event()
 
     def answer() -> None:

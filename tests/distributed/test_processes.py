@@ -63,7 +63,7 @@ OPEN_MPI = {  # refuses root, and more ranks than processors, where it is not to
 
 
 def ended(ranks: int, what: str, folder: Path) -> dict[int, tuple[float, str]]:
-    """How ranks ended that did not end well: after how many seconds, and what they said."""
+    """The ranks that failed: after how many seconds, and with which output."""
     path = os.pathsep.join([".", "tests", os.environ.get("PYTHONPATH", "")])
     process = subprocess.run(
         [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "support.mpi_rank", what, folder],

@@ -1,4 +1,4 @@
-"""Processes that find one another by a folder and an id of NCCL, with a stand-in for NCCL."""
+"""Processes that find one another by a folder and an id of NCCL, with a fake NCCL."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def library(monkeypatch):
 
 
 def on_ranks(ranks: Any, act: Any) -> dict[int, Any]:
-    """What act(rank) returns or raises, each on a thread; all start one after another."""
+    """The results or errors of act(rank), each on a thread; threads start one after another."""
     found: dict[int, Any] = {}
 
     def of_rank(rank: int) -> None:

@@ -83,7 +83,7 @@ def drawn(name: str) -> tuple[Case, str]:
 
 
 def of_rank(problem: Case, group: Group, **more: Any) -> tuple[Any, Any, AttentionGrads]:
-    """What a rank computes, from arrays where kernels run."""
+    """The results of a rank, from arrays where kernels run."""
     arrays = {name: KERNELS.put(problem.shard(name, group.rank)) for name in problem.arrays}
     options = {name: placed(KERNELS, x) for name, x in problem.options_of(group.rank).items()}
     given = {"group": group, "placement": problem.placement, **problem.packed, **options}
@@ -100,7 +100,7 @@ def of_rank(problem: Case, group: Group, **more: Any) -> tuple[Any, Any, Attenti
 
 
 def results(problem: Case) -> tuple[Any, Any, AttentionGrads]:
-    """Those of all ranks, put together."""
+    """The joined results of all ranks."""
     return whole(problem, run(lambda group: of_rank(problem, group), problem.ranks, timeout=120))
 
 
@@ -120,7 +120,7 @@ def unused(*_: Any, **__: Any) -> Any:
 
 
 def expressions(mask: np.ndarray, **of_tokens: Any) -> dict[str, Any]:
-    """What ALiBi and a mask say, of positions in whole sequences."""
+    """ALiBi and a mask as expressions of positions in whole sequences."""
     return {
         "score_mod": ScoreMod(
             "score - slopes[h] * abs(q_idx - k_idx)", gradient="grad", python=unused, slopes=SLOPES
@@ -191,7 +191,7 @@ def test_tiles_that_are_said_to_be_empty_are_skipped():
 
 @pytest.mark.parametrize("sizes", [None, *deep(((3, 0, 5),))])
 def test_results_go_where_they_are_told(sizes):
-    """The same bits, in arrays with gaps; gradients are added before they are rounded."""
+    """Arrays with gaps get the same bits; gradients are added before they are rounded."""
     problem = case(
         2, "zigzag", 5, heads=(2, 1), dims=(8, 16), batch=1, dtype="float32", sizes=sizes,
         causal=True, sinks=SINKS,

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def results(whole: dict[str, np.ndarray], placement: str, transport: str, options: Any) -> Any:
-    """out, lse, dq, dk and dv of all ranks, put together."""
+    """The joined out, lse, dq, dk and dv of all ranks."""
 
     def of_rank(group: Group) -> Any:
         import cupy
@@ -134,7 +134,7 @@ def test_arrays_on_another_rank_s_device_are_refused():
 
 
 def start(folder: Path, what: str, launcher: list[str] | None = None) -> list[Any]:
-    """Start the ranks as processes; (exit code, what they said) of each."""
+    """Start the ranks as processes; return (exit code, output) of each."""
     command = [sys.executable, "-m", "support.ring_process", str(folder), what]
     path = os.pathsep.join([".", "tests", os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}

@@ -41,7 +41,7 @@ class Log:
 
 
 class Stream:
-    """Its clock says up to which moment of each stream it has waited."""
+    """A vector clock: up to which moment of each stream it has waited."""
 
     current = threading.local()
 
@@ -76,7 +76,7 @@ class Event:
 
 
 class FakeArray:
-    """A buffer and what stands in it."""
+    """A buffer and its contents."""
 
     made = iter(range(10**9))
 
@@ -133,7 +133,7 @@ def _a_stand_in_for_cupy(monkeypatch):
 
 
 def backward(group: Group, plan: Any, results: dict[int, Any]) -> None:
-    """The walk of the backward: blocks, and their gradients a step behind."""
+    """The order of the backward: blocks, and their gradients one step later."""
     own, sums = FakeArray(f"k of {group.rank}"), FakeArray([])
     with Lane(group, own) as lane:
         stream = current_stream()

@@ -254,7 +254,7 @@ def long_run(model: BlockModel, rng: random.Random, steps: int) -> None:
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_a_fault_in_any_part_of_a_call_changes_nothing(owner, name, when, monkeypatch):
-    """A part that is done, and then fails, leaves more behind than one that fails at once."""
+    """A part that fails after it is done leaves more to undo than one that fails at once."""
     whole = getattr(owner, name)
     rng = random.Random(5)
     faults = 0

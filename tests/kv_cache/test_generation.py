@@ -35,7 +35,7 @@ def readme_names(library: str = "numpy") -> dict[str, Any]:
 def dense_logits(
     names: dict[str, Any], tokens: Sequence[int], dtype: Any = np.float32, **options: Any
 ) -> Any:
-    """The logits behind each of the tokens: README's model, with dense attention over all."""
+    """The logits after each token of README's model, with dense attention."""
     H, G, D = (names[name] for name in "HGD")  # noqa: N806
 
     def on_host(array: Any) -> np.ndarray:
@@ -150,7 +150,7 @@ def worst_of(names, requests, logits, **window):
     ("preempt", "num_blocks"), [("recompute", 200), ("recompute", FEW_BLOCKS), ("swap", FEW_BLOCKS)]
 )
 def test_ragged_sequences_are_dense_attention_step_by_step(names, preempt, num_blocks):
-    """As far from float64 as the dense model in float32 is, and the tokens are its own."""
+    """The error is that of the dense model in float32, and the tokens are the same."""
     scheduler, cache, requests, logits = generate(names, preempt, num_blocks)
     assert (scheduler.num_preempted > 0) == (num_blocks == FEW_BLOCKS)
     assert cache.statistics().prefix_hit_rate > 0.2
@@ -170,7 +170,7 @@ def test_caches_of_integers_generate_too(names):
 
 
 class FaultError(Exception):
-    """What a copy or the model raises at times."""
+    """An error that a copy or the model raises at times."""
 
 
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])

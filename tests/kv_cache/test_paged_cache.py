@@ -191,7 +191,7 @@ def test_the_kernels_write_it_too(dtype):
 
 
 class HostArray(np.ndarray):
-    """What stands in for a CuPy array."""
+    """A fake CuPy array."""
 
     device = nullcontext()
 
@@ -227,7 +227,7 @@ PRETENDED = SimpleNamespace(
 )
 @pytest.mark.parametrize("pitch", [storage.MOST_PITCH, 0], ids=["all layers at once", "each layer"])
 def test_blocks_come_back_from_host_memory_bit_for_bit(side, xp, dtype, pitch, monkeypatch):
-    """Whatever the bits mean, NaNs with a payload among them; other blocks stay as they are."""
+    """All bits are kept, also NaNs with a payload; other blocks do not change."""
     monkeypatch.setattr(storage, "MOST_PITCH", pitch)
     rng = np.random.default_rng(0)
     COPIED.clear()
@@ -477,7 +477,7 @@ def picture_of(cache, *arguments, **options):
 
 
 def cells(axes) -> list[str]:
-    """What stands at each block's place: the colours of what is drawn there."""
+    """The colours that are drawn at each block's place."""
     found = {}
     for patch in axes.patches:
         if patch.get_width():

@@ -35,7 +35,7 @@ def test_a_long_prompt_is_computed_in_parts_beside_others(memory):
     while not second.finished:
         scheduler.step(memory.forward)
         steps += 1
-    assert steps == 4  # 3 tokens a step beside the first's one
+    assert steps == 4  # 3 tokens a step, and one of the first
     assert len(first.outputs[0]) == 1 + steps
 
 
@@ -153,7 +153,7 @@ def several_at_once(memory, most):
 @pytest.mark.parametrize("preempt", ["recompute", "swap"])
 @pytest.mark.parametrize("stop", [(), (1,)])
 def test_a_model_may_return_several_tokens(stop, preempt):
-    """They are those that come one by one, and those behind an end are dropped."""
+    """They are the same as one by one, and tokens after an end are dropped."""
     allocator = BlockAllocator(8, 4, prefix_caching=True, num_host_blocks=4)
     memory = BlockMemory(allocator)
     scheduler = Scheduler(memory, max_batch=4, max_tokens=64, preempt=preempt)
@@ -299,7 +299,7 @@ def cuts(sequence):
 @pytest.mark.parametrize("misuse", [frees, moves, cuts])
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_forward_that_gives_back_a_sequence_is_refused(memory, misuse, raises):
-    """The sequence is computed anew, and the others go on."""
+    """The sequence is recomputed, and the others continue."""
     scheduler = Scheduler(memory, max_batch=4, max_tokens=64)
     requests = [scheduler.submit(range(n), max_new_tokens=4) for n in (3, 6)]
     scheduler.step(memory.forward)

@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused(sequences, new_tokens, kind, passed):
 
 
 def test_a_sequence_may_be_read_twice():
-    """What is not new is written by nobody."""
+    """Only new tokens are written."""
     cache = small_cache()
     sequence = cache.allocator.add([0] * 20)
     assert cache.block_table([sequence, sequence.fork(), sequence]).tolist() == [[0, 1]] * 3
@@ -180,7 +180,7 @@ def test_too_little_room_is_refused(name):
 
 
 def test_tables_advance_within_blocks():
-    """As an update with one token more, on the same arrays."""
+    """The result is that of an update with one token more, on the same arrays."""
     cache = small_cache()
     sequences = [cache.allocator.add([0] * length) for length in (17, 3, 30)]
     tables = cache.step_tables(sequences, max_batch=4, max_blocks=3, max_tokens=5)
@@ -352,7 +352,7 @@ def test_both_calls_of_a_step_are_one_on_kernels(dtype):
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("counts", [(1, 20), *deep(((0, 20),), ((20, 4),), ((1, 1),))])
 def test_rows_behind_the_tokens_of_a_step_are_zeros(counts, monkeypatch):
-    """Whatever stood in the memory that the results got, and in how many calls they are written."""
+    """Results do not depend on old contents of their memory, nor on the number of calls."""
     cache, sequences, rng = filled("float32", (33, 21))
     tables = cache.step_tables(sequences, counts, max_batch=30, max_tokens=30)
     q = rng.standard_normal((27, H, D), dtype=np.float32)

@@ -33,11 +33,11 @@ class Kernel(NamedTuple):
     source: str
     defines: tuple[tuple[str, int | str], ...]
     headers: tuple[tuple[str, str], ...] = ()
-    """Of a user's modifiers: name and text."""
+    """Name and text of a user's modifiers."""
 
 
 class Load(NamedTuple):
-    """What a test loads, how long it took, and whether it draws its examples."""
+    """The kernels that a test loads, its duration, and whether it draws examples."""
 
     kernels: tuple[Kernel, ...]
     seconds: float
@@ -45,7 +45,7 @@ class Load(NamedTuple):
 
 
 class Coverage:
-    """What each test loads."""
+    """The kernels that each test loads."""
 
     def __init__(self, loads: Mapping[str, Load]) -> None:
         self.loads = dict(loads)

@@ -1,4 +1,4 @@
-"""What the drawn bugs are: one line of code changed, in every file, reproducibly."""
+"""Drawn bugs change one line of code, in every file, reproducibly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of bugs in the softmax's backward: of each kind of outcome, one."""
+"""Outcomes of bugs in the softmax's backward: one of each kind."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ WITHOUT_EFFECT, NOT_COMPILED, NOT_TRIED = "without effect", "does not compile", 
 
 
 class Outcome(NamedTuple):
-    """What became of a bug: one of the words above, and the test that caught it."""
+    """The outcome of a bug: one of the words above, and the test that caught it."""
 
     bug: Bug
     result: str

@@ -56,7 +56,7 @@ def test_instructions_of_a_listing():
 
 
 def test_control_words_make_a_product_wait_for_its_operands():
-    """Whatever the compiler's choice, these hold, or the fields are read at the wrong bits."""
+    """These hold for every compiler, unless fields are read at the wrong bits."""
     code = LISTING["matrix_loop"]
     (load,) = (each for each in code if each.name == "LDSM")
     products = [each for each in code if each.name == "HMMA"]
@@ -132,7 +132,7 @@ def assemble(*lines: tuple[str, int | None]) -> list[SassInstruction]:
 
 
 def test_loops_that_do_the_work():
-    """A loop, one around it, and a rare block behind both that jumps into it."""
+    """A loop, one around it, and a rare block after both that jumps into it."""
     nest = assemble(
         ("BRA", 0x20), ("MOV", None), ("HMMA", None), ("BRA", 0x50), ("LDG", None),
         ("BRA", 0x0), ("BRA", 0x0), ("MOV", None), ("BRA", 0x20),
@@ -219,7 +219,7 @@ def test_where_no_cta_fits_nothing_is_done():
 
 
 def test_the_main_loop_is_the_one_without_masks():
-    """Of two loops with as many products the shorter, wherever it stands."""
+    """Of two loops with equal products the shorter one is the main loop, in any order."""
     masked = assemble(*[("FMNMX", None)] * 4, ("HMMA", None), ("BRA", 0))
     full = [
         SassInstruction(0x100, "HMMA"),
