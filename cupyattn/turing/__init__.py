@@ -3,24 +3,17 @@
 Turing's shared memory and L1 deliver 64 bytes a cycle and SM (streaming multiprocessor), half of
 what later GPUs do, so that timings on a newer GPU rank tile shapes in another order. This package
 reads the sm_75 code of a kernel instead. It needs ``nvdisasm``, NVIDIA's disassembler, which
-``pip install "cupyattn[turing]"`` brings::
+``pip install "cupyattn[turing]"`` installs::
 
-    python -m cupyattn turing --head-dim 64     # or every row of the tables; --all-loops, --json
+    python -m cupyattn turing --head-dim 64     # or every configuration; --all-loops, --json
 
-For the main loop of each kernel that shows:
+For the main loop of each kernel it returns the spilled bytes; the CTAs that fit on an SM; the
+cycles of the load/store unit for each cycle of the tensor cores (above 1 it is the limit); the
+utilisation of the tensor cores that no schedule can exceed; and the utilisation in a simulation of
+one SM: its four sub-partitions, the scoreboards and stalls of the code, one load/store unit,
+barriers, and CTAs that started at different times.
 
-- the bytes that the compiler spilled from registers to memory;
-- how many CTAs (cooperative thread arrays, CUDA's thread blocks) fit on an SM;
-- the cycles of the load/store unit for each cycle of the tensor cores: above 1 it is the limit;
-- the utilisation of the tensor cores that no schedule can exceed;
-- and the utilisation that a simulation of one SM gives: its four sub-partitions, the scoreboards
-  and stalls that the compiler wrote into the code, one load/store unit, barriers, and CTAs that
-  started at different times.
-
-``sass`` runs nvdisasm and reads its listing. ``machine`` has the rates and latencies of an SM, and
-which pipe executes an instruction. ``counts`` sums the cycles of each pipe in an iteration.
-``simulation`` finds the loops that do the work and simulates them on one SM. `analyse` returns all
-figures of a kernel: one of the library's by its `row`, or the ``specialisation`` of your own
+`analyse` takes a kernel of the library by its `row`, or the ``specialisation`` of your own
 `cupyattn.Kernel`. For another device than a T4 it takes one of `MACHINES`, as the command does
 (``--machine "RTX 2080 Ti"``), or any `Machine`::
 
@@ -29,25 +22,24 @@ figures of a kernel: one of the library's by its `row`, or the ``specialisation`
 
 Kernels that move bytes
 -----------------------
-Most kernels' work is to read and write memory: layers, elements, caches, decoding, products with
-few rows. From what the emulator counts of one (`cupyattn.emulator.Report`), `memory_figures` tells
-the sectors of memory that a call touches for each byte that has to move, and the share of a GPU's
-bandwidth that its instructions leave possible. It needs no disassembler.
+Most kernels read and write memory: layers, elements, caches, decoding, products with few rows. From
+the emulator's counts (`cupyattn.emulator.Report`), `memory_figures` returns the sectors of memory
+that a call touches for each byte that has to move, and the share of a GPU's bandwidth that its
+instructions leave possible. It needs no disassembler.
 
-How far to trust them
----------------------
-All but the simulation is exact for one compiler; another version of NVRTC moves spills by tens of
+Accuracy
+--------
+All but the simulation is exact for one compiler; another version of NVRTC changes spills by tens of
 bytes and utilisations by 0.01. The simulated utilisation is a model: +-0.05, to rank variants by
 differences of that size and as an upper limit. Its rates and latencies come from public
 micro-benchmarks of a T4 (`Machine` names them) and were not fitted; no Turing device has been
 measured with this library's kernels. Not modelled: bank conflicts (the emulator counts those),
 conflicts of register banks, the instruction cache, contention for L2 and DRAM, atomics' own rate,
-clocks that fall under power limits, what comes before and after the loop, and CTAs with less to do
-than others (causal attention).
+clocks that fall under power limits, code before and after the loop, and CTAs with less work than
+others (causal attention).
 
-Every row of the tables carries gates: the most registers and spilled bytes, and the utilisation
-that it was chosen for. The tests hold it to them. The notebook
-``notebooks/12_roofline_and_profile.ipynb`` shows the model at work.
+Every configuration has gates, to which the tests hold it: the most registers and spilled bytes, and
+the utilisation that it was chosen for. ``notebooks/12_roofline_and_profile.ipynb`` shows the model.
 """
 
 from cupyattn.turing.analysis import KernelFigures, MemoryFigures, analyse, memory_figures, row
