@@ -13,7 +13,7 @@ from cupyattn.distributed.group import Group
 from cupyattn.distributed.options import OF_ROWS, RingOptions, with_four_axes
 from cupyattn.distributed.placement import Placement
 from cupyattn.runtime.arrays import Array, adopt
-from cupyattn.runtime.errors import bool_fix, error, shown
+from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.records import record_of, values_of
 
 DROPOUT_KEYS = 32
@@ -74,15 +74,6 @@ def require_array(x: object) -> tuple[Array, int | None]:
     if not arrays:
         raise error(TypeError, "x is None", "it must be an array", "pass this rank's, or all of it")
     return arrays["x"], device_id
-
-
-def require_flags(**given: object) -> None:
-    """Raise TypeError for values that are neither True nor False."""
-    for name, flag in given.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise error(
-                TypeError, f"{name} = {shown(flag)}", "it is True or False", bool_fix(name, flag)
-            )
 
 
 def require_device(group: Group, device: int | None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn import AttentionGrads, BlockMask, MaskMod, Rotary, ScoreMod, add_to
 from cupyattn.distributed.calls import RingCalls
-from cupyattn.distributed.checks import refuse, require_flags
+from cupyattn.distributed.checks import refuse
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.lane import Lane, RingBlocks
 from cupyattn.distributed.options import RingOptions, place_of, with_four_axes
@@ -30,6 +30,7 @@ from cupyattn.distributed.results import (
     results_of,
 )
 from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.checks import require_bool
 
 
 def ring_attention_backward(
@@ -129,7 +130,8 @@ def ring_attention_backward(
     True
     """
     refuse("ring_attention_backward", others)
-    require_flags(deterministic=deterministic, accumulate=accumulate)
+    require_bool("deterministic", deterministic)
+    require_bool("accumulate", accumulate)
     options = RingOptions(
         causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
         dropout_p, seed, rotary, score_mod, mask_mod,
@@ -359,7 +361,7 @@ def ring_attention(
     True
     """
     refuse("ring_attention", others)
-    require_flags(return_lse=return_lse)
+    require_bool("return_lse", return_lse)
     options = RingOptions(
         causal, softmax_scale, window_size, seqused_k, mask, bias, alibi_slopes, softcap, sinks,
         dropout_p, seed, rotary, score_mod, mask_mod,
