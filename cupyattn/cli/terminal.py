@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from cupyattn.runtime.annotations import Json
@@ -96,9 +97,9 @@ def folded_table(
     r"""Lay out a table whose first `names` columns name the rows; integers are to the right.
 
     If a row is too wide for one line, headings are folded. If it is still too wide, `spare` columns
-    are left out one after the other, then the first names are written once above the rows that
-    share them. If nothing fits, long names get a separate line; with less than
-    `_LEAST` characters for names all of them do, and the other columns may need several lines.
+    are left out one after the other, or the first names are written once above the rows that share
+    them: whichever takes the fewest lines. If nothing fits, long names get a separate line; with
+    less than `_LEAST` characters for names all do, and the other columns may take several lines.
 
     Examples
     --------
@@ -122,20 +123,22 @@ def folded_table(
         torch     6 us
     """
     every = range(len(columns))
-    fewer = range(len(spare) + 1)
-    attempts = [(0, left) for left in fewer] + [
-        (k, left) for left in fewer for k in range(1, names)
-    ]
-    for above, left in attempts:
-        out = spare[:left]
-        kept = [at for at in every if columns[at] not in out]
-        lines = [kept[:above], kept[above:]] if above else [kept]
-        for folds in (False, True):
-            grid = _Grid(columns, rows, folds)
-            if all(grid.width(line, below) <= width for below, line in enumerate(lines)):
-                found = grid.rows(lines, width, grouped=bool(above))
-                return TableLayout(grid.heading(lines, width), found, list(out))
-    grid = _Grid(columns, rows, folds=True)
+    grids = [_Grid(columns, rows, folds) for folds in (False, True)]
+    fitting: dict[tuple[int, int], tuple[_Grid, list[list[int]]]] = {}
+    for left in range(len(spare) + 1):
+        kept = [at for at in every if columns[at] not in spare[:left]]
+        for above in range(names):
+            lines = [kept[:above], kept[above:]] if above else [kept]
+            for grid in grids:
+                if all(grid.width(line, below) <= width for below, line in enumerate(lines)):
+                    fitting.setdefault((grid.groups(above), left), (grid, lines))
+                    break
+    if fitting:
+        fewest = min(fitting)
+        grid, lines = fitting[fewest]
+        found = grid.rows(lines, width, grouped=len(lines) > 1)
+        return TableLayout(grid.heading(lines, width), found, list(spare[: fewest[1]]))
+    grid = grids[1]
     kept = [at for at in every if columns[at] not in spare]
     if names == 1 and grid.narrow_first(width - grid.width(kept[1:], below=0) - _GAP):
         return TableLayout(grid.heading([kept], width), grid.rows([kept], width), list(spare))
@@ -161,6 +164,11 @@ class _Grid:
         """Return the width of a line of columns: the first of a row, or one below it."""
         gaps = _GAP * (len(columns) - 1)
         return _indent(below) + sum(self._widths[at] for at in columns) + gaps
+
+    def groups(self, names: int) -> int:
+        """Return how many lines the first `names` columns take above the rows that share them."""
+        shared = [row[:names] for row in self._rows]
+        return sum(1 for _ in groupby(shared)) if names else 0
 
     def narrow_first(self, width: int) -> bool:
         """Narrow the first column, unless it would be too narrow; wider cells get own lines."""
