@@ -179,18 +179,9 @@ def configuration(macros: Macros) -> str:
 def compiled_kernel(specialisation: Specialisation, arch: Arch) -> Json:
     """Compile to machine code, or find it in the cache, and return its resources.
 
-    Returns
-    -------
-    dict
-        ``kernel``, ``row`` (its name), ``macros``, ``arch``, ``threads``; of each thread
-        ``registers``, ``spill_store_bytes``, ``spill_load_bytes`` and ``stack_bytes``; of each CTA
-        ``shared_bytes``, static and dynamic; ``ctas_per_sm``, how many fit; ``cached`` and
-        ``seconds``.
-
-    Raises
-    ------
-    RuntimeError
-        If NVRTC or its headers are missing, or reject the source.
+    ``row`` is the name of the configuration. Registers, spills and stack are those of a thread,
+    ``shared_bytes`` (static and dynamic) those of a CTA. Raises RuntimeError if NVRTC or its
+    headers are missing, or reject the source.
     """
     began = time.perf_counter()
     artifact = compile_cubin(specialisation, arch)

@@ -45,7 +45,7 @@ def require_group(group: object) -> None:
     if not isinstance(group, Group):
         raise error(
             TypeError,
-            f"group is {type(group).__module__}.{type(group).__qualname__}",
+            f"group has type {type(group).__module__}.{type(group).__qualname__}",
             "it must be a cupyattn.distributed.Group",
             "wrap the communicator once: group = distributed.Group(communicator)",
         )
@@ -133,7 +133,7 @@ def require_expressions(options: RingOptions) -> None:
         ):
             raise error(
                 TypeError,
-                f"{name} is {type(given).__name__}",
+                f"{name} has type {type(given).__name__}",
                 f"it must be a {kind.__name__}, or for NumPy arrays a function",
                 f"pass a cupyattn.{kind.__name__}",
             )

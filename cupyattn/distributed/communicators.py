@@ -311,7 +311,7 @@ class Carrier:
             if device is None:
                 raise error(
                     TypeError,
-                    f"expected an array, got {type(array).__name__}",
+                    f"{type(array).__name__} where an array belongs",
                     "arrays of NumPy and CuPy have bytes to send",
                     "pass numpy.asarray of it, or cupy.asarray",
                 )

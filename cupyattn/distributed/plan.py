@@ -145,25 +145,11 @@ def ring_plan(
     packed: bool = False,
     part_own: bool = False,
 ) -> RingPlan:
-    """Plan one rank's calls.
+    """Plan one rank's calls for a placement that splits all `lengths`, those of whole sequences.
 
-    Parameters
-    ----------
-    placement
-        The tokens of each rank; it splits all `lengths`.
-    rank
-        The rank to plan for.
-    lengths
-        Lengths of the whole sequences.
-    sight
-        The keys that causal and window_size leave to a query.
-    join
-        Join neighbouring pairs of pieces into one call where the result is the same.
-    packed
-        Sequences are packed in one axis: pieces of two sequences lie between two of one, and there
-        is nothing to join.
-    part_own
-        Keep the pieces of queries apart in the rank's own block: see `RingPlan.parted`.
+    `join` makes one call of neighbouring pairs of pieces where the result is the same. `packed`
+    sequences have nothing to join: pieces of two sequences lie between two of one. `part_own` keeps
+    the pieces of queries apart in the rank's own block: see `RingPlan.parted`.
     """
     joins = join and not packed
     steps = tuple(

@@ -121,14 +121,8 @@ def ring_problem(
 ) -> RingProblem:
     """Check a call of `ring_attention` or its backward on this rank: see `RingProblem.agree`.
 
-    `arrays` are q, k, v and what the backward has besides; `part_own` is as in `ring_plan`.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError
-        As the public functions document.
-    RankFailedError
-        If a rank has failed.
+    `arrays` are q, k, v and the other arrays of the backward; `part_own` is as in `ring_plan`.
+    Raises what the public functions document.
     """
     require_group(group)
     group.check()

@@ -37,7 +37,8 @@ def given_results(out: Any, return_lse: bool) -> tuple[Array | None, Array | Non
     """
     if out is None:
         return None, None
-    passed = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+    kind = type(out).__name__
+    passed = f"is a tuple of {len(out)}" if isinstance(out, tuple) else f"has type {kind}"
     if return_lse and not (isinstance(out, tuple) and len(out) == 2):
         raise error(
             TypeError, f"out {passed}", "with return_lse it must be a tuple", "pass out=(out, lse)"
@@ -66,7 +67,7 @@ def given_gradients(
             )
         return {}
     if not isinstance(grads, AttentionGrads):
-        passed = f"grads is {type(grads).__name__}"
+        passed = f"grads has type {type(grads).__name__}"
         fields = ", ".join(AttentionGrads._fields)
         raise error(
             TypeError, passed, f"it must be an AttentionGrads of {fields}: arrays or None", fix

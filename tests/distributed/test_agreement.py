@@ -350,7 +350,11 @@ PACKED = {"cu_seqlens": [0, 8, 16], **{name: drawn(name)[0] for name in "qkv"}}
             {"mask_mod": block_mask(FIRST_KEYS, 16, 16), **PACKED},
             r"ValueError: .* \(2, 4, 8, 8\)",
         ),
-        (forward, {"score_mod": block_mask(FIRST_KEYS, 16, 16)}, "TypeError: score_mod is Block"),
+        (
+            forward,
+            {"score_mod": block_mask(FIRST_KEYS, 16, 16)},
+            "TypeError: score_mod has type Block",
+        ),
         (forward, {"score_mod": ScoreMod("score")}, "NotImplementedError: score_mod = ScoreMod"),
         (forward, {"mask": np.ones((8, 8), bool)}, r"ValueError: mask has .* all Sk = 16 keys"),
         (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
@@ -396,11 +400,11 @@ PACKED = {"cu_seqlens": [0, 8, 16], **{name: drawn(name)[0] for name in "qkv"}}
         # Results.
         (forward, {"out": np.zeros((1, 1))}, r"ValueError: out is float64 \(1, 1\); it is"),
         (forward, {"out": (np.zeros(2), np.zeros(2))}, "TypeError: out is a tuple of 2"),
-        (forward, {"out": np.zeros(2), "return_lse": True}, "TypeError: out is ndarray"),
+        (forward, {"out": np.zeros(2), "return_lse": True}, "TypeError: out has type ndarray"),
         (forward, {"out": read_only()}, "ValueError: out is read-only"),
         (forward, within_q(), "ValueError: out overlaps q in memory"),
         (backward, {"accumulate": True}, "ValueError: accumulate=True without grads"),
-        (backward, {"grads": (None, None)}, "TypeError: grads is tuple"),
+        (backward, {"grads": (None, None)}, "TypeError: grads has type tuple"),
         (
             backward,
             {"grads": AttentionGrads(dbias=np.zeros(2))},

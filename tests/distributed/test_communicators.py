@@ -105,7 +105,7 @@ def test_what_is_no_communicator_is_refused():
     with pytest.raises(TypeError, match="it has rank, size, send, receive, all_gather, or"):
         communicator_of(object())
     x = np.zeros((1, 2, 1, 4))
-    with pytest.raises(TypeError, match=r"group is .*Own; .*distributed.Group\(communicator\)"):
+    with pytest.raises(TypeError, match=r"group has type .*Own; .*Group\(communicator\)"):
         ring_attention(x, x, x, group=Own(Wires(), 0, 1))
 
 
@@ -424,7 +424,7 @@ class OnDevice(Own):
     [
         (ONE, ValueError, "an array that is NumPy's, of rank 0 on device 1"),
         (SimpleNamespace(device=SimpleNamespace(id=0)), ValueError, "that is on device 0, of rank"),
-        ([1.0], TypeError, "expected an array, got list"),
+        ([1.0], TypeError, "list where an array belongs"),
     ],
 )
 def test_arrays_that_are_elsewhere_are_refused(array, kind, says):

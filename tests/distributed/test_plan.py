@@ -254,7 +254,7 @@ def test_no_tokens_at_all(bounds):
         (lambda: shard(X, 0, 2, axis=-4), ValueError, "axis = -4"),
         (lambda: shard(X, 0, 2, axis="x"), TypeError, "axis = 'x'"),
         (lambda: shard(np.array(3), 0, 2, axis=0), ValueError, r"axis = 0 of an array \(\)"),
-        (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x is a builtins\.list"),
+        (lambda: shard([1, 2, 3, 4], 0, 2, axis=0), TypeError, r"x has type builtins\.list"),
         (lambda: shard(None, 0, 2), TypeError, "x is None; it must be an array"),
         (lambda: shard(X, 0.0, 2), ValueError, r"rank 0\.0 of 2"),
         (lambda: shard(X, 0, 0), ValueError, "rank 0 of 0; there is 1 rank or more"),

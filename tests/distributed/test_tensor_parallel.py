@@ -121,10 +121,13 @@ def test_quantised_weights():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda group: all_reduce(X, group=3), "TypeError: group is builtins.int; it must be a"),
-        (lambda group: column_linear(X, UP, group=None), "TypeError: group is builtins.NoneType"),
-        (lambda group: all_reduce([1.0], group=group), "TypeError: x is a builtins.list"),
-        (lambda group: all_reduce(None, group=group), "TypeError: x is None; it must be an array"),
+        (lambda group: all_reduce(X, group=3), "TypeError: group has type builtins.int"),
+        (
+            lambda group: column_linear(X, UP, group=None),
+            "TypeError: group has type builtins.NoneType",
+        ),
+        (lambda group: all_reduce([1.0], group=group), "TypeError: x has type builtins.list"),
+        (lambda group: all_reduce(None, group=group), "TypeError: x is None; it is an array"),
         (lambda group: row_linear(X, UP[:7], group=group), "ValueError: x has shape .* w"),
         (
             lambda group: row_linear(X, UP, UP[0, :1], group=group),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cache_contents import BASE, CACHE_DTYPES, HEAD_DIM, HEADS, LAYERS, KnownCache
+from support.block_model import content
 from support.devices import CUPY, KERNELS, NUMPY, dtype_of
 from support.search import examples, mostly_deep
 
