@@ -1,4 +1,7 @@
-"""``python -m cupyattn``: see `cupyattn.cli`; what times kernels is `cupyattn.benchmark`'s."""
+"""``python -m cupyattn``, and the command ``cupyattn``: see `cupyattn.cli`.
+
+``cupyattn benchmark ...`` is ``python -m cupyattn.benchmark ...``.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -14,11 +17,21 @@ except KeyboardInterrupt:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["benchmark"]:
+        from cupyattn.benchmark import __main__ as benchmark
+
+        return benchmark.main(argv[1:])
     return cli.main(argv, (tune, report))
 
 
-if __name__ == "__main__":
+def console() -> None:
+    """Run a command and end the process with its exit code."""
     code = main()
     if code == cli.INTERRUPTED:
         end_process(code)  # NVRTC cannot be stopped: a usual exit would wait for its threads
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    console()

@@ -330,7 +330,7 @@ def _limit(launch: Launch) -> str:
     except DisassemblerError:
         return "not known without nvdisasm: pip install 'cupyattn[turing]'"
     except RuntimeError:
-        return "not known without NVRTC: pip install nvidia-cuda-nvrtc-cu12"
+        return "not known without NVRTC: pip install 'cupyattn[emulator]'"
     if loop is None or loop.bound is None or not launch.specialisation.gates.models:
         return "memory bandwidth: products take little of its time"
     units = "tensor cores" if loop.work_pipe == "tensor" else "float32 units"

@@ -27,6 +27,8 @@ from cupyattn.runtime.source import Unit
 
 COMPILED = ("cupyattn.runtime.backend.backend", "cupyattn.runtime.kernel.Kernel")
 """Doctests that compile a kernel."""
+REQUIRE_NVRTC = "CUPYATTN_REQUIRE_NVRTC"
+"""Variable of CI: a run fails instead of skipping the tests that compile kernels."""
 MOST_WORKERS = 8  # each has its own compiled programs: about half a gigabyte
 
 
@@ -91,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "gpu": None if device_count() else "no CUDA device: kernels cannot run here",
         "nvrtc": _missing_compiler(),
     }
+    if reasons["nvrtc"] is not None and os.environ.get(REQUIRE_NVRTC):
+        raise pytest.UsageError(f"{REQUIRE_NVRTC} is set, and {reasons['nvrtc']}")
     for item in items:
         if search.is_quick(item.nodeid.removeprefix("tests/")):
             item.add_marker(pytest.mark.quick)

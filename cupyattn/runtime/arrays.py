@@ -252,7 +252,7 @@ def _cuda_array(name: str, candidate: object, protocol: str) -> Array:
             TypeError,
             f"{name} is a CUDA array, and CuPy did not import ({_cause(failure)})",
             "CUDA arrays need CuPy",
-            "install it, for example with 'pip install cupy-cuda12x', or pass NumPy arrays",
+            "install it with pip install 'cupyattn[cuda12]' (or cuda13), or pass NumPy arrays",
         ) from failure
     try:
         array = (cupy.from_dlpack if protocol == "__dlpack__" else cupy.asarray)(candidate)

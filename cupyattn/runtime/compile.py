@@ -1,4 +1,4 @@
-"""Compilation of CUDA sources to machine code or PTX, with a disk cache: the only caller of NVRTC.
+"""Compilation of CUDA sources to machine code or PTX, with a disk cache.
 
 CuPy's own compiler is not used: it appends an ``-arch`` after the caller's (NVRTC obeys the last),
 and its cache misses changes in included files.
@@ -11,16 +11,13 @@ import os
 import re
 import threading
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime.arch import Arch
-from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.fork import no_fork
+from cupyattn.runtime.nvrtc import SourceRejectedError, load_nvrtc, toolkit_headers
 from cupyattn.runtime.source import Unit, read_unit, source_digest, source_root
 from cupyattn.runtime.spec import Specialisation
 
@@ -29,8 +26,6 @@ from cupyattn.runtime.spec import Specialisation
 _OPTIONS = ("-std=c++17", "-ftz=true", "-lineinfo")
 
 Headers = tuple[tuple[str, str], ...]
-
-_TOOLKITS = ("CUDA_PATH", "CUDA_HOME")
 
 _locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _locks_guard = threading.Lock()
@@ -85,11 +80,9 @@ def compile_ptx(specialisation: Specialisation, arch: Arch) -> Artifact:
     return _compile(specialisation, arch.virtual)
 
 
-@lru_cache(maxsize=1)
 def nvrtc_version() -> tuple[int, int]:
     """Return the version of NVRTC, as (major, minor)."""
-    major, minor = _nvrtc().getVersion()
-    return int(major), int(minor)
+    return load_nvrtc().version
 
 
 def _compile(specialisation: Specialisation, target: str) -> Artifact:
@@ -140,32 +133,24 @@ def _cache_key(digest: str, options: tuple[str, ...], headers: Headers) -> str:
 def _run_nvrtc(
     unit: Unit, options: tuple[str, ...], headers: Headers, *, is_ptx: bool
 ) -> tuple[bytes, str]:
-    nvrtc = _nvrtc()
+    nvrtc = load_nvrtc()
     report = [] if is_ptx else ["--ptxas-options=-v"]
-    if nvrtc_version() >= (12, 9):
+    if nvrtc.version >= (12, 9):
         if report:  # with a driver NVRTC has its own cache, and a hit has no log
             report.append("--no-cache")
         # Leaves out textures and dynamic parallelism: 3 of 26 ms less before our first line.
         report.append("--minimal")
     (name, text), *included = unit.texts.items()
     given = [*included, *((header, text.encode()) for header, text in headers)]
-    names, texts = [os.fsencode(each) for each, _ in given], [each for _, each in given]
-    program = nvrtc.createProgram(text.decode(), name, texts, names)
+    files = [(os.fsencode(each), contents) for each, contents in given]
+    includes = f"-I{toolkit_headers()}"
     try:
-        try:
-            nvrtc.compileProgram(program, [*options, f"-I{_toolkit_headers()}", *report])
-        except nvrtc.NVRTCError as error:
-            log = unit.with_paths(nvrtc.getProgramLog(program))
-            raise CompilationError(f"NVRTC rejected {unit.source.name} {options}", log) from error
-        code = nvrtc.getPTX(program) if is_ptx else nvrtc.getCUBIN(program)
-        log = nvrtc.getProgramLog(program)
-    finally:
-        nvrtc.destroyProgram(program)
-    if is_ptx:
-        return (code.encode() if isinstance(code, str) else code).rstrip(b"\0"), log
-    # CuPy drops the last byte as if it ended a C string. It is the high byte of the last program
-    # header's alignment, hence 0. Drivers load the file without it, nvdisasm does not.
-    return code + b"\0", log
+        return nvrtc.compile(
+            os.fsencode(name), text, files, [*options, includes, *report], ptx=is_ptx
+        )
+    except SourceRejectedError as rejected:
+        log = unit.with_paths(str(rejected))
+        raise CompilationError(f"NVRTC rejected {unit.source.name} {options}", log) from rejected
 
 
 def parse_ptxas_log(log: str) -> Resources:
@@ -190,45 +175,4 @@ def parse_ptxas_log(log: str) -> Resources:
         spill_load_bytes=loads,
         stack_bytes=stack,
         static_shared_bytes=int(shared[1]) if shared else 0,
-    )
-
-
-@lru_cache(maxsize=1)
-def _nvrtc() -> ModuleType:
-    with suppress(ImportError):  # the import of NVRTC below fails too, with our error
-        load_cupy()
-    try:
-        with no_fork():
-            from cupy_backends.cuda.libs import nvrtc
-
-            nvrtc.getVersion()
-    except (ImportError, RuntimeError, OSError) as error:
-        raise RuntimeError(
-            "compiling a kernel needs CuPy and NVRTC, and one of them did not load "
-            f"({error}); install them with 'pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12' "
-            "(or cupy-cuda13x[ctk] for CUDA 13)"
-        ) from error
-    return nvrtc
-
-
-@lru_cache(maxsize=1)
-def _toolkit_headers() -> Path:
-    """Return the folder of cuda_fp16.h, from the runtime wheel or an installed toolkit."""
-    try:
-        with no_fork():
-            from cuda.pathfinder import find_nvidia_header_directory
-
-        found = find_nvidia_header_directory("cudart")
-    except ImportError:
-        found = None
-    folders = [
-        found,
-        *(Path(os.environ[name]) / "include" for name in _TOOLKITS if os.environ.get(name)),
-    ]
-    for folder in folders:
-        if folder and (Path(folder) / "cuda_fp16.h").is_file():
-            return Path(folder)
-    raise RuntimeError(
-        "cuda_fp16.h was not found; install the CUDA headers with "
-        "'pip install nvidia-cuda-runtime-cu12', or point CUDA_PATH at a CUDA toolkit"
     )

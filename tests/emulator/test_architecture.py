@@ -10,6 +10,8 @@ from support.ptx import kernel_text
 from cupyattn import emulator
 from cupyattn.emulator import UnsupportedPTXError
 from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target
+from cupyattn.emulator.ptx.model import Instruction
+from cupyattn.runtime import nvrtc
 
 # What the emulator runs, by the first architecture that has it.
 FORMS = {
@@ -66,17 +68,16 @@ def test_forms_run_from_their_target_on(target: int) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("older", "target"), [*pairwise(FORMS), (None, 70)])
 def test_the_assembler_agrees(older: int | None, target: int) -> None:
-    nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
-
     def refused(architecture: int) -> set[int]:
         """Return which of the forms the assembler inside NVRTC refuses."""
         lines = "\\n".join(f"{form};" for form in FORMS[target])
         text = f'extern "C" __global__ void k() {{ asm volatile("{{ {REGISTERS}\\n{lines} }}"); }}'
-        program = nvrtc.createProgram(text, "k.cu", [], [])
         try:
-            nvrtc.compileProgram(program, [f"-arch=sm_{architecture}"])
-        except nvrtc.NVRTCError:
-            log = nvrtc.getProgramLog(program)
+            nvrtc.load_nvrtc().compile(
+                b"k.cu", text.encode(), [], [f"-arch=sm_{architecture}"], ptx=False
+            )
+        except nvrtc.SourceRejectedError as rejected:
+            log = str(rejected)
             if "gpu-architecture" in log:
                 pytest.skip(f"this NVRTC does not compile for sm_{architecture} any more")
             found = {int(number) for number in re.findall(r"line (\d+); error", log)}

@@ -69,7 +69,6 @@ ROOMS = {
 # The first gives CuPy a folder that it can write; the others import what is below it after that.
 MAY_IMPORT_CUPY = {
     "cupyattn.runtime.cupy_library": "cupy",
-    "cupyattn.runtime.compile": "cupy_backends",
     "cupyattn.runtime.device.cuda": "cupy_backends",
 }
 

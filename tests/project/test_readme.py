@@ -23,7 +23,10 @@ from cupyattn.runtime.row_kernel import Result, RowKernel
 from cupyattn.runtime.rows import RowOptions, call_rows
 
 MOST_WORDS = 1300
-COMMANDS = ("pip install . && python -m cupyattn demo", 'pip install ".[test]" && pytest')
+COMMANDS = (
+    'pip install ".[cuda12]" && python -m cupyattn demo',
+    'pip install ".[cuda12,test]" && pytest',
+)
 DOCUMENTS = (README, ROOT / ".github" / "CONTRIBUTING.md")
 CODE = re.compile(r"```\w*\n(.*?)```", flags=re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")

@@ -164,8 +164,7 @@ FIRST_IMPORTS = {  # of a module: a first call that imports it
     "cupyattn.functions": EMULATED,
     "cupyattn.emulator": EMULATED,
     "cupyattn.runtime.device.emulated": EMULATED,
-    "cupy": EMULATED,
-    "cupy_backends.cuda.libs.nvrtc": EMULATED,
+    "cuda.pathfinder": EMULATED,
     "ml_dtypes": "cupyattn.rope_tables(4, 8, dtype='bfloat16')",
     "cupyattn.models": "cupyattn.models.Config",
 }
@@ -225,9 +224,7 @@ def test_child_launches_after_a_fork_during_a_launch():
 
 @pytest.mark.parametrize(
     "module",
-    mostly_deep(
-        FIRST_IMPORTS, ("cupyattn.functions", "cupy_backends.cuda.libs.nvrtc", "ml_dtypes")
-    ),
+    mostly_deep(FIRST_IMPORTS, ("cupyattn.functions", "cuda.pathfinder", "ml_dtypes")),
 )
 @pytest.mark.nvrtc
 def test_child_imports_after_a_fork_during_an_import(module):
