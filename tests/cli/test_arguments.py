@@ -24,9 +24,9 @@ COMMANDS = (
 CALLS = ("attention", "attention_backward", "softmax")
 
 
-# No module of CuPy is found: what a user without a GPU's libraries has.
-WITHOUT_CUPY = (
-    "import sys; sys.modules['cupy'] = sys.modules['cupy_backends'] = None; import runpy; "
+# The modules of CuPy and NVRTC are not found: the base install.
+BASE_INSTALL = (
+    "import sys; sys.modules['cupy'] = sys.modules['cuda.pathfinder'] = None; import runpy; "
     "sys.argv[0] = 'cupyattn'; runpy.run_module('cupyattn', run_name='__main__')"
 )
 
@@ -106,16 +106,16 @@ def test_options_stand_anywhere(command, found, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["compile", *deep("turing", "profile attention")])
-def test_without_cupy_a_command_says_what_to_install(command):
-    result = run(*command.split(), "--json", launcher=("-c", WITHOUT_CUPY))
+def test_without_nvrtc_a_command_says_what_to_install(command):
+    result = run(*command.split(), "--json", launcher=("-c", BASE_INSTALL))
     assert result.returncode == 1
-    assert "pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12" in json.loads(result.stdout)["error"]
+    assert "pip install 'cupyattn[emulator]'" in json.loads(result.stdout)["error"]
     assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("command", ["demo --seqlen 8", *deep("info")])
-def test_without_cupy_there_is_numpy(command):
-    result = run(*command.split(), launcher=("-c", WITHOUT_CUPY))
+def test_without_nvrtc_there_is_numpy(command):
+    result = run(*command.split(), launcher=("-c", BASE_INSTALL))
     assert result.returncode == 0, result.stderr
     assert "no GPU" in result.stdout
 

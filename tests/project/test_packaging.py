@@ -80,10 +80,16 @@ def test_wheel_metadata(wheel):
     assert metadata["Version"] == cupyattn.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert any(line.startswith("numpy") for line in required)
-    for line in required:  # there are no CUDA wheels for macOS, which has the NumPy path
-        if re.match("cupy|cuda|nvidia", line):
+    assert sorted(re.match(r"[\w-]+", line)[0] for line in required) == [
+        "ml-dtypes",
+        "numpy",
+        "rich",
+    ]
+    for line in metadata.get_all("Requires-Dist"):  # there are no CUDA wheels for macOS
+        if re.match("cupy-|cuda-|nvidia-", line):
             assert "sys_platform ==" in line
+    (script,) = (name for name in wheel.namelist() if name.endswith("/entry_points.txt"))
+    assert "cupyattn = cupyattn.__main__:console" in wheel.read(script).decode()
 
 
 def test_sdist_holds_everything_to_build_and_test(built):

@@ -233,7 +233,7 @@ def test_missing_headers_say_what_to_install(tmp_path, monkeypatch):
 
 @nvrtc
 def test_a_failure_of_nvrtc_is_named():
-    with pytest.raises(RuntimeError, match="nvrtcCompileProgram of NVRTC failed: .*INVALID_OPTION"):
+    with pytest.raises(RuntimeError, match=r"of NVRTC failed: .*INVALID_OPTION"):
         nvrtc_library.load_nvrtc().compile(b"a.cu", b"", [], ["--no-such-option"], ptx=True)
 
 
