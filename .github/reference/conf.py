@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math import pick_math_environment
+from docutils.utils.math.latex2mathml import tex2mathml
 from numpydoc import xref
 from sphinx.application import Sphinx
 
@@ -49,7 +51,6 @@ release = version = cupyattn.__version__
 extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "numpydoc",
 ]
@@ -68,14 +69,34 @@ smartquotes = False  # "flash" is a value
 html_theme = "furo"
 html_title = f"cupyattn {release}"
 html_show_sphinx = False
+html_math_renderer = "mathml"
 html_copy_source = False
 
 
 def setup(app: Sphinx) -> None:
     """Tell Sphinx what this project's docstrings mean."""
     shutil.rmtree(Path(__file__).parent / "names", ignore_errors=True)  # pages of an older build
+    # Browsers show MathML: pages need neither a script nor a network.
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("missing-reference", resolve)
     app.connect("autodoc-skip-member", skip)
+
+
+def inline_math(translator: Any, node: nodes.math) -> None:
+    """Write a formula within a sentence."""
+    translator.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(translator: Any, node: nodes.math_block) -> None:
+    """Write formulas of their own lines; a blank line separates them."""
+    for formula in node.astext().split("\n\n"):
+        if pick_math_environment(formula) == "align*":
+            formula = f"\\begin{{aligned}}{formula}\\end{{aligned}}"
+        mathml = tex2mathml(formula, as_block=True)
+        mathml = mathml.replace("<mtable", '<mtable displaystyle="true"')  # or fractions are tiny
+        translator.body.append(f'<div class="math">{mathml}</div>')
+    raise nodes.SkipNode
 
 
 def resolve(app: Sphinx, env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:

@@ -88,7 +88,7 @@ def _parser(more: Iterable[Any]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cupyattn",
         description="Exact attention for array code: try it, run a language model or fine-tune it, "
-        "look around, compile, profile and model its kernels.",
+        "inspect, compile, profile and model its kernels.",
         epilog="The command benchmark measures the library: it is python -m cupyattn.benchmark.",
     )
     parser.add_argument("--version", action="version", version=f"cupyattn {cupyattn.__version__}")

@@ -10,7 +10,6 @@ from support.ptx import kernel_text
 from cupyattn import emulator
 from cupyattn.emulator import UnsupportedPTXError
 from cupyattn.emulator.ptx.architecture import SHARED_BYTES, needed_target
-from cupyattn.emulator.ptx.model import Instruction
 from cupyattn.runtime import nvrtc
 
 # What the emulator runs, by the first architecture that has it.

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.processes import environment
-from support.readme import ROOT
+from support.readme import ROOT, recipes
 
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.device.cuda import device_count
@@ -209,6 +209,9 @@ SECONDS: dict[str, float] = {}
 
 def execute(path: Path, *before: str) -> Any:
     """Return a notebook as it is after a run, with cells of these sources before its own."""
+    for library in ("torch", "transformers", "jax"):
+        if re.search(rf"^(import|from) {library}", code(path), re.MULTILINE):
+            pytest.importorskip(library)
     nbformat = pytest.importorskip("nbformat", reason="needs pip install '.[notebooks]'")
     nbclient = pytest.importorskip("nbclient", reason="needs pip install '.[notebooks]'")
     pytest.importorskip("ipykernel", reason="needs pip install '.[notebooks]'")
@@ -306,6 +309,20 @@ def alike(now: str, before: str) -> bool:
 )
 def test_what_is_alike(now, same):
     assert alike(now, "flash: 43,016 of -2 ways, 1.0e-3") == same
+
+
+def test_recipes_are_those_of_the_reference():
+    """Line by line: the notebook has the code of the page in smaller cells."""
+    shown = {
+        line
+        for cell in code_cells(ROOT / "notebooks" / "13_recipes.ipynb")
+        for line in cell["source"].splitlines()
+    }
+    missing = {line for recipe in recipes() for line in recipe.splitlines()} - shown
+    assert all(
+        re.match(r"(import|from) |if jax|    import cupy|else:|    xp = np", line)
+        for line in missing
+    ), missing
 
 
 def test_some_use_weights():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -11,24 +14,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import readme
-from support.readme import README, ROOT, examples, options_table, with_options
+from support.readme import README, ROOT, examples, recipes
 
 import cupyattn
 from cupyattn import __main__ as library
 from cupyattn import cli
 from cupyattn.benchmark import __main__ as benchmark
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowKernel
 from cupyattn.runtime.rows import RowOptions, call_rows
 
-MOST_WORDS = 1300
+MOST_WORDS, MOST_LINES = 1500, 200
 COMMANDS = (
     'pip install ".[cuda12]" && python -m cupyattn demo',
     'pip install ".[cuda12,test]" && pytest',
 )
 DOCUMENTS = (README, ROOT / ".github" / "CONTRIBUTING.md")
 CODE = re.compile(r"```\w*\n(.*?)```", flags=re.DOTALL)
+LINK = re.compile(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 INLINE = re.compile(r"`([^`]+)`")
 
 
@@ -36,19 +40,10 @@ def text_of(document) -> str:
     return document.read_text(encoding="utf-8")
 
 
-def prose(text: str) -> str:
-    """All but code, tables, comments and tags."""
-    lines = re.sub(r"<.*?>", "", CODE.sub("", text), flags=re.DOTALL).splitlines()
-    return "\n".join(line for line in lines if not line.startswith("|"))
-
-
-def test_prose_leaves_out_what_is_none():
-    text = "two words\n| a | table |\n```python\nimport this\n```\n<!-- not\nseen -->and two\n"
-    assert prose(text).split() == ["two", "words", "and", "two"]
-
-
 def test_readme_is_short():
-    assert len(prose(text_of(README)).split()) <= MOST_WORDS
+    text = text_of(README)
+    assert len(text.split()) <= MOST_WORDS
+    assert len(text.splitlines()) <= MOST_LINES
 
 
 def test_readme_has_the_two_commands_that_ci_runs():
@@ -66,7 +61,23 @@ def test_examples_run():
     assert len(examples()) >= 3
     names: dict[str, Any] = {}  # one page: an example goes on from those above it
     for example in examples():
+        if not device_count():  # the example of a GPU runs on NumPy arrays too
+            example = example.replace("import cupy as cp", "import numpy as cp")
         exec(compile(example, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize("number", range(len(recipes())))
+def test_recipes_run(number):
+    """A recipe needs the library that it is about; the second goes on from the first."""
+    needed = recipes()[: 2 if number == 1 else 0] or [recipes()[number]]
+    imports = re.findall(
+        r"^(?:from|import) (torch|transformers|jax)", "".join(needed), re.MULTILINE
+    )
+    for name in dict.fromkeys(imports):
+        pytest.importorskip(name)
+    names: dict[str, Any] = {}
+    for recipe in needed:
+        exec(compile(recipe, "recipes.rst", "exec"), names)
 
 
 def test_the_example_with_weights_runs(capsys):
@@ -75,28 +86,6 @@ def test_the_example_with_weights_runs(capsys):
     (example,) = examples(with_weights=True)
     exec(compile(example, "README.md", "exec"), {})
     assert "Paris" in capsys.readouterr().out
-
-
-def test_the_table_of_options_is_not_stale():
-    assert with_options(text_of(README)) == text_of(README), "run python tests/support/readme.py"
-
-
-def test_implementations_with_the_same_options_share_a_column():
-    registered = {
-        "attention": {
-            ("flash", "float16"): {"causal", "bias"},
-            ("flash", "float32"): {"causal"},
-            ("naive", "float16"): ["causal"],
-            ("naive", "float32"): ["causal"],
-        }
-    }
-    table = options_table(registered, {"causal", "bias", "rotary"}, ["causal", "bias", "rotary"])
-    head, _, *rows = table.splitlines()
-    first, second = '"flash" (float16)', '"flash" (float32), "naive"'
-    assert head == f"| option | `attention`: {first} | `attention`: {second} | {readme.CPU} |"
-    assert rows == [
-        "| `causal` | yes | yes | yes |", "| `bias` | yes | - | yes |", "| `rotary` | - | - | yes |"
-    ]  # fmt: skip
 
 
 def test_the_recipe_of_a_row_operation_runs():
@@ -159,12 +148,25 @@ def test_there_are_commands():
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_what_is_linked_and_named_is_there(document):
     text = text_of(document)
-    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
-    for link in filter(None, (one or other for one, other in links)):
+    for link in filter(None, (one or other for one, other in LINK.findall(text))):
         assert link.startswith("https://") or (document.parent / link).exists(), link
     for path in re.findall(r"`([\w.]+(?:/[\w.-]+)+)`", text):
         if not path.startswith(".ci/") or (ROOT / ".ci").exists():  # not in an sdist
             assert (ROOT / path).exists() or (ROOT / "cupyattn" / path).exists(), path
+
+
+def test_links_are_absolute_on_pypi(tmp_path):
+    workflow = ROOT / ".github" / "workflows" / "release.yml"
+    if not workflow.exists() or not shutil.which("sed"):
+        pytest.skip("needs a checkout and sed")
+    (command,) = re.findall(r"^ +(sed .*)$", text_of(workflow), re.MULTILINE)
+    shutil.copy(README, tmp_path)
+    subprocess.run(
+        command, shell=True, check=True, cwd=tmp_path, env={**os.environ, "URL": "https://a.b/c"}
+    )
+    links = LINK.findall(text_of(tmp_path / "README.md"))
+    assert len(links) > 8
+    assert all((one or other).startswith("https://") for one, other in links)
 
 
 def test_the_tree_is_that_of_the_repository():
