@@ -192,27 +192,16 @@ def test_vjp_within_is_of_its_own_arrays():
     assert_array_equal(pullback(DOUT)[0], found[0][0])
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_arrays_live_no_longer_than_they_are_used(fails):
+def test_arrays_live_no_longer_than_they_are_used():
     """Not until the garbage collector comes: on a GPU they are most of the memory."""
-
-    def function(y):
-        out = softmax(y)
-        return 3 if fails else out
-
     x = X.copy()
     alive = [weakref.ref(x)]
     gc.disable()
     try:
-        if fails:
-            with pytest.raises(TypeError, match="returns something else"):
-                vjp(function, x)
-        else:
-            out, pullback = vjp(function, x)
-            alive.append(weakref.ref(out))
-            pullback(out)
-            del out, pullback
-        del x
+        out, pullback = vjp(lambda y: softmax(y), x)
+        alive.append(weakref.ref(out))
+        pullback(out)
+        del x, out, pullback
         assert [reference() for reference in alive] == [None] * len(alive)
     finally:
         gc.enable()
@@ -241,8 +230,8 @@ def test_tasks_at_once():
         out, pullback = vjp(softmax, x)
         await asyncio.sleep(0)
         assert_array_equal(pullback(x)[0], softmax_backward(x, out))
-        with pytest.raises(TypeError, match="vjp of exp"):
-            vjp(np.exp, x)
+        with pytest.raises(TypeError, match="vjp of cumsum"):
+            vjp(np.cumsum, x)
         await asyncio.sleep(0)
         assert isinstance(softmax(x), np.ndarray)
 
@@ -329,12 +318,6 @@ def negated_function(monkeypatch):
 def test_too_many_arguments_are_the_functions_error(negated_function):
     with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
         vjp(negated_function, X, 3)
-
-
-def test_a_stand_in_deep_in_tuples_stays_one(negated_function):
-    """Only for those in a tuple is there a place in the gradient."""
-    with pytest.raises(TypeError, match="uses argument 0 itself"):
-        vjp(lambda x: negated_function(((x,), 1)), X)
 
 
 def test_every_public_backward_has_a_rule():

@@ -1,0 +1,752 @@
+"""Array operations that `vjp` differentiates, for NumPy and CuPy arrays and for traced ones.
+
+Each derivative is written as a function that keeps only the arrays which it needs. Operators and
+methods of traced arrays, and NumPy's functions, come here too. CuPy's functions do not: call those
+of this module on CuPy arrays.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyattn.autodiff.tape import (
+    Spec,
+    Traced,
+    constant,
+    is_differentiable,
+    is_float,
+    is_traced,
+    library_of,
+    narrow,
+    raw,
+    refusal_of_values,
+    refuses_values,
+    spec_of,
+    tape_of,
+    zeros,
+)
+from cupyattn.runtime.annotations import Undescribed
+
+Axis = int | tuple[int, ...] | None
+Gradient = Callable[[Undescribed], Undescribed]
+
+
+def _library(traced: Traced) -> Any:
+    library = library_of(traced._value)
+    if library is None:
+        raise refusal_of_values(traced, f"it is a {type(traced._value).__name__}")
+    return library
+
+
+def _library_among(values: Sequence[object]) -> Any:
+    """Return the library of the first traced array among values, else that of the first array."""
+    for value in values:
+        if is_traced(value):
+            return _library(value)  # type: ignore[arg-type]
+    return next((found for found in map(library_of, values) if found is not None), np)
+
+
+def _recorded(
+    name: str, values: Sequence[object], result: Undescribed, pulls: Sequence[Gradient | None]
+) -> Undescribed:
+    """Record an operation with one result.
+
+    `pulls` has for each of `values` its gradient as a function of the result's, or None.
+    """
+    tape = tape_of(values)
+    assert tape is not None
+    pairs = [
+        (value, pull)
+        for value, pull in zip(values, pulls, strict=True)
+        if is_differentiable(value) and pull is not None
+    ]
+    if not pairs or not is_float(result.dtype):
+        return constant(result, tape)
+    kept = tuple([pull for _, pull in pairs])
+
+    def pull(gradients: list[Undescribed]) -> list[Undescribed]:
+        return [pull(gradients[0]) for pull in kept]
+
+    return tape.record(name, [value for value, _ in pairs], (result,), pull)[0]  # type: ignore[misc]
+
+
+def _same(gradient: Undescribed) -> Undescribed:
+    return gradient
+
+
+# Of two arguments: the gradients as functions of x, y and the result. Gradients of broadcast
+# arguments are summed later, by `fitted`.
+_Rule = Callable[[Any, Any, Any], Gradient]
+
+
+def _power_base(x: Any, y: Any, _out: Any) -> Gradient:
+    if not hasattr(y, "shape"):
+        if y == 2:
+            return lambda g: g * (2 * x)
+        return lambda g: g * (y * x ** (y - 1) if y else 0 * x)
+    library = _library_among((x, y))
+    return lambda g: g * library.where(y == 0, 0, y * x ** library.where(y == 0, 1, y - 1))
+
+
+def _power_exponent(x: Any, _y: Any, out: Any) -> Gradient:
+    library = _library_among((x, out))
+    return lambda g: g * out * library.log(library.where(x > 0, x, 1))
+
+
+def _chosen(compare: Callable[[Any, Any], Any]) -> tuple[_Rule, _Rule]:
+    """Return the rules of maximum and minimum; equal arguments get half of the gradient each."""
+
+    def weight(a: Any, b: Any) -> Any:
+        return compare(a, b) + 0.5 * (a == b)
+
+    def left(x: Any, y: Any, out: Any) -> Gradient:
+        chosen = weight(x, y).astype(out.dtype)
+        return lambda g: g * chosen
+
+    def right(x: Any, y: Any, out: Any) -> Gradient:
+        chosen = weight(y, x).astype(out.dtype)
+        return lambda g: g * chosen
+
+    return left, right
+
+
+_BINARY: dict[str, tuple[_Rule, _Rule]] = {
+    "add": (lambda x, y, out: _same, lambda x, y, out: _same),
+    "subtract": (lambda x, y, out: _same, lambda x, y, out: operator.neg),
+    "multiply": (lambda x, y, out: lambda g: g * y, lambda x, y, out: lambda g: g * x),
+    "divide": (
+        lambda x, y, out: lambda g: g / y,
+        lambda x, y, out: lambda g: -(g * out) / y,
+    ),
+    "power": (_power_base, _power_exponent),
+    "maximum": _chosen(operator.gt),
+    "minimum": _chosen(operator.lt),
+}
+
+
+def _binary(name: str, x: Undescribed, y: Undescribed) -> Undescribed:
+    a, b = raw(x), raw(y)
+    result = getattr(_library_among((x, y)), name)(a, b)
+    if not (is_traced(x) or is_traced(y)):
+        return result
+    left, right = _BINARY[name]
+    pulls = (
+        left(a, b, result) if is_differentiable(x) else None,
+        right(a, b, result) if is_differentiable(y) else None,
+    )
+    return _recorded(name, (x, y), result, pulls)
+
+
+_UNARY: dict[str, Callable[[Any, Any, Any], Gradient]] = {
+    "negative": lambda xp, x, out: operator.neg,
+    "positive": lambda xp, x, out: _same,
+    "absolute": lambda xp, x, out: lambda g: g * xp.sign(x),
+    "exp": lambda xp, x, out: lambda g: g * out,
+    "log": lambda xp, x, out: lambda g: g / x,
+    "sqrt": lambda xp, x, out: lambda g: g / (2 * out),
+    "tanh": lambda xp, x, out: lambda g: g * (1 - out * out),
+    "square": lambda xp, x, out: lambda g: g * (2 * x),
+    "sin": lambda xp, x, out: lambda g: g * xp.cos(x),
+    "cos": lambda xp, x, out: lambda g: -(g * xp.sin(x)),
+    "log1p": lambda xp, x, out: lambda g: g / (1 + x),
+    "expm1": lambda xp, x, out: lambda g: g * (out + 1),
+}
+
+
+def _unary(name: str, x: Undescribed) -> Undescribed:
+    library = _library_among((x,))
+    result = getattr(library, name)(raw(x))
+    if not is_traced(x):
+        return result
+    return _recorded(name, (x,), result, (_UNARY[name](library, raw(x), result),))
+
+
+# Results that do not change with their arguments but in steps: constants.
+_CONSTANTS = (
+    *("less", "less_equal", "equal", "not_equal", "greater", "greater_equal", "logical_and"),
+    *("logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor"),
+    *("invert", "isnan", "isfinite", "isinf", "sign", "signbit"),
+)
+
+
+def _constant(function: Callable[..., Any], *values: Undescribed, **options: Any) -> Undescribed:
+    result = function(*[raw(value) for value in values], **options)
+    tape = tape_of(values)
+    return result if tape is None else constant(result, tape)
+
+
+def _along(name: str, x: Traced, axis: int | None) -> Undescribed:
+    return _constant(getattr(_library(x), name), x, axis=axis)
+
+
+def _step(name: str, *values: Undescribed) -> Undescribed:
+    return _constant(getattr(_library_among(values), name), *values)
+
+
+def exp(x: Undescribed, /) -> Undescribed:
+    """Exponential of each element."""
+    return _unary("exp", x)
+
+
+def log(x: Undescribed, /) -> Undescribed:
+    """Natural logarithm of each element."""
+    return _unary("log", x)
+
+
+def sqrt(x: Undescribed, /) -> Undescribed:
+    """Square root of each element."""
+    return _unary("sqrt", x)
+
+
+def tanh(x: Undescribed, /) -> Undescribed:
+    """Hyperbolic tangent of each element."""
+    return _unary("tanh", x)
+
+
+def square(x: Undescribed, /) -> Undescribed:
+    """Square of each element."""
+    return _unary("square", x)
+
+
+def sin(x: Undescribed, /) -> Undescribed:
+    """Sine of each element."""
+    return _unary("sin", x)
+
+
+def cos(x: Undescribed, /) -> Undescribed:
+    """Cosine of each element."""
+    return _unary("cos", x)
+
+
+def log1p(x: Undescribed, /) -> Undescribed:
+    """Natural logarithm of 1 + x."""
+    return _unary("log1p", x)
+
+
+def expm1(x: Undescribed, /) -> Undescribed:
+    """Exponential minus 1."""
+    return _unary("expm1", x)
+
+
+def abs(x: Undescribed, /) -> Undescribed:
+    """Absolute value of each element; its derivative at 0 is 0."""
+    return _unary("absolute", x)
+
+
+def maximum(x: Undescribed, y: Undescribed, /) -> Undescribed:
+    """Larger of two elements; equal ones get half of the gradient each."""
+    return _binary("maximum", x, y)
+
+
+def minimum(x: Undescribed, y: Undescribed, /) -> Undescribed:
+    """Smaller of two elements; equal ones get half of the gradient each."""
+    return _binary("minimum", x, y)
+
+
+def where(condition: Undescribed, x: Undescribed, y: Undescribed, /) -> Undescribed:
+    """Elements of x where the condition is true, else of y."""
+    chosen, a, b = raw(condition), raw(x), raw(y)
+    result = _library_among((condition, x, y)).where(chosen, a, b)
+    if tape_of((condition, x, y)) is None:
+        return result
+    pulls = (None, lambda g: g * chosen, lambda g: g * ~chosen.astype(bool))
+    return _recorded("where", (condition, x, y), result, pulls)
+
+
+def matmul(x: Undescribed, y: Undescribed, /) -> Undescribed:
+    """Matrix product, with broadcast batch axes, as numpy.matmul."""
+    a, b = raw(x), raw(y)
+    result = _library_among((x, y)).matmul(a, b)
+    if tape_of((x, y)) is None:
+        return result
+    vector_a, vector_b = a.ndim == 1, b.ndim == 1
+    row, column = _matrix(spec_of(a), vector_a, 0), _matrix(spec_of(b), vector_b, 1)
+
+    def whole(g: Any) -> Any:
+        g = g[..., None, :] if vector_a else g
+        return g[..., None] if vector_b and not (vector_a and g.ndim == 1) else g
+
+    def full(g: Any) -> Any:
+        return g.reshape(1, 1) if vector_a and vector_b else whole(g)
+
+    def left(g: Any) -> Any:
+        other = b[:, None] if vector_b else b
+        return _summed(full(g) @ other.swapaxes(-1, -2), row).reshape(a_shape)
+
+    def right(g: Any) -> Any:
+        other = a[None] if vector_a else a
+        return _summed(other.swapaxes(-1, -2) @ full(g), column).reshape(b_shape)
+
+    a_shape, b_shape = a.shape, b.shape
+    return _recorded(
+        "matmul", (x, y), result,
+        (left if is_differentiable(x) else None, right if is_differentiable(y) else None),
+    )  # fmt: skip
+
+
+def _matrix(spec: Spec, vector: bool, axis: int) -> tuple[int, ...]:
+    if not vector:
+        return spec.shape
+    return (1, *spec.shape) if axis == 0 else (*spec.shape, 1)
+
+
+def _summed(gradient: Any, shape: tuple[int, ...]) -> Any:
+    """Sum a product over the batch axes that were broadcast."""
+    extra = gradient.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + axis
+        for axis, (had, got) in enumerate(zip(shape[:-2], gradient.shape[extra:-2], strict=True))
+        if had == 1 != got
+    )
+    if not axes:
+        return gradient
+    wide = np.float32 if narrow(gradient.dtype) else gradient.dtype
+    return gradient.sum(axis=axes, dtype=wide)
+
+
+def reshape(x: Undescribed, shape: int | Sequence[int], /) -> Undescribed:
+    """Give an array another shape."""
+    result, before = raw(x).reshape(shape), raw(x).shape
+    if not is_traced(x):
+        return result
+    return _recorded("reshape", (x,), result, (lambda g: g.reshape(before),))
+
+
+def transpose(x: Undescribed, axes: Sequence[int] | None = None, /) -> Undescribed:
+    """Permute the axes; by default reverse them."""
+    result = raw(x).transpose(axes)
+    if not is_traced(x):
+        return result
+    back = None if axes is None else tuple(np.argsort([axis % x.ndim for axis in axes]).tolist())
+    return _recorded("transpose", (x,), result, (lambda g: g.transpose(back),))
+
+
+def swapaxes(x: Undescribed, a: int, b: int, /) -> Undescribed:
+    """Exchange two axes."""
+    result = raw(x).swapaxes(a, b)
+    if not is_traced(x):
+        return result
+    return _recorded("swapaxes", (x,), result, (lambda g: g.swapaxes(a, b),))
+
+
+def moveaxis(x: Undescribed, source: Undescribed, destination: Undescribed, /) -> Undescribed:
+    """Move axes to other positions."""
+    library = _library_among((x,))
+    result = library.moveaxis(raw(x), source, destination)
+    if not is_traced(x):
+        return result
+    back = (lambda g: library.moveaxis(g, destination, source),)
+    return _recorded("moveaxis", (x,), result, back)
+
+
+def expand_dims(x: Undescribed, axis: int | tuple[int, ...], /) -> Undescribed:
+    """Insert axes of length 1."""
+    return _view("expand_dims", x, axis)
+
+
+def squeeze(x: Undescribed, axis: Axis = None, /) -> Undescribed:
+    """Remove axes of length 1."""
+    return _view("squeeze", x, axis)
+
+
+def _view(name: str, x: Undescribed, axis: Axis) -> Undescribed:
+    result, before = getattr(_library_among((x,)), name)(raw(x), axis), raw(x).shape
+    if not is_traced(x):
+        return result
+    return _recorded(name, (x,), result, (lambda g: g.reshape(before),))
+
+
+def broadcast_to(x: Undescribed, shape: Sequence[int], /) -> Undescribed:
+    """Repeat an array along axes of length 1, without a copy."""
+    result = _library_among((x,)).broadcast_to(raw(x), shape)
+    return _recorded("broadcast_to", (x,), result, (_same,)) if is_traced(x) else result
+
+
+def astype(x: Undescribed, dtype: Undescribed, /) -> Undescribed:
+    """Convert an array. The gradient is converted back; an array of integers is a constant."""
+    result = raw(x).astype(dtype)
+    return _recorded("astype", (x,), result, (_same,)) if is_traced(x) else result
+
+
+def sum(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
+    """Sum over axes, by default over all."""
+    library = _library_among((x,))
+    result = library.sum(raw(x), axis=axis, keepdims=keepdims)
+    if not is_traced(x):
+        return result
+    shape, kept = x.shape, _kept(x.shape, axis)
+    return _recorded("sum", (x,), result, (lambda g: library.broadcast_to(g.reshape(kept), shape),))
+
+
+def mean(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
+    """Average over axes, by default over all."""
+    library = _library_among((x,))
+    result = library.mean(raw(x), axis=axis, keepdims=keepdims)
+    if not is_traced(x):
+        return result
+    shape, kept = x.shape, _kept(x.shape, axis)
+    count = x.size // builtins.max(1, result.size)
+    return _recorded(
+        "mean", (x,), result, (lambda g: library.broadcast_to((g / count).reshape(kept), shape),)
+    )
+
+
+def max(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
+    """Largest element over axes; equal ones share the gradient evenly."""
+    return _extreme("max", x, axis, keepdims)
+
+
+def min(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
+    """Smallest element over axes; equal ones share the gradient evenly."""
+    return _extreme("min", x, axis, keepdims)
+
+
+def _extreme(name: str, x: Undescribed, axis: Axis, keepdims: bool) -> Undescribed:
+    library = _library_among((x,))
+    result = getattr(library, name)(raw(x), axis=axis, keepdims=keepdims)
+    if not is_traced(x):
+        return result
+    kept = _kept(x.shape, axis)
+    found = raw(x) == result.reshape(kept)
+    wide = np.float64 if x.itemsize == 8 else np.float32
+    count = found.sum(axis=axis, keepdims=True, dtype=wide).reshape(kept)
+    return _recorded(name, (x,), result, (lambda g: found * (g.reshape(kept) / count),))
+
+
+def _kept(shape: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
+    """Return the shape of a reduction with keepdims."""
+    if axis is None:
+        return (1,) * len(shape)
+    axes = {each % len(shape) for each in (axis if isinstance(axis, tuple) else (axis,))}
+    return tuple([1 if number in axes else extent for number, extent in enumerate(shape)])
+
+
+def concatenate(arrays: Sequence[Undescribed], /, axis: int = 0) -> Undescribed:
+    """Join arrays along an axis."""
+    return _joined("concatenate", arrays, axis)
+
+
+def stack(arrays: Sequence[Undescribed], /, axis: int = 0) -> Undescribed:
+    """Join arrays along a new axis."""
+    return _joined("stack", arrays, axis)
+
+
+def _joined(name: str, arrays: Sequence[Undescribed], axis: int) -> Undescribed:
+    values = [raw(array) for array in arrays]
+    result = getattr(_library_among(arrays), name)(values, axis=axis)
+    if tape_of(arrays) is None:
+        return result
+    axis %= result.ndim
+    if name == "stack":
+        pulls = [_part(axis, number) for number in range(len(values))]
+    else:
+        ends = np.cumsum([0, *(value.shape[axis] for value in values)]).tolist()
+        pulls = [_part(axis, slice(*pair)) for pair in pairwise(ends)]
+    return _recorded(name, arrays, result, pulls)
+
+
+def _part(axis: int, key: int | slice) -> Gradient:
+    index = (*(slice(None),) * axis, key)
+    return lambda g: g[index]
+
+
+def split(x: Undescribed, sections: int | Sequence[int], /, axis: int = 0) -> list[Undescribed]:
+    """Cut an array along an axis, as numpy.split."""
+    library = _library_among((x,))
+    values = library.split(raw(x), sections, axis=axis)
+    tape = tape_of((x,))
+    if tape is None:
+        return list(values)
+    if not is_differentiable(x):
+        return [constant(value, tape) for value in values]
+    specs = [spec_of(value) for value in values]
+
+    def pull(gradients: list[Undescribed]) -> list[Undescribed]:
+        parts = [
+            zeros(spec) if gradient is None else gradient
+            for gradient, spec in zip(gradients, specs, strict=True)
+        ]
+        return [library.concatenate(parts, axis=axis)]
+
+    return list(tape.record("split", (x,), values, pull))
+
+
+def pad(x: Undescribed, width: Undescribed, /) -> Undescribed:
+    """Add zeros around an array, as numpy.pad with mode="constant"."""
+    result = _library_among((x,)).pad(raw(x), width)
+    if not is_traced(x):
+        return result
+    pairs = np.broadcast_to(np.asarray(width), (x.ndim, 2)).tolist()
+    index = tuple(
+        [slice(before, before + n) for (before, _), n in zip(pairs, x.shape, strict=True)]
+    )
+    return _recorded("pad", (x,), result, (lambda g: g[index],))
+
+
+def take(x: Undescribed, indices: Undescribed, /, axis: int | None = None) -> Undescribed:
+    """Select elements along an axis by integers; without an axis of the flattened array."""
+    if axis is None:
+        return getitem(reshape(x, -1), indices)
+    return getitem(x, (*(slice(None),) * (axis % x.ndim), indices))
+
+
+def getitem(x: Undescribed, key: Undescribed, /) -> Undescribed:
+    """Select elements: ``x[key]`` with integers, slices, and arrays of integers or booleans."""
+    key = tuple(map(_plain, key)) if isinstance(key, tuple) else _plain(key)
+    result = raw(x)[key]
+    if not is_traced(x):
+        return result
+    spec, repeats = spec_of(raw(x)), _repeats(key)
+    return _recorded("getitem", (x,), result, (lambda g: _scattered(spec, key, g, repeats),))
+
+
+def _plain(key: Undescribed) -> Undescribed:
+    if is_differentiable(key):
+        raise refusal_of_values(key, "it is an index")
+    key = raw(key)
+    return np.asarray(key) if isinstance(key, list) else key
+
+
+def _repeats(key: Undescribed) -> bool:
+    """Tell whether a key may select an element twice: it has an array of integers."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(hasattr(each, "dtype") and each.ndim and each.dtype.kind in "iu" for each in keys)
+
+
+def _scattered(spec: Spec, key: Undescribed, gradient: Any, repeats: bool) -> Any:
+    """Return zeros with the gradient added at the selected elements."""
+    library: Any = spec.library
+    if not repeats:
+        whole = zeros(spec)
+        whole[key] = gradient
+        return whole
+    if library is np or spec.dtype.itemsize == 8:
+        wide = np.float32 if narrow(spec.dtype) else spec.dtype
+        whole = library.zeros(spec.shape, wide)
+        library.add.at(whole, key, gradient.astype(wide))  # on a GPU in any order: 64 bits only
+        return whole
+    from cupyattn.functions import embedding_backward
+
+    if hasattr(key, "dtype"):  # rows
+        ids, rows = key, spec.shape[0]
+    else:
+        positions = library.arange(int(np.prod(spec.shape))).reshape(spec.shape)
+        ids, rows = positions[key], positions.size
+    ids = library.ascontiguousarray(ids).reshape(-1) % rows
+    gradient = library.ascontiguousarray(gradient).reshape(len(ids), -1)
+    table = library.empty((rows, gradient.shape[1]), spec.dtype)
+    return embedding_backward(gradient, table, ids).reshape(spec.shape)
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Traced, *args: Any, **options: Any) -> Any:
+        return function(self, *args, **options)
+
+    return method
+
+
+def _reshape_method(self: Traced, *shape: Any) -> Any:
+    return reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _sum_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method with the arguments of NumPy's and CuPy's, by position too."""
+
+    def method(
+        self: Traced, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> Any:
+        _require_defaults(self, function.__name__, dtype=dtype, out=out)
+        return function(self, axis, keepdims=bool(keepdims))
+
+    return method
+
+
+def _extreme_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Traced, axis: Axis = None, out: Any = None, keepdims: bool = False) -> Any:
+        _require_defaults(self, function.__name__, out=out)
+        return function(self, axis, keepdims=bool(keepdims))
+
+    return method
+
+
+def _require_defaults(traced: Traced, name: str, **options: Any) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise traced._tape.refuse(f"passes {option}= to {name}", f"leave out {option}=")
+
+
+def _transpose_method(self: Traced, *axes: Any) -> Any:
+    if len(axes) == 1 and isinstance(axes[0], tuple | list):
+        return transpose(self, axes[0])
+    return transpose(self, axes or None) if axes != (None,) else transpose(self)
+
+
+def _iterate(self: Traced) -> Any:
+    return iter([getitem(self, number) for number in range(len(self))])
+
+
+def _length(self: Traced) -> int:
+    if not self.ndim:
+        raise TypeError("len() of an array without axes")
+    return self.shape[0]
+
+
+def _copy(self: Traced) -> Any:
+    return _recorded("copy", (self,), self._value.copy(), (_same,))
+
+
+def _operators() -> None:
+    """Give traced arrays the operators and methods of arrays."""
+    for symbol, name in (
+        *(("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide")),
+        ("pow", "power"),
+    ):
+        setattr(Traced, f"__{symbol}__", lambda x, y, name=name: _binary(name, x, y))
+        setattr(Traced, f"__r{symbol}__", lambda x, y, name=name: _binary(name, y, x))
+    for symbol, name in (
+        *(("lt", "less"), ("le", "less_equal"), ("eq", "equal"), ("ne", "not_equal")),
+        *(("gt", "greater"), ("ge", "greater_equal"), ("and", "bitwise_and")),
+        *(("or", "bitwise_or"), ("xor", "bitwise_xor")),
+    ):
+        setattr(Traced, f"__{symbol}__", lambda x, y, name=name: _step(name, x, y))
+        if symbol in ("and", "or", "xor"):
+            setattr(Traced, f"__r{symbol}__", lambda x, y, name=name: _step(name, y, x))
+    for symbol, name in (("neg", "negative"), ("pos", "positive"), ("abs", "absolute")):
+        setattr(Traced, f"__{symbol}__", lambda x, name=name: _unary(name, x))
+    for symbol in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod", "and", "or"):
+        setattr(Traced, f"__i{symbol}__", _written)
+    setattr(Traced, "__setitem__", _written)  # noqa: B010 (a type checker sees no such method)
+    for symbol in (
+        *("bool", "int", "float", "complex", "index", "contains", "delitem", "copy", "deepcopy"),
+        *("reduce_ex", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"),
+    ):
+        setattr(Traced, f"__{symbol}__", refuses_values(symbol))
+    methods: dict[str, Any] = {
+        "__matmul__": matmul,
+        "__rmatmul__": lambda x, y: matmul(y, x),
+        "__invert__": lambda x: _step("invert", x),
+        "__getitem__": getitem,
+        "__iter__": _iterate,
+        "__len__": _length,
+        "__array_ufunc__": _ufunc,
+        "__array_function__": _function,
+        "T": property(transpose),
+        "reshape": _reshape_method,
+        "transpose": _transpose_method,
+        "ravel": lambda x: reshape(x, -1),
+        "copy": _copy,
+        **{each.__name__: _sum_method(each) for each in (sum, mean)},
+        **{each.__name__: _extreme_method(each) for each in (max, min)},
+        **{each.__name__: _method(each) for each in (swapaxes, squeeze, astype, take)},
+        **{
+            name: lambda x, axis=None, name=name: _along(name, x, axis)
+            for name in ("argmax", "argmin", "argsort", "any", "all")
+        },
+    }
+    for name, method in methods.items():
+        setattr(Traced, name, method)
+
+
+def _written(self: Traced, *_: object) -> Any:
+    raise self._tape.refuse(
+        "writes to a traced array",
+        "make a new array: y = x + 1 for x += 1, and where(...) or concatenate(...) for x[i] = y",
+    )
+
+
+_UFUNCS = {
+    **dict.fromkeys(_BINARY, _binary),
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_CONSTANTS, _step),
+}
+
+
+def _ufunc(self: Traced, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    name, tape = ufunc.__name__, tape_of([each for each in inputs if is_traced(each)]) or self._tape
+    if options.get("out") is not None:
+        raise tape.refuse(f"passes out= to numpy.{name}", "leave out out=")
+    if method != "__call__" or options or (name not in _UFUNCS and name != "matmul"):
+        did = name if method == "__call__" else f"{name}.{method}"
+        extra = f" with {', '.join(options)}" if options else ""
+        raise tape.refuse(f"calls numpy.{did}{extra}, which has no derivative here,", _LISTED)
+    found: Callable[..., Any] = _UFUNCS.get(name, matmul)
+    return found(*inputs) if found is matmul else found(name, *inputs)
+
+
+_LISTED = (
+    "use + - * / ** @, indexing, and the functions of cupyattn.autodiff, or compute it from "
+    "stop_gradient(array)"
+)
+
+
+def _like(name: str) -> Callable[..., Any]:
+    return lambda x, *args, **options: getattr(_library(x), name)(raw(x), *args, **options)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(np, each.__name__): each
+        for each in (
+            *(where, transpose, swapaxes, moveaxis, expand_dims, squeeze, broadcast_to, sum, mean),
+            *(max, min, concatenate, stack, split, take),
+        )
+    },
+    np.reshape: lambda x, shape: reshape(x, shape),
+    np.pad: lambda x, pad_width, mode="constant": _padded(x, pad_width, mode),
+    np.dot: lambda x, y: _dot(x, y),
+    np.ravel: lambda x: reshape(x, -1),
+    np.copy: _copy,
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x: x.size,
+    **{
+        getattr(np, name): _like(name)
+        for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+    },
+    **{
+        getattr(np, name): lambda x, axis=None, name=name: _along(name, x, axis)
+        for name in ("argmax", "argmin", "argsort", "any", "all")
+    },
+}
+
+
+def _padded(x: Traced, width: Any, mode: str) -> Any:
+    if mode != "constant":
+        raise x._tape.refuse(f"calls numpy.pad with mode={mode!r}", 'pad with mode="constant"')
+    return pad(x, width)
+
+
+def _dot(x: Any, y: Any) -> Any:
+    if np.ndim(raw(x)) > 2 or np.ndim(raw(y)) > 2 or not (np.ndim(raw(x)) and np.ndim(raw(y))):
+        traced = x if is_traced(x) else y
+        raise traced._tape.refuse("calls numpy.dot of other arrays than matrices", "use @ or *")
+    return matmul(x, y)
+
+
+def _function(self: Traced, function: Any, _types: Any, args: Any, options: Any) -> Any:
+    options = {name: value for name, value in options.items() if value is not np._NoValue}
+    if options.get("out") is not None:
+        raise self._tape.refuse(f"passes out= to numpy.{function.__name__}", "leave out out=")
+    options.pop("out", None)
+    found = _FUNCTIONS.get(function)
+    if found is None:
+        raise self._tape.refuse(
+            f"calls numpy.{function.__name__}, which has no derivative here,", _LISTED
+        )
+    try:
+        return found(*args, **options)
+    except TypeError as failure:
+        if "unexpected keyword" not in str(failure):
+            raise
+        raise self._tape.refuse(
+            f"calls numpy.{function.__name__} with {', '.join(options)}", _LISTED
+        ) from None
+
+
+_operators()
