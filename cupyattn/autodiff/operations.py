@@ -660,7 +660,7 @@ def _written(self: Traced, *_: object) -> Any:
     )
 
 
-_UFUNCS = {
+_UFUNCS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_BINARY, _binary),
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_CONSTANTS, _step),
@@ -675,8 +675,7 @@ def _ufunc(self: Traced, ufunc: Any, method: str, *inputs: Any, **options: Any) 
         did = name if method == "__call__" else f"{name}.{method}"
         extra = f" with {', '.join(options)}" if options else ""
         raise tape.refuse(f"calls numpy.{did}{extra}, which has no derivative here,", _LISTED)
-    found: Callable[..., Any] = _UFUNCS.get(name, matmul)
-    return found(*inputs) if found is matmul else found(name, *inputs)
+    return matmul(*inputs) if name == "matmul" else _UFUNCS[name](name, *inputs)
 
 
 _LISTED = (
