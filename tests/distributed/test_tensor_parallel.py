@@ -127,7 +127,7 @@ def test_quantised_weights():
             "TypeError: group has type builtins.NoneType",
         ),
         (lambda group: all_reduce([1.0], group=group), "TypeError: x has type builtins.list"),
-        (lambda group: all_reduce(None, group=group), "TypeError: x is None; it is an array"),
+        (lambda group: all_reduce(None, group=group), "TypeError: x is None; "),
         (lambda group: row_linear(X, UP[:7], group=group), "ValueError: x has shape .* w"),
         (
             lambda group: row_linear(X, UP, UP[0, :1], group=group),

@@ -1,4 +1,4 @@
-"""README's generator, whose cache is paged, against the same model without a cache."""
+"""The recipe's generator, whose cache is paged, against the same model without a cache."""
 
 from __future__ import annotations
 
@@ -8,34 +8,30 @@ from typing import Any
 import numpy as np
 import pytest
 from support.devices import EMULATED, KERNELS, NUMPY
-from support.readme import examples
+from support.readme import recipes
 from support.search import Search
 
 import cupyattn
 from cupyattn import PagedKVCache, Scheduler
-
-pytestmark = pytest.mark.nvrtc  # README's examples, which make these names, compile an expression
 
 REQUESTS, NEW_TOKENS = (32, 12) if Search.deep else (12, 6)
 FEW_BLOCKS = 30 if Search.deep else 12
 WINDOW = (21, 0)
 
 
-def readme_names(library: str = "numpy") -> dict[str, Any]:
-    """Run README's examples, those before the generator too, and return their names."""
+def recipe_names(library: str = "numpy") -> dict[str, Any]:
+    """Run the recipe, and return its names."""
     names: dict[str, Any] = {}
-    for example in examples():
-        source = example.replace("import numpy as np", f"import {library} as np")
-        exec(compile(source, "README.md", "exec"), names)
-        if "scheduler" in names:
-            return names
-    raise AssertionError("README has no generator")
+    (recipe,) = (recipe for recipe in recipes() if "Scheduler(" in recipe)
+    source = recipe.replace("import numpy as np", f"import {library} as np")
+    exec(compile(source, "recipes.rst", "exec"), names)
+    return names
 
 
 def dense_logits(
     names: dict[str, Any], tokens: Sequence[int], dtype: Any = np.float32, **options: Any
 ) -> Any:
-    """The logits after each token of README's model, with dense attention."""
+    """The logits after each token of the recipe's model, with dense attention."""
     H, G, D = (names[name] for name in "HGD")  # noqa: N806
 
     def on_host(array: Any) -> np.ndarray:
@@ -56,11 +52,11 @@ def dense_logits(
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    return readme_names()
+    return recipe_names()
 
 
 class Windowed(PagedKVCache):
-    """README's model gets a sliding window."""
+    """The recipe's model gets a sliding window."""
 
     def attend(self, layer, q, tables, /, **options):
         return super().attend(layer, q, tables, window_size=WINDOW, **options)
@@ -213,9 +209,9 @@ def test_steps_that_fail_lose_nothing(names, preempt, monkeypatch):
 
 @pytest.mark.deep
 def test_the_kernels_generate_it_too(names):
-    """README's code as it is: on a GPU with CuPy's arrays, otherwise on the emulator."""
+    """The recipe as it is: on a GPU with CuPy's arrays, otherwise on the emulator."""
     on_gpu = KERNELS is not EMULATED
-    names = readme_names("cupy") if on_gpu else names
+    names = recipe_names("cupy") if on_gpu else names
     size = {} if on_gpu else {"requests": 4, "new_tokens": 2}
     with KERNELS.running():
         _, _, requests, logits = generate(names, side=KERNELS, **size)
@@ -234,7 +230,7 @@ def test_a_window_gives_back_blocks_while_it_generates(names):
     assert worst_of(names, requests, logits)["paged"] > 1e-2, "without the window it is another"
 
 
-def test_readmes_requests_are_those_of_the_dense_model(names):
+def test_the_recipes_requests_are_those_of_the_dense_model(names):
     for request in names["requests"]:
         tokens = [*request.tokens, *request.outputs[0]]
         dense = dense_logits(names, tokens[:-1]).argmax(axis=-1)
