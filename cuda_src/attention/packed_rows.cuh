@@ -6,11 +6,6 @@
 
 #include "params.cuh"
 
-// Rows of one sequence.
-struct RowSpan {
-  int begin, count;
-};
-
 // A tile of one head of one sequence, which has `tiles` of them.
 struct PackedTile {
   int batch, head, tile, tiles;

@@ -119,6 +119,22 @@ __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strid
   return array + batch * strides.batch + head * strides.head + row * strides.seq;
 }
 
+// What describes the sequences of a call, each an optional array: null in its place.
+struct SequencePointers {
+  const void *cu_seqlens_q_g, *cu_seqlens_k_g, *q_offsets_g, *seqused_k_g;
+};
+
+// Rows of one sequence in an array.
+struct RowSpan {
+  int begin, count;
+};
+
+// An array from the first of these rows on.
+template <typename Scalar>
+__device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& strides, const RowSpan& rows) {
+  return array_g + rows.begin * strides.seq;
+}
+
 // A query's row of q, out or lse.
 template <typename Scalar>
 __device__ __forceinline__ Scalar* query_row(Scalar* array, const Strides& strides, const Place& place, int row) {

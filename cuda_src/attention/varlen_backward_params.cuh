@@ -18,18 +18,14 @@ struct VarlenBackwardParams {
 static_assert(sizeof(VarlenBackwardParams) == VARLEN_BACKWARD_PARAMS_BYTES,
               "its dtype in Python describes another struct");
 
-// Of one sequence.
-__device__ __forceinline__ BackwardParams of_sequence(const BackwardParams& longest, const PackedSequence& sequence) {
-  BackwardParams own = longest;
-  own.attention.sq = sequence.queries.count;
-  own.attention.sk = sequence.keys.count;
-  return own;
+__device__ __forceinline__ const AttentionParams& attention_of(const VarlenBackwardParams& params) {
+  return params.backward.attention;
 }
 
 // Under causal order earlier keys are seen by more queries: they start first.
 template <typename Smem>
 __device__ __forceinline__ PackedWork keys_of_cta(const PackedBatch& packed, const AttentionParams& longest,
-                                                  const PackedPointers& pointers, int keys_per_cta, Smem& smem) {
+                                                  const SequencePointers& pointers, int keys_per_cta, Smem& smem) {
   return work_of_cta(packed, longest, pointers, packed_keys(packed, longest, pointers), &PackedSequence::keys,
                      longest.heads / longest.group, longest.kv_together, keys_per_cta, smem);
 }

@@ -20,23 +20,13 @@ struct VarlenParams {
 };
 static_assert(sizeof(VarlenParams) == VARLEN_PARAMS_BYTES, "its dtype in Python describes another struct");
 
-struct PackedPointers {
-  const void *cu_seqlens_q_g, *cu_seqlens_k_g, *q_offsets_g, *seqused_k_g;
-};
-
 __device__ __forceinline__ PackedRows packed_queries(const PackedBatch& packed, const AttentionParams& longest,
-                                                     const PackedPointers& pointers) {
+                                                     const SequencePointers& pointers) {
   return {pointers.cu_seqlens_q_g, packed.cu_seqlens_q, packed.batch, packed.total_q, longest.sq};
 }
 __device__ __forceinline__ PackedRows packed_keys(const PackedBatch& packed, const AttentionParams& longest,
-                                                  const PackedPointers& pointers) {
+                                                  const SequencePointers& pointers) {
   return {pointers.cu_seqlens_k_g, packed.cu_seqlens_k, packed.batch, packed.total_k, longest.sk};
-}
-
-// An array from the first of these rows on.
-template <typename Scalar>
-__device__ __forceinline__ Scalar* rows_from(Scalar* array_g, const Strides& strides, const RowSpan& rows) {
-  return array_g + rows.begin * strides.seq;
 }
 
 // One sequence: its rows, and which of its keys each query sees.
@@ -46,7 +36,7 @@ struct PackedSequence {
   int keys_in_use;
 
   __device__ __forceinline__ PackedSequence(const PackedBatch& packed, const AttentionParams& longest,
-                                            const PackedPointers& pointers, int batch)
+                                            const SequencePointers& pointers, int batch)
       : queries(packed_queries(packed, longest, pointers).of(batch)),
         keys(packed_keys(packed, longest, pointers).of(batch)),
         q_offset(0),
@@ -79,7 +69,7 @@ struct PackedWork {
 // compute_75, 2026-11-26).
 template <typename Smem>
 __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
-                                                  const PackedPointers& pointers, const PackedRows& rows,
+                                                  const SequencePointers& pointers, const PackedRows& rows,
                                                   RowSpan PackedSequence::* by, int heads, int together, int tile_rows,
                                                   Smem& smem) {
   static_assert(sizeof(PackedWork) <= sizeof(Smem), "the answer fits into the buffers");
@@ -99,7 +89,7 @@ __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, con
 
 template <typename Smem>
 __device__ __forceinline__ PackedWork queries_of_cta(const PackedBatch& packed, const AttentionParams& longest,
-                                                     const PackedPointers& pointers, int rows_per_cta, Smem& smem) {
+                                                     const SequencePointers& pointers, int rows_per_cta, Smem& smem) {
   return work_of_cta(packed, longest, pointers, packed_queries(packed, longest, pointers), &PackedSequence::queries,
                      longest.heads, longest.together, rows_per_cta, smem);
 }

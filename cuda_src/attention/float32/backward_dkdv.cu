@@ -7,7 +7,8 @@
 // float32 atomics, in an order that differs from run to run, and spends five products; with attention_backward_f32_dq
 // they are seven.
 //
-// Shapes    AttentionParams (params.cuh), BackwardParams (backward_params.cuh); delta (B, H, Sq) float32, contiguous.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta float32,
+//           (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
 //           ONE_PASS: dq is float32, and zero or what is added to; of other dtypes it is scratch memory.
 // Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All products, S and dP over the head dims, dV and dK
 //           over the queries, dQ over the keys, are outer products from shared memory (backward_products.cuh), a step
@@ -19,22 +20,239 @@
 // Barriers  one a step, one for each part of P or dS, and one before P.
 // Edges     rows beyond the arrays are zeros and not stored; keys that no query sees give zeros. dbias, if given, has
 //           every score's place: it is written here, where the score is seen.
-#include "backward_dkdv.cuh"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(TILE_Q) || !defined(TILE_K) ||        \
+    !defined(THREAD_ROWS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(ONE_PASS) || \
+    !defined(DBIAS)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, TILE_Q, TILE_K, THREAD_ROWS, VEC, MIN_CTAS, SHARED_BYTES, ONE_PASS, DBIAS come from a launch-configuration table"
+#endif
+#include "../backward_sequences.cuh"
+#include "score_gradient.cuh"
 
-extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
-    attention_backward_f32_dkdv(const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g,
-                                const Traits::Scalar* v_g, const float* lse_g, const float* delta_g,
-                                const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, float* dq_g,
-                                Traits::Scalar* dk_g, Traits::Scalar* dv_g, void* dbias_g,
-                                const BackwardParams params MODIFIER_STRIDES) {
+struct Traits : BackwardTraits {
+  // dQ beside dK and dV: as many of its columns at a time as there are registers for.
+  static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
+  using QPanels = RowPanels<Scalar, kTileQ, kPaddedDim, kVec>;
+  using DoutPanels = RowPanels<Scalar, kTileQ, kPaddedDimV, kVec>;
+  using KPanels = RowPanels<Scalar, kTileK, kDqColumns, kVec>;
+};
+
+struct Smem {
+  alignas(128) float buffers[2][kBufferFloats];
+  union {
+    TileSums sums;
+    alignas(128) float weights[Traits::kWeightFloats];  // P by query, dS by query, dS by key
+  };
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  __shared__ Smem smem;
+  return smem;
+}
+
+// A tile of queries of one head; no rows behind the last one.
+struct QueryTile {
+  int head, first_row, rows;
+};
+
+// The tiles that see some of a CTA's keys, head by head of its group.
+struct GroupWalk {
+  int first_head, heads, begin, end;  // heads of the group, and the rows of each
+
+  __device__ __forceinline__ QueryTile first() const { return at(first_head, begin); }
+  __device__ __forceinline__ QueryTile after(const QueryTile& tile) const {
+    const int row = tile.first_row + Traits::kTileQ;
+    const bool last = tile.head + 1 == first_head + heads;
+    return row < end || last ? at(tile.head, row) : at(tile.head + 1, begin);
+  }
+  __device__ __forceinline__ static bool partial(const QueryTile&) { return true; }
+
+ private:
+  __device__ __forceinline__ QueryTile at(int head, int first_row) const {
+    return {head, first_row, min(Traits::kTileQ, end - first_row)};
+  }
+};
+
+// What a block mask leaves of them.
+struct BlockGroupWalk {
+  struct Tile : QueryTile {
+    uint32 states;
+  };
+
+  BlockQueryWalk<Traits::kTileQ> blocks;
+  int sq;
+
+  __device__ __forceinline__ Tile first() { return take(); }
+  __device__ __forceinline__ Tile after(const Tile&) { return take(); }
+  __device__ __forceinline__ static bool partial(const Tile& tile) { return tile.states != kFull; }
+
+ private:
+  __device__ __forceinline__ Tile take() {
+    blocks.turn();
+    const auto tile = blocks.take();
+    const int first_row = tile.tile * Traits::kTileQ;
+    const int rows = tile.head < blocks.behind_heads ? min(Traits::kTileQ, sq - first_row) : 0;
+    return {{tile.head, first_row, rows}, tile.states};
+  }
+};
+
+__device__ __forceinline__ GroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
+                                                const KeyPlace& place, NoBlocks) {
+  // Both ends of the range of queries that see a key grow with the key.
+  const int keys = min(Traits::kTileK, window.keys - place.first_key);
+  const int begin = window.rows_of(place.first_key, params.sq).begin;
+  const int end = window.rows_of(place.first_key + max(keys, 1) - 1, params.sq).end;
+  return {place.kv_head * params.group, params.group, begin, end};
+}
+__device__ __forceinline__ BlockGroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
+                                                     const KeyPlace& place, const BlockLists& lists) {
+  return {walk_of_queries<Traits::kTileQ>(params, window, place, Traits::kTileK, lists), params.sq};
+}
+
+template <typename Dbias>
+__device__ __forceinline__ void write_dbias(void* dbias_g, float ds, int batch, int head, int row, int key,
+                                            const BackwardParams& params) {
+  if constexpr (kGiven<Dbias>) {
+    const ScoreStrides& to = params.dbias;
+    Dbias* items_g = static_cast<Dbias*>(dbias_g);
+    store_gradient(items_g + batch * to.batch + head * to.head + row * to.row + key * to.key, ds, params);
+  }
+}
+
+// Columns from kFirst on, as many as dQ takes at a time.
+template <int kFirst>
+__device__ __forceinline__ Traits::KPanels k_panels(const Rows<Traits::Scalar>& k) {
+  return {{k.first_g + kFirst, k.stride, k.rows}, Traits::kHeadDim - kFirst};
+}
+
+// dQ += softmax_scale * dS K for the tile, from column kFirst on; the present buffer has the first of these columns of
+// K.
+// Other CTAs add their keys' parts.
+template <int kFirst = 0, typename Next>
+__device__ __forceinline__ void add_dq(Buffers& buffers, uint32 weights_s, const ScoreTile& ds, float* dq_rows_g,
+                                       const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
+                                       const Next& next) {
+  constexpr int kBehind = kFirst + Traits::kDqColumns;
+  const Traits::KPanels panels = k_panels<kFirst>(k);
+  const auto write_ds = [&](int part) { ds.store_by_column<Traits::kPartK>(weights_s, part); };
+  Product<Traits::kTileQ, Traits::kDqColumns> dq;
+  dq.clear();
+  if constexpr (kBehind < Traits::kHeadDim) {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kBehind>(k), write_ds);
+  } else {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, next, write_ds);
+  }
+  dq.for_each(rows, Traits::kHeadDim - kFirst, [&](float x, int row, int col) {
+    red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
+  });
+  if constexpr (kBehind < Traits::kHeadDim) {
+    add_dq<kBehind>(buffers, weights_s, ds, dq_rows_g, k, rows, params, next);
+  }
+}
+
+// What a CTA reads and writes. Rows of delta follow one another from head to head.
+struct Arrays {
+  const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
+  const float *lse_g, *delta_g;
+  const void *bias_g, *mask_g, *slopes_g;
+  float* dq_g;
+  Traits::Scalar *dk_g, *dv_g;
+  void* dbias_g;
+  Modifiers modifiers;
+};
+
+// The keys of one CTA.
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const Arrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, int64 q_offset) {
+  Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
+
+  // Phase 1: the keys, and the queries that see any of them.
+  const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
+  const int keys = min(Traits::kTileK, window.keys - first_key);
+  auto walk = group_walk(forward, window, place, arrays.modifiers.blocks);
+  const Rows<Traits::Scalar> k = {head_rows(arrays.k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
+  const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
+  const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
+    return {head_rows(arrays.q_g, forward.q, batch, at.head, at.first_row), forward.q.seq, at.rows};
+  };
+
+  // Phase 2: one tile of queries after the other.
+  Product<Traits::kTileK, Traits::kPaddedDim> dk;
+  Product<Traits::kTileK, Traits::kPaddedDimV> dv;
+  dk.clear();
+  dv.clear();
+  Buffers buffers(smem.buffers);
+  const uint32 weights_s = shared_address(smem.weights);
+  auto tile = walk.first();
+  if (tile.rows > 0) buffers.begin(Traits::QKSlices{{q_of(tile)}, {k}});
+#pragma unroll 1
+  while (tile.rows > 0) {
+    const int head = tile.head, first_row = tile.first_row;
+    const auto next_tile = walk.after(tile);
+    const Rows<Traits::Scalar> q = q_of(tile);
+    const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
+                                       tile.rows};
+    const Traits::DoutVSlices dout_v = {{dout}, {v}};
+    const Traits::DoutPanels dout_panels = {dout, Traits::kHeadDimV};
+    const Traits::QPanels q_panels = {q, Traits::kHeadDim};
+    const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
+    const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
+                            Place{batch, head, kv_head, 0, forward.sq, forward.sk}, q_offset, arrays.modifiers);
+    const HeadScores head_scores = {
+        params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
+        arrays.delta_g + (static_cast<int64>(place.scratch_batch) * forward.heads + head) * forward.sq};
+
+    ScoreTile s, dp;
+    const float2 sums = head_scores.fetch_sums(first_row);
+    multiply_columns<Traits::kHeadDim>(s, buffers, Traits::QKSlices{{q}, {k}}, dout_v);
+    HeadScores::store_sums(smem.sums, sums);
+    multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, dout_panels);
+    head_scores.turn_to_gradients(
+        s, dp, smem.sums, first_row, first_key, walk.partial(tile),
+        [&](float ds, int row, int key) { write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params); });
+
+    __syncthreads();  // weights: the sums have been read
+    multiply_rows<Traits::kPartQ>(dv, buffers, weights_s, dout_panels, q_panels,
+                                  [&](int part) { s.store_by_row<Traits::kPartQ>(weights_s, part); });
+    const auto write_ds = [&](int part) { dp.store_by_row<Traits::kPartQ>(weights_s, part); };
+    if constexpr (ONE_PASS) {
+      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, k_panels<0>(k), write_ds);
+      float* dq_rows_g = head_rows(arrays.dq_g, params.dq, batch, head, first_row);
+      add_dq(buffers, weights_s, dp, dq_rows_g, k, tile.rows, params, next);
+    } else {
+      multiply_rows<Traits::kPartQ>(dk, buffers, weights_s, q_panels, next, write_ds);
+    }
+    tile = next_tile;
+  }
+
+  // Phase 3: scale and store.
+  const int stored = forward.sk - first_key;
+  store_product<Traits::kHeadDim>(dk, head_rows(arrays.dk_g, params.dk, batch, kv_head, first_key), params.dk.seq,
+                                  stored, params.scale, params);
+  store_product<Traits::kHeadDimV>(dv, head_rows(arrays.dv_g, params.dv, batch, kv_head, first_key), params.dv.seq,
+                                   stored, 1.f, params);
+}
+
+extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS) ENTRY(attention_backward_f32_dkdv)(
+    const Traits::Scalar* dout_g, const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
+    const float* lse_g, const float* delta_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
+    const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, float* dq_g, Traits::Scalar* dk_g,
+    Traits::Scalar* dv_g, void* dbias_g, const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
-  const KeyPlace place =
-      in_order_of_work<Traits::kTileQ>(forward, KeyPlace(forward, Traits::kTileK), Traits::kTileK, modifiers.blocks);
-  const int64 q_offset = query_offset(forward, q_offsets_g, place.batch);
-  const KeyWindow window = sequence_window(forward, q_offsets_g, seqused_k_g, place.batch);
-  add_up_gradients(
-      params, {dout_g, q_g, k_g, v_g, lse_g, delta_g, bias_g, mask_g, slopes_g, dq_g, dk_g, dv_g, dbias_g, modifiers},
-      place, window, q_offset);
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
+  const CtaKeys<Traits::kTileK, Traits::kTileQ> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& longest = sequences.attention;
+  const auto& backward = params_of(params, own.queries(), own.keys());
+  const RowSpan queries = own.queries(), keys = own.keys();
+  add_up_gradients(backward,
+                   {rows_from(dout_g, backward.dout, queries), rows_from(q_g, longest.q, queries),
+                    rows_from(k_g, longest.k, keys), rows_from(v_g, longest.v, keys),
+                    rows_from(lse_g, longest.lse, queries), delta_g + static_cast<int64>(queries.begin) * longest.heads,
+                    bias_g, mask_g, slopes_g, rows_from(dq_g, backward.dq, queries), rows_from(dk_g, backward.dk, keys),
+                    rows_from(dv_g, backward.dv, keys), dbias_g, modifiers},
+                   own.place(), own.window(), own.q_offset());
 }

@@ -9,7 +9,7 @@
 // beside each other; they pass through shared memory in slices of 16 columns, Q again for each key tile, and V in
 // panels of 16 keys.
 //
-// Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256. float32 inside, one rounding at the
+// Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh). HEAD_DIM and HEAD_DIM_V from 1 to 256. float32 inside, one rounding at the
 //           store.
 // Tiles     kTileQ = WARPS * kWarpRows query rows by kTileK keys; a warp owns its rows alone, and P passes from the
 //           layout of S to that of the output through shared memory of the warp's own.
@@ -19,19 +19,23 @@
 //           is on the way to the next buffer.
 // Barriers  one per buffer: ceil(D / 16) + PAIRS * COLUMN_LANES / 8 a key tile, 1,024 multiplications apart.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
-//           gives out = 0 and lse = -inf, or its sink.
+//           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not touched.
 #include "dense_keys.cuh"
+#include "../sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_forward_f32(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
-                          Traits::Scalar* out_g, float* lse_g, const void* q_offsets_g, const void* seqused_k_g,
-                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
-                          const void* sinks_g, const AttentionParams params MODIFIER_STRIDES) {
-  // Under causal order later rows see more keys: they start first.
+    ENTRY(attention_forward, _f32)(const Traits::Scalar* q_g, const Traits::Scalar* k_g, const Traits::Scalar* v_g,
+                                   Traits::Scalar* out_g, float* lse_g PACKED_ARRAYS, const void* q_offsets_g,
+                                   const void* seqused_k_g, const void* bias_g, const void* mask_g,
+                                   const void* slopes_g MODIFIER_ARRAYS, const void* sinks_g,
+                                   const ForwardParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
-  const Place place = in_order_of_work<Traits::kTileQ, Traits::kTileK>(
-      place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
-  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, window,
-         query_offset(params, q_offsets_g, place.batch), DenseKeys{params, k_g, v_g});
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
+  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& attention = sequences.attention;
+  const Place place = own.place();
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, own.window(),
+         own.q_offset(),
+         DenseKeys{attention, rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys())});
 }

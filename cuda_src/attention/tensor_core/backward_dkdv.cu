@@ -8,7 +8,7 @@
 // the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum
 // over all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
 //
-// Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
 //           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too). With SCORE_VEC > 1 a warp's keys
 //           lie in another order in shared memory and registers, so that a thread's are neighbours (score_tile.cuh).
@@ -18,33 +18,230 @@
 //           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
 // Barriers  two per query tile, one without ONE_PASS.
 // Edges     queries beyond Sq have L = +inf, hence P = dS = 0; keys beyond the sequence are zeros and masked, and get
-//           zeros as gradients.
-#include "backward_dkdv.cuh"
+//           zeros as gradients, as do keys of a sequence without queries.
+#if !defined(M_TILES) || !defined(SUB_Q) || !defined(DQ_ROW_WARPS)
+#error "M_TILES, SUB_Q and DQ_ROW_WARPS come from a launch-configuration table, and what dkdv.cuh names"
+#endif
+#include "../../common/barrier.cuh"
+#include "dkdv.cuh"
+#include "../backward_sequences.cuh"
+
+struct Traits : DkdvTraits<M_TILES, WARPS, SUB_Q, DQ_ROW_WARPS> {
+  static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
+  static constexpr int kMiddleRow = (kTileQ / kSubRows - 1) / 2 * kSubRows;
+
+  static_assert(kMTiles <= 2 && kTileQ / 8 <= 8 && (kTileQ / 8 & (kTileQ / 8 - 1)) == 0, "powers of two");
+};
+
+union Smem {
+  struct {
+#if ONE_PASS
+    alignas(128) unsigned char k[Traits::KTile::kBytes];
+    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+#endif
+    Traits::Feed::Tiles queries[Traits::kBuffers];
+  } loop;
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
+  float dk[Traits::kMTiles][Traits::kSteps][4], dv[Traits::kMTiles][Traits::kStepsV][4];  // dK / scale, dV boosted
+  int first_key;                                                                          // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  uint32 ds_lane_s;  // see ds_lane_address
+  FragmentAddress<Traits::QTile> q_fragment;
+  FragmentAddress<Traits::DoutTile> dout_fragment;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  int batch;
+  GradientScale scale;
+};
+
+// S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
+                                           const Cta& cta, uint32 q_rows_s, uint32 dout_rows_s) {
+  using T = Traits;
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_product_nt<kGroup>(s[n], warp.k, q_rows_s + n * 8 * T::QTile::kRowBytes, cta.q_fragment);
+    add_product_nt<kGroup>(dp[n], warp.v, dout_rows_s + n * 8 * T::DoutTile::kRowBytes, cta.dout_fragment);
+  }
+  if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, q_rows_s, dout_rows_s);
+}
+
+// dV += P^T dout and dK += dS^T Q for 8 queries, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
+                                              const uint32 (&ds)[Traits::kMTiles][2], uint32 q_rows_s,
+                                              uint32 dout_rows_s) {
+  add_product_nn<kGroup>(warp.dv, p, dout_rows_s, cta.dout_fragment);
+  add_product_nn<kGroup>(warp.dk, ds, q_rows_s, cta.q_fragment);
+  if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
+}
+
+// kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: a block mask says that all are
+// seen.
+template <bool kWhole, typename Feed>
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Feed& feed, int row,
+                                           const float* statistics_g) {
+  using T = Traits;
+  const uint32 state = kWhole ? kFull : feed.state(warp_index());
+  if (state == kEmpty) {
+    constexpr uint32 kNothing[T::kMTiles][2] = {};
+#pragma unroll
+    for (int n = 0; n < SUB_Q; n++) {
+      if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, kNothing);
+    }
+    return;
+  }
+  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+  const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
+  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+                                                        cta.q_offset);
+
+  T::Tile::Fragment s, dp;
+  clear(s);
+  clear(dp);
+  add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
+
+  T::Tile::Packed p, ds;
+  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, !kWhole && feed.masked(), state != kFull);
+
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, ds[n]);
+  }
+#pragma unroll
+  for (int n = 0; n < SUB_Q; n++) {
+    add_gradients(warp, cta, p[n], ds[n], q_rows_s + n * 8 * T::QTile::kRowBytes,
+                  dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+  }
+}
+
+// One query tile, while the next one is on its way.
+template <bool kWhole, typename Feed>
+__device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Feed& feed, const GradientArrays& arrays) {
+  using T = Traits;
+  const float* tile_statistics_g = arrays.statistics_g + statistics_offset(feed.scratch_row);
+  feed.fetch_q();
+#pragma unroll
+  for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+    query_rows<kWhole>(warp, cta, feed, row, tile_statistics_g);
+    if (!ONE_PASS && row == T::kMiddleRow) {
+      feed.store_q();
+      feed.fetch_dout();
+    }
+  }
+}
+
+// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
+template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
+                                                 Gradients gradients) {
+  using T = Traits;
+  Smem& smem = shared_memory();
+  const AttentionParams& attention = params.attention;
+
+  // Phase 1: the queries that see the keys.
+  const auto walk = walk_of_queries<T::kTileQ>(attention, window, place, T::kKeys, arrays.options.modifiers.blocks);
+
+  // Phase 2: V and K, through shared memory into registers.
+  const int warp_row = warp_index() * T::kWarpKeys;
+  Warp warp;
+  warp.first_key = place.first_key + warp_row;
+  clear(warp.dk);
+  clear(warp.dv);
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * attention.group);
+  scales.set_aside(scale);
+  if (walk.tiles() > 0) {
+    load_keys<T, CtaBarrier>(
+        smem, attention, window, place, arrays.k_g, arrays.v_g,
+        [&](uint32 v_s) {
+          load_a_fragments<T::VTile>(warp.v, v_s, warp_row);
+          scale_fragments(warp.v, scale.down);
+        },
+        [&](uint32 k_s) { load_a_fragments<T::KTile>(warp.k, k_s, warp_row); });
+  }
+
+  // Phase 3: the walk over the query tiles.
+#if ONE_PASS
+  const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
+  const uint32 ds_lane_s = ds_lane_address<T::DsTile>(ds_s, warp_row);
+#else
+  const uint32 k_s = 0, ds_s = 0, ds_lane_s = 0;
+#endif
+  const int64 offset = q_offset();
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch, scale};
+  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  feed.begin();
+  __syncthreads();  // Q and dout: the first tile has been written
+  walk_tiles(feed, arrays.statistics_g, feed.whole(), [&] {
+    query_tile</*kWhole=*/false>(warp, cta, feed, arrays);
+    finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+  });
+  if constexpr (Modifiers::kBlocks) {
+    walk_tiles(feed, arrays.statistics_g, 0, [&] {
+      query_tile</*kWhole=*/true>(warp, cta, feed, arrays);
+      finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+    });
+  }
+
+  // Phase 4: the gradients.
+  store_gradients<T, CtaBarrier>(
+      smem, params, place, arrays.options.scales, gradients(),
+      [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
+      [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
+}
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_backward_dkdv(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                            const float* statistics_g, const float* scales_g, float* cta_scales_g, float* dq_acc_g,
-                            float16* dk_g, float16* dv_g, void* dbias_g, const void* q_offsets_g,
-                            const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                            const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
+    ENTRY(attention_backward_dkdv)(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
+                                   const float* statistics_g, const float* scales_g, float* cta_scales_g,
+                                   float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g PACKED_ARRAYS,
+                                   const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
+                                   const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                   const GradientParams params MODIFIER_STRIDES) {
+  const Modifiers modifiers = MODIFIERS;
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
   // Heads of rows that are not aligned take no turns: with them the loop of head dim 128 spilled, and modelled 0.54
   // where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
-  const Modifiers modifiers = MODIFIERS;
-  const KeyPlace place = in_order_of_work<Traits::kTileQ>(
-      params.attention,
-      KeyPlace(params.attention, Traits::kKeys, VEC == 1 ? 1 : params.attention.kv_together,
-               VEC == 1 ? 1 : params.attention.batches),
-      Traits::kKeys, modifiers.blocks);
-  const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
+  const CtaKeys<Traits::kKeys, Traits::kTileQ, VEC != 1> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& longest = sequences.attention;
+  const auto& backward = params_of(params, own.queries(), own.keys());
+  const RowSpan queries = own.queries(), keys = own.keys();
+  const KeyPlace place = own.place();
   add_up_gradients(
-      params,
-      {q_g,
-       k_g,
-       v_g,
-       dout_g,
+      backward,
+      {rows_from(q_g, longest.q, queries),
+       rows_from(k_g, longest.k, keys),
+       rows_from(v_g, longest.v, keys),
+       rows_from(dout_g, backward.dout, queries),
        statistics_g,
        dq_acc_g,
        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); },
-      [&] { return KeyGradients{params.attention.sk, dk_g, dv_g}; });
+      place, own.window(), [&] { return own.q_offset(); },
+      [&] {
+        const RowSpan stored = own.keys_again();
+        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
+      });
 }

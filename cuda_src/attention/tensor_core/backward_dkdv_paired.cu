@@ -5,7 +5,7 @@
 // reads dout: dP^T = V dout^T, P and dS from both, dV += P^T dout. S^T goes from the one to the other through shared
 // memory, dS^T, which dQ needs there anyway, back. While one turns scores into gradients, the other has products to do.
 //
-// Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the
 //           keys, the others the values: a pair sits on one sub-partition of the SM. All share out the dQ tile.
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group.
@@ -13,28 +13,286 @@
 //           tiles of Q and dout (two of each without ONE_PASS).
 // Barriers  two per query tile, one without ONE_PASS; and two of each pair per 16 queries.
 // Edges     as attention_backward_dkdv.
-#include "backward_dkdv_paired.cuh"
+#include "../../common/barrier.cuh"
+#include "dkdv.cuh"
+#include "../backward_sequences.cuh"
+
+struct Traits : DkdvTraits</*kMTiles=*/1, WARPS / 2, /*kSubTiles=*/2, /*kDqRowWarps=*/1> {
+  static constexpr int kPairs = WARPS / 2;
+  static_assert(WARPS % 2 == 0 && 2 * kPairs < 16, "two of the 16 barriers for each pair");
+};
+
+// S^T of a pair, 16 queries: one quad of each lane after the other, so that a warp's accesses are contiguous.
+struct PairScores {
+  float4 quads[Traits::kSubTiles][kWarpSize];
+};
+
+union Smem {
+  struct {
+#if ONE_PASS
+    alignas(128) unsigned char k[Traits::KTile::kBytes];
+#endif
+    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+    alignas(128) PairScores scores[Traits::kPairs];
+    Traits::Feed::Tiles queries[Traits::kBuffers];
+  } loop;
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
+// The two warps of a pair meet at barriers of their own. The CTA's is counted too: the two kinds of warps reach it from
+// different places in the code.
+struct CountedBarrier {
+  __device__ __forceinline__ static void wait() { bar_sync(0, Traits::kThreads); }
+};
+__device__ __forceinline__ int pair_index() { return warp_index() % Traits::kPairs; }
+__device__ __forceinline__ int pair_row() { return pair_index() * Traits::kWarpKeys; }
+__device__ __forceinline__ void scores_barrier() { bar_sync(1 + 2 * pair_index(), 2 * kWarpSize); }
+__device__ __forceinline__ void gradients_barrier() { bar_sync(2 + 2 * pair_index(), 2 * kWarpSize); }
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  Smem& smem;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  const float* statistics_g;
+  float* dq_acc_g;
+  KeyPlace place;
+  GradientScale scale;
+};
+
+// Of the next tile a warp can hold no more than Q or dout, and that only beside its last products of this one. With
+// ONE_PASS the dQ product hides dout's way.
+template <typename Feed>
+__device__ __forceinline__ void fetch_next(Feed& feed) {
+#if ONE_PASS
+  feed.fetch_q();
+#else
+  feed.store_q();
+  feed.fetch_dout();
+#endif
+}
+
+// What a warp keeps through the walk, of rows of K or V: the rows as A fragments, their gradients, and where its
+// lanes read Q or dout.
+template <typename RowsTile, typename QueriesTile>
+struct PairWarp {
+  static constexpr int kSteps = RowsTile::kChunks;
+
+  uint32 rows[1][kSteps][2];
+  float gradients[1][kSteps][4];
+  FragmentAddress<QueriesTile> fragment;
+
+  __device__ __forceinline__ PairWarp() { clear(gradients); }
+  __device__ __forceinline__ void take(uint32 rows_s) { load_a_fragments<RowsTile>(rows, rows_s, pair_row()); }
+  __device__ __forceinline__ void give(uint32 rows_s, float scale) const {
+    round_to_tile<RowsTile>(rows_s, pair_row(), gradients, scale);
+  }
+
+  // S^T += K Q^T, or dP^T += V dout^T, over the columns of a group and those behind it, group by group.
+  template <int kGroup = 0>
+  __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, uint32 queries_s) const {
+#pragma unroll
+    for (int n = 0; n < Traits::kSubTiles; n++) {
+      add_product_nt<kGroup>(s[n], rows, queries_s + n * 8 * QueriesTile::kRowBytes, fragment);
+    }
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_scores<kGroup + 1>(s, queries_s);
+  }
+  // dK += dS^T Q, or dV += P^T dout, for 8 queries, likewise.
+  template <int kGroup = 0>
+  __device__ __forceinline__ void add_gradients(const uint32 (&weights)[1][2], uint32 queries_s) {
+    add_product_nn<kGroup>(gradients, weights, queries_s, fragment);
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
+  }
+};
+
+// The first of each pair: K and dK / scale.
+struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
+  static constexpr bool kOfKeys = true;
+
+  __device__ __forceinline__ void scores(PairScores& pair, uint32 q_rows_s) const {
+    Traits::Tile::Fragment s;
+    clear(s);
+    add_scores(s, q_rows_s);
+#pragma unroll
+    for (int n = 0; n < Traits::kSubTiles; n++) {
+      pair.quads[n][lane_index()] = make_float4(s[n][0][0], s[n][0][1], s[n][0][2], s[n][0][3]);
+    }
+  }
+
+  // dS^T of 16 keys by 16 queries, two chunks, as A fragments.
+  __device__ __forceinline__ void add_dk(uint32 ds_s, int row, uint32 q_rows_s) {
+    const int lane_row = pair_row() + lane_index() % 16;
+    uint32 r[4];
+    ldmatrix<4>(r, ds_s + Traits::DsTile::offset(lane_row, row / 8 + lane_index() / 16));
+    add_gradients({{r[0], r[1]}}, q_rows_s);
+    add_gradients({{r[2], r[3]}}, q_rows_s + 8 * Traits::QTile::kRowBytes);
+  }
+
+  template <typename Feed>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
+    PairScores& pair = cta.smem.loop.scores[pair_index()];
+    scores(pair, feed.q_s);
+    scores_barrier();  // pair's S: written
+#pragma unroll
+    for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
+      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
+      gradients_barrier();  // pair's dS: written; S: read
+      if (row + Traits::kSubRows < Traits::kTileQ) {
+        scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
+        scores_barrier();  // pair's next S: written
+      } else {
+        fetch_next(feed);
+      }
+      add_dk(shared_address(cta.smem.loop.ds), row, q_rows_s);
+    }
+  }
+};
+
+// The second: V and dV, boosted.
+struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
+  static constexpr bool kOfKeys = false;
+
+  template <typename Feed>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
+    using T = Traits;
+    const PairScores& pair = cta.smem.loop.scores[pair_index()];
+    const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row());
+    const float* rows_g = cta.statistics_g + statistics_offset(feed.scratch_row);
+#pragma unroll
+    for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
+      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+      const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
+      const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row()};
+      const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
+                                                            cta.q_offset);
+      T::Tile::Fragment s, dp;
+      clear(dp);
+      add_scores(dp, dout_rows_s);
+
+      scores_barrier();  // pair's S: written
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) {
+        const float4 quad = pair.quads[n][lane_index()];
+        s[n][0][0] = quad.x;
+        s[n][0][1] = quad.y;
+        s[n][0][2] = quad.z;
+        s[n][0][3] = quad.w;
+      }
+      T::Tile::Packed p, ds;
+      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked(), feed.state(pair_index()) != kFull);
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) {
+        store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
+      }
+      gradients_barrier();  // pair's dS: written; S: read
+      if (row + T::kSubRows == T::kTileQ) fetch_next(feed);
+#pragma unroll
+      for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+    }
+  }
+};
+
+// The CTA's way, as either kind of warp goes it.
+template <typename Warp, typename Feed, typename Gradients>
+__device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
+  using T = Traits;
+  Smem& smem = cta.smem;
+  const BackwardParams& params = cta.params;
+  const KeyPlace& place = cta.place;
+  const auto walk =
+      walk_of_queries<T::kTileQ>(params.attention, cta.window, place, T::kKeys, cta.arrays.modifiers.blocks);
+
+  // Phase 2: V and K, through shared memory into registers.
+  Warp warp;
+  if (walk.tiles() > 0) {
+    load_keys<T, CountedBarrier>(
+        smem, params.attention, cta.window, place, arrays.k_g, arrays.v_g,
+        [&](uint32 v_s) {
+          if (Warp::kOfKeys) return;
+          warp.take(v_s);
+          scale_fragments(warp.rows, cta.scale.down);
+        },
+        [&](uint32 k_s) {
+          if (Warp::kOfKeys) warp.take(k_s);
+        });
+  }
+
+  // Phase 3: the walk over the query tiles.
+  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  feed.begin();
+  CountedBarrier::wait();  // Q and dout: the first tile has been written
+  walk_tiles(feed, arrays.statistics_g, 0, [&] {
+    if (!ONE_PASS) feed.fetch_q();
+    warp.query_tile(cta, feed);
+    finish_tile<T, CountedBarrier>(feed, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
+  });
+
+  // Phase 4: the gradients.
+  store_gradients<T, CountedBarrier>(
+      smem, params, place, cta.arrays.scales, gradients(),
+      [&](uint32 v_s, float scale) {
+        if (!Warp::kOfKeys) warp.give(v_s, scale);
+      },
+      [&](uint32 k_s, float scale) {
+        if (Warp::kOfKeys) warp.give(k_s, scale);
+      });
+}
+
+// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
+template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
+__device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
+                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
+                                                 Gradients gradients) {
+  // Phase 1: the part that this warp has.
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * params.attention.group);
+  scales.set_aside(scale);
+  const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
+                   arrays.statistics_g, arrays.dq_acc_g, place,  scale};
+  if (warp_index() < Traits::kPairs) {
+    run<KeyWarp, Feed>(cta, arrays, gradients);
+  } else {
+    run<ValueWarp, Feed>(cta, arrays, gradients);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_backward_dkdv_paired(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                                   const float* statistics_g, const float* scales_g, float* cta_scales_g,
-                                   float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g,
-                                   const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
-                                   const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
-                                   const BackwardParams params MODIFIER_STRIDES) {
+    ENTRY(attention_backward_dkdv_paired)(const float16* q_g, const float16* k_g, const float16* v_g,
+                                          const float16* dout_g, const float* statistics_g, const float* scales_g,
+                                          float* cta_scales_g, float* dq_acc_g, float16* dk_g, float16* dv_g,
+                                          void* dbias_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
+                                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                          const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
-  const KeyPlace place = in_order_of_work<Traits::kTileQ>(params.attention, KeyPlace(params.attention, Traits::kKeys),
-                                                          Traits::kKeys, modifiers.blocks);
-  const KeyWindow window = sequence_window(params.attention, q_offsets_g, seqused_k_g, place.batch);
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
+  const CtaKeys<Traits::kKeys, Traits::kTileQ> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& longest = sequences.attention;
+  const auto& backward = params_of(params, own.queries(), own.keys());
+  const RowSpan queries = own.queries(), keys = own.keys();
+  const KeyPlace place = own.place();
   add_up_gradients(
-      params,
-      {q_g,
-       k_g,
-       v_g,
-       dout_g,
+      backward,
+      {rows_from(q_g, longest.q, queries),
+       rows_from(k_g, longest.k, keys),
+       rows_from(v_g, longest.v, keys),
+       rows_from(dout_g, backward.dout, queries),
        statistics_g,
        dq_acc_g,
        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      place, window, [&] { return query_offset(params.attention, q_offsets_g, place.batch); },
-      [&] { return KeyGradients{params.attention.sk, dk_g, dv_g}; });
+      place, own.window(), [&] { return own.q_offset(); },
+      [&] {
+        const RowSpan stored = own.keys_again();
+        return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};
+      });
 }

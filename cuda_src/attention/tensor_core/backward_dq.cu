@@ -6,7 +6,7 @@
 // keys; S, dP and dS stay in registers, since dS, packed, is the A operand of dQ += dS K. What attention_backward_dkdv
 // gathers by atomics is so summed in one order, for the price of computing S and dP again (7 products instead of 5).
 //
-// Shapes    BackwardParams (backward_params.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
 // Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone. Tiles that need a mask
 //           come first (key_walk.cuh); with FULL_LOOP the others have a loop of their own.
 // Grid      B * H * ceil(Sq / kRows) CTAs; under causal order the longest rows start first.
@@ -15,27 +15,247 @@
 // Barriers  one per key tile.
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
 //           masked.
-#include "backward_dq.cuh"
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
+    !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+#error \
+    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
+    !defined(DROPOUT) || !defined(MODIFIED)
+#error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
+#endif
+#include "../backward_sequences.cuh"
+#include "key_feed.cuh"
+#include "products.cuh"
+#include "resident_rows.cuh"
+#include "score_gradient.cuh"
+
+struct Traits {
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = M_TILES;
+  static constexpr int kTileK = TILE_K;
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr bool kFullLoop = FULL_LOOP;  // one of their own for the tiles that every row sees in full
+  static constexpr int kWarpRows = kMTiles * 16;
+  static constexpr int kRows = WARPS * kWarpRows;
+  static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dQ
+  static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP
+  static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
+  static constexpr int kKeyTiles = kTileK / 8;
+
+  using QTile = SwizzledTile<kRows, kSteps>;
+  using DoutTile = SwizzledTile<kRows, kStepsV>;
+  using KTile = SwizzledTile<kTileK, kSteps>;
+  using VTile = SwizzledTile<kTileK, kStepsV>;
+  using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, SCORE_VEC>;
+  using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using Feed = KeyFeed<KTileFeed, VTileFeed>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
+  using Dbias = DbiasOptions<void, false>;
+
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileK % 16 == 0, "dropout draws for 16 keys at a time");
+};
+
+union Smem {
+  Traits::Feed::Tiles keys;
+  alignas(128) unsigned char q[Traits::QTile::kBytes];  // Q before the walk, dQ after it
+  alignas(128) unsigned char dout[Traits::DoutTile::kBytes];
+};
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// Where a CTA has its buffers.
+__device__ __forceinline__ Smem& shared_memory() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
+// What a warp keeps in registers through the walk.
+struct Warp {
+  uint32 q[Traits::kMTiles][Traits::kSteps][2], dout[Traits::kMTiles][Traits::kStepsV][2];  // A fragments
+  float dq[Traits::kMTiles][Traits::kSteps][4];                                             // dQ / scale
+  int first_row;                                                                            // of the sequence
+};
+
+// What every thread of the CTA knows of the walk.
+struct Cta {
+  FragmentAddress<Traits::KTile> k_fragment;
+  FragmentAddress<Traits::VTile> v_fragment;
+  const BackwardParams& params;
+  const KeyWindow& window;
+  const OptionArrays& arrays;
+  int64 q_offset;
+  Place place;
+  GradientScale scale;
+};
+
+// S += Q K^T and dP += dout V^T over the columns of a group and those behind it, group by group.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
+                                           const Cta& cta, uint32 k_s, uint32 v_s) {
+  using T = Traits;
+#pragma unroll
+  for (int n = 0; n < T::kKeyTiles; n++) {
+    add_product_nt<kGroup>(s[n], warp.q, k_s + n * 8 * T::KTile::kRowBytes, cta.k_fragment);
+    add_product_nt<kGroup>(dp[n], warp.dout, v_s + n * 8 * T::VTile::kRowBytes, cta.v_fragment);
+  }
+  if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, k_s, v_s);
+}
+
+// dQ += dS K for 8 keys, likewise.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 (&ds)[Traits::kMTiles][2], uint32 k_s) {
+  add_product_nn<kGroup>(warp.dq, ds, k_s, cta.k_fragment);
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq<kGroup + 1>(warp, cta, ds, k_s);
+}
+
+// One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that
+// may have fewer keys than a tile. `state`: what the warp sees of this one.
+template <bool kRagged>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Traits::Feed& feed,
+                                         const RowStatistics<Traits::kMTiles>& statistics, int first_key, bool masked,
+                                         uint32 state, int half, bool more, const KeyRows& next, int next_keys) {
+  using T = Traits;
+  const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
+  // Formed here: where there may be no next tile, each use would form its own.
+  const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
+  const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+                                                        cta.q_offset);
+  T::Feed::Quads quads;
+  if (more) feed.fetch_k<kRagged>(quads, next, next_keys);
+  T::Tile::Fragment s, dp;
+  if (state != kEmpty) {
+    clear(s);
+    clear(dp);
+    add_scores(s, dp, warp, cta, k_s, v_s);
+  }
+  if (more) {
+    feed.store_k(quads, next_k_s);
+    __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
+    feed.fetch_v<kRagged>(quads, next, next_keys);
+  }
+  if (state != kEmpty) {
+    T::Tile::Packed p, ds;
+    score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, masked, state != kFull);
+#pragma unroll
+    for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
+  }
+  if (more) feed.store_v(quads, next_v_s);
+  __syncthreads();  // K and V: this half has been read, the other one written
+}
+
+// What a CTA reads and writes.
+struct Arrays {
+  const float16 *q_g, *k_g, *v_g, *dout_g;
+  const float* statistics_g;
+  float16* dq_g;
+  OptionArrays options;
+};
+
+// dQ of the query rows of one CTA. `q_offset()` says where query 0 stands, `scratch_batch` is the sequence's number in
+// scratch memory.
+template <typename Offset>
+__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
+                                          const KeyWindow& window, Offset q_offset, int scratch_batch) {
+  using T = Traits;
+  Smem& smem = shared_memory();
+  const AttentionParams& attention = params.attention;
+
+  // Phase 1: the rows, and the keys that they see.
+  const int rows = min(T::kRows, attention.sq - place.first_row), warp_row = warp_index() * T::kWarpRows;
+  const auto walk = walk_of_keys<T::kRows, T::kTileK>(window, place, rows, arrays.options.modifiers.blocks);
+
+  // Phase 2: Q and dout, through shared memory into registers.
+  Warp warp;
+  warp.first_row = place.first_row + warp_row;
+  clear(warp.dq);
+  load_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
+      shared_address(smem.q), head_rows(arrays.q_g, attention.q, place.batch, place.head, place.first_row),
+      attention.q.seq, rows);
+  __syncthreads();  // q: written
+  load_a_fragments<T::QTile>(warp.q, shared_address(smem.q), warp_row);
+  __syncthreads();  // q: read; dout takes its place
+  const ScaleArrays& scales = arrays.options.scales;
+  const GradientScale scale = scales.of_head(params, place.batch, place.head);
+  scales.set_aside(scale);
+  load_rows<T::DoutTile, T::kHeadDimV, T::kVec, T::kThreads, RowsInOrder>(
+      shared_address(smem.dout), head_rows(arrays.dout_g, params.dout, place.batch, place.head, place.first_row),
+      params.dout.seq, rows, ChunksTimes<T::kHeadDimV, T::kVec>(scale.down));
+  __syncthreads();  // dout: written
+  load_a_fragments<T::DoutTile>(warp.dout, shared_address(smem.dout), warp_row);
+  RowStatistics<T::kMTiles> statistics(arrays.statistics_g, params, scratch_batch, place.head, warp.first_row);
+  __syncthreads();  // dout: read; K and V take its place
+
+  // Phase 3: the walk over the keys.
+  const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), place, scale};
+  T::Feed feed(attention, place, arrays.k_g, arrays.v_g, smem.keys);
+  auto tile = walk.first, next_tile = walk.after(tile);
+  int left = walk.tiles();
+  const int full = left - walk.masked;
+  KeyRows next = feed.rows(tile);
+  if (left > 0) feed.bring(next, window.keys - tile * T::kTileK, left & 1);
+  __syncthreads();  // K and V: the first tile has been written
+#pragma unroll 1
+  for (; left > (T::kFullLoop ? full : 0); left--) {
+    if (!Modifiers::kBlocks) next_tile = walk.after(tile);  // carried along, it would take a register
+    const auto behind_next = walk.after(next_tile);
+    next = feed.rows(next_tile);
+    const bool masked = Modifiers::kBlocks ? walk.cuts(tile) : T::kFullLoop || left > full;
+    key_tile<true>(warp, cta, feed, statistics, tile * T::kTileK, masked, state_of(tile, warp_index()), left & 1,
+                   left > 1, next, window.keys - next_tile * T::kTileK);
+    tile = next_tile;
+    next_tile = behind_next;
+  }
+  if constexpr (T::kFullLoop) {
+    statistics.renew();
+    feed.renew();
+#pragma unroll 1
+    for (; left > 0; left--) {
+      if (!Modifiers::kBlocks) next_tile = walk.whole_after(tile);
+      const auto behind_next = walk.whole_after(next_tile);
+      next = Modifiers::kBlocks ? feed.rows(next_tile) : feed.rows_behind(next);
+      if constexpr (!Modifiers::kBlocks) feed.bring_to_l2<L2_AHEAD>(next, left);
+      key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, kFull, left & 1, left > 1, next, T::kTileK);
+      tile = next_tile;
+      next_tile = behind_next;
+    }
+  }
+
+  // Phase 4: dQ, through shared memory: fragments hold 4 bytes of a row each.
+  round_to_tile<T::QTile>(shared_address(smem.q), warp_row, warp.dq, params.scale * scales.up());
+  __syncthreads();  // q: dQ is complete
+  store_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
+      head_rows(arrays.dq_g, params.dq, place.batch, place.head, place.first_row), params.dq.seq, smem.q, rows,
+      params.accumulate);
+}
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_backward_dq(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
-                          const float* statistics_g, const float* scales_g, float* cta_scales_g, float16* dq_g,
-                          const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                          const void* slopes_g MODIFIER_ARRAYS, const BackwardParams params MODIFIER_STRIDES) {
-  const AttentionParams& attention = params.attention;
-  // Under causal order later rows see more keys: they start first.
+    ENTRY(attention_backward_dq)(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
+                                 const float* statistics_g, const float* scales_g, float* cta_scales_g,
+                                 float16* dq_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
+                                 const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                                 const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
-  const Place place = in_order_of_work<Traits::kRows, Traits::kTileK>(
-      place_of_cta(attention, Traits::kRows, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
-  const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, place.batch);
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
+  const CtaQueries<Traits::kRows, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& longest = sequences.attention;
+  const Place place = own.place();
+  const auto& backward = params_of(params, own.queries(), own.keys());
+  const RowSpan queries = own.queries(), keys = own.keys();
+  const ScratchBatch scratch(queries, place.batch);
   add_up_dq(
-      params,
-      {q_g,
-       k_g,
-       v_g,
-       dout_g,
-       statistics_g,
-       dq_g,
+      backward,
+      {rows_from(q_g, longest.q, queries),
+       rows_from(k_g, longest.k, keys),
+       rows_from(v_g, longest.v, keys),
+       rows_from(dout_g, backward.dout, queries),
+       statistics_g + statistics_offset(scratch.begin),
+       rows_from(dq_g, backward.dq, queries),
        {bias_g, mask_g, slopes_g, nullptr, modifiers, {scales_g, cta_scales_g}}},
-      place, window, [&] { return query_offset(attention, q_offsets_g, place.batch); }, place.batch);
+      place, own.window(), [&] { return own.q_offset(); }, scratch.batch);
 }

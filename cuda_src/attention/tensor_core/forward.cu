@@ -8,7 +8,7 @@
 // read from shared memory feeds two products; Q stays in registers; the softmax takes no maximum in the common case
 // (softmax.cuh); tiles that need a mask are walked first (key_walk.cuh).
 //
-// Shapes    AttentionParams (params.cuh); HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
+// Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh). HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
 // Tiles     kTileQ = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone.
 // Grid      B * H * ceil(Sq / kTileQ) CTAs (cooperative thread arrays: blocks of threads) of WARPS warps; under
 //           causal order the longest rows start first.
@@ -16,19 +16,22 @@
 //           before and after; registers: Q (M_TILES * D / 4), the accumulator (M_TILES * Dv / 2), the scores.
 // Barriers  one per key tile.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
-//           gives out = 0 and lse = -inf, or its sink.
+//           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not touched.
 #include "forward.cuh"
+#include "../sequences.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_forward(const float16* q_g, const float16* k_g, const float16* v_g, float16* out_g, float* lse_g,
-                      const void* q_offsets_g, const void* seqused_k_g, const void* bias_g, const void* mask_g,
-                      const void* slopes_g MODIFIER_ARRAYS, const void* sinks_g,
-                      const AttentionParams params MODIFIER_STRIDES) {
-  // Under causal order later rows see more keys: they start first. A block mask's lists have an order of their own.
+    ENTRY(attention_forward)(const float16* q_g, const float16* k_g, const float16* v_g, float16* out_g,
+                             float* lse_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
+                             const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+                             const void* sinks_g, const ForwardParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
-  const Place place = in_order_of_work<Traits::kTileQ, Traits::kTileK>(
-      place_of_cta(params, Traits::kTileQ, /*last_rows_first=*/!Modifiers::kBlocks), modifiers.blocks);
-  const KeyWindow window = sequence_window(params, q_offsets_g, seqused_k_g, place.batch);
-  attend(params, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, window,
-         query_offset(params, q_offsets_g, place.batch), DenseKeys{params, k_g, v_g});
+  const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
+  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
+  if (!own.exist()) return;
+  const AttentionParams& attention = sequences.attention;
+  const Place place = own.place();
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, own.window(),
+         own.q_offset(),
+         DenseKeys{attention, rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys())});
 }

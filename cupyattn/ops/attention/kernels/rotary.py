@@ -25,7 +25,7 @@ DENSE = KernelSpec(
 )
 VARLEN = KernelSpec(
     "attention_rotary_varlen",
-    "attention/rotary_varlen.cu",
+    "attention/rotary.cu",
     (*_ARRAYS, *PACKED, *POSITIONS, *_RESULTS, VARLEN_STRUCT, ROTARY_STRUCT),
 )
 KERNELS = (DENSE, VARLEN)

@@ -66,22 +66,22 @@ DSINKS_KERNEL = KernelSpec(
 )
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_delta_varlen",
-    "attention/float32/backward_delta_varlen.cu",
+    "attention/float32/backward_delta.cu",
     (*DELTA_KERNEL.parameters[:-1], Pointer("dq"), *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
 )
 DKDV_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_dkdv_varlen",
-    "attention/float32/backward_dkdv_varlen.cu",
+    "attention/float32/backward_dkdv.cu",
     of_packed(DKDV_KERNEL.parameters),
 )
 DQ_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_dq_varlen",
-    "attention/float32/backward_dq_varlen.cu",
+    "attention/float32/backward_dq.cu",
     of_packed(DQ_KERNEL.parameters),
 )
 DSINKS_VARLEN_KERNEL = KernelSpec(
     "attention_backward_f32_dsinks_varlen",
-    "attention/float32/backward_dsinks_varlen.cu",
+    "attention/float32/backward_dsinks.cu",
     (*DSINKS_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
 )
 KERNELS = (

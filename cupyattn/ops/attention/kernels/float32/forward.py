@@ -25,7 +25,7 @@ PAGED = KernelSpec(
     "attention_forward_paged_f32", "attention/float32/forward_paged.cu", parameters.PAGED
 )
 VARLEN = KernelSpec(
-    "attention_forward_varlen_f32", "attention/float32/forward_varlen.cu", parameters.VARLEN
+    "attention_forward_varlen_f32", "attention/float32/forward.cu", parameters.VARLEN
 )
 SPLIT = KernelSpec(
     "attention_forward_split_f32", "attention/float32/forward_split.cu", parameters.SPLIT

@@ -47,11 +47,7 @@ DKDV_PAIRED_KERNEL = KernelSpec(
 )
 _DENSE = (DKDV_KERNEL, DKDV_PAIRED_KERNEL)
 VARLEN = {
-    kernel: KernelSpec(
-        f"{kernel.entry}_varlen",
-        kernel.source.replace(".cu", "_varlen.cu"),
-        of_packed(kernel.parameters),
-    )
+    kernel: KernelSpec(f"{kernel.entry}_varlen", kernel.source, of_packed(kernel.parameters))
     for kernel in _DENSE
 }
 """The kernels of packed sequences, likewise."""

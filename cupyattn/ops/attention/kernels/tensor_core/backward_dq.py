@@ -44,7 +44,7 @@ DQ_KERNEL = KernelSpec(
 )
 DQ_VARLEN_KERNEL = KernelSpec(
     "attention_backward_dq_varlen",
-    "attention/tensor_core/backward_dq_varlen.cu",
+    "attention/tensor_core/backward_dq.cu",
     of_packed(DQ_KERNEL.parameters),
 )
 """The kernel of packed sequences."""

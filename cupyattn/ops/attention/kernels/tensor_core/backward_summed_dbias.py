@@ -52,7 +52,7 @@ SUMMED_DBIAS_KERNEL = KernelSpec(
 )
 SUMMED_DBIAS_VARLEN_KERNEL = KernelSpec(
     "attention_backward_summed_dbias_varlen",
-    "attention/tensor_core/backward_summed_dbias_varlen.cu",
+    "attention/tensor_core/backward_summed_dbias.cu",
     (*of_packed(_DENSE_PARAMETERS), *_SHARES),
 )
 """The kernel of packed sequences."""
@@ -128,8 +128,8 @@ def summed_dbias(
     )
 
 
-def _shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
-    """K and V twice (Smem in backward_summed_dbias.cuh, which asserts it)."""
+def _shared_bytes(config: SummedDbiasConfig, head_dim: int, head_dim_v: int) -> int:
+    """K and V twice (Smem in backward_summed_dbias.cu, which asserts it)."""
     columns = round_up(head_dim, _COLUMNS) + round_up(head_dim_v, _COLUMNS)
     return 2 * config.tile_k * columns * 2
 

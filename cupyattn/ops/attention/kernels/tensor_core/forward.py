@@ -244,7 +244,7 @@ PAGED = KernelSpec(
     "attention_forward_paged", "attention/tensor_core/forward_paged.cu", parameters.PAGED
 )
 VARLEN = KernelSpec(
-    "attention_forward_varlen", "attention/tensor_core/forward_varlen.cu", parameters.VARLEN
+    "attention_forward_varlen", "attention/tensor_core/forward.cu", parameters.VARLEN
 )
 # Rotates queries as it loads them, which leaves the main loop as it is. Keys are rotated before
 # (../rotary.py): in the loop, by each CTA anew, that models 0.57, 0.56 and 0.65 at head dims 64, 80
@@ -254,7 +254,7 @@ ROTARY = KernelSpec(
 )
 ROTARY_VARLEN = KernelSpec(
     "attention_forward_rotary_varlen",
-    "attention/tensor_core/forward_rotary_varlen.cu",
+    "attention/tensor_core/forward_rotary.cu",
     parameters.ROTARY_VARLEN,
 )
 SPLIT = KernelSpec(

@@ -35,7 +35,7 @@ CONVERT_KERNEL = KernelSpec(
 )
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_delta_varlen",
-    "attention/tensor_core/backward_delta_varlen.cu",
+    "attention/tensor_core/backward_delta.cu",
     (
         *DELTA_KERNEL.parameters[:-2],
         *PACKED,
@@ -45,12 +45,12 @@ DELTA_VARLEN_KERNEL = KernelSpec(
 )
 SCALES_VARLEN_KERNEL = KernelSpec(
     "attention_backward_scales_varlen",
-    "attention/tensor_core/backward_scales_varlen.cu",
+    "attention/tensor_core/backward_scales.cu",
     (*SCALES_KERNEL.parameters[:-1], *PACKED, VARLEN_BACKWARD_STRUCT),
 )
 CONVERT_VARLEN_KERNEL = KernelSpec(
     "attention_backward_convert_varlen",
-    "attention/tensor_core/backward_convert_varlen.cu",
+    "attention/tensor_core/backward_convert.cu",
     (*CONVERT_KERNEL.parameters[:-1], *inputs("cu_seqlens_q"), VARLEN_BACKWARD_STRUCT),
 )
 DBIAS_KERNEL = KernelSpec(
