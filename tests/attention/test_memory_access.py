@@ -114,7 +114,7 @@ def test_the_backward_has_no_bank_conflicts_and_wastes_no_sectors(head_dim, dete
     }
     if head_dim % 16 == 0:  # other rows straddle sectors
         allowed = {"row_statistics.cuh"} if deterministic else set()
-        assert wasteful - {"backward_scales.cuh"} == allowed
+        assert wasteful - {"backward_scales.cu"} == allowed
 
 
 @pytest.mark.parametrize("head_dim", [64, 160, *deep(24, 80, 128, 256)])

@@ -5,22 +5,19 @@
 // (Dao et al., arXiv:2205.14135, appendix B.2, equation 4; the gradient of lse_i, if there is one, joins each score's
 // as p_ij dlse_i.)
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta float32,
-//           (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta
+//           float32, (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
 // Work      a warp owns a row; grid ceil(B * H * Sq / (THREADS / 32)).
 // Edges     a row without keys has any delta: its weights are 0. dlse may be null. Rows that belong to no sequence are
-//           neither read nor written. Of packed sequences ZEROED_DIM items of each row of dq become 0, to which one pass adds:
-//           the host does not know which rows are used.
-#if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS)
-#error "DTYPE, HEAD_DIM_V and THREADS come from a launch-configuration table"
+//           neither read nor written. Of packed sequences ZEROED_DIM items of each row of dq become 0, to which one
+//           pass adds: the host does not know which rows are used.
+#if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(ZEROED_DIM) || !defined(THREADS)
+#error "DTYPE, HEAD_DIM_V, ZEROED_DIM and THREADS come from a launch-configuration table"
 #endif
 #include "../backward_sequences.cuh"
 #include "row_sums.cuh"
 
 #if PACKED
-#if !defined(ZEROED_DIM)
-#error "ZEROED_DIM comes from a launch-configuration table"
-#endif
 #define ZEROED_ARRAY , float* dq_g
 #else
 #define ZEROED_ARRAY

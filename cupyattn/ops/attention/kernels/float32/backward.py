@@ -94,7 +94,7 @@ VECTOR_ITEMS = 4
 """Items of one load where rows are aligned to as many."""
 
 _THREADS = 128  # kProductThreads in backward_products.cuh
-_STAGE = 8192  # kStageBytes in backward_feed.cuh
+_STAGE = 8192  # kStageBytes in backward_loader.cuh
 _PART = 4096  # kPartFloats in score_gradient.cuh
 _SCORES = 64  # of a thread at the most
 
@@ -169,8 +169,11 @@ CTA_ROWS = 8
 
 
 @cache
-def delta(dtype: str, head_dim_v: int, zeroed_dim: int | None = None) -> Specialisation:
-    """Specialise the kernel of delta; with `zeroed_dim` that of packed sequences.
+def delta(dtype: str, head_dim_v: int) -> Specialisation:
+    """Specialise the kernel of delta."""
+    return DELTA_KERNEL.specialise(
+        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v, ZEROED_DIM=0
+    )
 
     The latter zeroes that many items of each row of dq.
     """
