@@ -15,15 +15,15 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kTotal, kX, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    add_to(float* total_g, const DTYPE* x_g, const Walk::Params params) {
-  const Walk walk(params);
-  const auto total = walk.load(total_g, kTotal);
-  const auto x = walk.load(x_g, kX);
+    add_to(float* total_g, const DTYPE* x_g, const Loop::Params params) {
+  const Loop loop(params);
+  const auto total = loop.load(total_g, kTotal);
+  const auto x = loop.load(x_g, kX);
   float sum[VECTORS][VEC];
   each_item<Traits>([&](int v, int i) { sum[v][i] = total(v, i) + x(v, i); });
-  walk.store(total_g, kTotal, sum);
+  loop.store(total_g, kTotal, sum);
 }

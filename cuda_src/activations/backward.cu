@@ -18,16 +18,16 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kDout, kX, kDx, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    activation_backward(const DTYPE* dout_g, const DTYPE* x_g, DTYPE* dx_g, const Walk::Params params) {
-  const Walk walk(params);
-  const auto dout = walk.load(dout_g, kDout);
-  const auto x = walk.load(x_g, kX);
-  const auto present = walk.present<ACCUMULATE>(dx_g, kDx);
+    activation_backward(const DTYPE* dout_g, const DTYPE* x_g, DTYPE* dx_g, const Loop::Params params) {
+  const Loop loop(params);
+  const auto dout = loop.load(dout_g, kDout);
+  const auto x = loop.load(x_g, kX);
+  const auto present = loop.present<ACCUMULATE>(dx_g, kDx);
   float dx[VECTORS][VEC];
   each_item<Traits>([&](int v, int i) { dx[v][i] = dout(v, i) * ACTIVATION::derivative(x(v, i)) + present(v, i); });
-  walk.store(dx_g, kDx, dx);
+  loop.store(dx_g, kDx, dx);
 }

@@ -21,20 +21,20 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kX, kResidual, kOut, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(8 % VEC == 0, "a vector has the fields of one Philox call");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     dropout(const DTYPE* x_g, const DTYPE* residual_g, DTYPE* out_g, uint64 seed, uint32 keep_from, float keep_scale,
-            const Walk::Params params) {
-  const Walk walk(params);
-  const auto x = walk.load(x_g, kX);
-  const auto residual = walk.present<WITH_RESIDUAL>(residual_g, kResidual);
+            const Loop::Params params) {
+  const Loop loop(params);
+  const auto x = loop.load(x_g, kX);
+  const auto residual = loop.present<WITH_RESIDUAL>(residual_g, kResidual);
   float out[VECTORS][VEC];
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) {
-    const uint64 index = walk.index() + v * Walk::kStep;
+    const uint64 index = loop.index() + v * Loop::kStep;
     const Philox4 words = element_words(seed, index / 8);
     const int first = VEC == 8 ? 0 : static_cast<int>(index % 8);  // a vector starts at a multiple of its length
 #pragma unroll
@@ -43,5 +43,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       out[v][i] = (keep ? keep_scale * x(v, i) : 0.f) + residual(v, i);
     }
   }
-  walk.store(out_g, kOut, out);
+  loop.store(out_g, kOut, out);
 }

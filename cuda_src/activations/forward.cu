@@ -19,14 +19,14 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kX, kOut, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    activation(const DTYPE* x_g, DTYPE* out_g, const Walk::Params params) {
-  const Walk walk(params);
-  const auto x = walk.load(x_g, kX);
+    activation(const DTYPE* x_g, DTYPE* out_g, const Loop::Params params) {
+  const Loop loop(params);
+  const auto x = loop.load(x_g, kX);
   float out[VECTORS][VEC];
   each_item<Traits>([&](int v, int i) { out[v][i] = ACTIVATION::value(x(v, i)); });
-  walk.store(out_g, kOut, out);
+  loop.store(out_g, kOut, out);
 }

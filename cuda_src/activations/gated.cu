@@ -19,15 +19,15 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kGate, kUp, kOut, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gated(const DTYPE* gate_g, const DTYPE* up_g, DTYPE* out_g, const Walk::Params params) {
-  const Walk walk(params);
-  const auto gate = walk.load(gate_g, kGate);
-  const auto up = walk.load(up_g, kUp);
+    gated(const DTYPE* gate_g, const DTYPE* up_g, DTYPE* out_g, const Loop::Params params) {
+  const Loop loop(params);
+  const auto gate = loop.load(gate_g, kGate);
+  const auto up = loop.load(up_g, kUp);
   float out[VECTORS][VEC];
   each_item<Traits>([&](int v, int i) { out[v][i] = ACTIVATION::value(gate(v, i)) * up(v, i); });
-  walk.store(out_g, kOut, out);
+  loop.store(out_g, kOut, out);
 }

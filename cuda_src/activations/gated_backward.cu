@@ -19,23 +19,23 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kDout, kGate, kUp, kDgate, kDup, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     gated_backward(const DTYPE* dout_g, const DTYPE* gate_g, const DTYPE* up_g, DTYPE* dgate_g, DTYPE* dup_g,
-                   const Walk::Params params) {
-  const Walk walk(params);
-  const auto dout = walk.load(dout_g, kDout);
-  const auto gate = walk.load(gate_g, kGate);
-  const auto up = walk.load(up_g, kUp);
-  const auto dgate_present = walk.present<ACCUMULATE>(dgate_g, kDgate);
-  const auto dup_present = walk.present<ACCUMULATE>(dup_g, kDup);
+                   const Loop::Params params) {
+  const Loop loop(params);
+  const auto dout = loop.load(dout_g, kDout);
+  const auto gate = loop.load(gate_g, kGate);
+  const auto up = loop.load(up_g, kUp);
+  const auto dgate_present = loop.present<ACCUMULATE>(dgate_g, kDgate);
+  const auto dup_present = loop.present<ACCUMULATE>(dup_g, kDup);
   float dgate[VECTORS][VEC], dup[VECTORS][VEC];
   each_item<Traits>([&](int v, int i) {
     dgate[v][i] = dout(v, i) * up(v, i) * ACTIVATION::derivative(gate(v, i)) + dgate_present(v, i);
     dup[v][i] = dout(v, i) * ACTIVATION::value(gate(v, i)) + dup_present(v, i);
   });
-  walk.store(dgate_g, kDgate, dgate);
-  walk.store(dup_g, kDup, dup);
+  loop.store(dgate_g, kDgate, dgate);
+  loop.store(dup_g, kDup, dup);
 }

@@ -1,4 +1,4 @@
-// What the backward kernels are told besides their array pointers, and what they share through scratch memory.
+// Parameters of the backward kernels besides their array pointers, and the scratch memory that they share.
 //
 // Shapes: as in params.cuh, and dout (B, Sq, H, Dv), dlse (B, H, Sq), dq, dk and dv like q, k and v. Scratch, float32:
 //   stats    (B, H, rows_padded / 2, {L, L', delta, delta'}): the statistics of two rows in 16 bytes
@@ -25,7 +25,7 @@ static_assert(sizeof(BackwardParams) == BACKWARD_PARAMS_BYTES, "its dtype in Pyt
 
 constexpr int kRowPad = 64;  // a multiple of every tile of query rows
 
-// Row `row` of a head among all rows of the scratch. 32 bits: the rows' statistics alone would take 32 GiB behind that.
+// Row `row` of a head among all rows of the scratch. 32 bits: the rows' statistics alone would take 32 GiB beyond that.
 __device__ __forceinline__ uint32 scratch_row(const BackwardParams& params, int batch, int head, int row) {
   return static_cast<uint32>(batch * params.attention.heads + head) * params.rows_padded + row;
 }
@@ -45,24 +45,24 @@ __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
   return static_cast<int64>(row) * (kChunks * 8);
 }
 
-// Where a CTA works that owns keys: a run of keys of one key-value head. The grid is flat and in the order of query rows'.
-// Under causal order earlier keys are seen by more queries: they start first.
-struct KeyPlace {
+// The tile coordinates of a CTA that owns keys: neighbouring keys of one key-value head. The grid is flat and in the
+// order of query rows'. Under causal order earlier keys are seen by more queries: they start first.
+struct KeyTileCoordinates {
   int batch, kv_head, first_key;
   int scratch_batch;      // the sequence's number in scratch memory
   int scratch_begin = 0;  // and of packed sequences its first query there
 
-  __device__ __forceinline__ KeyPlace(int batch_, int kv_head_, int first_key_, int scratch_batch_)
+  __device__ __forceinline__ KeyTileCoordinates(int batch_, int kv_head_, int first_key_, int scratch_batch_)
       : batch(batch_), kv_head(kv_head_), first_key(first_key_), scratch_batch(scratch_batch_) {}
 
-  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta)
-      : KeyPlace(params, keys_per_cta, params.kv_together, params.batches) {}
+  __device__ __forceinline__ KeyTileCoordinates(const AttentionParams& params, int keys_per_cta)
+      : KeyTileCoordinates(params, keys_per_cta, params.kv_together, params.batches) {}
 
-  __device__ __forceinline__ KeyPlace(const AttentionParams& params, int keys_per_cta, uint32 together,
-                                      uint32 batches) {
-    const Turn turn(blockIdx.x, div_up(params.sk, keys_per_cta), together);
-    const BatchHead own(turn.head, params.heads / params.group, batches);
-    first_key = turn.tile * keys_per_cta;
+  __device__ __forceinline__ KeyTileCoordinates(const AttentionParams& params, int keys_per_cta, uint32 together,
+                                                uint32 batches) {
+    const InterleavedTile at(blockIdx.x, div_up(params.sk, keys_per_cta), together);
+    const BatchHead own(at.head, params.heads / params.group, batches);
+    first_key = at.tile * keys_per_cta;
     kv_head = own.head;
     batch = scratch_batch = own.batch;
   }

@@ -2,7 +2,7 @@
 // sequence's parameters and rows in scratch memory.
 #pragma once
 
-#include "block_query_walk.cuh"
+#include "block_query_loop.cuh"
 #include "sequences.cuh"
 
 #if PACKED
@@ -47,7 +47,7 @@ struct ScratchRows {
   }
 };
 
-// The rows of V behind those of queries in the grid of backward_delta.cu: how many each matrix has, and where a
+// The rows of V after those of queries in the grid of backward_delta.cu: how many each matrix has, and where a
 // sequence's begin.
 __device__ __forceinline__ int value_rows(const GradientParams& params) {
   return padded_rows(params.packed.total_k, params.packed.batch);
@@ -93,10 +93,10 @@ struct CtaKeys {
 
   // False for a CTA beyond the last tile.
   __device__ __forceinline__ bool exist() const { return work.exists(); }
-  __device__ __forceinline__ KeyPlace place() const {
-    KeyPlace place = key_place(work.tile, kKeys);
-    place.scratch_begin = scratch_begin(queries(), place.batch);
-    return place;
+  __device__ __forceinline__ KeyTileCoordinates coords() const {
+    KeyTileCoordinates coords = key_coordinates(work.tile, kKeys);
+    coords.scratch_begin = scratch_begin(queries(), coords.batch);
+    return coords;
   }
   __device__ __forceinline__ KeyWindow window() const { return work.sequence.window(sequences.attention); }
   __device__ __forceinline__ int64 q_offset() const { return work.sequence.q_offset; }
@@ -165,19 +165,19 @@ __device__ __forceinline__ Scalar* delta_rows(Scalar* delta_g, const AttentionPa
 template <int kKeys, int kTileQ, bool kInterleaved = true>
 struct CtaKeys {
   const Sequences& sequences;
-  KeyPlace own;
+  KeyTileCoordinates own;
 
   template <typename Blocks, typename Smem>
   __device__ __forceinline__ CtaKeys(const Sequences& sequences_, const Blocks& blocks, Smem&)
       : sequences(sequences_),
         own(in_order_of_work<kTileQ>(
             sequences_.attention,
-            KeyPlace(sequences_.attention, kKeys, kInterleaved ? sequences_.attention.kv_together : 1,
-                     kInterleaved ? sequences_.attention.batches : 1),
+            KeyTileCoordinates(sequences_.attention, kKeys, kInterleaved ? sequences_.attention.kv_together : 1,
+                               kInterleaved ? sequences_.attention.batches : 1),
             kKeys, blocks)) {}
 
   __device__ __forceinline__ static bool exist() { return true; }
-  __device__ __forceinline__ const KeyPlace& place() const { return own; }
+  __device__ __forceinline__ const KeyTileCoordinates& coords() const { return own; }
   __device__ __forceinline__ KeyWindow window() const { return sequences.window(own.batch); }
   __device__ __forceinline__ int64 q_offset() const { return sequences.q_offset(own.batch); }
   __device__ __forceinline__ RowSpan queries() const { return sequences.queries(own.batch); }

@@ -1,12 +1,15 @@
-// The tiles of a block mask as one kernel walks them: several of 16 by 16 scores make a tile of that kernel.
+// The lists of the tiles of a block mask that one kernel loops over: several of 16 by 16 scores make a tile of that
+// kernel.
 //
-// A CTA of that kernel owns a tile of query rows and walks tiles of keys; with OF_KEYS it is the other way round. A tile
-// of its own has parts, one for each warp, of which each walked tile says apart whether they see some or all of it.
+// A CTA of that kernel owns a tile of query rows and loops over tiles of keys; with OF_KEYS it is the other way round.
+// A tile of its own has parts, one for each warp, and each tile of the loop has a state for each part: whether it sees
+// some or all of the tile.
 //
 // Shapes    tiles (matrices, rows, columns) as block_mask.cu writes them; lists as block_lists.cuh says.
-// Work      a CTA makes one list, of THREADS walked tiles at a time, each thread one of these; grid one for each list.
+// Work      a CTA makes one list, of THREADS tiles of the loop at a time, each thread one of these; grid one for each
+//           list.
 // Budget    registers; a word of shared memory for each warp.
-// Edges     what lies behind the last tile of 16 does not count; walked tiles that do not exist are not seen.
+// Edges     what lies beyond the last tile of 16 does not count; tiles that do not exist are not seen.
 #if !defined(THREADS) || !defined(OF_KEYS)
 #error "THREADS and OF_KEYS come from a launch-configuration table"
 #endif
@@ -21,20 +24,20 @@ static_assert(THREADS < 1 << kCountBits && kWarps <= kWarpSize, "counts fit thei
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_block_lists(const unsigned char* tiles_g, uint2* lists_g, int rows, int columns, int own_span,
-                          int walked_span, int part_span) {
+                          int loop_span, int part_span) {
   __shared__ uint32 counts_s[kWarps];  // partial and full tiles of a warp
-  const int owned = OF_KEYS ? columns : rows, walked = OF_KEYS ? rows : columns;
-  const int own_tiles = div_up(owned, own_span), walked_tiles = div_up(walked, walked_span);
+  const int owned = OF_KEYS ? columns : rows, loop_extent = OF_KEYS ? rows : columns;
+  const int own_tiles = div_up(owned, own_span), loop_tiles = div_up(loop_extent, loop_span);
   const int64 matrix = blockIdx.x / own_tiles;
   const int own = blockIdx.x % own_tiles * own_span, own_end = min(own + own_span, owned);
   const unsigned char* matrix_g = tiles_g + matrix * rows * columns;
-  uint2* list_g = lists_g + blockIdx.x * static_cast<int64>(list_items(walked_tiles));
+  uint2* list_g = lists_g + blockIdx.x * static_cast<int64>(list_items(loop_tiles));
 
   int partials = 0, fulls = 0;  // listed already
 #pragma unroll 1
-  for (int first = 0; first < walked_tiles; first += THREADS) {
+  for (int first = 0; first < loop_tiles; first += THREADS) {
     // Phase 1: what the tiles of 16 of each part have in common.
-    const int tile = first + threadIdx.x, at = tile * walked_span, end = min(at + walked_span, walked);
+    const int tile = first + threadIdx.x, at = tile * loop_span, end = min(at + loop_span, loop_extent);
     uint32 states = 0;
     bool some = false, all = true;
     for (int part = 0; own + part * part_span < own_end; part++) {
@@ -53,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       some = some || some_of_part;
       all = all && all_of_part;
     }
-    some = some && tile < walked_tiles;
+    some = some && tile < loop_tiles;
 
-    // Phase 2: where they stand in the list.
+    // Phase 2: their positions in the list.
     const uint32 partial = __ballot_sync(kFullWarp, some && !all), full = __ballot_sync(kFullWarp, some && all);
     if (lane_index() == 0) counts_s[warp_index()] = __popc(partial) | __popc(full) << kCountBits;
     __syncthreads();  // counts: written
@@ -69,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       partials += partials_of_warp;
       fulls += fulls_of_warp;
     }
-    if (some) list_g[all ? full_item(full_at, walked_tiles) : partial_item(partial_at)] = make_uint2(tile, states);
+    if (some) list_g[all ? full_item(full_at, loop_tiles) : partial_item(partial_at)] = make_uint2(tile, states);
     __syncthreads();  // counts: read
   }
   if (threadIdx.x == 0) list_g[0] = make_uint2(partials, fulls);

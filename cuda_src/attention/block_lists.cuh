@@ -1,25 +1,25 @@
-// Which tiles of a call's block mask a CTA walks, as lists: some score of a tile is not seen, or all are.
+// Lists of the tiles of a call's block mask that a CTA loops over: tiles with some hidden scores, and tiles without.
 //
-// block_lists.cu writes them for the tiles of one kernel, which owns rows (or keys) and walks tiles of keys (or rows). For
-// each matrix of scores and each tile that a CTA owns a list of pairs of words:
+// block_lists.cu writes them for the tiles of one kernel, which owns rows (or keys) and loops over tiles of keys (or
+// rows). For each matrix of scores and each tile that a CTA owns a list of pairs of words:
 //   {partial tiles, full tiles}
 //   {a tile that a CTA owns, -}: of the nth list that with the nth most work (block_order.cu)
 //   {tile, states} of each partial tile from there on, and of each full one from the end on backwards; both rise
-// All threads of a CTA read a pair from one address: so ptxas has in uniform registers what follows from it, as where the
-// tile's keys lie, and a loop over full tiles is the loop of a call without a mask.
+// All threads of a CTA read a pair from one address: so ptxas has in uniform registers what follows from it, as where
+// the tile's keys lie, and a loop over full tiles is the loop of a call without a mask.
 #pragma once
 
 #include "../common/config.cuh"
 
-// What a warp's part of an owned tile sees of a walked one.
+// How much a warp's part of an owned tile sees of a tile in the loop.
 constexpr uint32 kEmpty = 0, kPartial = 1, kFull = 2;
 constexpr int kStateBits = 2;
 constexpr uint32 kAllFull = 0xaaaaaaaa;  // of every part
 
 constexpr int kListHead = 2;  // pairs before the tiles
-__host__ __device__ constexpr int list_items(int walked_tiles) { return kListHead + walked_tiles; }
+__host__ __device__ constexpr int list_items(int loop_tiles) { return kListHead + loop_tiles; }
 __device__ __forceinline__ int partial_item(int number) { return kListHead + number; }
-__device__ __forceinline__ int full_item(int number, int walked_tiles) { return list_items(walked_tiles) - 1 - number; }
+__device__ __forceinline__ int full_item(int number, int loop_tiles) { return list_items(loop_tiles) - 1 - number; }
 
 // Of a call without a block mask.
 struct NoBlocks {};
@@ -34,13 +34,13 @@ struct BlockLists {
   __device__ __forceinline__ int keys() const { return strides[3]; }
 
   // The list of tile `own` of `own_tiles`.
-  __device__ __forceinline__ const uint2* of(int batch, int head, int own, int own_tiles, int walked_tiles) const {
+  __device__ __forceinline__ const uint2* of(int batch, int head, int own, int own_tiles, int loop_tiles) const {
     const int64 matrix = batch * strides[0] + head * strides[1];
-    return items_g + (matrix * own_tiles + own) * list_items(walked_tiles);
+    return items_g + (matrix * own_tiles + own) * list_items(loop_tiles);
   }
 };
 
-// A tile of a list, by its place among those that a CTA walks. As a number it is the tile's.
+// A tile of a list, by its position in the CTA's loop. It converts to the tile's number.
 struct BlockTile {
   int tile;
   uint32 states;
@@ -50,56 +50,56 @@ struct BlockTile {
   __device__ __forceinline__ uint32 state(int part) const { return states >> (kStateBits * part) & (kPartial | kFull); }
 };
 
-// What a part sees of a tile of a walk without a block mask.
+// How much a part sees of a tile, without a block mask.
 __device__ __forceinline__ uint32 state_of(int, int) { return kFull; }
 __device__ __forceinline__ uint32 state_of(const BlockTile& tile, int part) { return tile.state(part); }
 
-// The tiles of a list that a window leaves, `begin` to `end`, by their numbers: first those that need a mask (key_walk.cuh
-// says why), the partial ones and of the full ones those beside `full_begin` to `full_end`, which it does not leave whole.
+// The tiles of a list that a window leaves, `begin` to `end`, by their numbers: first those that need a mask
+// (key_loop.cuh says why), the partial ones and the full ones outside `full_begin` to `full_end`, which it cuts.
 struct BlockTiles {
   const uint2* list_g;
-  int capacity;       // tiles that there are to walk
+  int capacity;       // tiles that the loop could have
   int first_partial;  // in the list
   int partials;
   int first_full;
-  int edge_before, whole, edge_behind;  // full ones, as they follow each other in the list
+  int edge_before, whole, edge_after;  // full ones, as they follow each other in the list
   int masked, all;
 
   BlockTiles() = default;
-  __device__ __forceinline__ BlockTiles(const uint2* list, int walked_tiles, int begin, int end, int full_begin,
+  __device__ __forceinline__ BlockTiles(const uint2* list, int loop_tiles, int begin, int end, int full_begin,
                                         int full_end)
-      : list_g(list), capacity(walked_tiles) {
+      : list_g(list), capacity(loop_tiles) {
     const int listed_partials = list_g[0].x, listed_fulls = list_g[0].y;
     first_partial = partials_before(begin, listed_partials);
     partials = partials_before(end, listed_partials) - first_partial;
     first_full = fulls_before(begin, listed_fulls);
-    const int behind_full = fulls_before(end, listed_fulls);
-    const int first_whole = min(max(fulls_before(full_begin, listed_fulls), first_full), behind_full);
-    const int behind_whole = min(max(fulls_before(full_end, listed_fulls), first_whole), behind_full);
+    const int end_full = fulls_before(end, listed_fulls);
+    const int first_whole = min(max(fulls_before(full_begin, listed_fulls), first_full), end_full);
+    const int end_whole = min(max(fulls_before(full_end, listed_fulls), first_whole), end_full);
     edge_before = first_whole - first_full;
-    whole = behind_whole - first_whole;
-    edge_behind = behind_full - behind_whole;
-    masked = partials + edge_before + edge_behind;
+    whole = end_whole - first_whole;
+    edge_after = end_full - end_whole;
+    masked = partials + edge_before + edge_after;
     all = masked + whole;
   }
 
-  // Behind the last one it follows again.
+  // After the last one it is repeated.
   __device__ __forceinline__ BlockTile at(int number) const {
     const int asked = max(min(number, all - 1), 0), full = asked - partials;
-    const int moved = full < edge_before ? 0 : asked < masked ? whole : -edge_behind;
+    const int moved = full < edge_before ? 0 : asked < masked ? whole : -edge_after;
     const uint2 item =
         list_g[full < 0 ? partial_item(first_partial + asked) : full_item(first_full + full + moved, capacity)];
     return {static_cast<int>(item.x), item.y, number};
   }
-  // The same of one behind the masked ones, whose states are known.
+  // A tile after the masked ones, whose states are known.
   __device__ __forceinline__ BlockTile whole_at(int number) const {
-    const int full = min(number, all - 1) - partials - edge_behind;
+    const int full = min(number, all - 1) - partials - edge_after;
     return {static_cast<int>(list_g[full_item(first_full + full, capacity)].x), kAllFull, number};
   }
 
-  // They stand in four runs of the list: partial ones, and full ones before, behind and among those that are left whole.
+  // The list has four runs: partial tiles, and full tiles before, after and among those that the window leaves whole.
   __device__ __forceinline__ int in_run(int run) const {
-    return run == 0 ? partials : run == 1 ? edge_before : run == 2 ? edge_behind : whole;
+    return run == 0 ? partials : run == 1 ? edge_before : run == 2 ? edge_after : whole;
   }
   __device__ __forceinline__ int first_item(int run) const {
     if (run == 0) return partial_item(first_partial);
@@ -114,7 +114,7 @@ struct BlockTiles {
   __device__ __forceinline__ int fulls_before(int tile, int listed) const {
     return before(tile, listed, [&](int number) { return list_g[full_item(number, capacity)].x; });
   }
-  // How many of the listed tiles stand before a tile.
+  // How many of the listed tiles come before a tile.
   template <typename TileOf>
   __device__ __forceinline__ int before(int tile, int listed, TileOf tile_of) const {
     if (tile <= 0) return 0;

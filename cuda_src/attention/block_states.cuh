@@ -1,5 +1,5 @@
-// What a call's block mask says of the one tile of scores that a CTA has in each of several matrices: the states that
-// block_mask.cu wrote. (Lists, block_lists.cuh, are for walks over tiles; here each would have to be searched.)
+// The states by a call's block mask of the one tile of scores that a CTA has in each of several matrices: the states
+// that block_mask.cu wrote. (Lists, block_lists.cuh, are for loops over tiles; here each would have to be searched.)
 #pragma once
 
 #include "block_lists.cuh"
@@ -31,7 +31,7 @@ struct TileStates<BlockStates, kRows, kKeys, kWarpRows> {
   uint32 some, all;  // whether some scores of 16 by 16 are seen, and all: a bit each, row by row
 
   TileStates() = default;
-  // For whole warps. What lies behind the mask's last tile has no scores.
+  // For whole warps. Nothing beyond the mask's last tile is a score.
   __device__ __forceinline__ TileStates(const BlockStates& blocks, int batch, int head, int first_row, int first_key) {
     const int row = first_row / kSpan + lane_index() / kColumns, column = first_key / kSpan + lane_index() % kColumns;
     const int64 rows = blocks.strides[2] / kSpan, columns = blocks.strides[3] / kSpan;

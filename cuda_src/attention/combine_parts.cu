@@ -1,11 +1,11 @@
 // The end of a forward whose keys were split: the parts of each query's row are added up, exactly (row_sum.cuh).
 //
-// Shapes    SplitParams (key_parts.cuh), whose cuts are worked out again from the window; scratch (B, H, Sq, splits, Dv)
-//           and (B, H, Sq, splits, 2) float32.
+// Shapes    SplitParams (key_parts.cuh), whose cuts are worked out again from the window; scratch (B, H, Sq, splits,
+//           Dv) and (B, H, Sq, splits, 2) float32.
 // Work      a warp a row (sequence, head, query); grid ceil(rows / warps).
 // Budget    registers for a row over the lanes, and for eight parts on the way.
-// Edges     a row that sees no key has no part: out = 0 and lse = -inf, or its sink. In a part that the other rows of its
-//           tile see, a row may have l = 0.
+// Edges     a row that sees no key has no part: out = 0 and lse = -inf, or its sink. In a part that the other rows of
+//           its tile see, a row may have l = 0.
 #if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(SINKS) || !defined(TILE_Q) || !defined(TILE_K) || \
     !defined(THREADS)
 #error "DTYPE, HEAD_DIM_V, SINKS, TILE_Q, TILE_K, THREADS come from a launch-configuration table"
@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, static_cast<int>(batch));
   const int first_row = query / TILE_Q * TILE_Q;
-  const KeyWalk<TILE_K> walk(window, first_row, min(TILE_Q, attention.sq - first_row));
-  const int parts = KeyCut<TILE_Q, TILE_K>(params, window).parts(walk);
+  const KeyLoop<TILE_K> loop(window, first_row, min(TILE_Q, attention.sq - first_row));
+  const int parts = KeyCut<TILE_Q, TILE_K>(params, window).parts(loop);
 
   RowSum<HEAD_DIM_V> sum;
   sum.add_parts(

@@ -1,13 +1,13 @@
-// Split keys: the keys of a tile of query rows, shared out to several CTAs where tiles alone do not fill the card
+// Split-KV: the keys of a tile of query rows, distributed over several CTAs if tiles alone do not fill the GPU
 // (FlashDecoding: Dao et al., 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html).
 //
-// A tile's key tiles, in the order of the sequence, are cut into runs of `each`; the last run has the rest. `each` is the
-// same for all tiles of a sequence: the most that any of them could have to walk over, by `splits`. So a row under causal
-// order that sees fewer keys has fewer parts, all CTAs take as long as each other, and a shorter sequence in use still
-// fills the card. CTAs beyond a tile's last part return.
+// A tile's key tiles, in the order of the sequence, are cut into runs of `each`; the last run has the rest. `each` is
+// the same for all tiles of a sequence: the longest loop that any of them could have, divided by `splits`. So a row
+// under causal order that sees fewer keys has fewer parts, all CTAs take as long as each other, and a shorter sequence
+// in use still fills the GPU. CTAs beyond a tile's last part return.
 #pragma once
 
-#include "key_walk.cuh"
+#include "key_loop.cuh"
 
 // Field for field the structured dtype SPLIT_PARAMS of cupyattn/ops/attention/structs.
 struct SplitParams {
@@ -24,8 +24,8 @@ struct KeyCut {
   int each;  // key tiles of a part
 
   __device__ __forceinline__ KeyCut(const SplitParams& params, const KeyWindow& window) {
-    // The rows of a tile see neighbouring keys: no more than all rows do, nor than the window has and the rows behind the
-    // first one add. These may lie in one tile more than they fill.
+    // The rows of a tile see neighbouring keys: no more than all rows do, nor than the window has and the rows after
+    // the first one add. These may lie in one tile more than they fill.
     const int reach = window.of_row(params.attention.sq - 1).end - window.of_row(0).begin;
     const int64 width = static_cast<int64>(window.end_shift) - window.begin_shift + kTileQ - 1;
     const int keys = clamp(min(static_cast<int64>(reach), width), 0, window.keys);
@@ -33,10 +33,10 @@ struct KeyCut {
     each = max(div_up(most, params.splits), div_up(params.least_keys, kTileK));
   }
 
-  __device__ __forceinline__ int parts(const KeyWalk<kTileK>& walk) const { return div_up(walk.tiles(), each); }
+  __device__ __forceinline__ int parts(const KeyLoop<kTileK>& loop) const { return div_up(loop.tiles(), each); }
 };
 
-// The share of a CTA that walks over one part of the keys of its rows, and writes sums: the rows of scratch memory of a
+// The split of a CTA that loops over one part of the keys of its rows, and writes sums: the rows of scratch memory of a
 // query lie side by side.
 struct PartOfKeys {
   static constexpr bool kAll = false;
@@ -46,14 +46,14 @@ struct PartOfKeys {
   float* out_g;    // (rows, splits, Dv): sum_j exp(s_j - m) v_j
   float2* sums_g;  // (rows, splits): m in log2, and sum_j exp(s_j - m)
 
-  template <typename Walk>
-  __device__ __forceinline__ Walk of(const Walk& walk) const {
-    return walk.within(walk.begin + part * each, walk.begin + (part + 1) * each);
+  template <typename Loop>
+  __device__ __forceinline__ Loop of(const Loop& loop) const {
+    return loop.within(loop.begin + part * each, loop.begin + (part + 1) * each);
   }
 
-  __device__ __forceinline__ int64 row(const Place& place, int query) const {
+  __device__ __forceinline__ int64 row(const TileCoordinates& coords, int query) const {
     const AttentionParams& attention = params.attention;
-    const int64 sequence = static_cast<int64>(place.batch) * attention.heads + place.head;
+    const int64 sequence = static_cast<int64>(coords.batch) * attention.heads + coords.head;
     return (sequence * attention.sq + query) * params.splits + part;
   }
 };

@@ -1,6 +1,6 @@
 // Which keys a query sees, as one interval.
 //
-// Query i stands at key position i + q_offset. Causal order, a sliding window and the number of keys in use each cut
+// Query i is at key position i + q_offset. Causal order, a sliding window and the number of keys in use each cut
 // the keys to an interval, and so does any combination of them: a score is kept if begin <= j < end.
 #pragma once
 
@@ -26,7 +26,7 @@ struct KeyRange {
 struct KeyWindow {
   int begin_shift, end_shift, keys;
 
-  // Query i stands at i + q_offset and sees `left` keys before that position and `right` behind it.
+  // Query i is at i + q_offset and sees `left` keys before that position and `right` after it.
   // All three are within 2^60, or kUnbounded.
   __device__ __forceinline__ KeyWindow(int64 q_offset, int64 left, int64 right, int keys_)
       : begin_shift(left == kUnbounded ? -kFar : clamp(q_offset - left, -kFar, kFar)),

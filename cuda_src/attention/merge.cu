@@ -4,10 +4,11 @@
 //
 // (Rabe and Staats, arXiv:2112.05682, section 3; FlashInfer, Ye et al., arXiv:2501.01005, section 2.2.)
 //
-// Shapes    out_a, out_b, out (B, S, H, D) and lse_a, lse_b, lse (B, H, S) of any strides, the last axis of out contiguous.
-//           Each of the first three in a dtype of its own: a sum of parts stays in float32 while parts come in 16 bits.
-// Work      a warp a row (batch, token, head); a lane has the VEC columns from lane * VEC on, the next 32 * VEC behind.
-//           Grid ceil(rows / warps).
+// Shapes    out_a, out_b, out (B, S, H, D) and lse_a, lse_b, lse (B, H, S) of any strides, the last axis of out
+//           contiguous. Each of the first three in a dtype of its own: a sum of parts stays in float32 while parts come
+//           in 16 bits.
+// Work      a warp a row (batch, token, head); a lane has the VEC columns from lane * VEC on, the next 32 * VEC after
+//           these. Grid ceil(rows / warps).
 // Budget    registers for what is on the way; no shared memory.
 // Edges     a part whose lse is -inf is not read; of two such out is 0 and lse -inf. An lse of +inf or NaN gives NaN in
 //           both results. out may be out_a itself, and lse lse_a: a lane reads what it writes, and no lane writes lse

@@ -1,8 +1,8 @@
 // What a user's own expressions do to a score, where a call has any: Modifiers.
 //
 // With MODIFIED the library writes the header below from the expressions (ops/attention/kernels/modifiers.py):
-// Modifiers holds the arrays that they name. An entry takes these behind its other arrays, MODIFIER_ARRAYS, with their
-// strides behind all else, MODIFIER_STRIDES, and passes on MODIFIERS, which is made of both.
+// Modifiers holds the arrays that they name. An entry takes these after its other arrays, MODIFIER_ARRAYS, with their
+// strides after all else, MODIFIER_STRIDES, and passes on MODIFIERS, which is made of both.
 #pragma once
 
 #include "../common/numeric.cuh"

@@ -1,4 +1,4 @@
-// What stands for the user's expressions in a call without any; modifiers.cuh has those of others.
+// The stand-in for the user's expressions in a call without any; modifiers.cuh has those of other calls.
 #pragma once
 
 #include "block_lists.cuh"

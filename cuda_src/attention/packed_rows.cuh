@@ -1,7 +1,8 @@
-// Sequences of different lengths that stand one behind the other in one array, and which of their tiles a CTA has.
+// Sequences of different lengths, one after the other in one array, and the search for a CTA's tile.
 //
-// Rows cu_seqlens[b] to cu_seqlens[b + 1] of the array are those of sequence b. No length is read on the host: a grid has
-// as many CTAs as any lengths could need, each finds its tile from the lengths, and those beyond the last tile return.
+// Rows cu_seqlens[b] to cu_seqlens[b + 1] of the array are those of sequence b. No length is read on the host: a grid
+// has as many CTAs as any lengths could need, each finds its tile from the lengths, and those beyond the last tile
+// return.
 #pragma once
 
 #include "params.cuh"
@@ -16,8 +17,8 @@ struct PackedRows {
   BatchIntegers layout;
   int batch, total, longest;  // sequences, rows of the array, the most rows of a sequence
 
-  // Where a sequence begins, as the array says; what lies beyond 32 bits becomes the nearest int. Read by words, without a
-  // branch: the loads of several are then in flight at once.
+  // Where a sequence begins, as the array says; what lies beyond 32 bits becomes the nearest int. Read by words,
+  // without a branch: the loads of several are then in flight at once.
   __device__ __forceinline__ int bound(int sequence) const {
     const int* words_g = static_cast<const int*>(cu_seqlens_g) + (sequence * layout.stride << layout.is_int64);
     const int low = words_g[0], high = words_g[layout.is_int64];
@@ -62,30 +63,32 @@ struct PackedRows {
     return sequence < batch ? div_up(of(sequence).count, tile_rows) : 0;
   }
 
-  // The tile of this CTA, by a warp; without tiles beyond the last one. Tiles are in the order of their sequences' lengths,
-  // the longest first: what starts last is then short, and all multiprocessors end together. Sequences with equally
-  // many tiles take turns as those of a batch do. `own`: how many tiles the lane's sequence has, of the first 32.
+  // The tile of this CTA, by a warp; without tiles beyond the last one. Tiles are in the order of their sequences'
+  // lengths, the longest first: what starts last is then short, and all multiprocessors end together. Sequences with
+  // equally many tiles are interleaved as those of a batch are. `own`: how many tiles the lane's sequence has, of the
+  // first 32.
   __device__ __forceinline__ PackedTile of_cta(int heads, int together, int tile_rows, int own) const {
     Alike alike;
     if (!alike_at(alike, blockIdx.x / heads, own, tile_rows)) return {0, 0, 0, 0};
     const uint32 index = blockIdx.x - alike.before * heads, group_tiles = alike.tiles * together;
-    const int first = index / group_tiles * together;  // of the heads that take turns; the last of them may be fewer
-    const int turns = min(together, alike.all / alike.tiles * heads - first);
-    const Turn turn(index - first * alike.tiles, alike.tiles, turns);
-    const int head = first + turn.head;  // of all sequences with so many tiles
-    return {nth_of_length(head / heads, alike.tiles, own, tile_rows), head % heads, turn.tile, alike.tiles};
+    const int first = index / group_tiles * together;  // of the interleaved heads; the last of them may be fewer
+    const int interleaved = min(together, alike.all / alike.tiles * heads - first);
+    const InterleavedTile at(index - first * alike.tiles, alike.tiles, interleaved);
+    const int head = first + at.head;  // of all sequences with so many tiles
+    return {nth_of_length(head / heads, alike.tiles, own, tile_rows), head % heads, at.tile, alike.tiles};
   }
 
  private:
-  // Sequences with `tiles` tiles each, `all` together, behind the `before` tiles of longer ones.
+  // Sequences with `tiles` tiles each, `all` in total, after the `before` tiles of longer ones.
   struct Alike {
     int tiles, all, before;
   };
 
-  // Those among whose tiles the one of that number is; false beyond the last. Each lane asks of one length of 32 at a time.
+  // Those among whose tiles the one of that number is; false beyond the last. Each lane asks of one length of 32 at a
+  // time.
   __device__ __forceinline__ bool alike_at(Alike& alike, int at, int own, int tile_rows) const {
-    // Where all are alike one ballot says so: packed sequences of 512 tokens take 1.03 times what a dense call does, and 1.05
-    // without it (python -m cupyattn.benchmark varlen, H100, 2026-11-27).
+    // Where all are alike one ballot says so: packed sequences of 512 tokens take 1.03 times what a dense call does,
+    // and 1.05 without it (python -m cupyattn.benchmark varlen, H100, 2026-11-27).
     alike = {__shfl_sync(kFullWarp, own, 0), 0, 0};
     if (__all_sync(kFullWarp, own == (lane_index() < batch ? alike.tiles : 0)) && batch <= kWarpSize) {
       alike.all = alike.tiles * batch;
@@ -106,8 +109,9 @@ struct PackedRows {
     return true;
   }
 
-  // How many tiles the sequences have together that have at least `least` each, which every lane asks for itself; `own` is
-  // the lane's of the first 32. A ballot has one bit of 32 counts of tiles, so that few steps compare and add them all.
+  // How many tiles the sequences have together that have at least `least` each, which every lane asks for itself; `own`
+  // is the lane's of the first 32. A ballot has one bit of 32 counts of tiles, so that few steps compare and add them
+  // all.
   __device__ __forceinline__ int tiles_of_longer(int least, int own, int tile_rows) const {
     constexpr int kBits = 6;  // in one round: few sequences have 64 tiles or more
     const int bits = kWarpSize - __clz(div_up(longest, tile_rows));

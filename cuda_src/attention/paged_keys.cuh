@@ -14,12 +14,12 @@ template <bool kScaled>
 struct GroupEntry {
   int block, within;
 
-  __device__ __forceinline__ int place(const CacheUnits& units) const {
+  __device__ __forceinline__ int coords(const CacheUnits& units) const {
     return block * units.block + (kScaled ? within * units.group : within);
   }
 };
 
-// The entries of one sequence that hold keys which some row of the CTA sees, and no others behind them.
+// The entries of one sequence that hold keys which some row of the CTA sees, and none after them.
 template <int kTileK, bool kScaled>
 struct GroupTable {
   static constexpr int kGroups = kTileK / kGroupKeys;  // of a tile
@@ -30,14 +30,14 @@ struct GroupTable {
   int last;       // group; -1 without keys
   int seen_keys;  // from the first that some row sees to the sequence's end
 
-  __device__ __forceinline__ GroupTable(const PagedParams& all, const int* block_table_g, const Place& place,
+  __device__ __forceinline__ GroupTable(const PagedParams& all, const int* block_table_g, const TileCoordinates& coords,
                                         const KeyWindow& window, int rows)
-      : table_g(block_table_g + place.batch * all.table_batch), params(all) {
-    last = div_up(window.of_row(place.first_row + rows - 1).end, kGroupKeys) - 1;
-    seen_keys = window.keys - window.of_row(place.first_row).begin;
+      : table_g(block_table_g + coords.batch * all.table_batch), params(all) {
+    last = div_up(window.of_row(coords.first_row + rows - 1).end, kGroupKeys) - 1;
+    seen_keys = window.keys - window.of_row(coords.first_row).begin;
   }
 
-  // The groups of a tile; those behind the last one repeat it.
+  // The groups of a tile; those after the last one repeat it.
   __device__ __forceinline__ GroupEntry<kScaled> look_up(int tile) const {
     const int group = min(tile * kGroups + (kGroups > 1 ? lane_index() : 0), last);
     const int column = __umulhi(2 * group, params.block_reciprocal) >> params.block_shift;
@@ -48,8 +48,8 @@ struct GroupTable {
   }
 
   // What lane `group` has, for all lanes.
-  __device__ __forceinline__ static int of_group(int place, int group) {
-    return kGroups > 1 ? __shfl_sync(kFullWarp, place, group) : place;
+  __device__ __forceinline__ static int of_group(int coords, int group) {
+    return kGroups > 1 ? __shfl_sync(kFullWarp, coords, group) : coords;
   }
 
   // Whether a key of a tile, of whose first one on `keys` are in use, is read at all.

@@ -1,10 +1,10 @@
-// What the kernels of many query tokens over a paged cache are told besides their array pointers, and which queries a
+// Parameters of the kernels of many query tokens over a paged cache besides their array pointers, and the queries of a
 // CTA has.
 //
-// Shapes: q and out (B, Sq, H, D), lse (B, H, Sq); or packed, sequence behind sequence, (total, H, D) and (H, total) with
-// cu_seqlens_q (B + 1,). Caches (num_blocks, block_size, G, D), those of integers with scales (num_blocks, block_size, G);
-// block_table (B, max_blocks), seqlens_k (B,). The last axis of q, out and the caches is contiguous; all others may have
-// any stride.
+// Shapes: q and out (B, Sq, H, D), lse (B, H, Sq); or packed, one sequence after the other, (total, H, D) and (H,
+// total) with cu_seqlens_q (B + 1,). Caches (num_blocks, block_size, G, D), those of integers with scales (num_blocks,
+// block_size, G); block_table (B, max_blocks), seqlens_k (B,). The last axis of q, out and the caches is contiguous;
+// all others may have any stride.
 #pragma once
 
 #include "params.cuh"
@@ -31,7 +31,7 @@ struct PagedParams {
   int64 table_batch;
   int table_block;   // in bytes
   int batch, total;  // sequences, and packed rows
-  // Group g stands in block (2 g * reciprocal) >> (32 + shift) of its sequence, exactly for g < 2^30.
+  // Group g is in block (2 g * reciprocal) >> (32 + shift) of its sequence, exactly for g < 2^30.
   uint32 block_reciprocal;
   int block_shift;
   int block_span;  // what the groups of a block take together
@@ -51,13 +51,13 @@ struct QuerySpan {
   }
 };
 
-// The rows of a CTA, those of a sequence's end first: under causal order they see most keys. Of packed sequences each has
-// as many CTAs as it needs, found from the lengths by every warp; false for a CTA beyond the last one.
-__device__ __forceinline__ bool place_of_cta(Place& place, const PagedParams& params, const void* cu_seqlens_q_g,
-                                             int rows_per_cta) {
+// The rows of a CTA, those of a sequence's end first: under causal order they see most keys. Of packed sequences each
+// has as many CTAs as it needs, found from the lengths by every warp; false for a CTA beyond the last one.
+__device__ __forceinline__ bool coordinates_of_cta(TileCoordinates& coords, const PagedParams& params,
+                                                   const void* cu_seqlens_q_g, int rows_per_cta) {
   const AttentionParams& attention = params.attention;
   if (cu_seqlens_q_g == nullptr) {
-    place = place_of_cta(attention, rows_per_cta, /*last_rows_first=*/true);
+    coords = coordinates_of_cta(attention, rows_per_cta, /*last_rows_first=*/true);
     return true;
   }
   const int heads = attention.heads, cta_tile = blockIdx.x / heads;
@@ -77,14 +77,14 @@ __device__ __forceinline__ bool place_of_cta(Place& place, const PagedParams& pa
       const int lane = __ffs(beyond) - 1;
       const int own_tiles = __shfl_sync(kFullWarp, tiles, lane);
       const int index = blockIdx.x - (before + __shfl_sync(kFullWarp, up_to, lane) - own_tiles) * heads;
-      place.batch = first + lane;
-      const Turn turn(index, own_tiles, attention.together);
-      place.head = turn.head;
-      place.kv_head = place.head / attention.group;
-      place.first_row = (own_tiles - 1 - turn.tile) * rows_per_cta;
-      place.begin = __shfl_sync(kFullWarp, span.begin, lane);
-      place.sq = __shfl_sync(kFullWarp, span.count, lane);
-      place.sk = attention.sk;
+      coords.batch = first + lane;
+      const InterleavedTile at(index, own_tiles, attention.together);
+      coords.head = at.head;
+      coords.kv_head = coords.head / attention.group;
+      coords.first_row = (own_tiles - 1 - at.tile) * rows_per_cta;
+      coords.begin = __shfl_sync(kFullWarp, span.begin, lane);
+      coords.sq = __shfl_sync(kFullWarp, span.count, lane);
+      coords.sk = attention.sk;
       return true;
     }
     before += __shfl_sync(kFullWarp, up_to, kWarpSize - 1);
@@ -92,7 +92,8 @@ __device__ __forceinline__ bool place_of_cta(Place& place, const PagedParams& pa
   return false;
 }
 
-// The last query stands at the last token.
-__device__ __forceinline__ int64 query_offset(const PagedParams& params, const void* seqlens_k_g, const Place& place) {
-  return keys_in_use(params.attention, seqlens_k_g, place.batch) - place.sq;
+// The last query is at the position of the last token.
+__device__ __forceinline__ int64 query_offset(const PagedParams& params, const void* seqlens_k_g,
+                                              const TileCoordinates& coords) {
+  return keys_in_use(params.attention, seqlens_k_g, coords.batch) - coords.sq;
 }

@@ -1,18 +1,19 @@
-// Rotary embedding of q and k in one launch before the kernels of attention, and of dq and dk behind them.
+// Rotary embedding of q and k in one launch before the kernels of attention, and of dq and dk after them.
 //
 //   (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)   (+ what is there, with ACCUMULATE)
 //
-// for each pair (a, b) of the first R features, as in ../rope/rotate.cu (Su et al., arXiv:2104.09864, equation 34), with
-// query i at position i + q_offset and key j at j. sin times `sign` -1 is the inverse: with s = (R_i q) . (R_j k), dq is
-// R_i^T times the gradient of the rotated q, likewise dk.
+// for each pair (a, b) of the first R features, as in ../rope/rotate.cu (Su et al., arXiv:2104.09864, equation 34),
+// with query i at position i + q_offset and key j at j. sin times `sign` -1 is the inverse: with s = (R_i q) . (R_j k),
+// dq is R_i^T times the gradient of the rotated q, likewise dk.
 //
-// Shapes    as in params.cuh, or in varlen_params.cuh: packed sequences, whose positions begin at 0 in each. cos and sin (positions, R/2) of TABLE.
+// Shapes    as in params.cuh, or in varlen_params.cuh: packed sequences, whose positions begin at 0 in each. cos and
+//           sin (positions, R/2) of TABLE.
 // Work      a thread owns a slot of HEADS neighbouring heads of a token (../rope/rotated_slots.cuh), first of all
 //           queries, then of all keys. Grid ceil(threads / THREADS).
 // Budget    registers: 4 * HEADS * VEC storage items and 2 * PAIRS floats, below 128 in all; no shared memory.
-// Edges     keys that are not in use are left as they are; queries that see no key are copied. A position outside of the
-//           tables gives NaN in the R features, and nothing is read there. Rows of no packed sequence are left as they are. out may
-//           be x.
+// Edges     keys that are not in use are left as they are; queries that see no key are copied. A position outside of
+//           the tables gives NaN in the R features, and nothing is read there. Rows of no packed sequence are left as
+//           they are. out may be x.
 #if !defined(THREADS)
 #error "THREADS comes from a launch-configuration table, and what rotated_slots.cuh names"
 #endif
@@ -40,11 +41,11 @@ struct RotaryArrays {
   DTYPE *q_out_g, *k_out_g;
 };
 
-// Where a token lies, and where it stands.
+// A token's row in its array, and its position in its sequence.
 struct Token {
   uint32 batch, row;
   int64 position;
-  bool turns;  // false of a query that sees no key: it is copied, wherever it stands
+  bool rotates;  // false of a query that sees no key: it is copied, at any position
 };
 
 // Selected, not indexed: parameters have no index, so the struct would go through local memory.
@@ -75,7 +76,7 @@ __device__ __forceinline__ bool find(Token& token, const Sequences& sequences, b
   token.row = number - token.batch * length;
   token.position = token.row + (keys ? 0 : sequences.q_offset(token.batch));
   const KeyWindow window = sequences.window(token.batch);
-  token.turns = keys || !window.of_row(token.row).empty();
+  token.rotates = keys || !window.of_row(token.row).empty();
   return !keys || token.row < window.keys;
 }
 #endif
@@ -100,8 +101,8 @@ __device__ __forceinline__ void rotate(const RotaryParams& params, const RotaryA
                  token.row * out_strides.seq + head * out_strides.head;
 
   // Phase 2: rotate it.
-  turn_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, arrays.cos_g, arrays.sin_g,
-            token.turns, [&] { return token.position; });
+  rotate_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, arrays.cos_g, arrays.sin_g,
+              token.rotates, [&] { return token.position; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

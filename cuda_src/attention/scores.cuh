@@ -29,7 +29,8 @@ struct ScoreOptions {
   static constexpr bool kBeyondScale = kGiven<Bias> || kGiven<Slopes> || kSoftcap || Modifiers::kScore;
 };
 
-// Of which score an expression is told: rows and keys that do not exist, which kernels compute and drop, as the last.
+// The indices that an expression gets. Rows and keys that do not exist, which kernels compute and drop, count as the
+// last.
 struct ScoreIndices {
   int batch, head, row, key;
 
@@ -55,8 +56,8 @@ __device__ __forceinline__ float dropout_factor(const ScoreParams& params, int b
   return dropout_field(words, key) >= params.keep_from ? params.keep_scale : 0.f;
 }
 
-// How far a query stands behind a key: an integer, rounded once. A float has 24 bits, and positions may have more; so
-// what is common to a thread's scores is kept as a multiple of 2^16 and a rest, which both are exact (below 2^40).
+// The distance from a key to a later query: an integer, rounded once. A float has 24 bits, and positions may have more;
+// so what is common to a thread's scores is kept as a multiple of 2^16 and a rest, which both are exact (below 2^40).
 struct Distance {
   float far, near;
 
@@ -185,17 +186,17 @@ struct ScorePass {
   Modifiers modifiers;
 
   __device__ __forceinline__ ScorePass(const AttentionParams& all, const void* bias, const void* mask,
-                                       const void* slopes, const Place& place, int64 offset,
+                                       const void* slopes, const TileCoordinates& coords, int64 offset,
                                        const Modifiers& of_user = {})
       : params(all),
         bias_g(bias),
         mask_g(mask),
-        rule(all, slopes, place.batch, place.head),
-        batch(place.batch),
-        head(place.head),
-        cta_row(place.first_row),
-        sq(place.sq),
-        sk(place.sk),
+        rule(all, slopes, coords.batch, coords.head),
+        batch(coords.batch),
+        head(coords.head),
+        cta_row(coords.first_row),
+        sq(coords.sq),
+        sk(coords.sk),
         q_offset(offset),
         modifiers(of_user) {}
 

@@ -1,15 +1,15 @@
-// One source for a batch of sequences of equal length and for sequences packed into one array: Sequences describes all of
-// them, CtaQueries the query rows of a CTA.
+// One source for a batch of sequences of equal length and for sequences packed into one array: Sequences describes all
+// of them, CtaQueries the query rows of a CTA.
 //
-// The kernel's parameter struct, whose size is a macro, chooses between the two. A source names its entry ENTRY(name) and
-// takes cu_seqlens_q and cu_seqlens_k by PACKED_ARRAYS, or the first alone by PACKED_QUERIES. CU_SEQLENS_Q and
+// The kernel's parameter struct, whose size is a macro, chooses between the two. A source names its entry ENTRY(name)
+// and takes cu_seqlens_q and cu_seqlens_k by PACKED_ARRAYS, or the first alone by PACKED_QUERIES. CU_SEQLENS_Q and
 // CU_SEQLENS_K name these parameters; they are null in a batch.
 //
-// Packed sequences need more CTAs than a batch of as many tokens. The grid has as many as any lengths could need tiles, H
-// (or G) times; the longest sequences start first, and CTAs beyond the last tile return (packed_rows.cuh).
+// Packed sequences need more CTAs than a batch of as many tokens. The grid has as many as any lengths could need tiles,
+// H (or G) times; the longest sequences start first, and CTAs beyond the last tile return (packed_rows.cuh).
 #pragma once
 
-#include "block_key_walk.cuh"
+#include "block_key_loop.cuh"
 
 #if defined(VARLEN_PARAMS_BYTES)
 #define PACKED true
@@ -53,7 +53,9 @@ struct CtaQueries {
 
   // False for a CTA beyond the last tile.
   __device__ __forceinline__ bool exist() const { return work.exists(); }
-  __device__ __forceinline__ Place place() const { return query_place(work, sequences.attention, kTileQ); }
+  __device__ __forceinline__ TileCoordinates coords() const {
+    return query_coordinates(work, sequences.attention, kTileQ);
+  }
   __device__ __forceinline__ KeyWindow window() const { return work.sequence.window(sequences.attention); }
   __device__ __forceinline__ int64 q_offset() const { return work.sequence.q_offset; }
   // The rows of the sequence in arrays of queries and of keys.
@@ -96,16 +98,16 @@ __device__ __forceinline__ constexpr bool last_rows_first(const BlockLists&) { r
 template <int kTileQ, int kTileK>
 struct CtaQueries {
   const Sequences& sequences;
-  Place own;
+  TileCoordinates own;
 
   template <typename Blocks, typename Smem>
   __device__ __forceinline__ CtaQueries(const Sequences& sequences_, const Blocks& blocks, Smem&)
       : sequences(sequences_),
-        own(in_order_of_work<kTileQ, kTileK>(place_of_cta(sequences_.attention, kTileQ, last_rows_first(blocks)),
+        own(in_order_of_work<kTileQ, kTileK>(coordinates_of_cta(sequences_.attention, kTileQ, last_rows_first(blocks)),
                                              blocks)) {}
 
   __device__ __forceinline__ static bool exist() { return true; }
-  __device__ __forceinline__ const Place& place() const { return own; }
+  __device__ __forceinline__ const TileCoordinates& coords() const { return own; }
   __device__ __forceinline__ KeyWindow window() const { return sequences.window(own.batch); }
   __device__ __forceinline__ int64 q_offset() const { return sequences.q_offset(own.batch); }
   __device__ __forceinline__ RowSpan queries() const { return sequences.queries(own.batch); }

@@ -98,9 +98,9 @@ struct StoredItems<uint8, kItems> : StoredBytes<kItems / 2> {
 
 // 8 integers times their scale as float16, two a word; the scale is rounded to float16, and so is each product.
 //
-// Bits of an integer in the low bits of a float16 are a number: one operation makes two of them, where a conversion would
-// take Turing's slowest pipe one by one. kBase is the float16 in whose units they are 1 / kUnit each, which keeps scales
-// of float16 items within its range; what they are too large by is subtracted exactly.
+// Bits of an integer in the low bits of a float16 are a number: one operation makes two of them, where a conversion
+// would take Turing's slowest pipe one by one. kBase is the float16 in whose units they are 1 / kUnit each, which keeps
+// scales of float16 items within its range; what they are too large by is subtracted exactly.
 template <typename Item>
 struct HalfPairs;
 
@@ -133,7 +133,7 @@ struct HalfPairs<uint8> {
   static constexpr float kUnit = 4.f;
   static constexpr uint32 kBase = 0x5c005c00u;  // 256
 
-  // Nibbles 0 and 4 of the word, 1 and 5, 2 and 6, 3 and 7; those of odd numbers stand one nibble too high.
+  // Nibbles 0 and 4 of the word, 1 and 5, 2 and 6, 3 and 7; those of odd numbers are one nibble too high.
   __device__ __forceinline__ static void integers(uint32 (&halves)[4], const StoredItems<uint8, 8>& items) {
     uint32 apart[4];
 #pragma unroll

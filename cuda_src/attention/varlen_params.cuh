@@ -1,4 +1,4 @@
-// What the kernels of packed sequences are told besides their array pointers.
+// Parameters of the kernels of packed sequences besides their array pointers.
 //
 // Shapes: q and out (total_q, H, D and Dv), k and v (total_k, G, D and Dv), lse (H, total_q): rows cu_seqlens_q[b] to
 // cu_seqlens_q[b + 1], and of k and v those that cu_seqlens_k says, belong to sequence b. Bias and mask broadcast to
@@ -10,7 +10,7 @@
 struct PackedBatch {
   BatchIntegers cu_seqlens_q, cu_seqlens_k;
   int batch, total_q, total_k;
-  int ends_with_keys;  // the last query stands at the last key in use; otherwise q_offset says where
+  int ends_with_keys;  // the last query is at the last key in use; otherwise q_offset applies
 };
 
 // Field for field the structured dtype VARLEN_PARAMS of cupyattn/ops/attention/structs.
@@ -49,7 +49,7 @@ struct PackedSequence {
   }
 };
 
-// What a CTA has: a tile of one head, and the sequence whose tile it is.
+// The work of a CTA: a tile of one head, and the sequence of the tile.
 struct PackedWork {
   PackedTile tile;
   PackedSequence sequence;
@@ -58,15 +58,15 @@ struct PackedWork {
   __device__ __forceinline__ bool exists() const { return tile.tiles > 0; }
 };
 
-// Which of the tiles of `rows` this CTA has; a sequence's own are `by`, its queries or keys. One warp looks. Each lane reads
-// all of one of the first 32 sequences at once: a second read would wait for memory again.
+// Find the tile of `rows` of this CTA; `by` are a sequence's own rows, its queries or keys. One warp searches. Each
+// lane reads all of one of the first 32 sequences at once: a second read would wait for memory again.
 //
-// All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from an
-// address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a sequence's rows
-// begin. With answers of each warp's own the loops had them in common registers, and spilled (packed sequences at head dim
-// 64 modelled 0.65 in the backward of one pass for 0.68; `python -m cupyattn turing`, T4, 2026-11-23). The window each
-// thread computes: read from there too, sm_90's code of head dim 128 spilled 264 bytes for 20 (ptxas 13.5 on PTX of
-// compute_75, 2026-11-26).
+// All threads read its answer from one place in shared memory, the first bytes of the kernel's buffers: what comes from
+// an address that all have ptxas keeps in uniform registers, and with it whatever follows from it, as where a
+// sequence's rows begin. With answers of each warp's own the loops had them in common registers, and spilled (packed
+// sequences at head dim 64 modelled 0.65 in the backward of one pass for 0.68; `python -m cupyattn turing`, T4,
+// 2026-11-23). The window each thread computes: read from there too, sm_90's code of head dim 128 spilled 264 bytes for
+// 20 (ptxas 13.5 on PTX of compute_75, 2026-11-26).
 template <typename Smem>
 __device__ __forceinline__ PackedWork work_of_cta(const PackedBatch& packed, const AttentionParams& longest,
                                                   const SequencePointers& pointers, const PackedRows& rows,
@@ -95,7 +95,8 @@ __device__ __forceinline__ PackedWork queries_of_cta(const PackedBatch& packed, 
 }
 
 // Those of a sequence's end come first: under causal order they see most keys.
-__device__ __forceinline__ Place query_place(const PackedWork& work, const AttentionParams& longest, int rows_per_cta) {
+__device__ __forceinline__ TileCoordinates query_coordinates(const PackedWork& work, const AttentionParams& longest,
+                                                             int rows_per_cta) {
   const PackedTile& tile = work.tile;
   const RowSpan& rows = work.sequence.queries;
   return {tile.batch,

@@ -1,4 +1,4 @@
-// How many float32 multiply-adds a card makes: the ceiling of kernels whose products are float32 arithmetic.
+// The number of float32 multiply-adds that a GPU makes: the ceiling of kernels whose products are float32 arithmetic.
 //
 // Shapes    sums (CTAs, THREADS) float32: of each thread kInFlight chains of s <- s x + x, ROUNDS long, from s = 0.
 // Work      each thread has IN_FLIGHT chains, which do not wait for each other. A multiply-add reads two different

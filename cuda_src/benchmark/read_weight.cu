@@ -1,7 +1,7 @@
 // Reads an array and does nothing with it: the time that any kernel takes which needs all of a weight.
 //
 // Shapes    words of 16 bytes.
-// Work      a thread has IN_FLIGHT loads on their way; CTAs walk the array together.
+// Work      a thread has IN_FLIGHT loads on their way; all CTAs advance through the array at the same pace.
 // Budget    registers: IN_FLIGHT words; no shared memory.
 // Edges     words beyond the array are not read. A thread writes only if what it read XORs to a number that random
 //           weights do not: so the compiler cannot leave the reads out.

@@ -169,7 +169,7 @@ struct Head {
   }
 
  private:
-  // Of the head's items, which LANES lanes hold, with zeros behind them: a NaN is above infinity.
+  // Of the head's items, which LANES lanes hold, with zeros after them: a NaN is above infinity.
   __device__ __forceinline__ uint32 largest_bits() const {
     uint32 largest = 0;
 #pragma unroll

@@ -67,12 +67,12 @@ struct LoadedItems {
 
 // A row's index along each axis.
 template <int kArrays>
-struct OuterPlace {
+struct OuterCoordinates {
   uint32 row = 0;
   uint32 along[kElementsAxes] = {};
 
-  OuterPlace() = default;
-  __device__ __forceinline__ OuterPlace(const ElementsParams<kArrays>& params, uint32 row_) : row(row_) {
+  OuterCoordinates() = default;
+  __device__ __forceinline__ OuterCoordinates(const ElementsParams<kArrays>& params, uint32 row_) : row(row_) {
     uint32 rows = row;
 #pragma unroll
     for (int axis = kElementsAxes - 1; axis >= 0 && rows > 0; axis--) {
@@ -96,18 +96,18 @@ struct OuterPlace {
 
 // The position of this thread's items: its row, its first column, and the number of columns from there on.
 template <typename Traits, int kArrays>
-struct ElementWalk {
+struct ElementLoop {
   using Params = ElementsParams<kArrays>;
   static constexpr int kVec = Traits::kVec;
   static constexpr int kStep = Traits::kLanes * kVec;  // from a thread's vector to its next
 
   const Params& params;
   uint32 row;
-  OuterPlace<kArrays> outer;
+  OuterCoordinates<kArrays> outer;
   int64 column;
   int rest;  // columns from `column` to the end of the unit or the row; 0 or less beyond the end
 
-  __device__ __forceinline__ explicit ElementWalk(const Params& params_) : params(params_) {
+  __device__ __forceinline__ explicit ElementLoop(const Params& params_) : params(params_) {
     const uint32 unit = blockIdx.x * static_cast<uint32>(Traits::kUnits) + threadIdx.x / Traits::kLanes;
     row = params.rows == 1 ? 0 : unit / params.units;
     const int64 start = static_cast<int64>(unit - row * params.units) * Traits::kUnitItems;
@@ -115,7 +115,7 @@ struct ElementWalk {
     column = start + skipped;
     const int64 left = row < params.rows ? params.length - start : 0;
     rest = static_cast<int>(left < Traits::kUnitItems ? left : Traits::kUnitItems) - skipped;
-    outer = OuterPlace<kArrays>(params, row);
+    outer = OuterCoordinates<kArrays>(params, row);
   }
 
   // The index of this thread's first item in C order. The next vector begins kStep items later.

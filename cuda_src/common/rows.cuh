@@ -1,8 +1,8 @@
 // Row-wise kernels: arrays of any rank whose last axis is contiguous, as rows of `length` items.
 //
-// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They process it in segments (strips) of
-// LANES vectors, and a thread owns one vector of each strip. A resident row (up to STRIPS strips) stays in registers
-// between the passes over it. A longer row is read again in each pass.
+// A row belongs to LANES neighbouring threads: part of a warp, or whole warps. They process it in segments of
+// LANES vectors, and a thread owns one vector of each segment. A resident row (up to STRIPS segments) stays in
+// registers between the passes over it. A longer row is read again in each pass.
 #pragma once
 
 #include "reduce.cuh"
@@ -53,27 +53,30 @@ __device__ __forceinline__ void row_offsets(int64 (&offsets)[kCount], const Rows
   for (int array = 0; array < kCount; array++) offsets[array] += row * params.strides[array][0];
 }
 
-template <int kThreads_, int kLanes_, int kStrips_, int kVec_, bool kResident_>
+template <int kThreads_, int kLanes_, int kSegments_, int kVec_, bool kResident_>
 struct RowTraits {
   static constexpr int kThreads = kThreads_;
   static constexpr int kLanes = kLanes_;
   static constexpr int kVec = kVec_;
   static constexpr bool kResident = kResident_;  // the whole row fits in the registers of its threads
-  static constexpr int kHeldStrips = kResident ? kStrips_ : 1;
-  static constexpr int kStrips = kStrips_;  // strips in registers, or in a batch: loaded before the first is used
+  static constexpr int kHeldSegments = kResident ? kSegments_ : 1;
+  static constexpr int kSegments = kSegments_;  // segments in registers, or in a batch: loaded before the first is used
   static constexpr int kRowsPerCta = kThreads / kLanes;
-  static constexpr int kStripItems = kLanes * kVec;
+  static constexpr int kSegmentItems = kLanes * kVec;
 
-  // The number of strips of a row. It is a constant for a resident row, so that loops unroll and it stays in registers.
-  static __device__ __forceinline__ int64 strips(int64 length) {
-    return kResident ? kHeldStrips : (length + kStripItems - 1) / kStripItems;
+  // The number of segments of a row. It is a constant for a resident row, so that loops unroll and it stays in
+  // registers.
+  static __device__ __forceinline__ int64 segments(int64 length) {
+    return kResident ? kHeldSegments : (length + kSegmentItems - 1) / kSegmentItems;
   }
-  // The number of batches of kStrips strips; a resident row is one batch.
+  // The number of batches of kSegments segments; a resident row is one batch.
   static __device__ __forceinline__ int64 batches(int64 length) {
-    constexpr int kBatchItems = kStripItems * kStrips;
+    constexpr int kBatchItems = kSegmentItems * kSegments;
     return kResident ? 1 : (length + kBatchItems - 1) / kBatchItems;
   }
-  static __device__ __forceinline__ constexpr int held(int64 strip) { return kResident ? static_cast<int>(strip) : 0; }
+  static __device__ __forceinline__ constexpr int held(int64 segment) {
+    return kResident ? static_cast<int>(segment) : 0;
+  }
 
   static_assert(kThreads % kLanes == 0, "whole rows");
   static_assert(kLanes <= kWarpSize || kLanes % kWarpSize == 0, "a row belongs to a part of a warp or to whole warps");
@@ -91,17 +94,17 @@ __device__ __forceinline__ float row_reduce(float x, float* partial_s) {
   }
 }
 
-// The first column of this thread's vector of `strip`.
+// The first column of this thread's vector of `segment`.
 template <typename Rows>
-__device__ __forceinline__ int64 strip_column(int64 strip) {
-  return strip * Rows::kStripItems + threadIdx.x % Rows::kLanes * Rows::kVec;
+__device__ __forceinline__ int64 segment_column(int64 segment) {
+  return segment * Rows::kSegmentItems + threadIdx.x % Rows::kLanes * Rows::kVec;
 }
 
-// Load a strip. Columns from `length` on are `absent`. With kVec > 1, `length` is a multiple of it.
+// Load a segment. Columns from `length` on are `absent`. With kVec > 1, `length` is a multiple of it.
 template <typename Rows, typename Scalar>
-__device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Scalar* row_g, int64 strip, int64 length,
-                                           float absent) {
-  const int64 column = strip_column<Rows>(strip);
+__device__ __forceinline__ void load_segment(float (&values)[Rows::kVec], const Scalar* row_g, int64 segment,
+                                             int64 length, float absent) {
+  const int64 column = segment_column<Rows>(segment);
   if (column < length) {
     load_vec(values, row_g + column);
   } else {
@@ -110,15 +113,16 @@ __device__ __forceinline__ void load_strip(float (&values)[Rows::kVec], const Sc
   }
 }
 
-// Load a strip of an array that broadcasts to the rows. With kWhole neighbouring columns are contiguous, and loads are
-// vectors. Otherwise they are `stride` items apart, 0 if one item is for all columns. Columns from `length` on are 0.
+// Load a segment of an array that broadcasts to the rows. With kWhole neighbouring columns are contiguous, and loads
+// are vectors. Otherwise they are `stride` items apart, 0 if one item is for all columns. Columns from `length` on are
+// 0.
 template <typename Rows, bool kWhole, typename Scalar>
 __device__ __forceinline__ void load_broadcast(float (&values)[Rows::kVec], const Scalar* row_g, int64 stride,
-                                               int64 strip, int64 length) {
+                                               int64 segment, int64 length) {
   if constexpr (kWhole) {
-    load_strip<Rows>(values, row_g, strip, length, 0.f);
+    load_segment<Rows>(values, row_g, segment, length, 0.f);
   } else {
-    const int64 column = strip_column<Rows>(strip);
+    const int64 column = segment_column<Rows>(segment);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) {
       values[i] = column + i < length ? to_float(row_g[(column + i) * stride]) : 0.f;
@@ -128,30 +132,30 @@ __device__ __forceinline__ void load_broadcast(float (&values)[Rows::kVec], cons
 
 // With kAccumulate values are added to what is there, before the one rounding.
 template <typename Rows, bool kAccumulate = false, typename Scalar>
-__device__ __forceinline__ void store_strip(Scalar* row_g, const float (&values)[Rows::kVec], int64 strip,
-                                            int64 length) {
-  const int64 column = strip_column<Rows>(strip);
+__device__ __forceinline__ void store_segment(Scalar* row_g, const float (&values)[Rows::kVec], int64 segment,
+                                              int64 length) {
+  const int64 column = segment_column<Rows>(segment);
   if constexpr (kAccumulate) {
     float total[Rows::kVec];
-    load_strip<Rows>(total, row_g, strip, length, 0.f);
+    load_segment<Rows>(total, row_g, segment, length, 0.f);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) total[i] += values[i];
-    store_strip<Rows>(row_g, total, strip, length);
+    store_segment<Rows>(row_g, total, segment, length);
   } else {
     if (column < length) store_vec(row_g + column, values);
   }
 }
 
-// A strip with the bits of memory, zeros from `length` on. So the loads of several strips, also of the next row, are
-// issued before the first one is converted. (A load and its conversion under one condition would be a branch, which
+// A segment with the bits of memory, zeros from `length` on. So the loads of several segments, also of the next row,
+// are issued before the first one is converted. (A load and its conversion under one condition would be a branch, which
 // waits for the load.)
 template <typename Rows, typename Scalar>
-struct HeldStrip {
+struct HeldSegment {
   using Items = Vec<Scalar, Rows::kVec>;
   WordsOf<Items> words;
 
-  __device__ __forceinline__ void load(const Scalar* row_g, int64 strip, int64 length) {
-    const int64 column = strip_column<Rows>(strip);
+  __device__ __forceinline__ void load(const Scalar* row_g, int64 segment, int64 length) {
+    const int64 column = segment_column<Rows>(segment);
     words = {};
     if (column < length) words = *reinterpret_cast<const WordsOf<Items>*>(row_g + column);
   }
@@ -174,13 +178,13 @@ struct HeldStrip {
 // rows: all but about 40 for addresses and intermediate values.
 template <typename Rows, typename Scalar>
 constexpr int kHeldRegisters =
-    Rows::kHeldStrips * (Rows::kVec > 1 ? Rows::kVec * static_cast<int>(sizeof(Scalar)) / 4 : 1);
+    Rows::kHeldSegments * (Rows::kVec > 1 ? Rows::kVec * static_cast<int>(sizeof(Scalar)) / 4 : 1);
 template <typename Rows>
 constexpr int kFreeRegisters = (Rows::kThreads > 256 ? 65536 / Rows::kThreads : 255) - 40;
 
 template <typename Rows>
-__device__ __forceinline__ bool strip_exists(int64 strip, int64 length) {
-  return strip_column<Rows>(strip) < length;
+__device__ __forceinline__ bool segment_exists(int64 segment, int64 length) {
+  return segment_column<Rows>(segment) < length;
 }
 
 // A barrier of the threads of one row, which has several warps. Other rows of the CTA do not wait.
@@ -224,29 +228,29 @@ struct RowSums {
 // and each thread adds to its own columns of partials_g.
 template <typename Rows>
 struct ColumnSums {
-  float sum[Rows::kHeldStrips][Rows::kVec];
+  float sum[Rows::kHeldSegments][Rows::kVec];
 
-  // Shared memory for `store`, for one strip: row i has item i of every thread. The pitch shifts each row against the
+  // Shared memory for `store`, for one segment: row i has item i of every thread. The pitch shifts each row against the
   // banks such that a warp reads neighbouring columns without conflicts.
   static constexpr int kPitch = Rows::kThreads + (Rows::kVec > 1 ? kWarpSize / Rows::kVec : 0);
   static constexpr int kSharedFloats = Rows::kResident ? Rows::kVec * kPitch : 1;
 
   __device__ __forceinline__ ColumnSums() {
 #pragma unroll
-    for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
+    for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
 #pragma unroll
-      for (int i = 0; i < Rows::kVec; i++) sum[strip][i] = 0.f;
+      for (int i = 0; i < Rows::kVec; i++) sum[segment][i] = 0.f;
     }
   }
 
-  // Add one row's terms of a strip. `first` is true for the first row of this CTA.
-  __device__ __forceinline__ void add(const float (&terms)[Rows::kVec], int64 strip, bool first, float* partial_row_g,
+  // Add one row's terms of a segment. `first` is true for the first row of this CTA.
+  __device__ __forceinline__ void add(const float (&terms)[Rows::kVec], int64 segment, bool first, float* partial_row_g,
                                       int64 length) {
     if constexpr (Rows::kResident) {
 #pragma unroll
-      for (int i = 0; i < Rows::kVec; i++) sum[strip][i] += terms[i];
-    } else if (strip_exists<Rows>(strip, length)) {
-      float* partial_g = partial_row_g + strip_column<Rows>(strip);
+      for (int i = 0; i < Rows::kVec; i++) sum[segment][i] += terms[i];
+    } else if (segment_exists<Rows>(segment, length)) {
+      float* partial_g = partial_row_g + segment_column<Rows>(segment);
       float total[Rows::kVec] = {};
       if (!first) load_vec(total, partial_g);
 #pragma unroll
@@ -259,18 +263,18 @@ struct ColumnSums {
   __device__ __forceinline__ void store(float* partial_row_g, int64 length, float (&columns_s)[kSharedFloats]) {
     if constexpr (Rows::kResident) {
 #pragma unroll
-      for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
-        __syncthreads();  // columns_s: the previous strip has been read
+      for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
+        __syncthreads();  // columns_s: the previous segment has been read
 #pragma unroll
-        for (int i = 0; i < Rows::kVec; i++) columns_s[i * kPitch + threadIdx.x] = sum[strip][i];
+        for (int i = 0; i < Rows::kVec; i++) columns_s[i * kPitch + threadIdx.x] = sum[segment][i];
         __syncthreads();  // columns_s: written by every thread
 #pragma unroll 1
-        for (int item = threadIdx.x; item < Rows::kStripItems; item += Rows::kThreads) {
+        for (int item = threadIdx.x; item < Rows::kSegmentItems; item += Rows::kThreads) {
           float total = 0.f;
           for (int row = 0; row < Rows::kRowsPerCta; row++) {
             total += columns_s[item % Rows::kVec * kPitch + row * Rows::kLanes + item / Rows::kVec];
           }
-          const int64 column = static_cast<int64>(strip) * Rows::kStripItems + item;
+          const int64 column = static_cast<int64>(segment) * Rows::kSegmentItems + item;
           if (column < length) partial_row_g[column] = total;
         }
       }

@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int mine = first + lane_index();
   const int row = mine < count ? rows_g[mine] : table_rows;
   const int before = first > 0 ? rows_g[first - 1] : -1;
-  const int behind = first + CHUNK < count ? rows_g[first + CHUNK] : -1;
-  const int64 offset = row < table_rows ? OuterPlace<1>(params, order_g[mine]).offset(params, 0) : 0;
+  const int after_chunk = first + CHUNK < count ? rows_g[first + CHUNK] : -1;
+  const int64 offset = row < table_rows ? OuterCoordinates<1>(params, order_g[mine]).offset(params, 0) : 0;
   float* partial_g = partials_g + static_cast<int64>(chunk) * 2 * params.length + column;
 
   // Phase 2: the sums of runs, in order.
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int k = 0; k < kInFlight; k++) {
       const int at = start + k, current = __shfl_sync(kFullWarp, row, at);
       const int later = __shfl_sync(kFullWarp, row, at + 1 < CHUNK ? at + 1 : at);
-      const int next = at + 1 < CHUNK ? later : behind;
+      const int next = at + 1 < CHUNK ? later : after_chunk;
       if (current >= table_rows) continue;  // the same in all lanes
 #pragma unroll
       for (int i = 0; i < VEC; i++) sum[i] += to_float(loaded[k].item[i]);

@@ -15,20 +15,20 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kIds, kOut, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     embedding(const DTYPE* table_g, const IDS* ids_g, DTYPE* out_g, int64 table_rows, int64 table_stride,
-              const Walk::Params params) {
-  const Walk walk(params);
-  if (walk.rest <= 0) return;
-  const int64 id = ids_g[walk.outer.offset(params, kIds)];
+              const Loop::Params params) {
+  const Loop loop(params);
+  if (loop.rest <= 0) return;
+  const int64 id = ids_g[loop.outer.offset(params, kIds)];
   LoadedItems<Traits, DTYPE> out;
   if (id >= 0 && id < table_rows) {
-    out = walk.load_from(table_g + id * table_stride + walk.column);
+    out = loop.load_from(table_g + id * table_stride + loop.column);
   } else {
     each_item<Traits>([&](int v, int i) { out.vectors[v].item[i] = from_float<DTYPE>(__int_as_float(0x7fc00000)); });
   }
-  walk.store(out_g, kOut, out);
+  loop.store(out_g, kOut, out);
 }

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (t >= static_cast<uint32>(padded)) return;
   int flat = kBeyond;
   if (t < params.rows) {
-    const int64 id = ids_g[OuterPlace<1>(params, t).offset(params, 0)];
+    const int64 id = ids_g[OuterCoordinates<1>(params, t).offset(params, 0)];
     flat = id >= 0 && id < rows ? static_cast<int>(id) : rows;
   }
   flat_g[t] = flat;

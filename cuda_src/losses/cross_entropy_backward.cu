@@ -47,25 +47,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 length = is_zero ? 0 : params.length;  // of such rows nothing is read
 
   for (int64 batch = 0; batch < Rows::batches(params.length); batch++) {
-    float x[Rows::kStrips][Rows::kVec];
+    float x[Rows::kSegments][Rows::kVec];
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
-      load_strip<Rows>(x[strip], row_g, batch * Rows::kStrips + strip, length, 0.f);
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
+      load_segment<Rows>(x[segment], row_g, batch * Rows::kSegments + segment, length, 0.f);
     }
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
-      const int64 column = strip_column<Rows>(batch * Rows::kStrips + strip);
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
+      const int64 column = segment_column<Rows>(batch * Rows::kSegments + segment);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         // At most 1: an lse that was rounded to float32 may be below the logit. A NaN stays NaN.
-        const float weight = ex2_approx(at_most((x[strip][i] - lse) * kLog2E, 0.f));
-        x[strip][i] = is_zero ? 0.f : of_weight * weight - of_all;
+        const float weight = ex2_approx(at_most((x[segment][i] - lse) * kLog2E, 0.f));
+        x[segment][i] = is_zero ? 0.f : of_weight * weight - of_all;
       }
       if (!is_zero && column <= label && label < column + Rows::kVec) {
 #pragma unroll
-        for (int i = 0; i < Rows::kVec; i++) x[strip][i] -= column + i == label ? of_label : 0.f;
+        for (int i = 0; i < Rows::kVec; i++) x[segment][i] -= column + i == label ? of_label : 0.f;
       }
-      store_strip<Rows, ACCUMULATE>(dlogits_row_g, x[strip], batch * Rows::kStrips + strip, params.length);
+      store_segment<Rows, ACCUMULATE>(dlogits_row_g, x[segment], batch * Rows::kSegments + segment, params.length);
     }
   }
 }

@@ -26,12 +26,12 @@ enum Array { kLogits, kLabels, kLosses, kLse };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 static_assert(!Rows::kResident, "a row is read once, and not kept");
 
-using Batch = float[Rows::kStrips][Rows::kVec];
+using Batch = float[Rows::kSegments][Rows::kVec];
 
 __device__ __forceinline__ void load_batch(Batch& x, const Scalar* row_g, int64 batch, int64 length) {
 #pragma unroll
-  for (int strip = 0; strip < Rows::kStrips; strip++) {
-    load_strip<Rows>(x[strip], row_g, batch * Rows::kStrips + strip, length, -kInfinity);
+  for (int segment = 0; segment < Rows::kSegments; segment++) {
+    load_segment<Rows>(x[segment], row_g, batch * Rows::kSegments + segment, length, -kInfinity);
   }
 }
 
@@ -39,10 +39,10 @@ __device__ __forceinline__ void load_batch(Batch& x, const Scalar* row_g, int64 
 __device__ __forceinline__ float sum_of(const Batch& x, int64 batch, int64 length) {
   float sum[Rows::kVec] = {};  // columns apart, so that no addition waits for the one before it
 #pragma unroll
-  for (int strip = 0; strip < Rows::kStrips; strip++) {
-    const bool inside = strip_column<Rows>(batch * Rows::kStrips + strip) < length;
+  for (int segment = 0; segment < Rows::kSegments; segment++) {
+    const bool inside = segment_column<Rows>(batch * Rows::kSegments + segment) < length;
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) sum[i] += inside ? x[strip][i] : 0.f;
+    for (int i = 0; i < Rows::kVec; i++) sum[i] += inside ? x[segment][i] : 0.f;
   }
   float total = sum[0];
 #pragma unroll

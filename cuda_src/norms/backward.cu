@@ -28,7 +28,7 @@
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
-using Held = HeldStrip<Rows, Scalar>;
+using Held = HeldSegment<Rows, Scalar>;
 enum Array { kDout, kX, kDtotal, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
@@ -36,7 +36,7 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // flight.
 constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;
 constexpr int kRow = (WITH_DTOTAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
-constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldStrips * Rows::kVec;
+constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldSegments * Rows::kVec;
 constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
 constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
 
@@ -56,15 +56,15 @@ struct Arrays {
 
 // A row: its offsets, its statistics, and the segments of it that this thread holds.
 struct Row {
-  Held dout[Rows::kHeldStrips], x[Rows::kHeldStrips], dtotal[Rows::kHeldStrips];
+  Held dout[Rows::kHeldSegments], x[Rows::kHeldSegments], dtotal[Rows::kHeldSegments];
   const Scalar *dout_g, *x_g, *dtotal_g;
   int64 length;  // 0 of a row beyond the last, which takes part with no columns
   float mean, rstd;
 
-  __device__ __forceinline__ void load_strip(int held, int64 strip) {
-    dout[held].load(dout_g, strip, length);
-    x[held].load(x_g, strip, length);
-    if constexpr (WITH_DTOTAL) dtotal[held].load(dtotal_g, strip, length);
+  __device__ __forceinline__ void load_segment(int held, int64 segment) {
+    dout[held].load(dout_g, segment, length);
+    x[held].load(x_g, segment, length);
+    if constexpr (WITH_DTOTAL) dtotal[held].load(dtotal_g, segment, length);
   }
 
   // The loads of the row start here. A row beyond the last has none.
@@ -81,7 +81,7 @@ struct Row {
     if (WITH_MEAN && exists) mean = arrays.mean_g[offsets[kMean]];
     if constexpr (Rows::kResident) {
 #pragma unroll
-      for (int strip = 0; strip < Rows::kHeldStrips; strip++) load_strip(strip, strip);
+      for (int segment = 0; segment < Rows::kHeldSegments; segment++) load_segment(segment, segment);
     }
   }
 };
@@ -102,7 +102,7 @@ struct Terms {
   }
 };
 
-__device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 strip, Scalar* dx_row_g,
+__device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 segment, Scalar* dx_row_g,
                                          float g_shift, float n_slope, bool accumulate) {
   float dx[Rows::kVec], more[Rows::kVec];
 #pragma unroll
@@ -113,11 +113,11 @@ __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int
     for (int i = 0; i < Rows::kVec; i++) dx[i] += more[i];
   }
   if (accumulate) {
-    load_strip<Rows>(more, dx_row_g, strip, row.length, 0.f);
+    load_segment<Rows>(more, dx_row_g, segment, row.length, 0.f);
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) dx[i] += more[i];
   }
-  store_strip<Rows>(dx_row_g, dx, strip, row.length);
+  store_segment<Rows>(dx_row_g, dx, segment, row.length);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -133,17 +133,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* dbias_row_g = dbias_g + blockIdx.x * params.length;
   ColumnSums<Rows> dweight, dbias;
 
-  Held weight[Rows::kHeldStrips];
+  Held weight[Rows::kHeldSegments];
   if constexpr (kHoldWeight && WITH_WEIGHT) {
 #pragma unroll
-    for (int strip = 0; strip < Rows::kHeldStrips; strip++) weight[strip].load(weight_g, strip, params.length);
+    for (int segment = 0; segment < Rows::kHeldSegments; segment++)
+      weight[segment].load(weight_g, segment, params.length);
   }
 
   Row row, next;
   if constexpr (kAhead) next.begin(arrays, params, first + threadIdx.x / Rows::kLanes);
   int buffer = 0;
   for (int64 start = first; start < params.rows; start += step, buffer ^= 1) {
-    const int64 index = start + threadIdx.x / Rows::kLanes, strips = Rows::strips(params.length);
+    const int64 index = start + threadIdx.x / Rows::kLanes, segments = Rows::segments(params.length);
     if constexpr (kAhead) {
       row = next;
       next.begin(arrays, params, index + step);
@@ -153,18 +154,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Phase 1: the means of g n, g and n.
     float sums[kSums] = {};
-#pragma unroll Rows::kHeldStrips
-    for (int64 strip = 0; strip < strips; strip++) {
-      const int held = Rows::held(strip);
-      if constexpr (!Rows::kResident) row.load_strip(held, strip);
-      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+#pragma unroll Rows::kHeldSegments
+    for (int64 segment = 0; segment < segments; segment++) {
+      const int held = Rows::held(segment);
+      if constexpr (!Rows::kResident) row.load_segment(held, segment);
+      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, segment, params.length);
       const Terms terms(row, held, weight[held], weight_offset, 0.f);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         sums[0] += terms.g[i] * terms.normal[i];
         if constexpr (WITH_MEAN) {
           sums[1] += terms.g[i];
-          if (strip_exists<Rows>(strip, row.length)) sums[2] += terms.normal[i];
+          if (segment_exists<Rows>(segment, row.length)) sums[2] += terms.normal[i];
         }
       }
     }
@@ -179,18 +180,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     // Phase 2: dx, and this row's terms of dweight and dbias; from the registers or a second read.
     Scalar* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
-#pragma unroll Rows::kHeldStrips
-    for (int64 strip = 0; strip < strips; strip++) {
-      const int held = Rows::held(strip);
-      if constexpr (!Rows::kResident) row.load_strip(held, strip);
-      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, strip, params.length);
+#pragma unroll Rows::kHeldSegments
+    for (int64 segment = 0; segment < segments; segment++) {
+      const int held = Rows::held(segment);
+      if constexpr (!Rows::kResident) row.load_segment(held, segment);
+      if constexpr (!kHoldWeight && WITH_WEIGHT) weight[held].load(weight_g, segment, params.length);
       Terms terms(row, held, weight[held], weight_offset, c);
-      store_dx(row, terms, held, strip, dx_row_g, g_shift, n_slope, accumulate);
-      if constexpr (WITH_BIAS) dbias.add(terms.dout, strip, start == first, dbias_row_g, params.length);
+      store_dx(row, terms, held, segment, dx_row_g, g_shift, n_slope, accumulate);
+      if constexpr (WITH_BIAS) dbias.add(terms.dout, segment, start == first, dbias_row_g, params.length);
       if constexpr (WITH_WEIGHT) {
 #pragma unroll
         for (int i = 0; i < Rows::kVec; i++) terms.normal[i] *= terms.dout[i];
-        dweight.add(terms.normal, strip, start == first, dweight_row_g, params.length);
+        dweight.add(terms.normal, segment, start == first, dweight_row_g, params.length);
       }
     }
   }

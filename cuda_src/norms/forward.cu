@@ -25,7 +25,7 @@
 using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
-using Held = HeldStrip<Rows, Scalar>;
+using Held = HeldSegment<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
@@ -65,7 +65,7 @@ struct Row {
 };
 
 // Computes s from the loads of x and residual, and writes it over x.
-__device__ __forceinline__ void add_residual(Held& x, const Held& residual, const Row& row, int64 strip) {
+__device__ __forceinline__ void add_residual(Held& x, const Held& residual, const Row& row, int64 segment) {
   if constexpr (WITH_RESIDUAL) {
     float total[Rows::kVec], added[Rows::kVec];
     x.get(total);
@@ -73,13 +73,13 @@ __device__ __forceinline__ void add_residual(Held& x, const Held& residual, cons
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) total[i] += added[i];
     x.set(total);
-    store_strip<Rows>(row.total_g, total, strip, row.length);
+    store_segment<Rows>(row.total_g, total, segment, row.length);
   }
 }
 
-__device__ __forceinline__ void load(Held& x, Held& residual, const Row& row, int64 strip) {
-  x.load(row.x_g, strip, row.length);
-  if constexpr (WITH_RESIDUAL) residual.load(row.residual_g, strip, row.length);
+__device__ __forceinline__ void load(Held& x, Held& residual, const Row& row, int64 segment) {
+  x.load(row.x_g, segment, row.length);
+  if constexpr (WITH_RESIDUAL) residual.load(row.residual_g, segment, row.length);
 }
 
 __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
@@ -90,11 +90,11 @@ __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
 }
 
 // The moments of a resident row: its mean, then the squares about it.
-__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStrips], int64 length, Smem& smem_s) {
+__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldSegments], int64 length, Smem& smem_s) {
   float x[Rows::kVec], sum[1] = {0.f};
 #pragma unroll
-  for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
-    held[strip].get(x);
+  for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
+    held[segment].get(x);
     sum[0] += sum_of(x);
   }
   smem_s.sums.add_up(sum, 0);
@@ -102,9 +102,9 @@ __device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldStri
   part.count = static_cast<float>(length);
   part.pivot = sum[0] * inverse(part.count);
 #pragma unroll
-  for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
-    held[strip].get(x);
-    if (strip_exists<Rows>(strip, length)) part.add(x);
+  for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
+    held[segment].get(x);
+    if (segment_exists<Rows>(segment, length)) part.add(x);
   }
   float about[2] = {part.s1, part.s2};
   smem_s.moments.add_up(about, 0);
@@ -121,7 +121,7 @@ __device__ __forceinline__ float squares_of(const Held& held) {
 }
 
 __device__ __forceinline__ void store_normalised(const Held& held, const Held& weight_r, const Held& bias_r,
-                                                 const Row& row, int64 strip, const Statistics& statistics,
+                                                 const Row& row, int64 segment, const Statistics& statistics,
                                                  float weight_offset) {
   float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
   held.get(x);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_normalised(const Held& held, const Held& w
     if constexpr (WITH_WEIGHT) x[i] *= CENTRED ? weight[i] : weight_offset + weight[i];  // layer norm has no offset
     if constexpr (WITH_BIAS) x[i] += bias[i];
   }
-  store_strip<Rows>(row.out_g, x, strip, row.length);
+  store_segment<Rows>(row.out_g, x, segment, row.length);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
@@ -154,30 +154,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
                    exists ? params.length : 0};
 
   // Phase 1: read the row, add, and sum it up.
-  const int64 strips = Rows::strips(row.length);
-  Held x[Rows::kHeldStrips], added[Rows::kHeldStrips], weight[Rows::kHeldStrips], bias[Rows::kHeldStrips];
+  const int64 segments = Rows::segments(row.length);
+  Held x[Rows::kHeldSegments], added[Rows::kHeldSegments], weight[Rows::kHeldSegments], bias[Rows::kHeldSegments];
   Moments part;
   float squares[1] = {0.f};
   if constexpr (Rows::kResident) {
 #pragma unroll
-    for (int strip = 0; strip < Rows::kHeldStrips; strip++) load(x[strip], added[strip], row, strip);
+    for (int segment = 0; segment < Rows::kHeldSegments; segment++) load(x[segment], added[segment], row, segment);
 #pragma unroll
-    for (int strip = 0; strip < Rows::kHeldStrips; strip++) {
-      add_residual(x[strip], added[strip], row, strip);
-      if constexpr (kHoldColumns && WITH_WEIGHT) weight[strip].load(weight_g, strip, row.length);
-      if constexpr (kHoldColumns && WITH_BIAS) bias[strip].load(bias_g, strip, row.length);
-      if constexpr (!CENTRED) squares[0] += squares_of(x[strip]);
+    for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
+      add_residual(x[segment], added[segment], row, segment);
+      if constexpr (kHoldColumns && WITH_WEIGHT) weight[segment].load(weight_g, segment, row.length);
+      if constexpr (kHoldColumns && WITH_BIAS) bias[segment].load(bias_g, segment, row.length);
+      if constexpr (!CENTRED) squares[0] += squares_of(x[segment]);
     }
     if constexpr (CENTRED) part = moments_of(x, row.length, smem_s);
   } else {
-    for (int64 strip = 0; strip < strips; strip++) {
-      load(x[0], added[0], row, strip);
-      add_residual(x[0], added[0], row, strip);
+    for (int64 segment = 0; segment < segments; segment++) {
+      load(x[0], added[0], row, segment);
+      add_residual(x[0], added[0], row, segment);
       if constexpr (!CENTRED) squares[0] += squares_of(x[0]);
-      if (CENTRED && strip_exists<Rows>(strip, row.length)) {
+      if (CENTRED && segment_exists<Rows>(segment, row.length)) {
         float values[Rows::kVec];
         x[0].get(values);
-        if (strip == 0) part.pivot = sum_of(values) * (1.f / Rows::kVec);
+        if (segment == 0) part.pivot = sum_of(values) * (1.f / Rows::kVec);
         part.count += Rows::kVec;
         part.add(values);
       }
@@ -199,13 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
   statistics.rstd = rsqrtf(mean_square + eps);
 
   // Phase 3: out, from the registers or a second read.
-#pragma unroll Rows::kHeldStrips
-  for (int64 strip = 0; strip < strips; strip++) {
-    const int held = Rows::held(strip);
-    if constexpr (!Rows::kResident) x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, strip, row.length);
-    if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, strip, row.length);
-    if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, strip, row.length);
-    store_normalised(x[held], weight[held], bias[held], row, strip, statistics, weight_offset);
+#pragma unroll Rows::kHeldSegments
+  for (int64 segment = 0; segment < segments; segment++) {
+    const int held = Rows::held(segment);
+    if constexpr (!Rows::kResident) x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, segment, row.length);
+    if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, segment, row.length);
+    if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, segment, row.length);
+    store_normalised(x[held], weight[held], bias[held], row, segment, statistics, weight_offset);
   }
 
   if (exists && threadIdx.x % Rows::kLanes == 0) {

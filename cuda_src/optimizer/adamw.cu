@@ -20,18 +20,18 @@
 
 using Traits = ElementTraits<THREADS, LANES, VECTORS, VEC>;
 enum Array { kParam, kM, kV, kGrad, kArrays };
-using Walk = ElementWalk<Traits, kArrays>;
-static_assert(sizeof(Walk::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
+using Loop = ElementLoop<Traits, kArrays>;
+static_assert(sizeof(Loop::Params) == ELEMENTS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     adamw(DTYPE* param_g, float* m_g, float* v_g, const DTYPE* grad_g, const float* scale_g, float scale, float beta1,
           float rest1, float beta2, float rest2, float step_size, float inverse_bias2, float eps, float decay,
-          const Walk::Params params) {
-  const Walk walk(params);
-  const auto param = walk.load(param_g, kParam);
-  const auto grad = walk.load(grad_g, kGrad);
-  const auto m = walk.load(m_g, kM);
-  const auto v = walk.load(v_g, kV);
+          const Loop::Params params) {
+  const Loop loop(params);
+  const auto param = loop.load(param_g, kParam);
+  const auto grad = loop.load(grad_g, kGrad);
+  const auto m = loop.load(m_g, kM);
+  const auto v = loop.load(v_g, kV);
   const float grad_scale = scale_g == nullptr ? scale : scale * *scale_g;
   float new_param[VECTORS][VEC], new_m[VECTORS][VEC], new_v[VECTORS][VEC];
   each_item<Traits>([&](int k, int i) {
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float size = sqrtf(new_v[k][i]) * inverse_bias2 + eps;
     new_param[k][i] = decay * param(k, i) - step_size * (new_m[k][i] / size);
   });
-  walk.store(m_g, kM, new_m);
-  walk.store(v_g, kV, new_v);
-  walk.store(param_g, kParam, new_param);
+  loop.store(m_g, kM, new_m);
+  loop.store(v_g, kV, new_v);
+  loop.store(param_g, kParam, new_param);
 }

@@ -60,9 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   DTYPE* out_g = (other ? out1_g : out0_g) + batch * out_strides.batch + s * out_strides.seq + head * out_strides.head;
 
   // Phase 2: rotate it.
-  turn_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, cos_g, sin_g, /*turns=*/true,
-            [&]() -> int64 {
-              return positions_g == nullptr ? s
-                                            : positions_g[batch * params.positions_batch + s * params.positions_seq];
-            });
+  rotate_slot(params, slot, head, heads, x_g, x_strides.head, out_g, out_strides.head, cos_g, sin_g,
+              /*token_rotates=*/true, [&]() -> int64 {
+                return positions_g == nullptr ? s
+                                              : positions_g[batch * params.positions_batch + s * params.positions_seq];
+              });
 }

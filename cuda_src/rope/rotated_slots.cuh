@@ -42,12 +42,12 @@ struct Slot {
 };
 
 // The first features of the pieces of this thread's slot in a head.
-struct SlotPlace {
+struct SlotCoordinates {
   uint32 column[kPieces];
   bool exists[kPieces];  // copied features may end within a slot
 
   template <typename Params>
-  __device__ __forceinline__ SlotPlace(const Params& params, uint32 slot) {
+  __device__ __forceinline__ SlotCoordinates(const Params& params, uint32 slot) {
     const bool rotates = slot < params.rotated_slots;
     column[0] = !rotates || INTERLEAVED ? slot * (2 * kPairs) : slot * kPairs;
     if constexpr (kPieces == 2) column[1] = column[0] + (rotates && !INTERLEAVED ? params.half : kPiece);
@@ -76,10 +76,11 @@ struct SlotPlace {
 // returns the token's position. If `turns` is false, the token is copied. Params has slots, rotated_slots, half, dim,
 // table_length, the strides of the tables and sign.
 template <typename Params, typename Position>
-__device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
-                                          const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,
-                                          const TABLE* cos_g, const TABLE* sin_g, bool turns, Position position_of) {
-  const SlotPlace place(params, slot);
+__device__ __forceinline__ void rotate_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
+                                            const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,
+                                            const TABLE* cos_g, const TABLE* sin_g, bool token_rotates,
+                                            Position position_of) {
+  const SlotCoordinates place(params, slot);
 
   // All loads.
   Slot x[HEADS] = {}, present[ACCUMULATE ? HEADS : 1];
@@ -91,7 +92,7 @@ __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uin
     }
   }
   float cos[kPairs], sin[kPairs];
-  const bool rotates = turns && slot < params.rotated_slots;
+  const bool rotates = token_rotates && slot < params.rotated_slots;
   const int64 position = position_of();
   if (rotates && position >= 0 && position < params.table_length) {
     load_table<(VEC > 1)>(cos, cos_g + position * params.cos_stride + slot * kPairs);
@@ -105,16 +106,16 @@ __device__ __forceinline__ void turn_slot(const Params& params, uint32 slot, uin
   // Rotate, and store. Copied features are not multiplied, so that infinities are kept.
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    Features turned = x[h].features(), added;
+    Features rotated_items = x[h].features(), added;
     if constexpr (ACCUMULATE) added = present[h].features();
 #pragma unroll
     for (int i = 0; i < kPairs; i++) {
-      float &first = turned.first(i), &second = turned.second(i);
-      const float a = first, b = second, turn = params.sign * sin[i];
-      first = rotates ? rotated(a, b, cos[i], -turn) : a;
-      second = rotates ? rotated(b, a, cos[i], turn) : b;
+      float &first = rotated_items.first(i), &second = rotated_items.second(i);
+      const float a = first, b = second, signed_sin = params.sign * sin[i];
+      first = rotates ? rotated(a, b, cos[i], -signed_sin) : a;
+      second = rotates ? rotated(b, a, cos[i], signed_sin) : b;
       if constexpr (ACCUMULATE) first += added.first(i), second += added.second(i);
     }
-    if (head + h < heads) place.store(out_g + h * out_head, turned);
+    if (head + h < heads) place.store(out_g + h * out_head, rotated_items);
   }
 }

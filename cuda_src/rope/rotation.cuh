@@ -5,8 +5,8 @@
 
 // One rotated feature of a pair; `other` is the pair's other feature. `turn` is the angle's sine for the second feature
 // of the pair and minus the sine for the first. Written out, so that every kernel that rotates gives the same bits.
-__device__ __forceinline__ float rotated(float x, float other, float cos, float turn) {
-  return __fmaf_rn(x, cos, other * turn);
+__device__ __forceinline__ float rotated(float x, float other, float cos, float signed_sin) {
+  return __fmaf_rn(x, cos, other * signed_sin);
 }
 
 // kItems neighbouring items of a table: at most 16 bytes at a time if they are aligned (kWhole), otherwise item by

@@ -25,13 +25,13 @@ enum Array { kDout, kY, kDx, kRowSum };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 struct Batch {
-  float dout[Rows::kStrips][Rows::kVec], y[Rows::kStrips][Rows::kVec];
+  float dout[Rows::kSegments][Rows::kVec], y[Rows::kSegments][Rows::kVec];
 
   __device__ __forceinline__ void load(const Scalar* dout_row_g, const Scalar* y_row_g, int64 batch, int64 length) {
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
-      load_strip<Rows>(dout[strip], dout_row_g, batch * Rows::kStrips + strip, length, 0.f);
-      load_strip<Rows>(y[strip], y_row_g, batch * Rows::kStrips + strip, length, 0.f);
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
+      load_segment<Rows>(dout[segment], dout_row_g, batch * Rows::kSegments + segment, length, 0.f);
+      load_segment<Rows>(y[segment], y_row_g, batch * Rows::kSegments + segment, length, 0.f);
     }
   }
 
@@ -39,10 +39,10 @@ struct Batch {
   __device__ __forceinline__ float sum() const {
     float sum[Rows::kVec] = {};  // columns apart, so that no addition waits for the one before it
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        sum[i] += LOGARITHM ? (y[strip][i] == -kInfinity ? 0.f : dout[strip][i]) : y[strip][i] * dout[strip][i];
+        sum[i] += LOGARITHM ? (y[segment][i] == -kInfinity ? 0.f : dout[segment][i]) : y[segment][i] * dout[segment][i];
       }
     }
     float total = sum[0];
@@ -54,13 +54,13 @@ struct Batch {
   __device__ __forceinline__ void store_dx(Scalar* dx_row_g, int64 batch, int64 length, float row_sum,
                                            float scale) const {
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
       float dx[Rows::kVec];
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
-        dx[i] = scale * softmax_gradient<LOGARITHM>(dout[strip][i], y[strip][i], row_sum);
+        dx[i] = scale * softmax_gradient<LOGARITHM>(dout[segment][i], y[segment][i], row_sum);
       }
-      store_strip<Rows, ACCUMULATE>(dx_row_g, dx, batch * Rows::kStrips + strip, length);
+      store_segment<Rows, ACCUMULATE>(dx_row_g, dx, batch * Rows::kSegments + segment, length);
     }
   }
 };

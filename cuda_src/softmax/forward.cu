@@ -27,9 +27,9 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 
 constexpr bool kKeepsWeights = Rows::kResident && !LOGARITHM;  // between the passes: no second exponential
 
-__device__ __forceinline__ void load_batch(float (&s)[Rows::kStrips][Rows::kVec], const Row& row, int64 batch) {
+__device__ __forceinline__ void load_batch(float (&s)[Rows::kSegments][Rows::kVec], const Row& row, int64 batch) {
 #pragma unroll
-  for (int strip = 0; strip < Rows::kStrips; strip++) row.load(s[strip], batch * Rows::kStrips + strip);
+  for (int segment = 0; segment < Rows::kSegments; segment++) row.load(s[segment], batch * Rows::kSegments + segment);
 }
 
 // `factor` turns a value that was kept between the passes into the result: 1 / l, times the factor of the thread's own
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 length = exists ? params.length : 0;
 
   // Phase 1: maximum and sum, in one read.
-  float s[Rows::kStrips][Rows::kVec];
+  float s[Rows::kSegments][Rows::kVec];
   RowSoftmax softmax;
   for (int64 batch = 0; batch < Rows::batches(row.visible()); batch++) {
     load_batch(s, row, batch);
@@ -64,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int64 batch = 0; batch < Rows::batches(length); batch++) {
     if (!Rows::kResident) load_batch(s, row, batch);
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
       float y[Rows::kVec];
 #pragma unroll
-      for (int i = 0; i < Rows::kVec; i++) y[i] = result_of(s[strip][i], softmax, factor, log_l);
-      store_strip<Rows>(y_row_g, y, batch * Rows::kStrips + strip, length);
+      for (int i = 0; i < Rows::kVec; i++) y[i] = result_of(s[segment][i], softmax, factor, log_l);
+      store_segment<Rows>(y_row_g, y, batch * Rows::kSegments + segment, length);
     }
   }
 }

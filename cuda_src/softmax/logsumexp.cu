@@ -33,9 +33,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   RowSoftmax softmax;
   for (int64 batch = 0; batch < Rows::batches(row.visible()); batch++) {
-    float s[Rows::kStrips][Rows::kVec];
+    float s[Rows::kSegments][Rows::kVec];
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) row.load(s[strip], batch * Rows::kStrips + strip);
+    for (int segment = 0; segment < Rows::kSegments; segment++) row.load(s[segment], batch * Rows::kSegments + segment);
     fold<false>(softmax, s);
   }
   merge_row<Rows>(softmax, partial_s);

@@ -36,18 +36,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float shift = lse == -kInfinity ? 0.f : lse;  // -inf - (-inf) is never formed
 
   for (int64 batch = 0; batch < Rows::batches(params.length); batch++) {
-    float s[Rows::kStrips][Rows::kVec];
+    float s[Rows::kSegments][Rows::kVec];
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) row.load(s[strip], batch * Rows::kStrips + strip);
+    for (int segment = 0; segment < Rows::kSegments; segment++) row.load(s[segment], batch * Rows::kSegments + segment);
 #pragma unroll
-    for (int strip = 0; strip < Rows::kStrips; strip++) {
+    for (int segment = 0; segment < Rows::kSegments; segment++) {
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         // At most 1: an lse that was rounded to float32 may be below the score. A NaN stays NaN.
-        const float weight = ex2_approx(at_most((s[strip][i] - shift) * kLog2E, 0.f));
-        s[strip][i] = s[strip][i] == -kInfinity ? 0.f : factor * weight;
+        const float weight = ex2_approx(at_most((s[segment][i] - shift) * kLog2E, 0.f));
+        s[segment][i] = s[segment][i] == -kInfinity ? 0.f : factor * weight;
       }
-      store_strip<Rows, ACCUMULATE>(dx_row_g, s[strip], batch * Rows::kStrips + strip, params.length);
+      store_segment<Rows, ACCUMULATE>(dx_row_g, s[segment], batch * Rows::kSegments + segment, params.length);
     }
   }
 }

@@ -9,22 +9,22 @@
 using RowSoftmax = OnlineSoftmax<Unit::kNatural>;
 
 // Adds a batch of scores. With kKeepWeights their weights replace them, for the maximum of the thread after the batch.
-template <bool kKeepWeights, int kStrips, int kVec>
-__device__ __forceinline__ void fold(RowSoftmax& softmax, float (&s)[kStrips][kVec]) {
+template <bool kKeepWeights, int kSegments, int kVec>
+__device__ __forceinline__ void fold(RowSoftmax& softmax, float (&s)[kSegments][kVec]) {
   float largest = s[0][0];
 #pragma unroll
-  for (int strip = 0; strip < kStrips; strip++) {
+  for (int segment = 0; segment < kSegments; segment++) {
 #pragma unroll
-    for (int i = 0; i < kVec; i++) largest = fmaxf(largest, s[strip][i]);
+    for (int i = 0; i < kVec; i++) largest = fmaxf(largest, s[segment][i]);
   }
   softmax.raise(largest);
   float sum[kVec] = {};  // columns apart, so that no addition waits for the one before it
 #pragma unroll
-  for (int strip = 0; strip < kStrips; strip++) {
+  for (int segment = 0; segment < kSegments; segment++) {
 #pragma unroll
     for (int i = 0; i < kVec; i++) {
-      const float weight = softmax.weight(s[strip][i]);
-      if (kKeepWeights) s[strip][i] = weight;
+      const float weight = softmax.weight(s[segment][i]);
+      if (kKeepWeights) s[segment][i] = weight;
       sum[i] += weight;
     }
   }

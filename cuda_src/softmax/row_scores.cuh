@@ -45,12 +45,12 @@ class ScoreRow {
   __device__ __forceinline__ int64 visible() const { return visible_; }
 
   // The scores of a row segment; columns that are hidden or beyond the row are -inf.
-  __device__ __forceinline__ void load(float (&s)[Rows::kVec], int64 strip) const {
+  __device__ __forceinline__ void load(float (&s)[Rows::kVec], int64 segment) const {
     float bias[Rows::kVec], mask[Rows::kVec];
-    load_strip<Rows>(s, x_row_g_, strip, visible_, 0.f);
-    if (WITH_BIAS) load_broadcast<Rows, BIAS_WHOLE>(bias, options_.bias_g, options_.bias_stride, strip, visible_);
-    if (WITH_MASK) load_broadcast<Rows, MASK_WHOLE>(mask, options_.mask_g, options_.mask_stride, strip, visible_);
-    const int columns = static_cast<int>(min(visible_ - strip_column<Rows>(strip), int64(Rows::kVec)));
+    load_segment<Rows>(s, x_row_g_, segment, visible_, 0.f);
+    if (WITH_BIAS) load_broadcast<Rows, BIAS_WHOLE>(bias, options_.bias_g, options_.bias_stride, segment, visible_);
+    if (WITH_MASK) load_broadcast<Rows, MASK_WHOLE>(mask, options_.mask_g, options_.mask_stride, segment, visible_);
+    const int columns = static_cast<int>(min(visible_ - segment_column<Rows>(segment), int64(Rows::kVec)));
 #pragma unroll
     for (int i = 0; i < Rows::kVec; i++) {
       const bool inside = (CAUSAL ? i : 0) < columns;  // a row of whole vectors ends between two of them

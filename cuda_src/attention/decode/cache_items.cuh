@@ -5,7 +5,7 @@
 // slowest pipe one by one. K is taken in the first form. Its items are too large by kBias, for which a product is set
 // right where it starts. V's sums run over all keys, and lose to rounding by what they are too large: by 128 of int8
 // that would show. So its V is taken in the second form and 1024 + kBias subtracted, which is exact. By 8 of 4 bits it
-// does not: that V is taken as K is, and a sum of the weights sets its sums right at the end. A nibble may stand one
+// does not: that V is taken as K is, and a sum of the weights sets its sums right at the end. A nibble may be one
 // nibble too high; then its products count 16 times (kOdd).
 #pragma once
 
@@ -115,7 +115,8 @@ struct CacheFormat<uint8> : StoredFormat<uint8> {
   __device__ __forceinline__ static uint32 nibbles(int x) { return x % 2 == 0 ? 0x000f000fu : 0x00f000f0u; }
 };
 
-// What a lane reads of a tile: rows from its first on, from its first item on, and scales from that of its first key on.
+// What a lane reads of a tile: rows from its first on, from its first item on, and scales from that of its first key
+// on.
 template <typename Item>
 struct CacheTile {
   const Item* lane_g;
@@ -123,6 +124,6 @@ struct CacheTile {
   const float* scales_g;
   int64 scale_stride;
 
-  __device__ __forceinline__ const Item* row(int behind) const { return lane_g + behind * row_stride; }
-  __device__ __forceinline__ float scale(int behind) const { return __ldg(scales_g + behind * scale_stride); }
+  __device__ __forceinline__ const Item* row(int after) const { return lane_g + after * row_stride; }
+  __device__ __forceinline__ float scale(int after) const { return __ldg(scales_g + after * scale_stride); }
 };

@@ -1,9 +1,9 @@
 // The rows of decoding whose keys were shared by several CTAs: their parts are merged (../row_sum.cuh).
 //
 // Shapes    as forward.cu, whose shares are worked out again from the lengths.
-// Work      a CTA a row (sequence, head, token), which ends at once where one CTA of the forward had it whole. Its warps
-//           take the parts in turn, then one warp merges the warps. Of many rows a CTA has one warp, so that all of them
-//           are there at once: to wait for memory is what takes time.
+// Work      a CTA a row (sequence, head, token), which ends at once where one CTA of the forward had it whole. Its
+//           warps take the parts in turn, then one warp merges the warps. Of many rows a CTA has one warp, so that all
+//           of them are there at once: to wait for memory is what takes time.
 // Budget    registers for some parts of a row over the lanes; shared memory for a row of each warp.
 // Edges     a part without keys has l = 0 and the lowest m, and so has a warp without parts.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(SINKS) || !defined(WARPS) || !defined(FORWARD_WARPS) || \
@@ -11,7 +11,7 @@
 #error "DTYPE, HEAD_DIM, SINKS, WARPS, FORWARD_WARPS, QUERY_ROWS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../row_sum.cuh"
-#include "shares.cuh"
+#include "splits.cuh"
 
 using Row = RowSum<HEAD_DIM>;
 constexpr int kWarps = WARPS;
@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int head_row = token * attention.group + head % attention.group;
   const int index = head / attention.group * params.row_tiles + head_row / QUERY_ROWS;
   Segment segment{batch, index};
-  const Shares shares = shares_around<FORWARD_WARPS>(params, Lengths{seqlens_k_g, q_offset_g}, segment);
-  const int first_cta = shares.cta_of(segment.first), last_cta = shares.cta_of(segment.first + segment.units - 1);
+  const Splits splits = splits_around<FORWARD_WARPS>(params, Lengths{seqlens_k_g, q_offset_g}, segment);
+  const int first_cta = splits.cta_of(segment.first), last_cta = splits.cta_of(segment.first + segment.units - 1);
   if (first_cta == last_cta) return;
 
   const auto* sums_g = reinterpret_cast<const float2*>(partial_sums_g);

@@ -6,7 +6,7 @@
 // K and V, where caches have them, are factors of the scores and of their weights.
 #pragma once
 
-#include "block_feed.cuh"
+#include "block_loader.cuh"
 #include "cache_items.cuh"
 #include "query_rows.cuh"
 
@@ -45,8 +45,8 @@ struct FloatRows {
   // Of the lanes that hold one row, and of the rows that lie side by side in a load.
   __device__ __forceinline__ static int row_lane() { return lane_index() % kLanes; }
   __device__ __forceinline__ static int key_lane() { return lane_index() / kLanes; }
-  __device__ __forceinline__ static LanePlace k_place() { return {key_lane(), stored(row_lane() * kVec)}; }
-  __device__ __forceinline__ static LanePlace v_place() { return k_place(); }
+  __device__ __forceinline__ static LaneCoordinates k_coords() { return {key_lane(), stored(row_lane() * kVec)}; }
+  __device__ __forceinline__ static LaneCoordinates v_coords() { return k_coords(); }
   __device__ __forceinline__ static int item_of(int chunk) { return (chunk * kLanes + row_lane()) * kVec; }
   __device__ __forceinline__ static bool has(int chunk) {
     return (chunk + 1) * kLanes * kVec <= kHeadDim || item_of(chunk) < kHeadDim;

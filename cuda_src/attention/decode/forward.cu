@@ -3,18 +3,20 @@
 //   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
 // Flash-decoding's split of the keys (Dao et al., 2023) over the blocks of PagedAttention (Kwon et al.,
-// arXiv:2309.06180), in equal shares: each CTA takes as many units of keys as every other (shares.cuh). A segment that
+// arXiv:2309.06180), in equal shares: each CTA takes as many units of keys as every other (splits.cuh). A segment that
 // lies within one share is finished here; of one that shares cut, each CTA leaves its part in scratch memory, and
-// combine.cu merges them. Short sequences are not shared: each segment has a CTA of its own, and there is no combine.cu.
+// combine.cu merges them. Short sequences are not shared: each segment has a CTA of its own, and there is no
+// combine.cu.
 //
 // Shapes    DecodeParams (params.cuh). All query rows of a key-value head, tokens times heads of its group, read one
 //           pass over K and V; more than kRows of them are cut into tiles, with a pass each.
-// Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their own.
-//           Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and V's.
+// Work      WARPS warps take the tiles of 16 keys of a unit, one each, with a maximum, sum and accumulator of their
+//           own. Loads go straight to registers, K's of the next tile as soon as those of this one are consumed, and
+//           V's.
 // Grid      `ctas` of DecodeParams, whatever the lengths are, or as many as segments.
 // Caches    floats, or integers with a scale for each token and head (../stored_items.cuh).
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
-// Feed      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
+// Loader      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
 // Edges     of a block's slots from the sequence's end on, K is masked and V cleared, or their scales: they may hold
 //           NaN. Tiles that no row sees are not read, and neither are their entries of the table. The last tile of
 //           dense keys ends with them. A row without keys gives out = 0 and lse = -inf, or its sink.
@@ -33,13 +35,13 @@
 #else
 #include "float_rows.cuh"
 #endif
-#include "block_feed.cuh"
+#include "block_loader.cuh"
 #include "../row_sum.cuh"
-#include "shares.cuh"
+#include "splits.cuh"
 
 struct Traits {
   using Scalar = DTYPE;
-  using Feed = FEED;
+  using Loader = FEED;
 #if LANES == 0
   using Rows = TensorCoreRows<CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>;
 #else
@@ -169,59 +171,59 @@ struct Caches {
   __device__ __forceinline__ Caches(const CACHE* k_cache_g, const CACHE* v_cache_g, const float* k_all_scales_g,
                                     const float* v_all_scales_g, const DecodeParams& params_, int kv_head)
       : params(params_),
-        k_g(head_rows(k_cache_g, params.attention.k, 0, kv_head, Rows::k_place().row) + Rows::k_place().item),
-        v_g(head_rows(v_cache_g, params.attention.v, 0, kv_head, Rows::v_place().row) + Rows::v_place().item),
+        k_g(head_rows(k_cache_g, params.attention.k, 0, kv_head, Rows::k_coords().row) + Rows::k_coords().item),
+        v_g(head_rows(v_cache_g, params.attention.v, 0, kv_head, Rows::v_coords().row) + Rows::v_coords().item),
         k_scales_g(head_rows(k_all_scales_g, params.k_scales, 0, kv_head, Rows::key_of(0))),
         v_scales_g(head_rows(v_all_scales_g, params.v_scales, 0, kv_head, Rows::key_of(0))) {}
 
-  __device__ __forceinline__ Tile k(const TilePlace& place) const {
-    return tile(k_g, params.attention.k, k_scales_g, params.k_scales, place);
+  __device__ __forceinline__ Tile k(const KeyTilePosition& position) const {
+    return tile(k_g, params.attention.k, k_scales_g, params.k_scales, position);
   }
-  __device__ __forceinline__ Tile v(const TilePlace& place) const {
-    return tile(v_g, params.attention.v, v_scales_g, params.v_scales, place);
+  __device__ __forceinline__ Tile v(const KeyTilePosition& position) const {
+    return tile(v_g, params.attention.v, v_scales_g, params.v_scales, position);
   }
 
  private:
   __device__ __forceinline__ static Tile tile(const CACHE* lane_g, const Strides& strides, const float* scales_g,
-                                              const Strides& scale_strides, const TilePlace& place) {
-    return {lane_g + tile_offset(strides, place), strides.seq, scales_g + tile_offset(scale_strides, place),
+                                              const Strides& scale_strides, const KeyTilePosition& position) {
+    return {lane_g + tile_offset(strides, position), strides.seq, scales_g + tile_offset(scale_strides, position),
             scale_strides.seq};
   }
 };
 
 // One warp's tiles of a segment, of which kTilesAhead are on the way.
-__device__ __forceinline__ void walk(Warp& warp, const Caches& caches, Traits::Feed& feed, const KeyWindow& window,
+__device__ __forceinline__ void loop(Warp& warp, const Caches& caches, Traits::Loader& loader, const KeyWindow& window,
                                      Traits::Scores& scores, int sq) {
-  if (feed.count <= 0) return;
+  if (loader.count <= 0) return;
   const int seen_by_all = window.of_row(sq - 1).begin, seen_to = window.of_row(0).end;
   constexpr int kAhead = Traits::Rows::kTilesAhead, kSlots = Traits::Rows::kSlots;
 #pragma unroll
   for (int j = 0; j < kAhead; j++) {
-    if (j >= feed.count) break;
-    const TilePlace place = feed.place(j);
-    warp.rows.load_k(j, caches.k(place));
-    warp.rows.load_v(j, caches.v(place));
+    if (j >= loader.count) break;
+    const KeyTilePosition position = loader.position(j);
+    warp.rows.load_k(j, caches.k(position));
+    warp.rows.load_v(j, caches.v(position));
   }
 #pragma unroll 1
-  for (int first = 0; first < feed.count; first += kSlots) {
+  for (int first = 0; first < loader.count; first += kSlots) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; slot++) {
       const int j = first + slot;
-      if (j >= feed.count) break;
-      const bool more = j + kAhead < feed.count;
-      TilePlace place{};  // of the tile to load: kAhead behind this one, or this one
-      if (more) place = feed.place(j + kAhead);
-      const int first_key = feed.first_key(j), own_key = feed.tile(j) * kTileKeys;
-      if (kAhead == 0) warp.rows.load_k(slot, caches.k(place));
-      warp.rows.multiply_keys(slot, caches.k(place));
-      if (kAhead > 0 && more) warp.rows.load_k(slot, caches.k(place));
-      if (kAhead == 0) warp.rows.load_v(slot, caches.v(place));
+      if (j >= loader.count) break;
+      const bool more = j + kAhead < loader.count;
+      KeyTilePosition position{};  // of the tile to load: kAhead after this one, or this one
+      if (more) position = loader.position(j + kAhead);
+      const int first_key = loader.first_key(j), own_key = loader.tile(j) * kTileKeys;
+      if (kAhead == 0) warp.rows.load_k(slot, caches.k(position));
+      warp.rows.multiply_keys(slot, caches.k(position));
+      if (kAhead > 0 && more) warp.rows.load_k(slot, caches.k(position));
+      if (kAhead == 0) warp.rows.load_v(slot, caches.v(position));
       const bool edge = first_key < max(seen_by_all, own_key) || first_key + kTileKeys > seen_to;
       warp.score(scores, first_key, own_key, edge);
       if (edge) warp.rows.clear_v(slot, window.keys - first_key);
       warp.weigh();
-      warp.rows.add_values(slot, caches.v(place), window.keys - first_key);
-      if (kAhead > 0 && more) warp.rows.load_v(slot, caches.v(place));
+      warp.rows.add_values(slot, caches.v(position), window.keys - first_key);
+      if (kAhead > 0 && more) warp.rows.load_v(slot, caches.v(position));
     }
   }
 }
@@ -282,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   // One `if` around all of it takes up to 25 registers more (NVRTC 12.9, sm_75, 2026-11-23).
   Segment segment = {};
   if (params.ctas == 0) segment = segment_of_cta<WARPS>(params, lengths, cta);
-  const Shares shares = params.ctas == 0 ? Shares(segment.units, 1) : shares_of<WARPS>(params, lengths);
-  const int end = params.ctas == 0 ? segment.units : shares.begin(cta + 1);
-  int unit = params.ctas == 0 ? 0 : shares.begin(cta);
+  const Splits splits = params.ctas == 0 ? Splits(segment.units, 1) : splits_of<WARPS>(params, lengths);
+  const int end = params.ctas == 0 ? segment.units : splits.begin(cta + 1);
+  int unit = params.ctas == 0 ? 0 : splits.begin(cta);
   if (unit >= end) return;
   if (params.ctas != 0) segment = segment_at<WARPS>(params, lengths, unit);
 
@@ -300,15 +302,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     Warp warp;
     warp.begin(rows, q_g);
     {
-      Traits::Feed feed(params, block_table_g, segment.batch, span.first + first, WARPS, count);
+      Traits::Loader loader(params, block_table_g, segment.batch, span.first + first, WARPS, count);
       Traits::Scores scores(rows, window, alibi_slopes_g, lengths, Traits::Rows::row_of);
       const Caches caches(k_cache_g, v_cache_g, k_scales_g, v_scales_g, params, rows.kv_head);
-      walk(warp, caches, feed, window, scores, sq);
+      loop(warp, caches, loader, window, scores, sq);
     }
     warp.finish();
 
-    const int first_cta = shares.cta_of(segment.first);
-    const bool whole = first_cta == shares.cta_of(segment.first + segment.units - 1);
+    const int first_cta = splits.cta_of(segment.first);
+    const bool whole = first_cta == splits.cta_of(segment.first + segment.units - 1);
     const Results results{sinks_g, out_g, lse_g, partial_out_g, partial_sums_g, whole, Segment::slot(cta, first_cta)};
 #pragma unroll
     for (int pass = 0; pass < Traits::Rows::kPasses; pass++) {
@@ -319,6 +321,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     }
     if (stop == end) return;
     unit = stop;
-    segment = segment_behind<WARPS>(params, lengths, segment);
+    segment = next_segment<WARPS>(params, lengths, segment);
   }
 }

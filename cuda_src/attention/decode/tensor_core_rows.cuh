@@ -1,10 +1,10 @@
 // Products of one warp's rows with tiles of 16 keys, on tensor cores: S^T = K Q^T and O^T = V^T P^T, so that keys (then
 // columns of V) fill the m16 side of mma.m16n8k8 and the few query rows its n8 side.
 //
-// K comes by wide loads straight into A fragments: lane (g, t) has units of 8 neighbouring items of rows g and g + 8, so
-// the k of a product is permuted, and q's alike. V comes by wide loads too, two rows a lane, and a byte permute pairs
-// them: the rows of O^T are permuted so that a lane has units of 8 neighbouring columns. P^T is turned by one movmatrix
-// per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
+// K comes by wide loads straight into A fragments: lane (g, t) has units of 8 neighbouring items of rows g and g + 8,
+// so the k of a product is permuted, and q's alike. V comes by wide loads too, two rows a lane, and a byte permute
+// pairs them: the rows of O^T are permuted so that a lane has units of 8 neighbouring columns. P^T is turned by one
+// movmatrix per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
 //
 // Where caches have scales, that of a key of K is a factor of its scores (below 2^104: it takes kKeyUnit with it), and
 // that of V one of its weights, which are float16: so it counts in units of the largest so far, rounded down to a power
@@ -13,7 +13,7 @@
 
 #include "../../common/mma.cuh"
 #include "../../common/reduce.cuh"
-#include "block_feed.cuh"
+#include "block_loader.cuh"
 #include "cache_items.cuh"
 #include "query_rows.cuh"
 
@@ -25,13 +25,15 @@ struct RowWords {
   uint32 word[kWords];
 
   // The word of the row at which a piece of a lane begins.
-  __device__ __forceinline__ static int place(int piece, int sharer) { return (piece * kSharers + sharer) * kPiece; }
+  __device__ __forceinline__ static int offset_of(int piece, int sharer) {
+    return (piece * kSharers + sharer) * kPiece;
+  }
 
   // From the lane's first word of the row on.
   __device__ __forceinline__ void load(const void* lane_g) {
 #pragma unroll
     for (int i = 0; i < kWords / kPiece; i++) {
-      const uint32* piece_g = static_cast<const uint32*>(lane_g) + place(i, 0);
+      const uint32* piece_g = static_cast<const uint32*>(lane_g) + offset_of(i, 0);
       if constexpr (kPiece == 4 && kWords * kSharers * 4 >= 128) {
         const uint4 loaded = ld_global_stream_v4(piece_g);
         word[4 * i] = loaded.x, word[4 * i + 1] = loaded.y, word[4 * i + 2] = loaded.z, word[4 * i + 3] = loaded.w;
@@ -81,8 +83,12 @@ struct TensorCoreRows {
   __device__ __forceinline__ static int t() { return lane_index() % 4; }
   __device__ __forceinline__ static int row_of(int i) { return i / 2 * 8 + 2 * t() + i % 2; }
   __device__ __forceinline__ static int key_of(int j) { return g() + 8 * j; }
-  __device__ __forceinline__ static LanePlace k_place() { return {g(), KeyWords::place(0, t()) * kWordItems}; }
-  __device__ __forceinline__ static LanePlace v_place() { return {2 * t(), ValueWords::place(0, g()) * kWordItems}; }
+  __device__ __forceinline__ static LaneCoordinates k_coords() {
+    return {g(), KeyWords::offset_of(0, t()) * kWordItems};
+  }
+  __device__ __forceinline__ static LaneCoordinates v_coords() {
+    return {2 * t(), ValueWords::offset_of(0, g()) * kWordItems};
+  }
   __device__ __forceinline__ float& score(int i, int j) { return s[i / 2][2 * j + i % 2]; }
 
   __device__ __forceinline__ void begin(const SegmentRows& rows, const Scalar* q_g) {
@@ -94,7 +100,7 @@ struct TensorCoreRows {
       const Scalar* row_g = rows.q(q_g, min(row, rows.count - 1));
 #pragma unroll
       for (int i = 0; i < kHeadDim / 32; i++) {
-        const int first = KeyWords::place(i / kPieceUnits, t()) * kItems + i % kPieceUnits * 8;
+        const int first = KeyWords::offset_of(i / kPieceUnits, t()) * kItems + i % kPieceUnits * 8;
         uint4 items = make_uint4(0, 0, 0, 0);
         if (row < rows.count) items = ld_global_v4(reinterpret_cast<const void*>(row_g + first));
         uint32 words[4] = {items.x, items.y, items.z, items.w};

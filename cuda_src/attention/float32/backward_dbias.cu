@@ -53,16 +53,16 @@ struct SingleScore {
 struct ScoreIndex {
   int batch, head, row, key;
 
-  // Place number `at` of `extents`, keys fastest.
+  // TileCoordinates number `at` of `extents`, keys fastest.
   __device__ __forceinline__ static ScoreIndex number(int64 at, const ScoreIndex& extents) {
-    ScoreIndex place;
-    place.key = static_cast<int>(at % extents.key);
+    ScoreIndex coords;
+    coords.key = static_cast<int>(at % extents.key);
     at /= extents.key;
-    place.row = static_cast<int>(at % extents.row);
+    coords.row = static_cast<int>(at % extents.row);
     at /= extents.row;
-    place.head = static_cast<int>(at % extents.head);
-    place.batch = static_cast<int>(at / extents.head);
-    return place;
+    coords.head = static_cast<int>(at % extents.head);
+    coords.batch = static_cast<int>(at / extents.head);
+    return coords;
   }
 
   __device__ __forceinline__ ScoreIndex operator+(const ScoreIndex& other) const {
@@ -94,7 +94,7 @@ __device__ __forceinline__ float score_ds(const Arrays& arrays, const ScoreIndex
   if (!window.of_row(at.row).contains(at.key)) return 0.f;
   const int kv_head = at.head / forward.group;
   const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
-                          Place{at.batch, at.head, kv_head, at.row, forward.sq, forward.sk},
+                          TileCoordinates{at.batch, at.head, kv_head, at.row, forward.sq, forward.sk},
                           query_offset(forward, arrays.q_offsets_g, at.batch), arrays.modifiers);
   const float product = dot<Traits::kHeadDim>(head_rows(arrays.q_g, forward.q, at.batch, at.head, at.row),
                                               head_rows(arrays.k_g, forward.k, at.batch, kv_head, at.key));

@@ -7,14 +7,14 @@
 // float32 atomics, in an order that differs from run to run, and spends five products; with attention_backward_f32_dq
 // they are seven.
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta float32,
-//           (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta
+//           float32, (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
 //           ONE_PASS: dq is float32, and zero or what is added to; of other dtypes it is scratch memory.
 // Tiles     TILE_K keys, which the CTA owns, by TILE_Q queries. All products, S and dP over the head dims, dV and dK
 //           over the queries, dQ over the keys, are outer products from shared memory (backward_products.cuh), a step
-//           at a time (backward_feed.cuh); a thread keeps its blocks of dK and dV in registers through the walk.
-// Grid      B * G * ceil(Sk / TILE_K) CTAs of 128 threads; each walks the queries of all heads of its group that see
-//           one of its keys.
+//           at a time (backward_loader.cuh); a thread keeps its blocks of dK and dV in registers through the loop.
+// Grid      B * G * ceil(Sk / TILE_K) CTAs of 128 threads; each loops over the queries of all heads of its group that
+//           see one of its keys.
 // Budget    shared memory: two buffers, and P or dS, or a part of it; registers: dK and dV, and S and dP or, for 128
 //           columns at a time, dQ: a 128th each.
 // Barriers  one a step, one for each part of P or dS, and one before P.
@@ -30,7 +30,7 @@
 #include "score_gradient.cuh"
 
 struct Traits : BackwardTraits {
-  // dQ beside dK and dV: as many of its columns at a time as there are registers for.
+  // dQ in addition to dK and dV: as many of its columns at a time as there are registers for.
   static constexpr int kDqColumns = kPaddedDim < 128 ? kPaddedDim : 128;
   using QPanels = RowPanels<Scalar, kTileQ, kPaddedDim, kVec>;
   using DoutPanels = RowPanels<Scalar, kTileQ, kPaddedDimV, kVec>;
@@ -46,19 +46,19 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   __shared__ Smem smem;
   return smem;
 }
 
-// A tile of queries of one head; no rows behind the last one.
+// A tile of queries of one head; no rows after the last tile.
 struct QueryTile {
   int head, first_row, rows;
 };
 
 // The tiles that see some of a CTA's keys, head by head of its group.
-struct GroupWalk {
+struct GroupLoop {
   int first_head, heads, begin, end;  // heads of the group, and the rows of each
 
   __device__ __forceinline__ QueryTile first() const { return at(first_head, begin); }
@@ -76,12 +76,12 @@ struct GroupWalk {
 };
 
 // What a block mask leaves of them.
-struct BlockGroupWalk {
+struct BlockGroupLoop {
   struct Tile : QueryTile {
     uint32 states;
   };
 
-  BlockQueryWalk<Traits::kTileQ> blocks;
+  BlockQueryLoop<Traits::kTileQ> blocks;
   int sq;
 
   __device__ __forceinline__ Tile first() { return take(); }
@@ -90,25 +90,25 @@ struct BlockGroupWalk {
 
  private:
   __device__ __forceinline__ Tile take() {
-    blocks.turn();
+    blocks.next_run();
     const auto tile = blocks.take();
     const int first_row = tile.tile * Traits::kTileQ;
-    const int rows = tile.head < blocks.behind_heads ? min(Traits::kTileQ, sq - first_row) : 0;
+    const int rows = tile.head < blocks.end_head ? min(Traits::kTileQ, sq - first_row) : 0;
     return {{tile.head, first_row, rows}, tile.states};
   }
 };
 
-__device__ __forceinline__ GroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
-                                                const KeyPlace& place, NoBlocks) {
+__device__ __forceinline__ GroupLoop group_loop(const AttentionParams& params, const KeyWindow& window,
+                                                const KeyTileCoordinates& coords, NoBlocks) {
   // Both ends of the range of queries that see a key grow with the key.
-  const int keys = min(Traits::kTileK, window.keys - place.first_key);
-  const int begin = window.rows_of(place.first_key, params.sq).begin;
-  const int end = window.rows_of(place.first_key + max(keys, 1) - 1, params.sq).end;
-  return {place.kv_head * params.group, params.group, begin, end};
+  const int keys = min(Traits::kTileK, window.keys - coords.first_key);
+  const int begin = window.rows_of(coords.first_key, params.sq).begin;
+  const int end = window.rows_of(coords.first_key + max(keys, 1) - 1, params.sq).end;
+  return {coords.kv_head * params.group, params.group, begin, end};
 }
-__device__ __forceinline__ BlockGroupWalk group_walk(const AttentionParams& params, const KeyWindow& window,
-                                                     const KeyPlace& place, const BlockLists& lists) {
-  return {walk_of_queries<Traits::kTileQ>(params, window, place, Traits::kTileK, lists), params.sq};
+__device__ __forceinline__ BlockGroupLoop group_loop(const AttentionParams& params, const KeyWindow& window,
+                                                     const KeyTileCoordinates& coords, const BlockLists& lists) {
+  return {loop_over_queries<Traits::kTileQ>(params, window, coords, Traits::kTileK, lists), params.sq};
 }
 
 template <typename Dbias>
@@ -134,25 +134,25 @@ template <int kFirst = 0, typename Next>
 __device__ __forceinline__ void add_dq(Buffers& buffers, uint32 weights_s, const ScoreTile& ds, float* dq_rows_g,
                                        const Rows<Traits::Scalar>& k, int rows, const BackwardParams& params,
                                        const Next& next) {
-  constexpr int kBehind = kFirst + Traits::kDqColumns;
+  constexpr int kNextFirst = kFirst + Traits::kDqColumns;
   const Traits::KPanels panels = k_panels<kFirst>(k);
   const auto write_ds = [&](int part) { ds.store_by_column<Traits::kPartK>(weights_s, part); };
   Product<Traits::kTileQ, Traits::kDqColumns> dq;
   dq.clear();
-  if constexpr (kBehind < Traits::kHeadDim) {
-    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kBehind>(k), write_ds);
+  if constexpr (kNextFirst < Traits::kHeadDim) {
+    multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, k_panels<kNextFirst>(k), write_ds);
   } else {
     multiply_rows<Traits::kPartK>(dq, buffers, weights_s, panels, next, write_ds);
   }
   dq.for_each(rows, Traits::kHeadDim - kFirst, [&](float x, int row, int col) {
     red_global_add(dq_rows_g + row * params.dq.seq + kFirst + col, params.scale * x);
   });
-  if constexpr (kBehind < Traits::kHeadDim) {
-    add_dq<kBehind>(buffers, weights_s, ds, dq_rows_g, k, rows, params, next);
+  if constexpr (kNextFirst < Traits::kHeadDim) {
+    add_dq<kNextFirst>(buffers, weights_s, ds, dq_rows_g, k, rows, params, next);
   }
 }
 
-// What a CTA reads and writes. Rows of delta follow one another from head to head.
+// The CTA's arrays. Rows of delta follow one another from head to head.
 struct Arrays {
   const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
   const float *lse_g, *delta_g;
@@ -165,14 +165,15 @@ struct Arrays {
 
 // The keys of one CTA.
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const Arrays& arrays,
-                                                 const KeyPlace& place, const KeyWindow& window, int64 q_offset) {
+                                                 const KeyTileCoordinates& coords, const KeyWindow& window,
+                                                 int64 q_offset) {
   Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
 
   // Phase 1: the keys, and the queries that see any of them.
-  const int batch = place.batch, kv_head = place.kv_head, first_key = place.first_key;
+  const int batch = coords.batch, kv_head = coords.kv_head, first_key = coords.first_key;
   const int keys = min(Traits::kTileK, window.keys - first_key);
-  auto walk = group_walk(forward, window, place, arrays.modifiers.blocks);
+  auto loop = group_loop(forward, window, coords, arrays.modifiers.blocks);
   const Rows<Traits::Scalar> k = {head_rows(arrays.k_g, forward.k, batch, kv_head, first_key), forward.k.seq, keys};
   const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, kv_head, first_key), forward.v.seq, keys};
   const auto q_of = [&](const QueryTile& at) -> Rows<Traits::Scalar> {
@@ -186,12 +187,12 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   dv.clear();
   Buffers buffers(smem.buffers);
   const uint32 weights_s = shared_address(smem.weights);
-  auto tile = walk.first();
+  auto tile = loop.first();
   if (tile.rows > 0) buffers.begin(Traits::QKSlices{{q_of(tile)}, {k}});
 #pragma unroll 1
   while (tile.rows > 0) {
     const int head = tile.head, first_row = tile.first_row;
-    const auto next_tile = walk.after(tile);
+    const auto next_tile = loop.after(tile);
     const Rows<Traits::Scalar> q = q_of(tile);
     const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
                                        tile.rows};
@@ -200,10 +201,11 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     const Traits::QPanels q_panels = {q, Traits::kHeadDim};
     const Traits::QKSlices next = {{q_of(next_tile)}, {k}};
     const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g,
-                            Place{batch, head, kv_head, 0, forward.sq, forward.sk}, q_offset, arrays.modifiers);
+                            TileCoordinates{batch, head, kv_head, 0, forward.sq, forward.sk}, q_offset,
+                            arrays.modifiers);
     const HeadScores head_scores = {
         params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
-        arrays.delta_g + (static_cast<int64>(place.scratch_batch) * forward.heads + head) * forward.sq};
+        arrays.delta_g + (static_cast<int64>(coords.scratch_batch) * forward.heads + head) * forward.sq};
 
     ScoreTile s, dp;
     const float2 sums = head_scores.fetch_sums(first_row);
@@ -211,7 +213,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
     HeadScores::store_sums(smem.sums, sums);
     multiply_columns<Traits::kHeadDimV>(dp, buffers, dout_v, dout_panels);
     head_scores.turn_to_gradients(
-        s, dp, smem.sums, first_row, first_key, walk.partial(tile),
+        s, dp, smem.sums, first_row, first_key, loop.partial(tile),
         [&](float ds, int row, int key) { write_dbias<DBIAS>(arrays.dbias_g, ds, batch, head, row, key, params); });
 
     __syncthreads();  // weights: the sums have been read
@@ -254,5 +256,5 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS) ENTRY(at
                     rows_from(lse_g, longest.lse, queries), delta_g + static_cast<int64>(queries.begin) * longest.heads,
                     bias_g, mask_g, slopes_g, rows_from(dq_g, backward.dq, queries), rows_from(dk_g, backward.dk, keys),
                     rows_from(dv_g, backward.dv, keys), dbias_g, modifiers},
-                   own.place(), own.window(), own.q_offset());
+                   own.coords(), own.window(), own.q_offset());
 }

@@ -4,8 +4,8 @@
 //
 // The same bits from run to run, where attention_backward_f32_dkdv with ONE_PASS adds atomically.
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta float32,
-//           (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); delta
+//           float32, (B, H, Sq), contiguous, or (H, rows) for one packed sequence after the other.
 // Tiles     TILE_Q queries, which the CTA owns, by TILE_K keys; products as in backward_dkdv.cu.
 // Grid      B * H * ceil(Sq / TILE_Q) CTAs of 128 threads; under causal order the longest rows start first.
 // Budget    shared memory: two buffers, and dS, or a part of it; registers: dQ, S and dP, a 128th each.
@@ -31,7 +31,7 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   __shared__ Smem smem;
   return smem;
@@ -48,24 +48,24 @@ struct KeySteps {
 };
 // or what a block mask leaves of them.
 struct BlockKeySteps {
-  BlockKeyWalk<Traits::kTileQ, Traits::kTileK> walk;
+  BlockKeyLoop<Traits::kTileQ, Traits::kTileK> loop;
 
-  __device__ __forceinline__ BlockTile first() const { return walk.first; }
-  __device__ __forceinline__ BlockTile after(const BlockTile& tile) const { return walk.after(tile); }
+  __device__ __forceinline__ BlockTile first() const { return loop.first; }
+  __device__ __forceinline__ BlockTile after(const BlockTile& tile) const { return loop.after(tile); }
   __device__ __forceinline__ int key_of(const BlockTile& tile) const {
-    return tile.number < walk.tiles() ? tile * Traits::kTileK : kFar;
+    return tile.number < loop.tiles() ? tile * Traits::kTileK : kFar;
   }
   __device__ __forceinline__ static bool partial(const BlockTile& tile) { return tile.state(0) != kFull; }
 };
-__device__ __forceinline__ KeySteps key_steps(const KeyWindow&, const Place&, int, int begin, NoBlocks) {
+__device__ __forceinline__ KeySteps key_steps(const KeyWindow&, const TileCoordinates&, int, int begin, NoBlocks) {
   return {begin};
 }
-__device__ __forceinline__ BlockKeySteps key_steps(const KeyWindow& window, const Place& place, int rows, int,
-                                                   const BlockLists& lists) {
-  return {walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, lists)};
+__device__ __forceinline__ BlockKeySteps key_steps(const KeyWindow& window, const TileCoordinates& coords, int rows,
+                                                   int, const BlockLists& lists) {
+  return {loop_over_keys<Traits::kTileQ, Traits::kTileK>(window, coords, rows, lists)};
 }
 
-// What a CTA reads and writes. Rows of delta follow one another from head to head.
+// The CTA's arrays. Rows of delta follow one another from head to head.
 struct Arrays {
   const Traits::Scalar *dout_g, *q_g, *k_g, *v_g;
   const float *lse_g, *delta_g;
@@ -74,29 +74,31 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// dQ of the query rows of one CTA. `q_offset()` says where query 0 stands, `scratch_batch` is the sequence's number in
-// scratch memory.
+// dQ of the query rows of one CTA. `q_offset()` is the key position of query 0, `scratch_batch` is the sequence's
+// number in scratch memory.
 template <typename Offset>
-__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
-                                          const KeyWindow& window, Offset q_offset, int scratch_batch) {
+__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays,
+                                          const TileCoordinates& coords, const KeyWindow& window, Offset q_offset,
+                                          int scratch_batch) {
   Smem& smem = shared_memory();
   const AttentionParams& forward = params.attention;
 
   // Phase 1: the rows, and the keys that any of them sees.
-  const int batch = place.batch, head = place.head, first_row = place.first_row;
+  const int batch = coords.batch, head = coords.head, first_row = coords.first_row;
   const int rows = min(Traits::kTileQ, forward.sq - first_row);
   const int begin = window.of_row(first_row).begin / Traits::kTileK * Traits::kTileK;
   const int end = window.of_row(first_row + rows - 1).end;
   const Rows<Traits::Scalar> q = {head_rows(arrays.q_g, forward.q, batch, head, first_row), forward.q.seq, rows};
   const Rows<Traits::Scalar> dout = {head_rows(arrays.dout_g, params.dout, batch, head, first_row), params.dout.seq,
                                      rows};
-  const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset(), arrays.modifiers);
+  const Traits::Pass pass(forward, arrays.bias_g, arrays.mask_g, arrays.slopes_g, coords, q_offset(), arrays.modifiers);
   const HeadScores head_scores = {
       params, window, pass, head_rows(arrays.lse_g, forward.lse, batch, head, 0),
       arrays.delta_g + (static_cast<int64>(scratch_batch) * forward.heads + head) * forward.sq};
 
   const auto k_of = [&](int key) -> Rows<Traits::Scalar> {
-    return {head_rows(arrays.k_g, forward.k, batch, place.kv_head, key), forward.k.seq, min(Traits::kTileK, end - key)};
+    return {head_rows(arrays.k_g, forward.k, batch, coords.kv_head, key), forward.k.seq,
+            min(Traits::kTileK, end - key)};
   };
 
   // Phase 2: one tile of keys after the other.
@@ -104,7 +106,8 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   dq.clear();
   Buffers buffers(smem.buffers);
   const uint32 ds_s = shared_address(smem.ds);
-  const auto steps = key_steps(window, Place{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
+  const auto steps =
+      key_steps(window, TileCoordinates{batch, head, 0, first_row}, rows, begin, arrays.modifiers.blocks);
   auto tile = steps.first();
   int first_key = steps.key_of(tile);
   if (first_key < end) buffers.begin(Traits::QKSlices{{q}, {k_of(first_key)}});
@@ -113,7 +116,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
     const auto next_tile = steps.after(tile);
     const int next_key = steps.key_of(next_tile);
     const Rows<Traits::Scalar> k = k_of(first_key);
-    const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, place.kv_head, first_key), forward.v.seq,
+    const Rows<Traits::Scalar> v = {head_rows(arrays.v_g, forward.v, batch, coords.kv_head, first_key), forward.v.seq,
                                     k.rows};
     const Traits::DoutVSlices dout_v = {{dout}, {v}};
     const Traits::KPanels k_panels = {k, Traits::kHeadDim};
@@ -149,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
   const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
-  const Place place = own.place();
+  const TileCoordinates coords = own.coords();
   const auto& backward = params_of(params, own.queries(), own.keys());
   const RowSpan queries = own.queries(), keys = own.keys();
   add_up_dq(
@@ -158,5 +161,5 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, MIN_CTAS)
        rows_from(v_g, longest.v, keys), rows_from(lse_g, longest.lse, queries),
        delta_g + static_cast<int64>(queries.begin) * longest.heads, bias_g, mask_g, slopes_g,
        rows_from(dq_g, backward.dq, queries), modifiers},
-      place, own.window(), [&] { return own.q_offset(); }, ScratchBatch(queries, place.batch).batch);
+      coords, own.window(), [&] { return own.q_offset(); }, ScratchBatch(queries, coords.batch).batch);
 }

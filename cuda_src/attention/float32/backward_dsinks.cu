@@ -4,8 +4,8 @@
 //
 // A sink is one more key of every query of its head, whose value is zero: its dp is 0, so its ds is -p delta.
 //
-// Shapes    lse (B, H, Sq) and delta, as backward_delta.cu leaves it, or both of packed sequences (sequences.cuh); sinks
-//           and dsinks (H,).
+// Shapes    lse (B, H, Sq) and delta, as backward_delta.cu leaves it, or both of packed sequences (sequences.cuh);
+//           sinks and dsinks (H,).
 // Work      one CTA of THREADS threads a head, grid H. The order of the additions is fixed.
 // Edges     no queries give 0; a row without keys and with a sink of -inf weighs nothing.
 #if !defined(SINKS) || !defined(THREADS)

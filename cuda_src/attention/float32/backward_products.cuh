@@ -31,7 +31,7 @@ __device__ __forceinline__ constexpr uint32 depth_flip(int d) { return (d & 4) *
 
 // Where place `at` of depth d lies, in bytes, of a factor with kStride places to a depth.
 template <int kStride>
-__device__ __forceinline__ constexpr uint32 place_offset(int d, int at) {
+__device__ __forceinline__ constexpr uint32 slot_offset(int d, int at) {
   static_assert(kStride % 32 == 0, "the XOR stays within 32 places");
   return d * (kStride * sizeof(float)) + (at * sizeof(float) ^ depth_flip(d));
 }
@@ -75,12 +75,12 @@ struct Product {
     }
   }
 
-  // Add `depth` outer products, in groups, of depths from first_a on of A and of B's kDepth: behind `depth` are zeros.
+  // Add `depth` outer products, in groups, of depths from first_a on of A and of B's kDepth: beyond `depth` are zeros.
   template <int kDepth>
   __device__ __forceinline__ void add(uint32 a_s, int first_a, uint32 b_s, int depth = kDepth) {
     constexpr int kGroup = 8, kGroups = kDepth / kGroup;
     constexpr uint32 kRowBytes = kRows * sizeof(float), kColumnBytes = kColumns * sizeof(float);
-    const uint32 a_at_s = a_s + place_offset<kRows>(first_a, thread_row() * kRowGroup);
+    const uint32 a_at_s = a_s + slot_offset<kRows>(first_a, thread_row() * kRowGroup);
     const uint32 b_at_s = b_s + thread_column() * (kColumnGroup * sizeof(float));
     add_products<kGroup>(
         c, div_up(depth, kGroup), [&](float (&a)[kThreadM], float (&b)[kThreadN], int group, int step) {
@@ -103,7 +103,7 @@ struct Product {
         float group[kColumnGroup];
 #pragma unroll
         for (int i = 0; i < kColumnGroup; i++) group[i] = c[m][n + i];
-        st_shared(to_s + place_offset<kColumns>(not_hoisted(row_of(m)) % kPart, column_of(n)), group);
+        st_shared(to_s + slot_offset<kColumns>(not_hoisted(row_of(m)) % kPart, column_of(n)), group);
       }
     }
   }
@@ -119,7 +119,7 @@ struct Product {
         float group[kRowGroup];
 #pragma unroll
         for (int i = 0; i < kRowGroup; i++) group[i] = c[m + i][n];
-        st_shared(to_s + place_offset<kRows>(not_hoisted(column_of(n)) % kPart, row_of(m)), group);
+        st_shared(to_s + slot_offset<kRows>(not_hoisted(column_of(n)) % kPart, row_of(m)), group);
       }
     }
   }

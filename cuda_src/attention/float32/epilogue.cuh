@@ -82,7 +82,7 @@ struct OutputRows {
   using Grid = typename Traits::Grid;
 
   const AttentionParams& params;
-  const Place& place;
+  const TileCoordinates& coords;
   int first_row;  // of the sequence
 
   // Normalise the thread's part of its rows and write it and the rows' lse to memory.
@@ -103,11 +103,11 @@ struct OutputRows {
       if (Traits::kDropout) normaliser *= params.scores.keep_scale;
 
       const int query = first_row + Traits::Scores::row_of(i);
-      if (query >= place.sq) continue;
-      store_row(query_row(out_g, params.out, place, query), softmax.acc[i], normaliser);
+      if (query >= coords.sq) continue;
+      store_row(query_row(out_g, params.out, coords, query), softmax.acc[i], normaliser);
       if (lse_g != nullptr && Grid::column_lane() == 0) {
         const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total)) * kLn2;
-        *query_row(lse_g, params.lse, place, query) = lse;
+        *query_row(lse_g, params.lse, coords, query) = lse;
       }
     }
   }
@@ -120,8 +120,8 @@ struct OutputRows {
     for (int i = 0; i < Traits::kRows; i++) {
       const float l = Grid::template reduce_row<Sum>(softmax.l[i]);
       const int query = first_row + Traits::Scores::row_of(i);
-      if (query >= place.sq) continue;
-      const int64 row = part.row(place, query);
+      if (query >= coords.sq) continue;
+      const int64 row = part.row(coords, query);
       store_row(part.out_g + row * Traits::kHeadDimV, softmax.acc[i], scale);
       if (Grid::column_lane() == 0) part.sums_g[row] = make_float2(softmax.m[i], l);
     }

@@ -1,4 +1,4 @@
-// The walk of the float32 forward, whatever its keys are fed from: forward.cu says what is computed and how.
+// The loop of the float32 forward, for any loader of keys. forward.cu documents what is computed and how.
 #pragma once
 
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(COLUMN_LANES) || \
@@ -12,7 +12,7 @@
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
 #include "forward_products.cuh"
-#include "../block_key_walk.cuh"
+#include "../block_key_loop.cuh"
 #include "../modifiers.cuh"
 #include "epilogue.cuh"
 #include "../scores.cuh"
@@ -25,13 +25,13 @@
 
 // The words of one Philox call serve a thread's pairs of one row, word n % 4 that of pair n.
 template <typename Scores>
-__device__ __forceinline__ void drop(Scores& scores, const ScoreParams& params, const Place& place, int first_row,
-                                     int first_key) {
+__device__ __forceinline__ void drop(Scores& scores, const ScoreParams& params, const TileCoordinates& coords,
+                                     int first_row, int first_key) {
   const int key = first_key + Scores::key_of(0);
   const bool upper = Scores::kPairs == 2 && key % 32 >= 16;
 #pragma unroll
   for (int i = 0; i < Scores::kRows; i++) {
-    const Philox4 words = dropout_words(params, place.batch, place.head, first_row + Scores::row_of(i), key);
+    const Philox4 words = dropout_words(params, coords.batch, coords.head, first_row + Scores::row_of(i), key);
 #pragma unroll
     for (int n = 0; n < Scores::kPairs; n++) {
       const uint32 word = upper ? words.word[(n + 2) % 4] : words.word[n];
@@ -66,7 +66,7 @@ struct Traits {
   using Panel = PanelShape<kColumns, COLUMN_LANES>;
   static constexpr int kPanels = COLUMN_LANES / 8;  // to a pair of each column lane
 
-  using DenseFeed = ForwardFeed<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
+  using DenseLoader = ForwardLoader<Scalar, Scores, Slice, Panel, kHeadDim, kHeadDimV, kVec, kThreads>;
   using Softmax = ::Softmax<Scores, kColumns>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
@@ -89,20 +89,20 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   return *reinterpret_cast<Smem*>(shared_bytes);
 }
 static_assert(sizeof(Smem::Buffer) % 128 == 0, "both buffers begin at bank 0");
 
-// What a thread keeps through the walk.
-template <typename Feed_>
+// A thread's registers in the loop.
+template <typename Loader_>
 struct Thread {
-  using Feed = Feed_;
+  using Loader = Loader_;
 
   Traits::Softmax softmax;
-  Feed feed;
+  Loader loader;
   int first_row;      // of the warp, in the sequence
   uint32 buffer_s;    // the buffer to compute
   uint32 q_at, k_at;  // where in a slice this thread's rows and keys begin
@@ -118,7 +118,7 @@ struct Cta {
   const AttentionParams& params;
   const KeyWindow& window;
   const Traits::Pass& pass;
-  Place place;
+  TileCoordinates coords;
 };
 
 // Scores to probabilities; m and l are kept right.
@@ -136,23 +136,23 @@ __device__ __forceinline__ void softmax_tile(Traits::Scores& scores, Thread& thr
     scale_log2 = kLog2E;
   }
   thread.softmax.exponentiate(scores, scale_log2);
-  if (Traits::kDropout) drop(scores, cta.params.scores, cta.place, thread.first_row, first_key);
+  if (Traits::kDropout) drop(scores, cta.params.scores, cta.coords, thread.first_row, first_key);
 }
 
 // The other buffer has been filled: compute that one next.
 template <typename Thread>
-__device__ __forceinline__ void turn(Thread& thread, const Cta& cta) {
+__device__ __forceinline__ void swap_buffers(Thread& thread, const Cta& cta) {
   __syncthreads();  // buffer: this one has been read, the other one written
   thread.buffer_s = thread.other_buffer_s(cta.smem);
 }
 
 // One key tile, whose first slice is in the present buffer. At the end it holds the first slice of the tile at
-// next_key, if there is one; and what the feed looks up ahead is that of the tile behind it.
+// next_key, if there is one. The loader looks up the tile after that one.
 template <typename Thread>
 __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int first_key, bool masked, uint32 state,
-                                         bool more, int next_key, int key_behind_next) {
-  typename Thread::Feed& feed = thread.feed;
-  bool active = thread.first_row < cta.place.sq && state != kEmpty;
+                                         bool more, int next_key, int key_after_next) {
+  typename Thread::Loader& loader = thread.loader;
+  bool active = thread.first_row < cta.coords.sq && state != kEmpty;
   if (masked) {  // a warp may see nothing
     const KeyRange top = cta.window.of_row(thread.first_row);
     const KeyRange bottom = cta.window.of_row(thread.first_row + Traits::kWarpRows - 1);
@@ -165,9 +165,9 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
   for (int slice = 0; slice < Traits::kSlices; slice++) {
     const bool last = slice + 1 == Traits::kSlices;
     if (last) {
-      feed.fetch_panel(0, 0, first_key);
+      loader.fetch_panel(0, 0, first_key);
     } else {
-      feed.fetch_slice(slice + 1, first_key);
+      loader.fetch_slice(slice + 1, first_key);
     }
     if (active) {
       multiply_q_k<Traits::kUnrolled, Traits::Slice>(scores, thread.buffer_s + thread.q_at,
@@ -175,11 +175,11 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
                                                      Traits::kChunks - slice * Traits::Slice::kChunks);
     }
     if (last) {
-      feed.store_panel(thread.other_buffer_s(cta.smem));
+      loader.store_panel(thread.other_buffer_s(cta.smem));
     } else {
-      feed.store_slice(thread.other_buffer_s(cta.smem));
+      loader.store_slice(thread.other_buffer_s(cta.smem));
     }
-    turn(thread, cta);
+    swap_buffers(thread, cta);
   }
 
   if (active) softmax_tile(scores, thread, cta, first_key, masked, masked && state != kFull);
@@ -193,26 +193,26 @@ __device__ __forceinline__ void key_tile(Thread& thread, const Cta& cta, int fir
     for (int panel = 0; panel < Traits::kPanels; panel++) {
       const bool next_panel = panel + 1 < Traits::kPanels, last = !next_panel && pair + 1 == PAIRS;
       if (!last) {
-        feed.fetch_panel(next_panel ? pair : pair + 1, next_panel ? panel + 1 : 0, first_key);
+        loader.fetch_panel(next_panel ? pair : pair + 1, next_panel ? panel + 1 : 0, first_key);
       } else if (more) {
-        feed.turn(key_behind_next);
-        feed.fetch_slice(0, next_key);
+        loader.advance(key_after_next);
+        loader.fetch_slice(0, next_key);
       }
       if (active) {
         multiply_p_v<Traits::kUnrolled, Traits::Scores, Traits::Panel, Traits::Columns>(
             thread.softmax.acc, thread.p_s + panel * Traits::Probabilities::kBytes, thread.buffer_s);
       }
       if (!last) {
-        feed.store_panel(thread.other_buffer_s(cta.smem));
+        loader.store_panel(thread.other_buffer_s(cta.smem));
       } else if (more) {
-        feed.store_slice(thread.other_buffer_s(cta.smem));
+        loader.store_slice(thread.other_buffer_s(cta.smem));
       }
-      turn(thread, cta);  // p: read
+      swap_buffers(thread, cta);  // p: read
     }
   }
 }
 
-// What a walk reads and writes besides keys.
+// Arrays besides keys.
 struct Arrays {
   const Traits::Scalar* q_g;
   Traits::Scalar* out_g;
@@ -221,57 +221,57 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the feed of a head from the rows of Q, `share` says which of them are this
+// The query rows of one CTA; `keys` makes the loader of a head from the rows of Q, `split` says which of them are this
 // CTA's.
-template <typename Keys, typename Share = AllKeys>
-__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
-                                       const KeyWindow& window, int64 q_offset, const Keys& keys,
-                                       const Share& share = {}) {
+template <typename Keys, typename Split = AllKeys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
+                                       const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,
+                                       const Keys& keys, const Split& split = {}) {
   Smem& smem = shared_memory();
 
-  // Phase 1: which keys are walked over, and where each thread stands.
-  const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const auto walk =
-      share.of(walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, arrays.modifiers.blocks));
-  if (!Share::kAll && walk.tiles() == 0) return;
-  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
-  const Cta cta = {smem, params, window, pass, place};
+  // Phase 1: the keys of the loop, and each thread's rows and keys.
+  const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);
+  const auto loop =
+      split.of(loop_over_keys<Traits::kTileQ, Traits::kTileK>(window, coords, rows, arrays.modifiers.blocks));
+  if (!Split::kAll && loop.tiles() == 0) return;
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, coords, q_offset, arrays.modifiers);
+  const Cta cta = {smem, params, window, pass, coords};
 
   const int row_lane = Traits::Grid::row_lane(), column_lane = Traits::Grid::column_lane();
   const int warp_row = warp_index() * Traits::kWarpRows;
-  Thread<typename Keys::Feed> thread = {
+  Thread<typename Keys::Loader> thread = {
       {},
-      keys.feed(place, window, query_row(arrays.q_g, params.q, place, place.first_row), rows),
-      place.first_row + warp_row,
+      keys.loader(coords, window, query_row(arrays.q_g, params.q, coords, coords.first_row), rows),
+      coords.first_row + warp_row,
       shared_address(&smem.buffers[0]),
       static_cast<uint32>(warp_row * sizeof(float) + row_lane * kQuadBytes),
       static_cast<uint32>(Traits::Slice::kKeysAt + column_lane * kQuadBytes),
       shared_address(&smem.p[warp_index()])};
   thread.softmax.clear();
 
-  // Phase 2: the walk over the keys, masked tiles first.
-  auto tile = walk.first, next = walk.after(tile);
-  if (walk.tiles() > 0) {
-    thread.feed.begin(tile * Traits::kTileK, next * Traits::kTileK);
-    thread.feed.fetch_slice(0, tile * Traits::kTileK);
-    thread.feed.store_slice(thread.buffer_s);
+  // Phase 2: the loop over the keys, masked tiles first.
+  auto tile = loop.first, next = loop.after(tile);
+  if (loop.tiles() > 0) {
+    thread.loader.begin(tile * Traits::kTileK, next * Traits::kTileK);
+    thread.loader.fetch_slice(0, tile * Traits::kTileK);
+    thread.loader.store_slice(thread.buffer_s);
   }
   __syncthreads();  // buffer: the first slice has been written
 #pragma unroll 1
-  for (int done = 0; done < walk.tiles(); done++) {
-    if (!Modifiers::kBlocks) next = walk.after(tile);  // carried along, it would take a register
-    const auto behind_next = walk.after(next);
-    key_tile(thread, cta, tile * Traits::kTileK, done < walk.masked, state_of(tile, warp_index()),
-             done + 1 < walk.tiles(), next * Traits::kTileK, behind_next * Traits::kTileK);
+  for (int done = 0; done < loop.tiles(); done++) {
+    if (!Modifiers::kBlocks) next = loop.after(tile);  // carried along, it would take a register
+    const auto after_next = loop.after(next);
+    key_tile(thread, cta, tile * Traits::kTileK, done < loop.masked, state_of(tile, warp_index()),
+             done + 1 < loop.tiles(), next * Traits::kTileK, after_next * Traits::kTileK);
     tile = next;
-    next = behind_next;
+    next = after_next;
   }
 
   // Phase 3: normalise and store, or store sums.
-  const OutputRows<Traits> result = {params, place, thread.first_row};
-  if constexpr (Share::kAll) {
-    result.store(thread.softmax, sink_log2<SINKS>(arrays.sinks_g, params, place.head), arrays.out_g, arrays.lse_g);
+  const OutputRows<Traits> result = {params, coords, thread.first_row};
+  if constexpr (Split::kAll) {
+    result.store(thread.softmax, sink_log2<SINKS>(arrays.sinks_g, params, coords.head), arrays.out_g, arrays.lse_g);
   } else {
-    result.store_sums(thread.softmax, share);
+    result.store_sums(thread.softmax, split);
   }
 }

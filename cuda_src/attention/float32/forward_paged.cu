@@ -1,39 +1,39 @@
-// Attention of many query tokens over a paged cache in float32 arithmetic: a prompt, or a chunk of one. The walk of
-// forward.cu with another feed of keys (PagedAttention, Kwon et al., arXiv:2309.06180).
+// Attention of many query tokens over a paged cache in float32 arithmetic: a prompt, or a chunk of one. The loop of
+// forward.cu with another loader of keys (PagedAttention, Kwon et al., arXiv:2309.06180).
 //
 // Shapes    PagedParams (../paged_params.cuh); HEAD_DIM_V is HEAD_DIM.
-// Caches    DTYPE, or integers with a scale for each token and head (../stored_items.cuh), which become float32 on their
-//           way to shared memory as all others do.
-// Work      as forward.cu; beside it every warp looks up the blocks of each tile, one tile ahead (../paged_keys.cuh).
-// Grid      B * H * ceil(Sq / kTileQ) CTAs; of packed sequences H times as many as any lengths could need, of which those
-//           beyond return: no length is read on the host.
+// Caches    DTYPE, or integers with a scale for each token and head (../stored_items.cuh), which become float32 on
+//           their way to shared memory as all others do.
+// Work      as forward.cu; in addition every warp looks up the blocks of each tile, one tile ahead (../paged_keys.cuh).
+// Grid      B * H * ceil(Sq / kTileQ) CTAs; of packed sequences H times as many as any lengths could need, of which
+//           those beyond return: no length is read on the host.
 // Budget    as forward.cu; the table takes registers alone.
-// Edges     as forward.cu; keys beyond the sequence, and those that no row of the CTA sees, are not read, and of the table
-//           nothing behind the last one that is. A sequence without queries has no CTA.
+// Edges     as forward.cu; keys beyond the sequence, and those that no row of the CTA sees, are not read, and of the
+//           table nothing after the last one that is. A sequence without queries has no CTA.
 #if !defined(CACHE)
 #error "CACHE comes from a launch-configuration table"
 #endif
 #include "forward.cuh"
-#include "paged_feed.cuh"
+#include "paged_loader.cuh"
 
 // Of a call with a paged cache.
 struct PagedKeys {
-  using Feed = PagedFeed<Traits::DenseFeed, CACHE>;
+  using Loader = PagedLoader<Traits::DenseLoader, CACHE>;
 
   const PagedParams& params;
   const CACHE *k_g, *v_g;
   const float *k_scales_g, *v_scales_g;
   const int* table_g;
 
-  __device__ __forceinline__ Feed feed(const Place& place, const KeyWindow& window, const Traits::Scalar* q_rows_g,
-                                       int rows) const {
+  __device__ __forceinline__ Loader loader(const TileCoordinates& coords, const KeyWindow& window,
+                                           const Traits::Scalar* q_rows_g, int rows) const {
     return {params,
-            {params, table_g, place, window, rows},
+            {params, table_g, coords, window, rows},
             q_rows_g,
-            k_g + place.kv_head * params.attention.k.head,
-            v_g + place.kv_head * params.attention.v.head,
-            reinterpret_cast<const char*>(k_scales_g) + place.kv_head * params.scales.head,
-            reinterpret_cast<const char*>(v_scales_g) + place.kv_head * params.scales.head,
+            k_g + coords.kv_head * params.attention.k.head,
+            v_g + coords.kv_head * params.attention.v.head,
+            reinterpret_cast<const char*>(k_scales_g) + coords.kv_head * params.scales.head,
+            reinterpret_cast<const char*>(v_scales_g) + coords.kv_head * params.scales.head,
             rows,
             window.keys};
   }
@@ -44,11 +44,11 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                 const int* block_table_g, const void* seqlens_k_g, const void* cu_seqlens_q_g,
                                 const float* k_scales_g, const float* v_scales_g, const void* alibi_slopes_g,
                                 const void* sinks_g, Traits::Scalar* out_g, float* lse_g, const PagedParams params) {
-  Place place;
-  if (!place_of_cta(place, params, cu_seqlens_q_g, Traits::kTileQ)) return;
+  TileCoordinates coords;
+  if (!coordinates_of_cta(coords, params, cu_seqlens_q_g, Traits::kTileQ)) return;
   const AttentionParams& attention = params.attention;
-  const int64 q_offset = query_offset(params, seqlens_k_g, place);
-  const KeyWindow window(q_offset, attention.left, attention.right, keys_in_use(attention, seqlens_k_g, place.batch));
-  attend(attention, {q_g, out_g, lse_g, nullptr, nullptr, alibi_slopes_g, sinks_g}, place, window, q_offset,
+  const int64 q_offset = query_offset(params, seqlens_k_g, coords);
+  const KeyWindow window(q_offset, attention.left, attention.right, keys_in_use(attention, seqlens_k_g, coords.batch));
+  attend(attention, {q_g, out_g, lse_g, nullptr, nullptr, alibi_slopes_g, sinks_g}, coords, window, q_offset,
          PagedKeys{params, k_cache_g, v_cache_g, k_scales_g, v_scales_g, block_table_g});
 }

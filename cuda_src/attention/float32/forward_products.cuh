@@ -1,16 +1,16 @@
 // The two products of the float32 flash kernel, S = Q K^T and O += P V, as outer products of what a warp reads from
-// shared memory (products.cuh; the buffers: forward_feed.cuh, the lanes: score_tile.cuh).
+// shared memory (products.cuh; the buffers: forward_loader.cuh, the lanes: score_tile.cuh).
 //
 // P passes from the layout of S to that of O through shared memory of the warp's own, in panels of 16 keys as V: key by
 // key, the warp's rows side by side. A group of four rows is XORed with the number of its pair of keys, so that the
 // lanes that store four pairs at a time meet in no bank.
 #pragma once
 
-#include "forward_feed.cuh"
+#include "forward_loader.cuh"
 #include "../../common/outer_products.cuh"
 #include "score_tile.cuh"
 
-// A thread's columns of the output: quads, and 0, 1 or 2 behind them.
+// A thread's columns of the output: quads, and 0, 1 or 2 single ones.
 template <int kHeadDimV, int kColumnLanes_>
 struct OutputColumns {
   static constexpr int kColumnLanes = kColumnLanes_;

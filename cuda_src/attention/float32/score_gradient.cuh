@@ -9,7 +9,7 @@
 #error "BIAS, MASK, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
 #include "../backward_params.cuh"
-#include "backward_feed.cuh"
+#include "backward_loader.cuh"
 #include "../modifiers.cuh"
 #include "../scores.cuh"
 #include "row_sums.cuh"
@@ -146,32 +146,33 @@ struct HeadScores {
   }
 };
 
-// scores = A B^T over the kCols columns of what `feed` brings.
-template <int kCols, typename Feed, typename Next>
-__device__ __forceinline__ void multiply_columns(ScoreTile& scores, Buffers& buffers, const Feed& feed,
+// scores = A B^T over the kCols columns that `loader` brings.
+template <int kCols, typename Loader, typename Next>
+__device__ __forceinline__ void multiply_columns(ScoreTile& scores, Buffers& buffers, const Loader& loader,
                                                  const Next& next) {
   scores.clear();
-  buffers.run(feed, next, [&](uint32 buffer_s, int number) {
-    const int depth = kCols % Feed::kDepth == 0 ? Feed::kDepth : min(Feed::kDepth, kCols - number * Feed::kDepth);
-    scores.template add<Feed::kDepth>(buffer_s, 0, buffer_s + Feed::kSecondAt, depth);
+  buffers.run(loader, next, [&](uint32 buffer_s, int number) {
+    const int depth =
+        kCols % Loader::kDepth == 0 ? Loader::kDepth : min(Loader::kDepth, kCols - number * Loader::kDepth);
+    scores.template add<Loader::kDepth>(buffer_s, 0, buffer_s + Loader::kSecondAt, depth);
   });
 }
 
-// product += W^T R for the rows R that `feed` brings. fill(part) writes the weights of kPart rows to shared memory,
+// product += W^T R for the rows R that `loader` brings. fill(part) writes the weights of kPart rows to shared memory,
 // part by part.
-template <int kPart, typename Result, typename Feed, typename Next, typename Fill>
-__device__ __forceinline__ void multiply_rows(Result& product, Buffers& buffers, uint32 weights_s, const Feed& feed,
+template <int kPart, typename Result, typename Loader, typename Next, typename Fill>
+__device__ __forceinline__ void multiply_rows(Result& product, Buffers& buffers, uint32 weights_s, const Loader& loader,
                                               const Next& next, Fill fill) {
-  constexpr int kPartSteps = kPart / Feed::kDepth;
+  constexpr int kPartSteps = kPart / Loader::kDepth;
   fill(0);
   __syncthreads();  // weights: written
-  buffers.run(feed, next, [&](uint32 buffer_s, int number) {
+  buffers.run(loader, next, [&](uint32 buffer_s, int number) {
     const int at = number % kPartSteps;
-    if (kPartSteps < Feed::kSteps && at == 0 && number > 0) {
+    if (kPartSteps < Loader::kSteps && at == 0 && number > 0) {
       fill(number / kPartSteps);
       __syncthreads();  // weights: the next part has been written
     }
-    product.template add<Feed::kDepth>(weights_s, at * Feed::kDepth, buffer_s);
+    product.template add<Loader::kDepth>(weights_s, at * Loader::kDepth, buffer_s);
   });
 }
 

@@ -10,12 +10,12 @@
 //           k, v and out is contiguous; other axes have any stride. H is a multiple of G: query head h reads key-value
 //           head h / (H / G). float16, bfloat16 or float32 items, float32 arithmetic; the result is rounded once, at
 //           the store.
-// Tiles     one query row by a strip of THREADS keys. Each thread owns one score of a strip, and the output columns
+// Tiles     one query row by a segment of THREADS keys. Each thread owns one score of a segment, and the output columns
 //           threadIdx.x, threadIdx.x + THREADS, ...
 // Grid      B * H * Sq CTAs (cooperative thread arrays, or blocks) of THREADS threads, a power of two.
 // Budget    shared memory: HEAD_DIM + THREADS floats; 64 registers.
 // Barriers  after q is written; around each write of p_s, which all threads read; the reductions have their own.
-// Edges     the last strip is cut by a predicate; a row without keys has out = 0 and lse = -inf; lse_g may be null.
+// Edges     the last segment is cut by a predicate; a row without keys has out = 0 and lse = -inf; lse_g may be null.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(SHARED_BYTES)
 #error "DTYPE, HEAD_DIM, HEAD_DIM_V, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
@@ -47,7 +47,7 @@ static_assert(sizeof(TeachingParams) == TEACHING_PARAMS_BYTES, "its dtype in Pyt
 
 struct Smem {
   float q[HEAD_DIM];
-  float p[THREADS];  // exp(s - m) of a strip; the reductions use it too
+  float p[THREADS];  // exp(s - m) of a segment; the reductions use it too
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -101,23 +101,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   m = reduce<larger>(m, smem.p);
 
-  // Phase 3: the exponentials, their sum l, and the weighted sum of the values, one strip of keys after another.
+  // Phase 3: the exponentials, their sum l, and the weighted sum of the values, one segment of keys after another.
   float l = 0.f, acc[kColumns] = {};
   for (int first = 0; first < keys; first += THREADS) {
     const int key = first + thread;
     float p = 0.f;
     if (key < keys) p = expf(score(smem.q, row_of(k_g, params.k, batch, kv_head, key), params.softmax_scale) - m);
     l += p;
-    __syncthreads();  // p: the previous strip has been read
+    __syncthreads();  // p: the previous segment has been read
     smem.p[thread] = p;
-    __syncthreads();  // p: this strip has been written
+    __syncthreads();  // p: this segment has been written
 
-    const int strip = min(THREADS, keys - first);
+    const int segment = min(THREADS, keys - first);
     for (int c = 0; c < kColumns; c++) {
       const int col = thread + c * THREADS;
       if (col >= HEAD_DIM_V) continue;
       const Item* v_items_g = row_of(v_g, params.v, batch, kv_head, first) + col;
-      for (int j = 0; j < strip; j++) acc[c] += smem.p[j] * static_cast<float>(v_items_g[j * params.v.seq]);
+      for (int j = 0; j < segment; j++) acc[c] += smem.p[j] * static_cast<float>(v_items_g[j * params.v.seq]);
     }
   }
   l = reduce<sum>(l, smem.p);

@@ -14,12 +14,13 @@
 //           reads key-value head h / (H / G). lse and dlse are float32, the others float16, bfloat16 or float32. The
 //           arithmetic is float32, and gradients are rounded once, at the store.
 // Tiles     a CTA of the first kind owns one query row and visits the keys that it sees; one of the second kind owns
-//           one key and visits the queries of all heads of its group that see it. Both do so in strips of THREADS: each
-//           thread owns one score of a strip, and the columns threadIdx.x, threadIdx.x + THREADS, ... of the sums.
+//           one key and visits the queries of all heads of its group that see it. Both do so in segments of THREADS:
+//           each thread owns one score of a segment, and the columns threadIdx.x, threadIdx.x + THREADS, ... of the
+//           sums.
 // Grid      B * H * Sq CTAs of the first kind, then B * G * Sk of the second, of THREADS threads.
 // Budget    shared memory: HEAD_DIM + HEAD_DIM_V + 2 THREADS floats; 64 to 66 registers.
-// Barriers  after the CTA's own rows are written; around each write of a strip's p and ds, which all threads read.
-// Edges     the last strip is cut by a predicate. A query without keys, or a key without queries, has zeros. p is at
+// Barriers  after the CTA's own rows are written; around each write of a segment's p and ds, which all threads read.
+// Edges     the last segment is cut by a predicate. A query without keys, or a key without queries, has zeros. p is at
 //           most 1: where lse is so large that its digits end before the point, exp(s - lse) could overflow. dlse_g
 //           may be null. With `accumulate` gradients are added to what is there.
 #if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(SHARED_BYTES)
@@ -57,7 +58,7 @@ struct Inputs {
 
 struct Smem {
   float first[HEAD_DIM], second[HEAD_DIM_V];  // the CTA's own rows: of q and dout, or of k and v
-  float p[THREADS], ds[THREADS];              // of a strip
+  float p[THREADS], ds[THREADS];              // of a segment
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
@@ -89,7 +90,7 @@ __device__ float row_delta(const Inputs& in, const TeachingBackwardParams& param
   return in.dlse == nullptr ? delta : delta - *row_of(in.dlse, params.dlse, batch, head, row);
 }
 
-// p and ds of this thread's score of a strip, for all threads.
+// p and ds of this thread's score of a segment, for all threads.
 __device__ void share_score(Smem& smem, float s, float dp, float lse, float delta) {
   const float p = s > lse ? 1.f : expf(s - lse);  // a NaN stays one
   smem.p[threadIdx.x] = p;
@@ -102,7 +103,7 @@ struct WeightedSum {
   static constexpr int kColumns = (kDim + THREADS - 1) / THREADS;
   float acc[kColumns] = {};
 
-  __device__ void add_strip(const float* weights_s, const Item* rows_g, long long row_stride, int rows) {
+  __device__ void add_segment(const float* weights_s, const Item* rows_g, long long row_stride, int rows) {
     for (int c = 0; c < kColumns; c++) {
       const int col = threadIdx.x + c * THREADS;
       if (col >= kDim) continue;
@@ -134,14 +135,14 @@ __device__ void query_gradient(Smem& smem, const Inputs& in, Item* dq_g, const T
   WeightedSum<HEAD_DIM> dq;
   for (int first = 0; first < keys; first += THREADS) {
     const int key = first + threadIdx.x;
-    __syncthreads();  // q and dout: written, the first time; p and ds: the previous strip has been read
+    __syncthreads();  // q and dout: written, the first time; p and ds: the previous segment has been read
     if (key < keys) {
       const float s = params.softmax_scale * dot<HEAD_DIM>(smem.first, row_of(in.k, params.k, batch, kv_head, key));
       const float dp = dot<HEAD_DIM_V>(smem.second, row_of(in.v, params.v, batch, kv_head, key));
       share_score(smem, s, dp, lse, delta);
     }
-    __syncthreads();  // p and ds: this strip has been written
-    dq.add_strip(smem.ds, row_of(in.k, params.k, batch, kv_head, first), params.k.seq, min(THREADS, keys - first));
+    __syncthreads();  // p and ds: this segment has been written
+    dq.add_segment(smem.ds, row_of(in.k, params.k, batch, kv_head, first), params.k.seq, min(THREADS, keys - first));
   }
   dq.store(row_of(dq_g, params.dq, batch, head, row), params.softmax_scale, params.accumulate);
 }
@@ -160,17 +161,17 @@ __device__ void key_gradients(Smem& smem, const Inputs& in, Item* dk_g, Item* dv
   for (int head = kv_head * params.group; head < (kv_head + 1) * params.group; head++) {
     for (int first = begin; first < params.sq; first += THREADS) {
       const int row = first + threadIdx.x;
-      __syncthreads();  // k and v: written, the first time; p and ds: the previous strip has been read
+      __syncthreads();  // k and v: written, the first time; p and ds: the previous segment has been read
       if (row < params.sq) {
         const float s = params.softmax_scale * dot<HEAD_DIM>(smem.first, row_of(in.q, params.q, batch, head, row));
         const float dp = dot<HEAD_DIM_V>(smem.second, row_of(in.dout, params.dout, batch, head, row));
         share_score(smem, s, dp, *row_of(in.lse, params.lse, batch, head, row),
                     row_delta(in, params, batch, head, row));
       }
-      __syncthreads();  // p and ds: this strip has been written
-      const int strip = min(THREADS, params.sq - first);
-      dk.add_strip(smem.ds, row_of(in.q, params.q, batch, head, first), params.q.seq, strip);
-      dv.add_strip(smem.p, row_of(in.dout, params.dout, batch, head, first), params.dout.seq, strip);
+      __syncthreads();  // p and ds: this segment has been written
+      const int segment = min(THREADS, params.sq - first);
+      dk.add_segment(smem.ds, row_of(in.q, params.q, batch, head, first), params.q.seq, segment);
+      dv.add_segment(smem.p, row_of(in.dout, params.dout, batch, head, first), params.dout.seq, segment);
     }
   }
   dk.store(row_of(dk_g, params.dk, batch, kv_head, key), params.softmax_scale, params.accumulate);

@@ -22,7 +22,8 @@ struct Traits {
   static_assert(kHeadDim >= 1 && kHeadDim <= 256, "head dims are 1 to 256");
 };
 
-// kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in all.
+// kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in
+// all.
 __device__ __forceinline__ void convert_rows(const BackwardParams& params, const float* dq_acc_g, const float* scales_g,
                                              float16* dq_g, int batch, int head, int first_row, int rows,
                                              uint32 from_row) {

@@ -3,13 +3,13 @@
 //   delta_i = sum_d dout_id out_id - dlse_i          (Dao et al., arXiv:2205.14135, appendix B.2; dlse: whoever
 //                                                     differentiates through lse as well)
 //
-// And of its rows each CTA says how large they are (gradient_scale.cuh): of dout, or, behind those, of V.
+// And of its rows each CTA says how large they are (gradient_scale.cuh): of dout, or, after those, of V.
 //
-// Shapes    BackwardParams (backward_params.cuh), which also says what the statistics are, or VarlenBackwardParams: packed
-//           sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
+// Shapes    BackwardParams (backward_params.cuh), which also says what the statistics are, or VarlenBackwardParams:
+//           packed sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
 // Work      ROW_LANES lanes own one row, each 8 columns of it; grid B * H * rows_padded / (THREADS / ROW_LANES), at
-//           least 1, and behind that B * G * keys_padded / (THREADS / ROW_LANES) (packed: without B). The scratch to be zeroed is spread
-//           over the grid.
+//           least 1, and after that B * G * keys_padded / (THREADS / ROW_LANES) (packed: without B). The scratch to be
+//           zeroed is spread over the grid.
 // Budget    a float per warp of shared memory; about 40 registers. Reads out, dout and V once.
 // Edges     rows without a key, and rows of the scratch that belong to no sequence, get L = +inf and delta = 0.
 #if !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)
@@ -19,7 +19,7 @@
 #include "../backward_sequences.cuh"
 #include "gradient_scale.cuh"
 #include "row_statistics.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 struct Traits {
   static constexpr int kHeadDimV = HEAD_DIM_V;

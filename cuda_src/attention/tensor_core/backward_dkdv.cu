@@ -8,12 +8,13 @@
 // the A operands of dV += P^T dout and dK += dS^T Q. Only dS^T goes through shared memory, for dQ, which is the sum
 // over all CTAs of a head and is gathered by float32 atomics (ONE_PASS) or by attention_backward_dq (deterministic).
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
+//           in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
 //           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too). With SCORE_VEC > 1 a warp's keys
 //           lie in another order in shared memory and registers, so that a thread's are neighbours (score_tile.cuh).
-// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group, so that dK and
-//           dV are complete without a second pass.
+// Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group, so that dK
+//           and dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
 //           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
 // Barriers  two per query tile, one without ONE_PASS.
@@ -39,27 +40,27 @@ union Smem {
     alignas(128) unsigned char k[Traits::KTile::kBytes];
     alignas(128) unsigned char ds[Traits::DsTile::kBytes];
 #endif
-    Traits::Feed::Tiles queries[Traits::kBuffers];
+    Traits::Loader::Tiles queries[Traits::kBuffers];
   } loop;
-  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
-  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the loop (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the loop, dV after it
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   return *reinterpret_cast<Smem*>(shared_bytes);
 }
 
-// What a warp keeps in registers through the walk.
+// A warp's registers in the loop.
 struct Warp {
   uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
   float dk[Traits::kMTiles][Traits::kSteps][4], dv[Traits::kMTiles][Traits::kStepsV][4];  // dK / scale, dV boosted
   int first_key;                                                                          // of the sequence
 };
 
-// What every thread of the CTA knows of the walk.
+// Values that are the same for all threads of the CTA.
 struct Cta {
   uint32 ds_lane_s;  // see ds_lane_address
   FragmentAddress<Traits::QTile> q_fragment;
@@ -72,7 +73,7 @@ struct Cta {
   GradientScale scale;
 };
 
-// S^T += K Q^T and dP^T += V dout^T over the columns of a group and those behind it, group by group.
+// S^T += K Q^T and dP^T += V dout^T over the columns from this group on, group by group.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
                                            const Cta& cta, uint32 q_rows_s, uint32 dout_rows_s) {
@@ -97,11 +98,11 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: a block mask says that all are
 // seen.
-template <bool kWhole, typename Feed>
-__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Feed& feed, int row,
+template <bool kWhole, typename Loader>
+__device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loader& loader, int row,
                                            const float* statistics_g) {
   using T = Traits;
-  const uint32 state = kWhole ? kFull : feed.state(warp_index());
+  const uint32 state = kWhole ? kFull : loader.state(warp_index());
   if (state == kEmpty) {
     constexpr uint32 kNothing[T::kMTiles][2] = {};
 #pragma unroll
@@ -110,11 +111,11 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
     }
     return;
   }
-  const uint32 q_rows_s = feed.q_s + row * T::QTile::kRowBytes;
-  const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+  const uint32 q_rows_s = loader.q_s + row * T::QTile::kRowBytes;
+  const uint32 dout_rows_s = loader.dout_s + row * T::DoutTile::kRowBytes;
   const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
-  const ScorePlace place = {cta.batch, feed.head, feed.first_row() + row, warp.first_key};
-  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+  const ScoreCoordinates coords = {cta.batch, loader.head, loader.first_row() + row, warp.first_key};
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, coords, cta.scale,
                                                         cta.q_offset);
 
   T::Tile::Fragment s, dp;
@@ -123,7 +124,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
   add_scores(s, dp, warp, cta, q_rows_s, dout_rows_s);
 
   T::Tile::Packed p, ds;
-  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, !kWhole && feed.masked(), state != kFull);
+  score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, !kWhole && loader.masked(), state != kFull);
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
@@ -137,45 +138,45 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Fee
 }
 
 // One query tile, while the next one is on its way.
-template <bool kWhole, typename Feed>
-__device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Feed& feed, const GradientArrays& arrays) {
+template <bool kWhole, typename Loader>
+__device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& loader, const GradientArrays& arrays) {
   using T = Traits;
-  const float* tile_statistics_g = arrays.statistics_g + statistics_offset(feed.scratch_row);
-  feed.fetch_q();
+  const float* tile_statistics_g = arrays.statistics_g + statistics_offset(loader.scratch_row);
+  loader.fetch_q();
 #pragma unroll
   for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-    query_rows<kWhole>(warp, cta, feed, row, tile_statistics_g);
+    query_rows<kWhole>(warp, cta, loader, row, tile_statistics_g);
     if (!ONE_PASS && row == T::kMiddleRow) {
-      feed.store_q();
-      feed.fetch_dout();
+      loader.store_q();
+      loader.fetch_dout();
     }
   }
 }
 
-// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
-template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
+// The keys of one CTA. `q_offset()` is the key position of query 0, `gradients()` where results go.
+template <typename Loader = Traits::Loader, typename Offset, typename Gradients>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
-                                                 Gradients gradients) {
+                                                 const KeyTileCoordinates& coords, const KeyWindow& window,
+                                                 Offset q_offset, Gradients gradients) {
   using T = Traits;
   Smem& smem = shared_memory();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the queries that see the keys.
-  const auto walk = walk_of_queries<T::kTileQ>(attention, window, place, T::kKeys, arrays.options.modifiers.blocks);
+  const auto loop = loop_over_queries<T::kTileQ>(attention, window, coords, T::kKeys, arrays.options.modifiers.blocks);
 
   // Phase 2: V and K, through shared memory into registers.
   const int warp_row = warp_index() * T::kWarpKeys;
   Warp warp;
-  warp.first_key = place.first_key + warp_row;
+  warp.first_key = coords.first_key + warp_row;
   clear(warp.dk);
   clear(warp.dv);
   const ScaleArrays& scales = arrays.options.scales;
-  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * attention.group);
+  const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * attention.group);
   scales.set_aside(scale);
-  if (walk.tiles() > 0) {
+  if (loop.tiles() > 0) {
     load_keys<T, CtaBarrier>(
-        smem, attention, window, place, arrays.k_g, arrays.v_g,
+        smem, attention, window, coords, arrays.k_g, arrays.v_g,
         [&](uint32 v_s) {
           load_a_fragments<T::VTile>(warp.v, v_s, warp_row);
           scale_fragments(warp.v, scale.down);
@@ -183,7 +184,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
         [&](uint32 k_s) { load_a_fragments<T::KTile>(warp.k, k_s, warp_row); });
   }
 
-  // Phase 3: the walk over the query tiles.
+  // Phase 3: the loop over the query tiles.
 #if ONE_PASS
   const uint32 k_s = shared_address(smem.loop.k), ds_s = shared_address(smem.loop.ds);
   const uint32 ds_lane_s = ds_lane_address<T::DsTile>(ds_s, warp_row);
@@ -191,24 +192,24 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const uint32 k_s = 0, ds_s = 0, ds_lane_s = 0;
 #endif
   const int64 offset = q_offset();
-  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, place.batch, scale};
-  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  feed.begin();
+  const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, coords.batch, scale};
+  Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  loader.begin();
   __syncthreads();  // Q and dout: the first tile has been written
-  walk_tiles(feed, arrays.statistics_g, feed.whole(), [&] {
-    query_tile</*kWhole=*/false>(warp, cta, feed, arrays);
-    finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+  loop_over_tiles(loader, arrays.statistics_g, loader.whole(), [&] {
+    query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
+    finish_tile<T, CtaBarrier>(loader, arrays.dq_acc_g, ds_s, k_s);
   });
   if constexpr (Modifiers::kBlocks) {
-    walk_tiles(feed, arrays.statistics_g, 0, [&] {
-      query_tile</*kWhole=*/true>(warp, cta, feed, arrays);
-      finish_tile<T, CtaBarrier>(feed, arrays.dq_acc_g, ds_s, k_s);
+    loop_over_tiles(loader, arrays.statistics_g, 0, [&] {
+      query_tile</*kWhole=*/true>(warp, cta, loader, arrays);
+      finish_tile<T, CtaBarrier>(loader, arrays.dq_acc_g, ds_s, k_s);
     });
   }
 
   // Phase 4: the gradients.
   store_gradients<T, CtaBarrier>(
-      smem, params, place, arrays.options.scales, gradients(),
+      smem, params, coords, arrays.options.scales, gradients(),
       [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
       [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
 }
@@ -222,14 +223,14 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                    const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
-  // Heads of rows that are not aligned take no turns: with them the loop of head dim 128 spilled, and modelled 0.54
-  // where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
+  // Heads of rows that are not aligned are not interleaved: if they were, the loop of head dim 128 spilled, and
+  // modelled 0.54 where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
   const CtaKeys<Traits::kKeys, Traits::kTileQ, VEC != 1> own(sequences, modifiers.blocks, shared_memory());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
   const auto& backward = params_of(params, own.queries(), own.keys());
   const RowSpan queries = own.queries(), keys = own.keys();
-  const KeyPlace place = own.place();
+  const KeyTileCoordinates coords = own.coords();
   add_up_gradients(
       backward,
       {rows_from(q_g, longest.q, queries),
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
        statistics_g,
        dq_acc_g,
        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      place, own.window(), [&] { return own.q_offset(); },
+      coords, own.window(), [&] { return own.q_offset(); },
       [&] {
         const RowSpan stored = own.keys_again();
         return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};

@@ -5,10 +5,11 @@
 // reads dout: dP^T = V dout^T, P and dS from both, dV += P^T dout. S^T goes from the one to the other through shared
 // memory, dS^T, which dQ needs there anyway, back. While one turns scores into gradients, the other has products to do.
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
+//           in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the
 //           keys, the others the values: a pair sits on one sub-partition of the SM. All share out the dQ tile.
-// Grid      B * G * ceil(Sk / kKeys) CTAs; each walks the query tiles of all query heads of its group.
+// Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group.
 // Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the
 //           tiles of Q and dout (two of each without ONE_PASS).
 // Barriers  two per query tile, one without ONE_PASS; and two of each pair per 16 queries.
@@ -34,14 +35,14 @@ union Smem {
 #endif
     alignas(128) unsigned char ds[Traits::DsTile::kBytes];
     alignas(128) PairScores scores[Traits::kPairs];
-    Traits::Feed::Tiles queries[Traits::kBuffers];
+    Traits::Loader::Tiles queries[Traits::kBuffers];
   } loop;
-  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the walk (with ONE_PASS it stays), dK after it
-  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the walk, dV after it
+  alignas(128) unsigned char k[Traits::KTile::kBytes];  // K before the loop (with ONE_PASS it stays), dK after it
+  alignas(128) unsigned char v[Traits::VTile::kBytes];  // V before the loop, dV after it
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   return *reinterpret_cast<Smem*>(shared_bytes);
@@ -57,7 +58,7 @@ __device__ __forceinline__ int pair_row() { return pair_index() * Traits::kWarpK
 __device__ __forceinline__ void scores_barrier() { bar_sync(1 + 2 * pair_index(), 2 * kWarpSize); }
 __device__ __forceinline__ void gradients_barrier() { bar_sync(2 + 2 * pair_index(), 2 * kWarpSize); }
 
-// What every thread of the CTA knows of the walk.
+// Values that are the same for all threads of the CTA.
 struct Cta {
   Smem& smem;
   const BackwardParams& params;
@@ -66,23 +67,23 @@ struct Cta {
   int64 q_offset;
   const float* statistics_g;
   float* dq_acc_g;
-  KeyPlace place;
+  KeyTileCoordinates coords;
   GradientScale scale;
 };
 
-// Of the next tile a warp can hold no more than Q or dout, and that only beside its last products of this one. With
+// Of the next tile a warp can hold no more than Q or dout, and that only during its last products of this one. With
 // ONE_PASS the dQ product hides dout's way.
-template <typename Feed>
-__device__ __forceinline__ void fetch_next(Feed& feed) {
+template <typename Loader>
+__device__ __forceinline__ void fetch_next(Loader& loader) {
 #if ONE_PASS
-  feed.fetch_q();
+  loader.fetch_q();
 #else
-  feed.store_q();
-  feed.fetch_dout();
+  loader.store_q();
+  loader.fetch_dout();
 #endif
 }
 
-// What a warp keeps through the walk, of rows of K or V: the rows as A fragments, their gradients, and where its
+// A warp's registers in the loop, of rows of K or V: the rows as A fragments, their gradients, and where its
 // lanes read Q or dout.
 template <typename RowsTile, typename QueriesTile>
 struct PairWarp {
@@ -98,7 +99,7 @@ struct PairWarp {
     round_to_tile<RowsTile>(rows_s, pair_row(), gradients, scale);
   }
 
-  // S^T += K Q^T, or dP^T += V dout^T, over the columns of a group and those behind it, group by group.
+  // S^T += K Q^T, or dP^T += V dout^T, over the columns from this group on, group by group.
   template <int kGroup = 0>
   __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, uint32 queries_s) const {
 #pragma unroll
@@ -138,20 +139,20 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
     add_gradients({{r[2], r[3]}}, q_rows_s + 8 * Traits::QTile::kRowBytes);
   }
 
-  template <typename Feed>
-  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
+  template <typename Loader>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Loader& loader) {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
-    scores(pair, feed.q_s);
+    scores(pair, loader.q_s);
     scores_barrier();  // pair's S: written
 #pragma unroll
     for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
-      const uint32 q_rows_s = feed.q_s + row * Traits::QTile::kRowBytes;
+      const uint32 q_rows_s = loader.q_s + row * Traits::QTile::kRowBytes;
       gradients_barrier();  // pair's dS: written; S: read
       if (row + Traits::kSubRows < Traits::kTileQ) {
         scores(pair, q_rows_s + Traits::kSubRows * Traits::QTile::kRowBytes);
         scores_barrier();  // pair's next S: written
       } else {
-        fetch_next(feed);
+        fetch_next(loader);
       }
       add_dk(shared_address(cta.smem.loop.ds), row, q_rows_s);
     }
@@ -162,17 +163,18 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
 struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
   static constexpr bool kOfKeys = false;
 
-  template <typename Feed>
-  __device__ __forceinline__ void query_tile(const Cta& cta, Feed& feed) {
+  template <typename Loader>
+  __device__ __forceinline__ void query_tile(const Cta& cta, Loader& loader) {
     using T = Traits;
     const PairScores& pair = cta.smem.loop.scores[pair_index()];
     const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row());
-    const float* rows_g = cta.statistics_g + statistics_offset(feed.scratch_row);
+    const float* rows_g = cta.statistics_g + statistics_offset(loader.scratch_row);
 #pragma unroll
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-      const uint32 dout_rows_s = feed.dout_s + row * T::DoutTile::kRowBytes;
+      const uint32 dout_rows_s = loader.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
-      const ScorePlace at = {cta.place.batch, feed.head, feed.first_row() + row, cta.place.first_key + pair_row()};
+      const ScoreCoordinates at = {cta.coords.batch, loader.head, loader.first_row() + row,
+                                   cta.coords.first_key + pair_row()};
       const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
                                                             cta.q_offset);
       T::Tile::Fragment s, dp;
@@ -189,13 +191,13 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
         s[n][0][3] = quad.w;
       }
       T::Tile::Packed p, ds;
-      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, feed.masked(), feed.state(pair_index()) != kFull);
+      score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, loader.masked(), loader.state(pair_index()) != kFull);
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) {
         store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
       }
       gradients_barrier();  // pair's dS: written; S: read
-      if (row + T::kSubRows == T::kTileQ) fetch_next(feed);
+      if (row + T::kSubRows == T::kTileQ) fetch_next(loader);
 #pragma unroll
       for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
     }
@@ -203,20 +205,20 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
 };
 
 // The CTA's way, as either kind of warp goes it.
-template <typename Warp, typename Feed, typename Gradients>
+template <typename Warp, typename Loader, typename Gradients>
 __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays, Gradients gradients) {
   using T = Traits;
   Smem& smem = cta.smem;
   const BackwardParams& params = cta.params;
-  const KeyPlace& place = cta.place;
-  const auto walk =
-      walk_of_queries<T::kTileQ>(params.attention, cta.window, place, T::kKeys, cta.arrays.modifiers.blocks);
+  const KeyTileCoordinates& coords = cta.coords;
+  const auto loop =
+      loop_over_queries<T::kTileQ>(params.attention, cta.window, coords, T::kKeys, cta.arrays.modifiers.blocks);
 
   // Phase 2: V and K, through shared memory into registers.
   Warp warp;
-  if (walk.tiles() > 0) {
+  if (loop.tiles() > 0) {
     load_keys<T, CountedBarrier>(
-        smem, params.attention, cta.window, place, arrays.k_g, arrays.v_g,
+        smem, params.attention, cta.window, coords, arrays.k_g, arrays.v_g,
         [&](uint32 v_s) {
           if (Warp::kOfKeys) return;
           warp.take(v_s);
@@ -227,19 +229,19 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
         });
   }
 
-  // Phase 3: the walk over the query tiles.
-  Feed feed(params, walk, place, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  feed.begin();
+  // Phase 3: the loop over the query tiles.
+  Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
+  loader.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
-  walk_tiles(feed, arrays.statistics_g, 0, [&] {
-    if (!ONE_PASS) feed.fetch_q();
-    warp.query_tile(cta, feed);
-    finish_tile<T, CountedBarrier>(feed, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
+  loop_over_tiles(loader, arrays.statistics_g, 0, [&] {
+    if (!ONE_PASS) loader.fetch_q();
+    warp.query_tile(cta, loader);
+    finish_tile<T, CountedBarrier>(loader, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
   });
 
   // Phase 4: the gradients.
   store_gradients<T, CountedBarrier>(
-      smem, params, place, cta.arrays.scales, gradients(),
+      smem, params, coords, cta.arrays.scales, gradients(),
       [&](uint32 v_s, float scale) {
         if (!Warp::kOfKeys) warp.give(v_s, scale);
       },
@@ -248,21 +250,21 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
       });
 }
 
-// The keys of one CTA. `q_offset()` says where query 0 stands, `gradients()` where results go.
-template <typename Feed = Traits::Feed, typename Offset, typename Gradients>
+// The keys of one CTA. `q_offset()` is the key position of query 0, `gradients()` where results go.
+template <typename Loader = Traits::Loader, typename Offset, typename Gradients>
 __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, const GradientArrays& arrays,
-                                                 const KeyPlace& place, const KeyWindow& window, Offset q_offset,
-                                                 Gradients gradients) {
+                                                 const KeyTileCoordinates& coords, const KeyWindow& window,
+                                                 Offset q_offset, Gradients gradients) {
   // Phase 1: the part that this warp has.
   const ScaleArrays& scales = arrays.options.scales;
-  const GradientScale scale = scales.of_head(params, place.batch, place.kv_head * params.attention.group);
+  const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * params.attention.group);
   scales.set_aside(scale);
   const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
-                   arrays.statistics_g, arrays.dq_acc_g, place,  scale};
+                   arrays.statistics_g, arrays.dq_acc_g, coords, scale};
   if (warp_index() < Traits::kPairs) {
-    run<KeyWarp, Feed>(cta, arrays, gradients);
+    run<KeyWarp, Loader>(cta, arrays, gradients);
   } else {
-    run<ValueWarp, Feed>(cta, arrays, gradients);
+    run<ValueWarp, Loader>(cta, arrays, gradients);
   }
 }
 
@@ -280,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const AttentionParams& longest = sequences.attention;
   const auto& backward = params_of(params, own.queries(), own.keys());
   const RowSpan queries = own.queries(), keys = own.keys();
-  const KeyPlace place = own.place();
+  const KeyTileCoordinates coords = own.coords();
   add_up_gradients(
       backward,
       {rows_from(q_g, longest.q, queries),
@@ -290,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
        statistics_g,
        dq_acc_g,
        {bias_g, mask_g, slopes_g, dbias_g, modifiers, {scales_g, cta_scales_g}}},
-      place, own.window(), [&] { return own.q_offset(); },
+      coords, own.window(), [&] { return own.q_offset(); },
       [&] {
         const RowSpan stored = own.keys_again();
         return KeyGradients{stored.count, rows_from(dk_g, backward.dk, stored), rows_from(dv_g, backward.dv, stored)};

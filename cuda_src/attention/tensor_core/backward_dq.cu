@@ -2,16 +2,17 @@
 //
 //   P = exp(s - lse),  dS = P * (dout V^T - delta),  dQ = softmax_scale * dS K
 //
-// The forward's walk: a warp keeps its query rows, here Q and dout as A fragments in registers, and goes through the
+// The forward's loop: a warp keeps its query rows, here Q and dout as A fragments in registers, and goes through the
 // keys; S, dP and dS stay in registers, since dS, packed, is the A operand of dQ += dS K. What attention_backward_dkdv
 // gathers by atomics is so summed in one order, for the price of computing S and dP again (7 products instead of 5).
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims in steps of 8 columns, zero-filled.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
+//           in steps of 8 columns, zero-filled.
 // Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone. Tiles that need a mask
-//           come first (key_walk.cuh); with FULL_LOOP the others have a loop of their own.
+//           come first (key_loop.cuh); with FULL_LOOP the others have a loop of their own.
 // Grid      B * H * ceil(Sq / kRows) CTAs; under causal order the longest rows start first.
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4) and dQ (M_TILES * D / 2). Shared memory: K and V twice (one
-//           half computed, one half filled), or Q or dout before the walk.
+//           half computed, one half filled), or Q or dout before the loop.
 // Barriers  one per key tile.
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
 //           masked.
@@ -25,7 +26,7 @@
 #error "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT and MODIFIED come from a launch-configuration table"
 #endif
 #include "../backward_sequences.cuh"
-#include "key_feed.cuh"
+#include "key_loader.cuh"
 #include "products.cuh"
 #include "resident_rows.cuh"
 #include "score_gradient.cuh"
@@ -50,9 +51,9 @@ struct Traits {
   using KTile = SwizzledTile<kTileK, kSteps>;
   using VTile = SwizzledTile<kTileK, kStepsV>;
   using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, SCORE_VEC>;
-  using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
-  using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
-  using Feed = KeyFeed<KTileFeed, VTileFeed>;
+  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using Loader = KeyLoader<KTileLoader, VTileLoader>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<void, false>;
 
@@ -61,26 +62,26 @@ struct Traits {
 };
 
 union Smem {
-  Traits::Feed::Tiles keys;
-  alignas(128) unsigned char q[Traits::QTile::kBytes];  // Q before the walk, dQ after it
+  Traits::Loader::Tiles keys;
+  alignas(128) unsigned char q[Traits::QTile::kBytes];  // Q before the loop, dQ after it
   alignas(128) unsigned char dout[Traits::DoutTile::kBytes];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   return *reinterpret_cast<Smem*>(shared_bytes);
 }
 
-// What a warp keeps in registers through the walk.
+// A warp's registers in the loop.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2], dout[Traits::kMTiles][Traits::kStepsV][2];  // A fragments
   float dq[Traits::kMTiles][Traits::kSteps][4];                                             // dQ / scale
   int first_row;                                                                            // of the sequence
 };
 
-// What every thread of the CTA knows of the walk.
+// Values that are the same for all threads of the CTA.
 struct Cta {
   FragmentAddress<Traits::KTile> k_fragment;
   FragmentAddress<Traits::VTile> v_fragment;
@@ -88,11 +89,11 @@ struct Cta {
   const KeyWindow& window;
   const OptionArrays& arrays;
   int64 q_offset;
-  Place place;
+  TileCoordinates coords;
   GradientScale scale;
 };
 
-// S += Q K^T and dP += dout V^T over the columns of a group and those behind it, group by group.
+// S += Q K^T and dP += dout V^T over the columns from this group on, group by group.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
                                            const Cta& cta, uint32 k_s, uint32 v_s) {
@@ -115,18 +116,18 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
 // One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that
 // may have fewer keys than a tile. `state`: what the warp sees of this one.
 template <bool kRagged>
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Traits::Feed& feed,
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Traits::Loader& loader,
                                          const RowStatistics<Traits::kMTiles>& statistics, int first_key, bool masked,
                                          uint32 state, int half, bool more, const KeyRows& next, int next_keys) {
   using T = Traits;
-  const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
+  const uint32 k_s = loader.k_s(half), v_s = loader.v_s(half);
   // Formed here: where there may be no next tile, each use would form its own.
-  const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
-  const ScorePlace place = {cta.place.batch, cta.place.head, warp.first_row, first_key};
-  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, place, cta.scale,
+  const uint32 next_k_s = loader.k_s(half ^ 1), next_v_s = loader.v_s(half ^ 1);
+  const ScoreCoordinates coords = {cta.coords.batch, cta.coords.head, warp.first_row, first_key};
+  const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, coords, cta.scale,
                                                         cta.q_offset);
-  T::Feed::Quads quads;
-  if (more) feed.fetch_k<kRagged>(quads, next, next_keys);
+  T::Loader::Quads quads;
+  if (more) loader.fetch_k<kRagged>(quads, next, next_keys);
   T::Tile::Fragment s, dp;
   if (state != kEmpty) {
     clear(s);
@@ -134,9 +135,9 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
     add_scores(s, dp, warp, cta, k_s, v_s);
   }
   if (more) {
-    feed.store_k(quads, next_k_s);
+    loader.store_k(quads, next_k_s);
     __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
-    feed.fetch_v<kRagged>(quads, next, next_keys);
+    loader.fetch_v<kRagged>(quads, next, next_keys);
   }
   if (state != kEmpty) {
     T::Tile::Packed p, ds;
@@ -144,11 +145,11 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
 #pragma unroll
     for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
   }
-  if (more) feed.store_v(quads, next_v_s);
+  if (more) loader.store_v(quads, next_v_s);
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
-// What a CTA reads and writes.
+// The CTA's arrays.
 struct Arrays {
   const float16 *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
@@ -156,72 +157,74 @@ struct Arrays {
   OptionArrays options;
 };
 
-// dQ of the query rows of one CTA. `q_offset()` says where query 0 stands, `scratch_batch` is the sequence's number in
-// scratch memory.
+// dQ of the query rows of one CTA. `q_offset()` is the key position of query 0, `scratch_batch` is the sequence's
+// number in scratch memory.
 template <typename Offset>
-__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays, const Place& place,
-                                          const KeyWindow& window, Offset q_offset, int scratch_batch) {
+__device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Arrays& arrays,
+                                          const TileCoordinates& coords, const KeyWindow& window, Offset q_offset,
+                                          int scratch_batch) {
   using T = Traits;
   Smem& smem = shared_memory();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the rows, and the keys that they see.
-  const int rows = min(T::kRows, attention.sq - place.first_row), warp_row = warp_index() * T::kWarpRows;
-  const auto walk = walk_of_keys<T::kRows, T::kTileK>(window, place, rows, arrays.options.modifiers.blocks);
+  const int rows = min(T::kRows, attention.sq - coords.first_row), warp_row = warp_index() * T::kWarpRows;
+  const auto loop = loop_over_keys<T::kRows, T::kTileK>(window, coords, rows, arrays.options.modifiers.blocks);
 
   // Phase 2: Q and dout, through shared memory into registers.
   Warp warp;
-  warp.first_row = place.first_row + warp_row;
+  warp.first_row = coords.first_row + warp_row;
   clear(warp.dq);
   load_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
-      shared_address(smem.q), head_rows(arrays.q_g, attention.q, place.batch, place.head, place.first_row),
+      shared_address(smem.q), head_rows(arrays.q_g, attention.q, coords.batch, coords.head, coords.first_row),
       attention.q.seq, rows);
   __syncthreads();  // q: written
   load_a_fragments<T::QTile>(warp.q, shared_address(smem.q), warp_row);
   __syncthreads();  // q: read; dout takes its place
   const ScaleArrays& scales = arrays.options.scales;
-  const GradientScale scale = scales.of_head(params, place.batch, place.head);
+  const GradientScale scale = scales.of_head(params, coords.batch, coords.head);
   scales.set_aside(scale);
   load_rows<T::DoutTile, T::kHeadDimV, T::kVec, T::kThreads, RowsInOrder>(
-      shared_address(smem.dout), head_rows(arrays.dout_g, params.dout, place.batch, place.head, place.first_row),
+      shared_address(smem.dout), head_rows(arrays.dout_g, params.dout, coords.batch, coords.head, coords.first_row),
       params.dout.seq, rows, ChunksTimes<T::kHeadDimV, T::kVec>(scale.down));
   __syncthreads();  // dout: written
   load_a_fragments<T::DoutTile>(warp.dout, shared_address(smem.dout), warp_row);
-  RowStatistics<T::kMTiles> statistics(arrays.statistics_g, params, scratch_batch, place.head, warp.first_row);
+  RowStatistics<T::kMTiles> statistics(arrays.statistics_g, params, scratch_batch, coords.head, warp.first_row);
   __syncthreads();  // dout: read; K and V take its place
 
-  // Phase 3: the walk over the keys.
-  const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), place, scale};
-  T::Feed feed(attention, place, arrays.k_g, arrays.v_g, smem.keys);
-  auto tile = walk.first, next_tile = walk.after(tile);
-  int left = walk.tiles();
-  const int full = left - walk.masked;
-  KeyRows next = feed.rows(tile);
-  if (left > 0) feed.bring(next, window.keys - tile * T::kTileK, left & 1);
+  // Phase 3: the loop over the keys.
+  const Cta cta = {{}, {}, params, window, arrays.options, q_offset(), coords, scale};
+  T::Loader loader(attention, coords, arrays.k_g, arrays.v_g, smem.keys);
+  auto tile = loop.first, next_tile = loop.after(tile);
+  int left = loop.tiles();
+  const int full = left - loop.masked;
+  KeyRows next = loader.rows(tile);
+  if (left > 0) loader.bring(next, window.keys - tile * T::kTileK, left & 1);
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
   for (; left > (T::kFullLoop ? full : 0); left--) {
-    if (!Modifiers::kBlocks) next_tile = walk.after(tile);  // carried along, it would take a register
-    const auto behind_next = walk.after(next_tile);
-    next = feed.rows(next_tile);
-    const bool masked = Modifiers::kBlocks ? walk.cuts(tile) : T::kFullLoop || left > full;
-    key_tile<true>(warp, cta, feed, statistics, tile * T::kTileK, masked, state_of(tile, warp_index()), left & 1,
+    if (!Modifiers::kBlocks) next_tile = loop.after(tile);  // carried along, it would take a register
+    const auto after_next = loop.after(next_tile);
+    next = loader.rows(next_tile);
+    const bool masked = Modifiers::kBlocks ? loop.cuts(tile) : T::kFullLoop || left > full;
+    key_tile<true>(warp, cta, loader, statistics, tile * T::kTileK, masked, state_of(tile, warp_index()), left & 1,
                    left > 1, next, window.keys - next_tile * T::kTileK);
     tile = next_tile;
-    next_tile = behind_next;
+    next_tile = after_next;
   }
   if constexpr (T::kFullLoop) {
     statistics.renew();
-    feed.renew();
+    loader.renew();
 #pragma unroll 1
     for (; left > 0; left--) {
-      if (!Modifiers::kBlocks) next_tile = walk.whole_after(tile);
-      const auto behind_next = walk.whole_after(next_tile);
-      next = Modifiers::kBlocks ? feed.rows(next_tile) : feed.rows_behind(next);
-      if constexpr (!Modifiers::kBlocks) feed.bring_to_l2<L2_AHEAD>(next, left);
-      key_tile<false>(warp, cta, feed, statistics, tile * T::kTileK, false, kFull, left & 1, left > 1, next, T::kTileK);
+      if (!Modifiers::kBlocks) next_tile = loop.whole_after(tile);
+      const auto after_next = loop.whole_after(next_tile);
+      next = Modifiers::kBlocks ? loader.rows(next_tile) : loader.rows_after(next);
+      if constexpr (!Modifiers::kBlocks) loader.bring_to_l2<L2_AHEAD>(next, left);
+      key_tile<false>(warp, cta, loader, statistics, tile * T::kTileK, false, kFull, left & 1, left > 1, next,
+                      T::kTileK);
       tile = next_tile;
-      next_tile = behind_next;
+      next_tile = after_next;
     }
   }
 
@@ -229,7 +232,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   round_to_tile<T::QTile>(shared_address(smem.q), warp_row, warp.dq, params.scale * scales.up());
   __syncthreads();  // q: dQ is complete
   store_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
-      head_rows(arrays.dq_g, params.dq, place.batch, place.head, place.first_row), params.dq.seq, smem.q, rows,
+      head_rows(arrays.dq_g, params.dq, coords.batch, coords.head, coords.first_row), params.dq.seq, smem.q, rows,
       params.accumulate);
 }
 
@@ -244,10 +247,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const CtaQueries<Traits::kRows, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
-  const Place place = own.place();
+  const TileCoordinates coords = own.coords();
   const auto& backward = params_of(params, own.queries(), own.keys());
   const RowSpan queries = own.queries(), keys = own.keys();
-  const ScratchBatch scratch(queries, place.batch);
+  const ScratchBatch scratch(queries, coords.batch);
   add_up_dq(
       backward,
       {rows_from(q_g, longest.q, queries),
@@ -257,5 +260,5 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
        statistics_g + statistics_offset(scratch.begin),
        rows_from(dq_g, backward.dq, queries),
        {bias_g, mask_g, slopes_g, nullptr, modifiers, {scales_g, cta_scales_g}}},
-      place, own.window(), [&] { return own.q_offset(); }, scratch.batch);
+      coords, own.window(), [&] { return own.q_offset(); }, scratch.batch);
 }

@@ -1,9 +1,10 @@
-// Attention backward, between the rows' statistics and the tensor-core kernels of products: by how much dS is made smaller
-// (gradient_scale.cuh), and delta with it.
+// Attention backward, between the rows' statistics and the tensor-core kernels of products: by how much dS is made
+// smaller (gradient_scale.cuh), and delta with it.
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); sizes as backward_delta.cu leaves them, scales (B, H, 2).
-// Work      one CTA of THREADS threads owns one key-value head of a sequence: grid B * G. It reads 8 bytes for every CTA_ROWS
-//           rows of dout and of V, and the statistics of its rows only where k is not 0.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); sizes as
+//           backward_delta.cu leaves them, scales (B, H, 2).
+// Work      one CTA of THREADS threads owns one key-value head of a sequence: grid B * G. It reads 8 bytes for every
+//           CTA_ROWS rows of dout and of V, and the statistics of its rows only where k is not 0.
 // Budget    one float per warp of shared memory; about 30 registers.
 // Edges     without queries or keys the scale is 1.
 #if !defined(CTA_ROWS) || !defined(THREADS)
@@ -45,8 +46,8 @@ __device__ __forceinline__ GradientScale scale_for(float bound) {
   return {__uint_as_float((kBias - k) << kBits), __uint_as_float((kBias + k) << kBits)};
 }
 
-// Of a sequence whose queries lie from `first_row` of a head in scratch on; `value_row` is the first one of its keys in the
-// first kernel's grid.
+// Of a sequence whose queries lie from `first_row` of a head in scratch on; `value_row` is the first one of its keys in
+// the first kernel's grid.
 __device__ __forceinline__ void write_scale(const BackwardParams& params, const Scratch& scratch, int batch,
                                             int kv_head, uint32 first_row, int queries, int64 value_row, int keys) {
   __shared__ float partial_s[Traits::kThreads / kWarpSize];

@@ -2,13 +2,14 @@
 //
 //   P = exp(s - lse),  dbias = sum of P * (dout V^T - delta) over all scores that the bias is added to
 //
-// A CTA owns a tile of one bias's gradient, in float32 registers, and goes through the pairs of batch elements and heads
-// that the bias is of: for each it forms S = Q K^T and dP = dout V^T again. So dS is summed in one order without a trip
-// through memory, for two products more.
+// A CTA owns a tile of one bias's gradient, in float32 registers, and goes through the pairs of batch elements and
+// heads that the bias is of: for each it forms S = Q K^T and dP = dout V^T again. So dS is summed in one order without
+// a trip through memory, for two products more.
 //
-// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh). dbias as (batches, heads, Sq, Sk), where the pairs of one item are shared
-//           out to several CTAs with `parts` along an axis of the pairs. Along an axis that the bias broadcasts along too it
-//           has an item for each warp's rows, or each tile's keys.
+// Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh). dbias as
+//           (batches, heads, Sq, Sk), where the pairs of one item are shared out to several CTAs with `parts` along an
+//           axis of the pairs. Along an axis that the bias broadcasts along too it has an item for each warp's rows, or
+//           each tile's keys.
 // Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys, 16 at a time; a warp owns its rows alone.
 // Grid      batches * heads * parts * ceil(Sq / kRows) * ceil(Sk / TILE_K) CTAs; those at work together have one pair.
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4, D in steps of 32) and dbias (M_TILES * TILE_K / 2). Shared
@@ -46,13 +47,13 @@ struct Traits {
 
   using KTile = QuadTile<kTileK, kHeadDim>;
   using VTile = QuadTile<kTileK, kHeadDimV>;
-  using Place = DbiasPlace<kRows, kTileK>;
+  using TileCoordinates = DbiasCoordinates<kRows, kTileK>;
   using States = TileStates<decltype(Modifiers::blocks), kRows, kTileK, kWarpRows>;
   using Tile = ScoreTile<kMTiles, kSubKeys / 8, Along::kN8, SCORE_VEC>;
   using QRows = QuadRows<kHeadDim, kMTiles>;
   using DoutRows = QuadRows<kHeadDimV, kMTiles>;
-  using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
-  using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -86,7 +87,7 @@ struct Addresses {
   QuadAddress<Traits::VTile> v;
 };
 
-// S += Q K^T and dP += dout V^T over the columns of a group and those behind it, group by group.
+// S += Q K^T and dP += dout V^T over the columns from this group on, group by group.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Tile::Fragment& dp, const Warp& warp,
                                            const Addresses& addresses, uint32 k_s, uint32 v_s) {
@@ -140,47 +141,48 @@ __device__ __forceinline__ void sum_keys(Traits::Tile::Fragment (&sums)[Traits::
   }
 }
 
-// Parts stand along the axis that they are a sum over.
-__device__ __forceinline__ void store_sums(Warp& warp, const BackwardParams& params, const Traits::Place& place,
-                                           const DbiasWork& work, DBIAS* dbias_g) {
+// Parts are along the axis that they are a sum over.
+__device__ __forceinline__ void store_sums(Warp& warp, const BackwardParams& params,
+                                           const Traits::TileCoordinates& coords, const DbiasWork& work,
+                                           DBIAS* dbias_g) {
   using Tile = Traits::Tile;
-  const int batch = place.batch + (work.batches == 1 ? place.part : 0);
-  const int head = place.head + (work.batches == 1 ? 0 : place.part);
+  const int batch = coords.batch + (work.batches == 1 ? coords.part : 0);
+  const int head = coords.head + (work.batches == 1 ? 0 : coords.part);
   if (!work.sums_rows && !work.sums_keys) {
 #pragma unroll
     for (int sub = 0; sub < Traits::kSubs; sub++) {
-      const ScorePlace to = {batch, head, warp.first_row, place.first_key + sub * Traits::kSubKeys};
+      const ScoreCoordinates to = {batch, head, warp.first_row, coords.first_key + sub * Traits::kSubKeys};
       store_scores<Tile>(dbias_g, params.dbias, to, params.attention, warp.sums[sub], 1.f, work.adds);
     }
     return;
   }
   if (work.sums_rows) sum_rows(warp.sums);
   if (work.sums_keys) sum_keys(warp.sums);
-  const ScorePlace to = {batch, head, 0, 0};
+  const ScoreCoordinates to = {batch, head, 0, 0};
 #pragma unroll
   for (int sub = 0; sub < Traits::kSubs; sub++) {
     Tile::for_each([&](int n, int i, int e) {
       int row = warp.first_row + Tile::row_of(n, i, e);
-      int key = place.first_key + sub * Traits::kSubKeys + Tile::key_of(n, i, e);
+      int key = coords.first_key + sub * Traits::kSubKeys + Tile::key_of(n, i, e);
       bool stores = work.sums_rows ? i == 0 && e < 2 && lane_index() < 4 : row < params.attention.sq;
       stores &= work.sums_keys ? sub == 0 && n == 0 && e % 2 == 0 && lane_index() % 4 == 0 : key < params.attention.sk;
       if (!stores) return;
       if (work.sums_rows) row = warp.first_row / Traits::kWarpRows;
-      if (work.sums_keys) key = place.first_key / Traits::kTileK;
+      if (work.sums_keys) key = coords.first_key / Traits::kTileK;
       *score_item(dbias_g, params.dbias, to, row, key) = from_float<DBIAS>(warp.sums[sub][n][i][e]);
     });
   }
 }
 
 // The tile's keys of a pair, or values.
-template <typename Feed, int kRoom, typename OnePair>
-__device__ __forceinline__ void fetch_keys(uint4 (&quads)[kRoom], const Feed& feed, const float16* array_g,
+template <typename Loader, int kRoom, typename OnePair>
+__device__ __forceinline__ void fetch_keys(uint4 (&quads)[kRoom], const Loader& loader, const float16* array_g,
                                            const AttentionParams& params, const Strides& strides,
-                                           const Traits::Place& place, const OnePair& pair) {
+                                           const Traits::TileCoordinates& coords, const OnePair& pair) {
   const float16* rows_g = head_rows(array_g, strides, pair.sequence.batch(pair.batch), pair.head / params.group,
-                                    pair.sequence.key_begin + place.first_key);
-  feed.template load<true>(quads, feed.lowest(rows_g, strides.seq), strides.seq,
-                           pair.sequence.window.keys - place.first_key);
+                                    pair.sequence.key_begin + coords.first_key);
+  loader.template load<true>(quads, loader.lowest(rows_g, strides.seq), strides.seq,
+                             pair.sequence.window.keys - coords.first_key);
 }
 
 // A tile of one bias's gradient. `sequences` has their number and for each where it lies: what DenseSequences has
@@ -195,19 +197,19 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
   const Strides &q = longest.attention.q, &k = longest.attention.k, &v = longest.attention.v, &dout = longest.dout;
 
   // Phase 1: the tile, and the pairs whose queries see keys of it.
-  const T::Place place(longest.attention, work);
+  const T::TileCoordinates coords(longest.attention, work);
   const auto& blocks = arrays.options.modifiers.blocks;
-  const Pairs<Sequences, T::Place, T::States, decltype(Modifiers::blocks)> pairs(sequences, place, blocks, work,
-                                                                                 longest.attention.heads);
+  const Pairs<Sequences, T::TileCoordinates, T::States, decltype(Modifiers::blocks)> pairs(
+      sequences, coords, blocks, work, longest.attention.heads);
   Warp warp;
-  warp.first_row = place.first_row + warp_index() * T::kWarpRows;
+  warp.first_row = coords.first_row + warp_index() * T::kWarpRows;
 #pragma unroll
   for (auto& sub : warp.sums) clear(sub);
 
   // Phase 2: the rows of the first pair. Keys and values go through shared memory, queries and dout to registers.
-  const T::KTileFeed k_feed(k.seq);
-  const T::VTileFeed v_feed(v.seq);
-  uint4 quads[T::KTileFeed::kQuads > T::VTileFeed::kQuads ? T::KTileFeed::kQuads : T::VTileFeed::kQuads];
+  const T::KTileLoader k_loader(k.seq);
+  const T::VTileLoader v_loader(v.seq);
+  uint4 quads[T::KTileLoader::kQuads > T::VTileLoader::kQuads ? T::KTileLoader::kQuads : T::VTileLoader::kQuads];
   T::QRows::Quads q_quads;
   T::DoutRows::Quads dout_quads;
   const auto fetch_queries = [&](const OnePair& of) {
@@ -224,23 +226,23 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
   int half = 0;
   GradientScale scale;
   if (pair.left > 0) {
-    fetch_keys(quads, k_feed, arrays.k_g, longest.attention, k, place, pair);
-    k_feed.store(shared_address(smem.k[0]), quads);
-    fetch_keys(quads, v_feed, arrays.v_g, longest.attention, v, place, pair);
-    v_feed.store(shared_address(smem.v[0]), quads);
+    fetch_keys(quads, k_loader, arrays.k_g, longest.attention, k, coords, pair);
+    k_loader.store(shared_address(smem.k[0]), quads);
+    fetch_keys(quads, v_loader, arrays.v_g, longest.attention, v, coords, pair);
+    v_loader.store(shared_address(smem.v[0]), quads);
     fetch_queries(pair);
     scale = arrays.options.scales.of_head(longest, pair.batch, pair.head);
     take_queries(scale.down);
   }
   __syncthreads();  // K and V: the first tile has been written
 
-  // Phase 3: the walk over the pairs.
+  // Phase 3: the loop over the pairs.
   const Addresses addresses;
 #pragma unroll 1
   while (pair.left > 0) {
-    const OnePair next = pairs.behind(pair);
+    const OnePair next = pairs.after(pair);
     const bool more = next.left > 0;
-    if (more) fetch_keys(quads, k_feed, arrays.k_g, longest.attention, k, place, next);
+    if (more) fetch_keys(quads, k_loader, arrays.k_g, longest.attention, k, coords, next);
     const auto& params = sequences.params_of(pair.sequence);
     const RowStatistics<T::kMTiles> statistics(arrays.statistics_g + statistics_offset(pair.sequence.scratch_begin),
                                                params, pair.sequence.batch(pair.batch), pair.head, warp.first_row);
@@ -248,7 +250,7 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
     const uint32 k_s = shared_address(smem.k[half]), v_s = shared_address(smem.v[half]);
 #pragma unroll
     for (int sub = 0; sub < T::kSubs; sub++) {
-      const ScorePlace at = {pair.batch, pair.head, warp.first_row, place.first_key + sub * T::kSubKeys};
+      const ScoreCoordinates at = {pair.batch, pair.head, warp.first_row, coords.first_key + sub * T::kSubKeys};
       const TileOptions<T::Options, KeptDbias, T::Tile> tile(params, pair.sequence.window, arrays.options, at,
                                                              own_scale, pair.sequence.q_offset);
       const uint32 state = pair.states.of_warp(sub);
@@ -260,9 +262,9 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
                    v_s + sub * T::kSubKeys * T::VTile::kRowBytes);
       }
       if (sub + 1 == T::kSubs / 2 && more) {
-        k_feed.store(shared_address(smem.k[half ^ 1]), quads);
+        k_loader.store(shared_address(smem.k[half ^ 1]), quads);
         __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
-        fetch_keys(quads, v_feed, arrays.v_g, longest.attention, v, place, next);
+        fetch_keys(quads, v_loader, arrays.v_g, longest.attention, v, coords, next);
       }
       if (sub + 1 ==
           T::kSubs) {  // The arithmetic of this part covers the latency. `if (more)` would keep the old ones too.
@@ -277,14 +279,14 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
       });
     }
     take_queries(scale.down);
-    if (more) v_feed.store(shared_address(smem.v[half ^ 1]), quads);
+    if (more) v_loader.store(shared_address(smem.v[half ^ 1]), quads);
     __syncthreads();  // K and V: this half has been read, the other one written
     pair = next;
     half ^= 1;
   }
 
   // Phase 4: the gradient.
-  store_sums(warp, longest, place, work, arrays.dbias_g);
+  store_sums(warp, longest, coords, work, arrays.dbias_g);
 }
 
 // Where a sequence lies in the arrays, and its rows in scratch memory.

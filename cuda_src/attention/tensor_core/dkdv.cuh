@@ -12,7 +12,7 @@
 #error \
     "BIAS, MASK, SCORE_VEC, SLOPES, SOFTCAP, DROPOUT, MODIFIED, DBIAS, DBIAS_ACCUMULATE come from a launch-configuration table"
 #endif
-#include "block_query_feed.cuh"
+#include "block_query_loader.cuh"
 #include "dq_product.cuh"
 #include "resident_rows.cuh"
 #include "row_statistics.cuh"
@@ -41,20 +41,20 @@ struct DkdvTraits {
   using QTile = SwizzledTile<kTileQ, kSteps>;
   using DoutTile = SwizzledTile<kTileQ, kStepsV>;
   using DsTile = SwizzledTile<kKeys, kTileQ / 8>;  // dS^T
-  using QTileFeed = TileFeed<QTile, kHeadDim, kVec, kThreads>;
-  using DoutTileFeed = TileFeed<DoutTile, kHeadDimV, kVec, kThreads>;
+  using QTileLoader = TileLoader<QTile, kHeadDim, kVec, kThreads>;
+  using DoutTileLoader = TileLoader<DoutTile, kHeadDimV, kVec, kThreads>;
   static constexpr int kRun = SCORE_VEC < 2 * kMTiles ? SCORE_VEC : 2 * kMTiles;
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ACCUMULATE>;
-  using Feed = QueryFeedOf<Modifiers::kBlocks, QTileFeed, DoutTileFeed, kBuffers>;
-  using DqWarp = DqShare<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
+  using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers>;
+  using DqWarp = DqSlice<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
 };
 
-// What a CTA reads and writes.
+// The CTA's arrays.
 struct GradientArrays {
   const float16 *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
@@ -62,9 +62,10 @@ struct GradientArrays {
   OptionArrays options;
 };
 
-// Where the gradients of a sequence's keys begin. A kernel asks for it behind its walk: what leads to a packed sequence's
-// rows it would otherwise keep in registers, and spill of what the walk uses (the backward of head dim 64 in one pass
-// modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; `python -m cupyattn turing`, T4, 2026-11-26).
+// Where the gradients of a sequence's keys begin. A kernel computes it after its loop: what leads to a packed
+// sequence's rows it would otherwise keep in registers, and spill registers of the loop (the backward of head dim 64 in
+// one pass modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; `python -m cupyattn turing`, T4,
+// 2026-11-26).
 struct KeyGradients {
   int keys;
   float16 *dk_g, *dv_g;
@@ -73,17 +74,17 @@ struct KeyGradients {
 // V and K, one after the other, through shared memory into registers: take_v and take_k fetch a warp's part.
 template <typename T, typename Barrier, typename Smem, typename TakeV, typename TakeK>
 __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& params, const KeyWindow& window,
-                                          const KeyPlace& place, const float16* k_g, const float16* v_g, TakeV take_v,
-                                          TakeK take_k) {
-  const int rows = window.keys - place.first_key;
+                                          const KeyTileCoordinates& coords, const float16* k_g, const float16* v_g,
+                                          TakeV take_v, TakeK take_k) {
+  const int rows = window.keys - coords.first_key;
   load_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.v), head_rows(v_g, params.v, place.batch, place.kv_head, place.first_key), params.v.seq,
+      shared_address(smem.v), head_rows(v_g, params.v, coords.batch, coords.kv_head, coords.first_key), params.v.seq,
       rows);
   Barrier::wait();  // v: written
   take_v(shared_address(smem.v));
   Barrier::wait();  // v: read; K takes its place
   load_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      shared_address(smem.k), head_rows(k_g, params.k, place.batch, place.kv_head, place.first_key), params.k.seq,
+      shared_address(smem.k), head_rows(k_g, params.k, coords.batch, coords.kv_head, coords.first_key), params.k.seq,
       rows);
   Barrier::wait();  // k: written
   take_k(shared_address(smem.k));
@@ -91,50 +92,50 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
 }
 
 // The end of a query tile: the next one to shared memory, and with ONE_PASS dQ of the present one on the way.
-template <typename T, typename Barrier, typename Feed>
-__device__ __forceinline__ void finish_tile(Feed& feed, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
+template <typename T, typename Barrier, typename Loader>
+__device__ __forceinline__ void finish_tile(Loader& loader, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
   if constexpr (T::kOnePass) {
     Barrier::wait();  // Q, dout: read; ds: written
-    feed.store_q();
-    feed.fetch_dout();
-    typename T::DqWarp().add(dq_acc_g + accumulator_offset<T::kSteps>(feed.scratch_row), ds_s, k_s);
+    loader.store_q();
+    loader.fetch_dout();
+    typename T::DqWarp().add(dq_acc_g + accumulator_offset<T::kSteps>(loader.scratch_row), ds_s, k_s);
   }
-  feed.store_dout();
+  loader.store_dout();
   Barrier::wait();  // Q, dout: the next tile has been written; ds: read
 }
 
-// tile() for each query tile, down to the last `behind`.
-template <typename Feed, typename Tile>
-__device__ __forceinline__ void walk_tiles(Feed& feed, const float* statistics_g, int behind, Tile tile) {
+// Call tile() for each query tile but the last `remaining`.
+template <typename Loader, typename Tile>
+__device__ __forceinline__ void loop_over_tiles(Loader& loader, const float* statistics_g, int remaining, Tile tile) {
 #pragma unroll 1
-  while (feed.left > behind) {
-    feed.turn_to_run();
+  while (loader.left > remaining) {
+    loader.move_to_run();
 #pragma unroll 1
     do {
       tile();
-      feed.template bring_to_l2<L2_AHEAD>(statistics_g);
-      feed.advance();
-    } while (feed.left > behind && feed.in_run());
+      loader.template bring_to_l2<L2_AHEAD>(statistics_g);
+      loader.advance();
+    } while (loader.left > remaining && loader.in_run());
   }
 }
 
 // dV and dK, one after the other through shared memory: fragments hold 4 bytes of a row each. give_v and give_k put a
 // warp's part there.
 template <typename T, typename Barrier, typename Smem, typename GiveV, typename GiveK>
-__device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params, const KeyPlace& place,
-                                                const ScaleArrays& scales, const KeyGradients& gradients, GiveV give_v,
-                                                GiveK give_k) {
-  const int rows = gradients.keys - place.first_key;
+__device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params,
+                                                const KeyTileCoordinates& coords, const ScaleArrays& scales,
+                                                const KeyGradients& gradients, GiveV give_v, GiveK give_k) {
+  const int rows = gradients.keys - coords.first_key;
   const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
   give_v(shared_address(smem.v), kUnboost * keep_scale);
   Barrier::wait();  // v: dV is complete
   store_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(gradients.dv_g, params.dv, place.batch, place.kv_head, place.first_key), params.dv.seq, smem.v, rows,
+      head_rows(gradients.dv_g, params.dv, coords.batch, coords.kv_head, coords.first_key), params.dv.seq, smem.v, rows,
       params.accumulate);
   Barrier::wait();  // v: read; dK takes its place
   give_k(shared_address(smem.k), params.scale * scales.up());
   Barrier::wait();  // k: dK is complete
   store_rows<typename T::KTile, T::kHeadDim, T::kVec, T::kThreads, typename T::Tile>(
-      head_rows(gradients.dk_g, params.dk, place.batch, place.kv_head, place.first_key), params.dk.seq, smem.k, rows,
+      head_rows(gradients.dk_g, params.dk, coords.batch, coords.kv_head, coords.first_key), params.dk.seq, smem.k, rows,
       params.accumulate);
 }

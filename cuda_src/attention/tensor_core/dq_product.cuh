@@ -7,7 +7,7 @@
 
 #include "products.cuh"
 
-// Where a lane puts its items of dS^T: those of the key lane / 4 behind `first_row`, in chunk 0. A chunk is then one
+// Where a lane puts its items of dS^T: those of the key lane / 4 after `first_row`, in chunk 0. A chunk is then one
 // XOR away.
 template <typename DsTile>
 __device__ __forceinline__ uint32 ds_lane_address(uint32 ds_s, int first_row) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_ds(uint32 lane_s, int chunk, const uint32 
 }
 
 template <typename DsTile, typename KTile, int kTileQ, int kWarps, int kRowWarps>
-struct DqShare {
+struct DqSlice {
   static constexpr int kColumnWarps = kWarps / kRowWarps;
   static constexpr int kRowTiles = kTileQ / 16 / kRowWarps;             // m16 tiles of a warp
   static constexpr int kChunks = div_up(KTile::kChunks, kColumnWarps);  // n8 tiles of a warp, at most
@@ -37,7 +37,7 @@ struct DqShare {
 
   int first_row_tile, first_chunk, chunks;
 
-  __device__ __forceinline__ DqShare() {
+  __device__ __forceinline__ DqSlice() {
     const int column = warp_index() / kRowWarps;
     first_row_tile = warp_index() % kRowWarps * kRowTiles;
     first_chunk = column * KTile::kChunks / kColumnWarps;

@@ -10,10 +10,10 @@
 // serve the eight scores that a thread holds of one row in 32 keys: word n % 4 the pair of n8 tile n. Otherwise a tile
 // may begin in the middle of 32 keys, not of 16, and a call serves four scores.
 template <typename Tile>
-__device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreParams& params, const Place& place,
-                                     int first_row, int first_key) {
+__device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreParams& params,
+                                     const TileCoordinates& coords, int first_row, int first_key) {
   constexpr int kPairs = Tile::kNTiles % 4 == 0 ? 4 : 2;
-  // Two fields in a word: the upper one is compared with the lower one still behind it.
+  // Two fields in a word: the upper one is compared with the lower one still below it.
   const uint32 keep_from = params.keep_from << 16;
   static_assert(Tile::kKeys == Along::kN8 && Tile::kRun == 1, "a Philox call serves pairs of keys");
   __builtin_assume(first_key >= 0);    // otherwise a division by a power of two is more than a shift
@@ -27,7 +27,7 @@ __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreP
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = first_row + Tile::row_of(n, i, 2 * half);
-        const Philox4 words = dropout_words(params, place.batch, place.head, row, key + Tile::key_of(0, 0, 0));
+        const Philox4 words = dropout_words(params, coords.batch, coords.head, row, key + Tile::key_of(0, 0, 0));
 #pragma unroll
         for (int pair = 0; pair < kPairs; pair++) {
           const uint32 word = upper ? words.word[(2 + pair) % 4] : words.word[pair];
@@ -44,16 +44,16 @@ __device__ __forceinline__ void drop(typename Tile::Packed& packed, const ScoreP
 // in 32 keys.
 template <typename Tile>
 __device__ __forceinline__ void draw_kept_along_n(typename Tile::Packed& kept, const ScoreParams& params,
-                                                  const ScorePlace& place) {
+                                                  const ScoreCoordinates& coords) {
 #pragma unroll
   for (int i = 0; i < Tile::kMTiles; i++) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
 #pragma unroll
       for (int n = 0; n < Tile::kNTiles; n += 2) {  // a tile may begin in the middle of 32 keys, not of 16
-        const int key = place.first_key + Tile::key_of(n, i, 0);
+        const int key = coords.first_key + Tile::key_of(n, i, 0);
         const Philox4 words =
-            dropout_words(params, place.batch, place.head, place.first_row + Tile::row_of(n, i, 2 * half), key);
+            dropout_words(params, coords.batch, coords.head, coords.first_row + Tile::row_of(n, i, 2 * half), key);
         const bool upper = key % 32 >= 16;
 #pragma unroll
         for (int next = 0; next < 2; next++) {
@@ -70,16 +70,16 @@ __device__ __forceinline__ void draw_kept_along_n(typename Tile::Packed& kept, c
 // key's lane that of the second, and each hands over the halves that the other needs.
 template <typename Tile>
 __device__ __forceinline__ void draw_kept_along_m(typename Tile::Packed& kept, const ScoreParams& params,
-                                                  const ScorePlace& place) {
+                                                  const ScoreCoordinates& coords) {
   constexpr int kLanesPerKey = 4;
   constexpr uint32 kLowHalves = 0x5410, kHighHalves = 0x7632;  // selectors of prmt
   const bool odd = lane_index() / kLanesPerKey % 2;
-  const bool upper = Tile::kMTiles == 1 && place.first_key % 32 >= 16;
+  const bool upper = Tile::kMTiles == 1 && coords.first_key % 32 >= 16;
 #pragma unroll
   for (int n = 0; n < Tile::kNTiles; n++) {
-    const int row = place.first_row + Tile::along_n(n, odd);
-    const int key = place.first_key + Tile::along_m(0, 0);
-    const Philox4 words = dropout_words(params, place.batch, place.head, row, key);
+    const int row = coords.first_row + Tile::along_n(n, odd);
+    const int key = coords.first_key + Tile::along_m(0, 0);
+    const Philox4 words = dropout_words(params, coords.batch, coords.head, row, key);
 #pragma unroll
     for (int i = 0; i < Tile::kMTiles; i++) {  // words 2 i and 2 i + 1 serve keys 16 i + lane / 4 and 8 more
       const uint32 first = upper ? words.word[2] : words.word[2 * i];
@@ -97,11 +97,11 @@ __device__ __forceinline__ void draw_kept_along_m(typename Tile::Packed& kept, c
 
 template <typename Tile>
 __device__ __forceinline__ void draw_kept(typename Tile::Packed& kept, const ScoreParams& params,
-                                          const ScorePlace& place) {
+                                          const ScoreCoordinates& coords) {
   static_assert(Tile::kRun == 1, "a Philox call serves pairs of keys");
   if constexpr (Tile::kKeys == Along::kM16) {
-    draw_kept_along_m<Tile>(kept, params, place);
+    draw_kept_along_m<Tile>(kept, params, coords);
   } else {
-    draw_kept_along_n<Tile>(kept, params, place);
+    draw_kept_along_n<Tile>(kept, params, coords);
   }
 }

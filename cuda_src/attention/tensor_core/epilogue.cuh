@@ -6,7 +6,7 @@
 #include "softmax.cuh"
 #include "../params.cuh"
 #include "../sinks.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 // The rows of one warp; Traits as in forward.cuh.
 template <typename Traits>
@@ -14,7 +14,7 @@ struct OutputRows {
   using OutTile = typename Traits::OutTile;
 
   const AttentionParams& params;
-  const Place& place;
+  const TileCoordinates& coords;
   int first_row;  // of the sequence
 
   // Normalise the rows and write them to the warp's part of the output tile; their lse to memory.
@@ -44,9 +44,9 @@ struct OutputRows {
           st_shared_u32(out_s + at, low | high << 16);
         }
         const int query = first_row + row;
-        if (lse_g != nullptr && lane_index() % 4 == 0 && query < place.sq) {
+        if (lse_g != nullptr && lane_index() % 4 == 0 && query < coords.sq) {
           const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - kHeadroomLog2) * kLn2;
-          *query_row(lse_g, params.lse, place, query) = lse;
+          *query_row(lse_g, params.lse, coords, query) = lse;
         }
       }
     }
@@ -64,8 +64,8 @@ struct OutputRows {
       for (int half = 0; half < 2; half++) {
         const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * kUnshift * kScale;
         const int query = first_row + Traits::Tile::row_of(0, i, 2 * half);
-        if (query >= place.sq) continue;
-        const int64 row = part.row(place, query);
+        if (query >= coords.sq) continue;
+        const int64 row = part.row(coords, query);
 #pragma unroll
         for (int n = 0; n < Traits::kOutTiles; n++) {
           const int column = n * 8 + lane_index() % 4 * 2;
@@ -88,10 +88,10 @@ struct OutputRows {
     constexpr int kChunks = OutTile::kChunks;
     for (int at = lane_index(); at < Traits::kWarpRows * kChunks; at += kWarpSize) {
       const int row = at / kChunks, chunk = at % kChunks;
-      if (first_row + row >= place.sq) break;
+      if (first_row + row >= coords.sq) break;
       const auto* chunk_s = reinterpret_cast<const Vec<float16, kChunkItems>*>(
           out + OutTile::offset(warp_index() * Traits::kWarpRows + row, chunk));
-      float16* row_g = query_row(out_g, params.out, place, first_row + row);
+      float16* row_g = query_row(out_g, params.out, coords, first_row + row);
       if (Traits::kVec == kChunkItems) {
         *reinterpret_cast<Vec<float16, kChunkItems>*>(row_g + chunk * kChunkItems) = *chunk_s;
       } else {

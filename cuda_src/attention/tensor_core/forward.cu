@@ -6,9 +6,10 @@
 // FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1), shaped for Turing, whose shared memory delivers half of
 // what its tensor cores could consume: a warp owns 32 query rows (two m16 tiles), so that each fragment of K and V
 // read from shared memory feeds two products; Q stays in registers; the softmax takes no maximum in the common case
-// (softmax.cuh); tiles that need a mask are walked first (key_walk.cuh).
+// (softmax.cuh); tiles that need a mask come first (key_loop.cuh).
 //
-// Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh). HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
+// Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh).
+//           HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled.
 // Tiles     kTileQ = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone.
 // Grid      B * H * ceil(Sq / kTileQ) CTAs (cooperative thread arrays: blocks of threads) of WARPS warps; under
 //           causal order the longest rows start first.
@@ -16,7 +17,8 @@
 //           before and after; registers: Q (M_TILES * D / 4), the accumulator (M_TILES * Dv / 2), the scores.
 // Barriers  one per key tile.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
-//           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not touched.
+//           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not
+//           touched.
 #include "forward.cuh"
 #include "../sequences.cuh"
 
@@ -30,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
   if (!own.exist()) return;
   const AttentionParams& attention = sequences.attention;
-  const Place place = own.place();
-  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, place, own.window(),
+  const TileCoordinates coords = own.coords();
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers}, coords, own.window(),
          own.q_offset(),
          DenseKeys{attention, rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys())});
 }

@@ -1,4 +1,4 @@
-// The walk of the tensor-core forward, whatever its keys are fed from: forward.cu says what is computed and how.
+// The loop of the tensor-core forward, for any loader of keys. forward.cu documents what is computed and how.
 #pragma once
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
@@ -11,11 +11,11 @@
 #error \
     "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
 #endif
-#include "../block_key_walk.cuh"
+#include "../block_key_loop.cuh"
 #include "../modifiers.cuh"
 #include "dropout.cuh"
 #include "epilogue.cuh"
-#include "key_feed.cuh"
+#include "key_loader.cuh"
 #include "products.cuh"
 #include "resident_rows.cuh"
 #include "score_items.cuh"
@@ -44,8 +44,8 @@ struct Traits {
   static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
   using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;
   using Items = ForwardItems<Pass, Tile>;
-  using KTileFeed = TileFeed<KTile, kHeadDim, kVec, kThreads, Tile>;
-  using VTileFeed = TileFeed<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
   using Softmax = ::Softmax<kMTiles, kOutTiles>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
@@ -64,30 +64,30 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// Where a CTA has its buffers.
+// The CTA's buffers.
 __device__ __forceinline__ Smem& shared_memory() {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   return *reinterpret_cast<Smem*>(shared_bytes);
 }
 
-// What a warp keeps in registers through the walk.
+// A warp's registers in the loop.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
   Traits::Softmax softmax;
   int first_row;  // of the sequence
 };
 
-// What every thread of the CTA knows of the walk.
+// Values that are the same for all threads of the CTA.
 struct Cta {
   FragmentAddress<Traits::KTile> k_fragment;
   FragmentAddress<Traits::VTile> v_fragment;
   const AttentionParams& params;
   const KeyWindow& window;
   const Traits::Pass& pass;
-  Place place;
+  TileCoordinates coords;
 };
 
-// S += Q K^T over the columns of a group and those behind it, group by group.
+// S += Q K^T over the columns from this group on, group by group.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
 #pragma unroll
@@ -108,8 +108,8 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uin
 // Of a thread's scores, a bit each.
 using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
 
-// Scores to packed probabilities; m and l are kept right. `whole`: the window leaves all scores; `partial`: a block mask
-// does not, but those of `seen`.
+// Scores to packed probabilities; m and l are kept right. `whole`: the window leaves all scores; `partial`: a block
+// mask does not, but those of `seen`.
 template <bool kMasked>
 __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Traits::Tile>& scores, Warp& warp,
                                              const Traits::Items& items, const Cta& cta, int first_key, bool whole,
@@ -133,15 +133,15 @@ __device__ __forceinline__ void softmax_tile(Traits::Tile::Packed& p, Scores<Tra
   warp.softmax.add(sum);
 }
 
-// One key tile, from one half of the K and V buffers, while the next one is brought to the other half; and what the feed
-// looks up ahead is that of the tile behind the next.
-template <bool kMasked, typename Feed, typename Tile>
-__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed& feed, const Tile& tile, int half,
-                                         bool more, typename Feed::Rows& next, int next_keys, int behind_next) {
+// One key tile, from one half of the K and V buffers, while the next one is brought to the other half. The loader
+// looks up the tile after the next one.
+template <bool kMasked, typename Loader, typename Tile>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loader& loader, const Tile& tile, int half,
+                                         bool more, typename Loader::Rows& next, int next_keys, int after_next) {
   const int first_key = tile * Traits::kTileK;
-  const uint32 k_s = feed.k_s(half), v_s = feed.v_s(half);
+  const uint32 k_s = loader.k_s(half), v_s = loader.v_s(half);
   // Formed here: where there may be no next tile, each use would form its own.
-  const uint32 next_k_s = feed.k_s(half ^ 1), next_v_s = feed.v_s(half ^ 1);
+  const uint32 next_k_s = loader.k_s(half ^ 1), next_v_s = loader.v_s(half ^ 1);
 
   // In a masked tile a warp may see nothing, or everything.
   bool active = true, whole = true, partial = kMasked;
@@ -159,12 +159,12 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed&
 
   Traits::Items items;
   Scores<Traits::Tile> scores;
-  typename Feed::Quads quads;
-  if (more) feed.template fetch_k<kMasked>(quads, next, next_keys);
-  typename Feed::Entry ahead;
-  if (Feed::kLookUp == LookUp::kFirst) ahead = feed.look_up(behind_next);
-  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it mostly does not, and this made it place V's
-  // worse.)
+  typename Loader::Quads quads;
+  if (more) loader.template fetch_k<kMasked>(quads, next, next_keys);
+  typename Loader::Entry ahead;
+  if (Loader::kLookUp == LookUp::kFirst) ahead = loader.look_up(after_next);
+  // No buffer: ptxas would otherwise sink K's loads. (With 32 rows a warp it mostly does not, and this made it place
+  // V's worse.)
   if (Traits::kMTiles == 1) __syncwarp();
   SeenScores seen = {};
   if (active) {
@@ -174,28 +174,28 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Feed&
     add_scores(scores, warp, cta, k_s);
   }
   if (more) {
-    feed.store_k(quads, next_k_s);
+    loader.store_k(quads, next_k_s);
     __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
-    feed.template fetch_v<kMasked>(quads, next, next_keys);
-    if (Feed::kLookUp == LookUp::kWithV) ahead = feed.look_up(behind_next);
+    loader.template fetch_v<kMasked>(quads, next, next_keys);
+    if (Loader::kLookUp == LookUp::kWithV) ahead = loader.look_up(after_next);
   }
-  if (Feed::kLookUp == LookUp::kBehindV) ahead = feed.look_up(behind_next);
+  if (Loader::kLookUp == LookUp::kAfterV) ahead = loader.look_up(after_next);
   if (active) {
     if (kMasked) items.template load<true>(cta.pass, warp.first_row, first_key);
     Traits::Tile::Packed p;
     softmax_tile<kMasked>(p, scores, warp, items, cta, first_key, whole, partial, seen);
-    if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.place, warp.first_row, first_key);
+    if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
 #pragma unroll
     for (int n = 0; n < Traits::kKeyTiles; n++) {
       add_output(warp, cta, p[n], v_s + n * 8 * Traits::VTile::kRowBytes);
     }
   }
-  if (more) feed.store_v(quads, next_v_s);
-  feed.keep(next, ahead);
+  if (more) loader.store_v(quads, next_v_s);
+  loader.keep(next, ahead);
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
-// What a walk reads and writes besides keys.
+// Arrays besides keys.
 struct Arrays {
   const float16* q_g;
   float16* out_g;
@@ -204,77 +204,77 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the feed of a head, `chunks` the chunks of a query row, `share` says which
+// The query rows of one CTA; `keys` makes the loader of a head, `chunks` the chunks of a query row, `split` says which
 // keys are this CTA's.
-template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>, typename Share = AllKeys>
-__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Place& place,
-                                       const KeyWindow& window, int64 q_offset, const Keys& keys,
-                                       const Chunks& chunks = {}, const Share& share = {}) {
+template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>, typename Split = AllKeys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
+                                       const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,
+                                       const Keys& keys, const Chunks& chunks = {}, const Split& split = {}) {
   Smem& smem = shared_memory();
 
-  // Phase 1: which keys are walked over.
-  const int rows = min(Traits::kTileQ, place.sq - place.first_row);
-  const auto walk =
-      share.of(walk_of_keys<Traits::kTileQ, Traits::kTileK>(window, place, rows, arrays.modifiers.blocks));
-  if (!Share::kAll && walk.tiles() == 0) return;
-  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, place, q_offset, arrays.modifiers);
+  // Phase 1: the keys of the loop.
+  const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);
+  const auto loop =
+      split.of(loop_over_keys<Traits::kTileQ, Traits::kTileK>(window, coords, rows, arrays.modifiers.blocks));
+  if (!Split::kAll && loop.tiles() == 0) return;
+  const Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, coords, q_offset, arrays.modifiers);
 
   // Phase 2: Q, through shared memory into registers.
   Warp warp;
-  warp.first_row = place.first_row + warp_index() * Traits::kWarpRows;
+  warp.first_row = coords.first_row + warp_index() * Traits::kWarpRows;
   load_rows<Traits::QTile, Traits::kHeadDim, Traits::kVec, Traits::kThreads, RowsInOrder>(
-      shared_address(smem.q), query_row(arrays.q_g, params.q, place, place.first_row), params.q.seq, rows, chunks);
+      shared_address(smem.q), query_row(arrays.q_g, params.q, coords, coords.first_row), params.q.seq, rows, chunks);
   __syncthreads();  // q: written
   load_a_fragments<Traits::QTile>(warp.q, shared_address(smem.q), warp_index() * Traits::kWarpRows);
   warp.softmax.clear();
   __syncthreads();  // q: read; K and V take its place
 
-  // Phase 3: the walk over the keys, masked tiles first.
-  const Cta cta = {{}, {}, params, window, pass, place};
-  auto feed = keys.template feed<Traits>(place, window, rows, smem.keys);
-  auto tile = walk.first, next_tile = walk.after(tile);
-  int left = walk.tiles();
-  const int full = left - walk.masked;
-  auto next = feed.rows(tile);
-  if (left > 0) feed.bring(next, window.keys - tile * Traits::kTileK, left & 1, next_tile);
+  // Phase 3: the loop over the keys, masked tiles first.
+  const Cta cta = {{}, {}, params, window, pass, coords};
+  auto loader = keys.template loader<Traits>(coords, window, rows, smem.keys);
+  auto tile = loop.first, next_tile = loop.after(tile);
+  int left = loop.tiles();
+  const int full = left - loop.masked;
+  auto next = loader.rows(tile);
+  if (left > 0) loader.bring(next, window.keys - tile * Traits::kTileK, left & 1, next_tile);
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
   for (; left > full; left--) {
-    if (!Modifiers::kBlocks) next_tile = walk.after(tile);  // carried along, it would take a register
-    const auto behind_next = walk.after(next_tile);
-    feed.turn_to(next, next_tile);
-    key_tile<true>(warp, cta, feed, tile, left & 1, left > 1, next, window.keys - next_tile * Traits::kTileK,
-                   behind_next);
+    if (!Modifiers::kBlocks) next_tile = loop.after(tile);  // carried along, it would take a register
+    const auto after_next = loop.after(next_tile);
+    loader.move_to(next, next_tile);
+    key_tile<true>(warp, cta, loader, tile, left & 1, left > 1, next, window.keys - next_tile * Traits::kTileK,
+                   after_next);
     tile = next_tile;
-    next_tile = behind_next;
+    next_tile = after_next;
   }
   warp.softmax.renew();
-  feed.renew();
-  if constexpr (Modifiers::kBlocks) feed.turn_to_listed(next, next_tile);
+  loader.renew();
+  if constexpr (Modifiers::kBlocks) loader.move_to_listed(next, next_tile);
 #pragma unroll 1
   for (; left > 0; left--) {
     if constexpr (Modifiers::kBlocks) {
-      const auto behind_next = walk.whole_after(next_tile);
-      key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, behind_next);
+      const auto after_next = loop.whole_after(next_tile);
+      key_tile<false>(warp, cta, loader, tile, left & 1, left > 1, next, Traits::kTileK, after_next);
       tile = next_tile;
-      next_tile = behind_next;
-      feed.turn_to_listed(next, next_tile);
+      next_tile = after_next;
+      loader.move_to_listed(next, next_tile);
     } else {
-      feed.turn_on(next);
-      feed.template bring_to_l2<L2_AHEAD>(next, left);
-      key_tile<false>(warp, cta, feed, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
+      loader.move_on(next);
+      loader.template bring_to_l2<L2_AHEAD>(next, left);
+      key_tile<false>(warp, cta, loader, tile, left & 1, left > 1, next, Traits::kTileK, tile + 2);
       tile++;
     }
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.
-  const OutputRows<Traits> output = {params, place, warp.first_row};
-  if constexpr (Share::kAll) {
-    output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, place.head),
+  const OutputRows<Traits> output = {params, coords, warp.first_row};
+  if constexpr (Split::kAll) {
+    output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, coords.head),
                   arrays.lse_g);
     __syncwarp();  // out: each warp reads what it wrote itself
     output.store(smem.out, arrays.out_g);
   } else {
-    output.store_sums(warp.softmax, share);
+    output.store_sums(warp.softmax, split);
   }
 }

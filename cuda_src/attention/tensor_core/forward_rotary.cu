@@ -1,5 +1,5 @@
-// Attention forward on tensor cores of a call with rotary embedding: the walk of forward.cu, whose query rows are rotated
-// as they are loaded, of packed sequences too. Keys were rotated before (../rotary.cu).
+// Attention forward on tensor cores of a call with rotary embedding: the loop of forward.cu, whose query rows are
+// rotated as they are loaded, of packed sequences too. Keys were rotated before (../rotary.cu).
 //
 //   Of K every CTA of a head would rotate each tile anew. Done between the loads and the stores to shared memory, half
 //   the features of a pair from the same thread, by shuffles or by another load, that models 0.57, 0.56 and 0.65 at
@@ -25,10 +25,10 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, NoBlocks{}, shared_memory());
   if (!own.exist()) return;
   const AttentionParams& attention = sequences.attention;
-  const Place place = own.place();
+  const TileCoordinates coords = own.coords();
   const KeyWindow window = own.window();
   const int64 q_offset = own.q_offset();
-  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, place, window, q_offset,
+  attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, MODIFIERS}, coords, window, q_offset,
          DenseKeys{attention, rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys())},
-         RotatedChunks<Traits::kHeadDim, Traits::kVec>{cos_g, sin_g, tables, q_offset + place.first_row});
+         RotatedChunks<Traits::kHeadDim, Traits::kVec>{cos_g, sin_g, tables, q_offset + coords.first_row});
 }

@@ -3,17 +3,18 @@
 //   |dS_ij| <= P_ij (|dP_ij| + |delta_i|) <= keep_scale * max_i |dout_i| * max_j |v_j| + max_i |delta_i|
 //
 // (P is at most 1; Cauchy and Schwarz for dP = dout V^T; keep_scale is dropout's; queries that see no key do not count,
-// as V of keys that a mask hides does: which those are is known in the walk alone.) k is 0 where that is below 2^15, and
-// otherwise brings it there: what is left to 65504 is for a P that the errors of its score take above 1. A CTA keeps V
-// or dout in registers for its whole life and needs it for dP alone: that, and delta, are taken times 2^-k before the
-// walk. dP and dS then are too, without an instruction more in the loop, and P and dV as they were. dQ and dK get their
-// 2^k back as they are stored, and dbias in the loop, where it is. Powers of two change no digit: where k is 0, all bits
-// are those of a kernel without them. Where it is not, dS below 2^(k - 24), and what of V or dout is, has no digits left.
+// as V of keys that a mask hides does: which those are is known in the loop alone.) k is 0 where that is below 2^15,
+// and otherwise brings it there: what is left to 65504 is for a P that the errors of its score take above 1. A CTA
+// keeps V or dout in registers for its whole life and needs it for dP alone: that, and delta, are taken times 2^-k
+// before the loop. dP and dS then are too, without an instruction more in the loop, and P and dV as they were. dQ and
+// dK get their 2^k back as they are stored, and dbias in the loop, where it is. Powers of two change no digit: where k
+// is 0, all bits are those of a kernel without them. Where it is not, dS below 2^(k - 24), and what of V or dout is,
+// has no digits left.
 #pragma once
 
 #include "../../common/pack.cuh"
 #include "../backward_params.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 constexpr int kMostLog2 = 15;      // of the bound where k is 0
 constexpr int kMostDownLog2 = 15;  // of k: statistics, times 2^98, leave float32 at 2^30
@@ -22,8 +23,8 @@ struct GradientScale {
   float down = 1.f, up = 1.f;  // 2^-k, 2^k
 };
 
-// How large some rows are, at most: the square of the norm of one of dout or V, and |delta|. What is not finite does not
-// count: it makes of its own results what it will, and the others are to be right.
+// How large some rows are, at most: the square of the norm of one of dout or V, and |delta|. What is not finite does
+// not count: it makes of its own results what it will, and the others are to be right.
 struct Sizes {
   float square = 0.f, delta = 0.f;
 
@@ -31,9 +32,9 @@ struct Sizes {
   __device__ __forceinline__ void take_delta(float x) { delta = x < kInfinity ? fmaxf(delta, x) : delta; }
 };
 
-// In scratch: of each query head, those of a group the same; and 2^k again where a CTA finds it at its end by its number
-// alone. What leads to its head it would otherwise keep in registers through its walk: dK and dV of head dim 128 with
-// scalar loads then spilled 148 bytes (NVRTC 12.9.86, 2026-11-24).
+// In scratch: of each query head, those of a group the same; and 2^k again where a CTA finds it at its end by its
+// number alone. What leads to its head it would otherwise keep in registers through its loop: dK and dV of head dim 128
+// with scalar loads then spilled 148 bytes (NVRTC 12.9.86, 2026-11-24).
 struct ScaleArrays {
   const float* heads_g;
   float* ctas_g;
@@ -42,7 +43,7 @@ struct ScaleArrays {
     const auto pair = reinterpret_cast<const float2*>(heads_g)[batch * params.attention.heads + head];
     return {pair.x, pair.y};
   }
-  // Before a barrier, and behind it.
+  // To be called before a barrier, and after it.
   __device__ __forceinline__ void set_aside(const GradientScale& scale) const {
     if (threadIdx.x == 0) ctas_g[blockIdx.x] = scale.up;
   }

@@ -1,9 +1,10 @@
-// Operands of which a lane reads a chunk (8 columns, 16 bytes) at once where ldmatrix hands it four bytes of four chunks.
+// Operands of which a lane reads a chunk (8 columns, 16 bytes) at once where ldmatrix hands it four bytes of four
+// chunks.
 //
-// A product is a sum over columns in any order, if both operands have the same. So of 32 columns lane 4 g + t takes those of
-// chunk t, and k8 step s has its items 2 s and 2 s + 1. Rows along m16 then come from global memory to registers without a
-// trip through shared memory, whose bandwidth would bind where both operands change from product to product. Columns are
-// padded with zeros to whole groups of four chunks.
+// A product is a sum over columns in any order, if both operands have the same. So of 32 columns lane 4 g + t takes
+// those of chunk t, and k8 step s has its items 2 s and 2 s + 1. Rows along m16 then come from global memory to
+// registers without a trip through shared memory, whose bandwidth would bind where both operands change from product to
+// product. Columns are padded with zeros to whole groups of four chunks.
 #pragma once
 
 #if !defined(MMA_K)
@@ -21,7 +22,7 @@ struct QuadTile {
   static constexpr int kChunks = quad_chunks(kColumns);
   static constexpr int kRowBytes = kChunks * kChunkBytes;
   static constexpr int kBytes = kRows * kRowBytes;
-  static constexpr int kXorBits = kChunks % 8 == 0 ? 3 : 2;  // TileFeed's lanes: so many chunks of a row
+  static constexpr int kXorBits = kChunks % 8 == 0 ? 3 : 2;  // TileLoader's lanes: so many chunks of a row
 
   // Rows of an odd number of groups lie a group apart by themselves.
   __device__ __forceinline__ static constexpr uint32 flip(uint32 row) {
@@ -48,9 +49,9 @@ struct QuadAddress {
   }
 };
 
-// kMTiles * 16 rows as A fragments: of each k8 step what a lane has of rows lane / 4 and of those 8 further, in one value.
-// As two, which come from two loads, ptxas copied both before every product: 512 of 2,190 instructions of a loop (NVRTC
-// 12.9.86, 2026-11-24).
+// kMTiles * 16 rows as A fragments: of each k8 step what a lane has of rows lane / 4 and of those 8 further, in one
+// value. As two, which come from two loads, ptxas copied both before every product: 512 of 2,190 instructions of a loop
+// (NVRTC 12.9.86, 2026-11-24).
 template <int kCols, int kMTiles>
 struct QuadRows {
   static constexpr int kSteps = quad_chunks(kCols);

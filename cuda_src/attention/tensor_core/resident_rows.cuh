@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../common/pack.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 // Rows as they are in memory: `chunk` of a row, which lies at chunk_g.
 template <int kCols, int kVec>

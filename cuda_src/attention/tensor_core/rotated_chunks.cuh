@@ -1,5 +1,6 @@
-// The chunks of a CTA's query rows, rotated on their way to shared memory (../rotary.cu says what is computed): a thread
-// reads those that its own is rotated with, which other threads read too, from L1, and no chunk waits for another.
+// The chunks of a CTA's query rows, rotated on their way to shared memory (../rotary.cu says what is computed): a
+// thread reads those that its own is rotated with, which other threads read too, from L1, and no chunk waits for
+// another.
 #pragma once
 
 #if !defined(TABLE) || !defined(INTERLEAVED)
@@ -7,7 +8,7 @@
 #endif
 #include "../../common/pack.cuh"
 #include "../../rope/rotation.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 // Field for field the structured dtype ROTARY_TABLES of cupyattn/ops/attention/structs.
 struct RotaryTables {
@@ -21,7 +22,7 @@ template <int kCols, int kVec>
 struct RotatedChunks {
   const TABLE *cos_g, *sin_g;
   const RotaryTables& tables;
-  int64 first_position;  // where the first row stands
+  int64 first_position;  // of the first row
 
   __device__ __forceinline__ uint4 operator()(const float16* chunk_g, int item, int chunk) const {
     const uint4 own = load_chunk<kCols, kVec>(chunk_g, chunk);
@@ -37,16 +38,16 @@ struct RotatedChunks {
     load_angles(cos, sin, first_position + item, INTERLEAVED ? column / 2 : second ? partner : column);
 
     const auto x = __builtin_bit_cast(Items, own), y = __builtin_bit_cast(Items, other);
-    float turned[kChunkItems];
+    float rotated_items[kChunkItems];
 #pragma unroll
     for (int i = 0; i < kChunkItems; i++) {
       const int angle = INTERLEAVED ? i / 2 : i;
       const bool is_second = INTERLEAVED ? i % 2 : second;
       const float of_pair = to_float(INTERLEAVED ? x.item[i ^ 1] : y.item[i]);
-      turned[i] = rotated(to_float(x.item[i]), of_pair, cos[angle], is_second ? sin[angle] : -sin[angle]);
+      rotated_items[i] = rotated(to_float(x.item[i]), of_pair, cos[angle], is_second ? sin[angle] : -sin[angle]);
     }
-    return make_uint4(pack_halves(turned[0], turned[1]), pack_halves(turned[2], turned[3]),
-                      pack_halves(turned[4], turned[5]), pack_halves(turned[6], turned[7]));
+    return make_uint4(pack_halves(rotated_items[0], rotated_items[1]), pack_halves(rotated_items[2], rotated_items[3]),
+                      pack_halves(rotated_items[4], rotated_items[5]), pack_halves(rotated_items[6], rotated_items[7]));
   }
 
  private:

@@ -34,7 +34,7 @@ struct QueryStatistics {
   __device__ __forceinline__ float delta(int n, int, int e) const { return e % 2 ? pairs[n].w : pairs[n].z; }
 };
 
-// Of the rows that a thread holds, where queries lie along m16. Rows beyond Sq stand for rows without a key.
+// Of the rows that a thread holds, where queries lie along m16. Rows beyond Sq count as rows without a key.
 template <int kMTiles>
 struct RowStatistics {
   float row_l[kMTiles][2], row_delta[kMTiles][2];

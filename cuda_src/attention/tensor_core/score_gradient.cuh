@@ -17,8 +17,8 @@
 #include "row_statistics.cuh"
 #include "score_items.cuh"
 
-// What becomes of dS as the gradient of a bias: written where it is computed (kAccumulate: added to what is there), or kept
-// for the caller.
+// What becomes of dS as the gradient of a bias: written where it is computed (kAccumulate: added to what is there), or
+// kept for the caller.
 template <typename Dtype_, bool kAccumulate_>
 struct DbiasOptions {
   using Dtype = Dtype_;
@@ -38,11 +38,11 @@ struct OptionArrays {
 
 // A fragment's items, times `factor`, to an array of all scores, or added to what it holds: run by run.
 template <typename Tile, typename Item>
-__device__ __forceinline__ void store_scores(Item* array_g, const ScoreStrides& strides, const ScorePlace& place,
+__device__ __forceinline__ void store_scores(Item* array_g, const ScoreStrides& strides, const ScoreCoordinates& coords,
                                              const AttentionParams& params, const typename Tile::Fragment& items,
                                              float factor, bool accumulate) {
   const int first_row = Tile::row_of(0, 0, 0), first_key = Tile::key_of(0, 0, 0);
-  Item* first_g = score_item(array_g, strides, place, first_row, first_key);
+  Item* first_g = score_item(array_g, strides, coords, first_row, first_key);
   float sorted[Tile::kRuns][Tile::kRun];
   Tile::for_each([&](int n, int i, int e) {
     const int number = Tile::number(n, i, e);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void store_scores(Item* array_g, const ScoreStrides& 
   Tile::for_each([&](int n, int i, int e) {
     const int number = Tile::number(n, i, e);
     const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
-    if (number % Tile::kRun != 0 || place.first_row + row >= params.sq || place.first_key + key >= params.sk) return;
+    if (number % Tile::kRun != 0 || coords.first_row + row >= params.sq || coords.first_key + key >= params.sk) return;
     store_items(first_g + ((row - first_row) * strides.row + (key - first_key) * strides.key),
                 sorted[number / Tile::kRun], accumulate);
   });
@@ -79,7 +79,7 @@ struct TileOptions {
   const BackwardParams& params;
   const KeyWindow& window;
   const OptionArrays& arrays;
-  ScorePlace place;
+  ScoreCoordinates coords;
   BackwardItems<Bias, Tile> bias;
   BackwardItems<Mask, Tile> mask;
   ScoreRule<Options, Unit::kLog2> rule;
@@ -88,21 +88,21 @@ struct TileOptions {
   const GradientScale& scale;
 
   __device__ __forceinline__ TileOptions(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
-                                         const ScorePlace& at, const GradientScale& scale_, int64 q_offset)
+                                         const ScoreCoordinates& at, const GradientScale& scale_, int64 q_offset)
       : params(all),
         window(seen),
         arrays(options),
-        place(at),
+        coords(at),
         scale(scale_),
-        bias(options.bias_g, all.attention.scores.bias, place, all.attention),
-        mask(options.mask_g, all.attention.scores.mask, place, all.attention),
-        rule(all.attention, options.slopes_g, place.batch, place.head),
-        distance(place.first_row + Tile::row_of(0, 0, 0) + q_offset - (place.first_key + Tile::key_of(0, 0, 0))) {}
+        bias(options.bias_g, all.attention.scores.bias, coords, all.attention),
+        mask(options.mask_g, all.attention.scores.mask, coords, all.attention),
+        rule(all.attention, options.slopes_g, coords.batch, coords.head),
+        distance(coords.first_row + Tile::row_of(0, 0, 0) + q_offset - (coords.first_key + Tile::key_of(0, 0, 0))) {}
 
   __device__ __forceinline__ bool in_window(int n, int i, int e) const {
-    // Beyond the last query score_mod is told of the last one, and may be NaN where that one sees nothing.
-    const int row = Modifiers::kScore ? indices(n, i, e).row : place.first_row + Tile::row_of(n, i, e);
-    return window.of_row(row).contains(place.first_key + Tile::key_of(n, i, e));
+    // Beyond the last query score_mod gets the last one, and may be NaN if that one sees nothing.
+    const int row = Modifiers::kScore ? indices(n, i, e).row : coords.first_row + Tile::row_of(n, i, e);
+    return window.of_row(row).contains(coords.first_key + Tile::key_of(n, i, e));
   }
 
   // A score in base 2, before score_mod.
@@ -118,11 +118,11 @@ struct TileOptions {
     return s_log2;
   }
 
-  // The exponent of P * 2^kShiftedLog2, for a row with statistic l. It is limited so that P <= 1. The limit is needed because
-  // lse is float32: from scores of about 1e7 on its rounding alone can raise P above 4, which float16 cannot hold with the
-  // boost. A NaN stays a NaN only where a bias or score_mod may cause it; fminf, which drops it, is one instruction less.
-  // The limit costs one instruction a score; the modelled utilisation of the plain configurations changes by 0.96 to 1.04,
-  // 1.00 on average (`python -m cupyattn turing`, T4, 2026-11-28).
+  // The exponent of P * 2^kShiftedLog2, for a row with statistic l. It is limited so that P <= 1. The limit is needed
+  // because lse is float32: from scores of about 1e7 on its rounding alone can raise P above 4, which float16 cannot
+  // hold with the boost. A NaN stays a NaN only where a bias or score_mod may cause it; fminf, which drops it, is one
+  // instruction less. The limit costs one instruction a score; the modelled utilisation of the plain configurations
+  // changes by 0.96 to 1.04, 1.00 on average (`python -m cupyattn turing`, T4, 2026-11-28).
   __device__ __forceinline__ float exponent(float product, int n, int i, int e, float l) const {
     if constexpr (!Options::kBeyondScale) {
       return fminf(__fmaf_rn(product, params.attention.scale_log2, -l), kShiftedLog2);
@@ -150,7 +150,7 @@ struct TileOptions {
 
   // Of all scores; those that are hidden have ds = 0.
   __device__ __forceinline__ void write_dbias(const typename Tile::Fragment& ds) const {
-    store_scores<Tile>(static_cast<typename Dbias::Dtype*>(arrays.dbias_g), params.dbias, place, params.attention, ds,
+    store_scores<Tile>(static_cast<typename Dbias::Dtype*>(arrays.dbias_g), params.dbias, coords, params.attention, ds,
                        scale.up, Dbias::kAccumulate);
   }
 
@@ -158,15 +158,15 @@ struct TileOptions {
   __device__ __forceinline__ ScoreIndices indices(int n, int i, int e) const {
     return {params.attention.sq,
             params.attention.sk,
-            place.batch,
-            place.head,
-            place.first_row + Tile::row_of(n, i, e),
-            place.first_key + Tile::key_of(n, i, e)};
+            coords.batch,
+            coords.head,
+            coords.first_row + Tile::row_of(n, i, e),
+            coords.first_key + Tile::key_of(n, i, e)};
   }
 };
 
-// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up. `masked`: the window may
-// hide some, `partial`: a block mask does not say that all are seen.
+// `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up. `masked`: the window
+// may hide some, `partial`: a block mask does not say that all are seen.
 template <typename Tile, typename Options, typename Dbias, typename Statistics>
 __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typename Tile::Packed& ds,
                                                 typename Tile::Fragment& s, typename Tile::Fragment& dp,
@@ -176,7 +176,7 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
   using Modifiers = typename Options::Modifiers;
   const ScoreParams& scores = tile.params.attention.scores;
   typename Tile::Packed kept;
-  if constexpr (Options::kDropout) draw_kept<Tile>(kept, scores, tile.place);
+  if constexpr (Options::kDropout) draw_kept<Tile>(kept, scores, tile.coords);
 
   Tile::for_each_pair([&](int n, int i, int half) {
     float shifted_p[2], slope[2] = {1.f, 1.f};

@@ -4,15 +4,15 @@
 #include "../scores.cuh"
 #include "score_tile.cuh"
 
-struct ScorePlace {
+struct ScoreCoordinates {
   int batch, head, first_row, first_key;  // first_key is a multiple of 16, of 32 for 32 keys along m16
 };
 
 template <typename Item>
-__device__ __forceinline__ Item* score_item(Item* array_g, const ScoreStrides& strides, const ScorePlace& place,
+__device__ __forceinline__ Item* score_item(Item* array_g, const ScoreStrides& strides, const ScoreCoordinates& coords,
                                             int row, int key) {
-  return array_g + place.batch * strides.batch + place.head * strides.head + (place.first_row + row) * strides.row +
-         (place.first_key + key) * strides.key;
+  return array_g + coords.batch * strides.batch + coords.head * strides.head + (coords.first_row + row) * strides.row +
+         (coords.first_key + key) * strides.key;
 }
 
 // 1, 2, 4, 8 or 16 bytes, in one load that nothing sinks or splits, as words.
@@ -136,21 +136,21 @@ template <typename Item, typename Tile, bool kAhead = (Tile::kRun > 1)>
 struct BackwardItems {
   const Item* first_g;  // the thread's first
   const ScoreStrides& strides;
-  ScorePlace place;
+  ScoreCoordinates coords;
   int sq, sk;
 
   __device__ __forceinline__ BackwardItems(const void* items_g, const ScoreStrides& items_strides,
-                                           const ScorePlace& items_place, const AttentionParams& params)
-      : first_g(score_item(static_cast<const Item*>(items_g), items_strides, items_place, Tile::row_of(0, 0, 0),
+                                           const ScoreCoordinates& items_coords, const AttentionParams& params)
+      : first_g(score_item(static_cast<const Item*>(items_g), items_strides, items_coords, Tile::row_of(0, 0, 0),
                            Tile::key_of(0, 0, 0))),
         strides(items_strides),
-        place(items_place),
+        coords(items_coords),
         sq(params.sq),
         sk(params.sk) {}
 
   __device__ __forceinline__ Item of(int n, int i, int e) const {
     const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
-    const bool exists = place.first_row + row < sq && place.first_key + key < sk;
+    const bool exists = coords.first_row + row < sq && coords.first_key + key < sk;
     // Constants: the lane's part goes.
     const int rows = row - Tile::row_of(0, 0, 0), keys = key - Tile::key_of(0, 0, 0);
     return exists ? first_g[rows * strides.row + keys * strides.key] : Item();
@@ -162,15 +162,15 @@ template <typename Item, typename Tile>
 struct BackwardItems<Item, Tile, true> : RunsAhead<Item, Tile> {
   using Runs = RunsAhead<Item, Tile>;
 
-  __device__ __forceinline__ BackwardItems(const void* items_g, const ScoreStrides& strides, const ScorePlace& place,
-                                           const AttentionParams& params) {
+  __device__ __forceinline__ BackwardItems(const void* items_g, const ScoreStrides& strides,
+                                           const ScoreCoordinates& coords, const AttentionParams& params) {
     const int first_row = Tile::row_of(0, 0, 0), first_key = Tile::key_of(0, 0, 0);
-    const Item* first_g = score_item(static_cast<const Item*>(items_g), strides, place, first_row, first_key);
+    const Item* first_g = score_item(static_cast<const Item*>(items_g), strides, coords, first_row, first_key);
     const auto load_run = [&](uint32(&run)[Runs::kWords], int n, int i, int e) {
       const int row = Tile::row_of(n, i, e), key = Tile::key_of(n, i, e);
 #pragma unroll
       for (int word = 0; word < Runs::kWords; word++) run[word] = 0;
-      if (place.first_row + row < params.sq && place.first_key + key < params.sk) {
+      if (coords.first_row + row < params.sq && coords.first_key + key < params.sk) {
         // Constants: the lane's part goes.
         load_words<Runs::kRunBytes>(run, first_g + (row - first_row) * strides.row + (key - first_key));
       }
@@ -181,7 +181,8 @@ struct BackwardItems<Item, Tile, true> : RunsAhead<Item, Tile> {
 
 // Of an array that is not given.
 struct NoItems {
-  __device__ __forceinline__ NoItems(const void*, const ScoreStrides&, const ScorePlace&, const AttentionParams&) {}
+  __device__ __forceinline__ NoItems(const void*, const ScoreStrides&, const ScoreCoordinates&,
+                                     const AttentionParams&) {}
 };
 template <typename Tile>
 struct BackwardItems<void, Tile, false> : NoItems {

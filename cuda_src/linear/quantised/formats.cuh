@@ -37,7 +37,7 @@ constexpr float kNf4Codebook[kCodes] = {
     1.0f,
 };
 
-enum class Shift { kNone, kBefore, kBehind };  // what a block adds to the code, or to the product
+enum class Shift { kNone, kBefore, kAfter };  // what a block adds to the code, or to the product
 
 // The defaults of a format.
 struct Integers {
@@ -66,12 +66,12 @@ struct Int8 : Integers {
   static constexpr int kNumbers = 1;
 };
 struct Q4_1 : Integers {
-  static constexpr Shift kShift = Shift::kBehind;
+  static constexpr Shift kShift = Shift::kAfter;
 };
 struct Q4_K : Integers {
   using Scale = unsigned char;
   static constexpr int kSuperBlock = 256;
-  static constexpr Shift kShift = Shift::kBehind;
+  static constexpr Shift kShift = Shift::kAfter;
 };
 
 // Word i of 16 bytes of codes.
@@ -105,7 +105,7 @@ template <typename Format>
 __device__ __forceinline__ float weight_of(float q, const BlockNumbers& block) {
   if constexpr (Format::kShift == Shift::kBefore) {
     return (q - block.shift) * block.scale;
-  } else if constexpr (Format::kShift == Shift::kBehind) {
+  } else if constexpr (Format::kShift == Shift::kAfter) {
     return __fmaf_rn(q, block.scale, block.shift);
   } else {
     return q * block.scale;

@@ -5,7 +5,7 @@
 //           the columns of a gate, then those of up. All other arrays as in tensor_core/forward.cu.
 // Tiles, grid, barriers, epilogue: as in tensor_core/forward.cu. Only the loader of w differs: a thread fetches the
 // codes
-//           and the scale of 16 weights of a column, and stores them as float16 (tile_feed.cuh).
+//           and the scale of 16 weights of a column, and stores them as float16 (tile_loader.cuh).
 // Budget    as in tensor_core/forward.cu; 3 to 5 registers of w are in flight, and 16 weights take 50 to 70
 //           instructions a k-tile.
 // Edges     as in tensor_core/forward.cu; K is a multiple of TILE_INNER.
@@ -13,14 +13,14 @@
 #error "FORMAT, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif
 #include "../tensor_core/forward_tile.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 struct Traits {
   using Columns = Axis<PAIRED>;
   using Activation = ACTIVATION;
-  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using FeedW = QuantisedFeed<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>;
-  using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
+  using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using LoaderW = QuantisedLoader<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>;
+  using Product = TileProduct<LoaderX, LoaderW, WARP_ROWS, WARP_COLUMNS>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
 
@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const ProductParams& shape = params.product;
 
   // Phase 1: the place of this CTA.
-  const Place cta = place_of_cta(shape);
+  const TileCoordinates cta = place_of_cta(shape);
   const int first_row = cta.row_tile * CtaShape::kTileRows;
   const int first_column = cta.column_tile * (CtaShape::kTileColumns / Columns::kHalves);
   if (first_row >= shape.rows) return;
 
   // Phase 2: the product.
-  Traits::FeedX x(x_g, shape.a_stride, first_row, shape.rows, 0);
-  Traits::FeedW w({codes_g, scales_g, super_scales_g}, params, first_column, shape.columns, 0);
+  Traits::LoaderX x(x_g, shape.a_stride, first_row, shape.rows, 0);
+  Traits::LoaderW w({codes_g, scales_g, super_scales_g}, params, first_column, shape.columns, 0);
   Product product(x, w, shared_address(shared_bytes), shape.inner / CtaShape::kInner, CtaShape::kInner);
   Product::Accumulators acc;
   const auto sums = warp_place<Product, Columns>(cta, shape);

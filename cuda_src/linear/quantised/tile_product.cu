@@ -2,18 +2,18 @@
 //
 // Shapes    A (rows, inner), rows contiguous. B (inner, columns) as codes in rows that lie along the sum (B_LINES is
 //           kAlong: B is w, codes (columns, inner)) or across it (kAcross: dx = dz w^T, codes (inner, columns)).
-// Split, tiles, grid, barriers: as in tensor_core/product.cu. The loader of B is tile_feed.cuh.
+// Split, tiles, grid, barriers: as in tensor_core/product.cu. The loader of B is tile_loader.cuh.
 // Edges     as in tensor_core/product.cu; the codes' row, which is inner or columns, is a multiple of 32 items.
 #if !defined(FORMAT) || !defined(B_LINES) || !defined(SPLIT)
 #error "FORMAT, B_LINES and SPLIT come from a launch-configuration table"
 #endif
 #include "../tensor_core/config.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 struct Traits {
-  using FeedA = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using FeedB = QuantisedFeed<FORMAT, TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>;
-  using Product = TileProduct<FeedA, FeedB, WARP_ROWS, WARP_COLUMNS>;
+  using LoaderA = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using LoaderB = QuantisedLoader<FORMAT, TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>;
+  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
 };
 
 using Product = Traits::Product;
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const ProductParams& shape = params.product;
 
   // Phase 1: the place of this CTA, and its part of the sum.
-  const Place cta = place_of_cta(shape);
+  const TileCoordinates cta = place_of_cta(shape);
   const int first_row = cta.row_tile * CtaShape::kTileRows, first_column = cta.column_tile * CtaShape::kTileColumns;
   if (first_row >= shape.rows) return;
   const int first_inner = SPLIT ? cta.split * shape.split_inner : 0;
@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const int inner = SPLIT ? min(shape.split_inner, shape.inner - first_inner) : shape.inner;
 
   // Phase 2: the product. The first k-tile is the ragged one.
-  Traits::FeedA a(a_g, shape.a_stride, first_row, shape.rows, first_inner);
-  Traits::FeedB b({codes_g, scales_g, super_scales_g}, params, first_column, shape.columns, first_inner);
+  Traits::LoaderA a(a_g, shape.a_stride, first_row, shape.rows, first_inner);
+  Traits::LoaderB b({codes_g, scales_g, super_scales_g}, params, first_column, shape.columns, first_inner);
   const int k_tiles = div_up(inner, CtaShape::kInner);
   Product product(a, b, shared_address(shared_bytes), k_tiles, inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;

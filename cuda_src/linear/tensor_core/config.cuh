@@ -25,7 +25,8 @@ using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
 
 // The place of this warp's part of a CTA's tile in the result.
 template <typename Product, typename Columns>
-__device__ __forceinline__ WarpPlace<Columns> warp_place(const Place& cta, const ProductParams& params) {
+__device__ __forceinline__ WarpCoordinates<Columns> warp_place(const TileCoordinates& cta,
+                                                               const ProductParams& params) {
   const int row = warp_index() / Product::kWarpsAcross * WARP_ROWS;
   const int column = warp_index() % Product::kWarpsAcross * WARP_COLUMNS;
   return {cta.row_tile * CtaShape::kTileRows + row, cta.column_tile * CtaShape::kTileColumns + column, params.rows,

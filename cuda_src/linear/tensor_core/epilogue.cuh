@@ -89,7 +89,7 @@ struct Matrix {
 // The place of a warp's sums in the result: the first row, the first position in the axis of columns, and the lengths
 // of both axes (with paired columns, of each half).
 template <typename Columns_>
-struct WarpPlace {
+struct WarpCoordinates {
   using Columns = Columns_;
   int first_row, first_place;
   int rows, columns;
@@ -101,10 +101,10 @@ struct WarpPlace {
 
 // One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns
 // of each. They are rounded once, with the addend, if there is one.
-template <int kWords, typename Place>
+template <int kWords, typename Coordinates>
 __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& addend, float (&values)[kWords][2],
-                                              const Place& place, int row, int first_place) {
-  using Columns = typename Place::Columns;
+                                              const Coordinates& place, int row, int first_place) {
+  using Columns = typename Coordinates::Columns;
   const bool exists = row < place.rows;
   const int own = first_place + column_in_quad<kWords>();
   const int column = Columns::item(own), half_column = Columns::half(own) * place.columns;
@@ -127,8 +127,8 @@ __device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& ad
 
 // One row of a warp's tiles of columns from kFirst on, 4 at a time and then the rest; values_of(n, values) gives this
 // lane's two columns of tile n.
-template <int kFirst, int kTiles, typename Place, typename Values>
-__device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Place& place, int row,
+template <int kFirst, int kTiles, typename Coordinates, typename Values>
+__device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Coordinates& place, int row,
                                           const Values& values_of) {
   if constexpr (kFirst < kTiles) {
     constexpr int kWords = kTiles - kFirst >= 4 ? 4 : 2;
@@ -154,9 +154,9 @@ struct SumsOfRow {
 };
 
 // A warp's sums, rounded once, with the addend if there is one.
-template <int kMTiles, int kTiles, typename Place>
+template <int kMTiles, int kTiles, typename Coordinates>
 __device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& addend,
-                                           const float (&acc)[kMTiles][kTiles][4], const Place& place) {
+                                           const float (&acc)[kMTiles][kTiles][4], const Coordinates& place) {
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll
@@ -167,10 +167,10 @@ __device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& adden
 }
 
 // A warp's sums in float32, to a contiguous array of all rows and columns.
-template <int kMTiles, int kTiles, typename Place>
+template <int kMTiles, int kTiles, typename Coordinates>
 __device__ __forceinline__ void store_partials(float* sums_g, const float (&acc)[kMTiles][kTiles][4],
-                                               const Place& place) {
-  static_assert(!Place::Columns::kPaired, "columns in their order");
+                                               const Coordinates& place) {
+  static_assert(!Coordinates::Columns::kPaired, "columns in their order");
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll

@@ -20,9 +20,9 @@
 struct Traits {
   using Columns = Axis<PAIRED>;
   using Activation = ACTIVATION;
-  using FeedX = ArrayFeed<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using FeedW = ArrayFeed<Chunks<TileOfB<Lines::W_LINES>, Columns, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<FeedX, FeedW, WARP_ROWS, WARP_COLUMNS>;
+  using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using LoaderW = ArrayLoader<Chunks<TileOfB<Lines::W_LINES>, Columns, CtaShape::kThreads>, VEC>;
+  using Product = TileProduct<LoaderX, LoaderW, WARP_ROWS, WARP_COLUMNS>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
 
@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   using Columns = Traits::Columns;
 
   // Phase 1: the place of this CTA.
-  const Place cta = place_of_cta(params);
+  const TileCoordinates cta = place_of_cta(params);
   const int first_row = cta.row_tile * CtaShape::kTileRows;
   const int first_column = cta.column_tile * (CtaShape::kTileColumns / Columns::kHalves);
   if (first_row >= params.rows) return;
 
   // Phase 2: the product. The first k-tile is the ragged one.
-  Traits::FeedX x(x_g, params.a_stride, first_row, params.rows, 0);
-  Traits::FeedW w(w_g, params.b_stride, first_column, params.columns, 0);
+  Traits::LoaderX x(x_g, params.a_stride, first_row, params.rows, 0);
+  Traits::LoaderW w(w_g, params.b_stride, first_column, params.columns, 0);
   const int k_tiles = div_up(params.inner, CtaShape::kInner);
   Product product(x, w, shared_address(shared_bytes), k_tiles, params.inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;

@@ -30,11 +30,12 @@ struct ForwardArrays {
 
 // Traits has Columns, Activation and kOutTiles: a warp's tiles of columns of the result. A gate and its column of up
 // are one column of the result.
-template <typename Traits, int kMTiles, int kNTiles, typename Place>
-__device__ __forceinline__ void store_activated(const float (&acc)[kMTiles][kNTiles][4], const Place& sums,
+template <typename Traits, int kMTiles, int kNTiles, typename Coordinates>
+__device__ __forceinline__ void store_activated(const float (&acc)[kMTiles][kNTiles][4], const Coordinates& sums,
                                                 const ProductParams& params, const ForwardArrays& arrays) {
   using Columns = typename Traits::Columns;
-  const WarpPlace<Axis<false>> results = {sums.first_row, Columns::item(sums.first_place), params.rows, params.columns};
+  const WarpCoordinates<Axis<false>> results = {sums.first_row, Columns::item(sums.first_place), params.rows,
+                                                params.columns};
   const Matrix out = {arrays.out_g, params.out_stride}, none = {nullptr, 0};
   const Matrix preactivation = {arrays.preactivation_g, params.preactivation_stride};
   const Matrix residual = {const_cast<float16*>(arrays.residual_g), params.addend_stride};

@@ -25,11 +25,11 @@ struct OperandTile {
 
 // The address that a lane passes to ldmatrix, for the kFragmentOuter outer items of a group and 8 items of the sum.
 template <typename Tile>
-struct FragmentPlace {
+struct FragmentCoordinates {
   // Two: across the sum, a group's parity takes part in the swizzle.
   uint32 at[Tile::kAlong ? 1 : 2];
 
-  __device__ __forceinline__ FragmentPlace(uint32 tile_s, int first_outer) {
+  __device__ __forceinline__ FragmentCoordinates(uint32 tile_s, int first_outer) {
     const uint32 lane = lane_index();
     if constexpr (Tile::kAlong) {
       at[0] = tile_s + Tile::Swizzled::offset(first_outer + lane, 0);

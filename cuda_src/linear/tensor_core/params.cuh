@@ -37,7 +37,7 @@ struct Axis {
 };
 
 // The tile of the result that a CTA computes, and its split of the sum.
-struct Place {
+struct TileCoordinates {
   int row_tile, column_tile, split;
 };
 
@@ -45,7 +45,7 @@ struct Place {
 // sum, then the next tile of columns. The last group may have places without a tile, and a tile may have a place
 // without a split. All of this uses shifts and one product: a division would not stay in uniform registers, nor would
 // any address that follows from it.
-__device__ __forceinline__ Place place_of_cta(const ProductParams& params) {
+__device__ __forceinline__ TileCoordinates place_of_cta(const ProductParams& params) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
   const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);
   const int group =

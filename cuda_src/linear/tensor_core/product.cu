@@ -13,9 +13,9 @@
 #include "config.cuh"
 
 struct Traits {
-  using FeedA = ArrayFeed<Chunks<TileOfA<Lines::A_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using FeedB = ArrayFeed<Chunks<TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<FeedA, FeedB, WARP_ROWS, WARP_COLUMNS>;
+  using LoaderA = ArrayLoader<Chunks<TileOfA<Lines::A_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using LoaderB = ArrayLoader<Chunks<TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
+  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
 };
 
 using Product = Traits::Product;
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   extern __shared__ __align__(128) unsigned char shared_bytes[];
 
   // Phase 1: the place of this CTA, and its part of the sum.
-  const Place cta = place_of_cta(params);
+  const TileCoordinates cta = place_of_cta(params);
   const int first_row = cta.row_tile * CtaShape::kTileRows, first_column = cta.column_tile * CtaShape::kTileColumns;
   if (first_row >= params.rows) return;
   const int first_inner = SPLIT ? cta.split * params.split_inner : 0;
@@ -35,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   const int inner = SPLIT ? min(params.split_inner, params.inner - first_inner) : params.inner;
 
   // Phase 2: the product. The first k-tile is the ragged one.
-  Traits::FeedA a(a_g, params.a_stride, first_row, params.rows, first_inner);
-  Traits::FeedB b(b_g, params.b_stride, first_column, params.columns, first_inner);
+  Traits::LoaderA a(a_g, params.a_stride, first_row, params.rows, first_inner);
+  Traits::LoaderB b(b_g, params.b_stride, first_column, params.columns, first_inner);
   const int k_tiles = div_up(inner, CtaShape::kInner);
   Product product(a, b, shared_address(shared_bytes), k_tiles, inner - (k_tiles - 1) * CtaShape::kInner);
   Product::Accumulators acc;

@@ -1,4 +1,4 @@
-// The main loop of a CTA's tile of a product of two operands, each with a tile loader (operand_feed.cuh).
+// The main loop of a CTA's tile of a product of two operands, each with a tile loader (operand_loader.cuh).
 //
 // A warp owns kWarpRows x kWarpColumns of the tile. One of two stages in shared memory is multiplied, while the other
 // is filled with the next k-tile. The k-tile after that is in flight in registers: in slots spread over the loop, a
@@ -12,26 +12,26 @@
 #error \
     "MMA_K, A_SETS and the slots A_SLOT, A_STEP, A_RING, B_SLOT, B_STEP, B_RING come from a launch-configuration table"
 #endif
-#include "operand_feed.cuh"
+#include "operand_loader.cuh"
 
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// The slot in which piece i of a loader is stored: kFirst + i * kStep. kRing loads, each of Feed::kStores pieces, are
+// The slot in which piece i of a loader is stored: kFirst + i * kStep. kRing loads, each of Loader::kStores pieces, are
 // in flight at a time.
-template <int kFirst_, int kStep_, int kRing_, typename Feed>
+template <int kFirst_, int kStep_, int kRing_, typename Loader>
 struct Moves {
-  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = Feed::kFetches * Feed::kStores;
+  static constexpr int kFirst = kFirst_, kStep = kStep_, kRing = kRing_, kPieces = Loader::kFetches * Loader::kStores;
   static constexpr int kLast = kFirst + (kPieces - 1) * kStep;
-  static_assert(kRing <= Feed::kFetches, "a piece is loaded at most a k-tile ahead");
+  static_assert(kRing <= Loader::kFetches, "a piece is loaded at most a k-tile ahead");
 };
 
-template <typename FeedA_, typename FeedB_, int kWarpRows, int kWarpColumns>
+template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns>
 struct TileProduct {
-  using FeedA = FeedA_;
-  using FeedB = FeedB_;
-  using TileA = typename FeedA::Tile;
-  using TileB = typename FeedB::Tile;
+  using LoaderA = LoaderA_;
+  using LoaderB = LoaderB_;
+  using TileA = typename LoaderA::Tile;
+  using TileB = typename LoaderB::Tile;
   static constexpr int kInner = TileA::kInner;
   static constexpr int kMTiles = kWarpRows / 16;
   static constexpr int kNTiles = kWarpColumns / 8;
@@ -42,8 +42,8 @@ struct TileProduct {
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
   static constexpr int kBarrierSlot = (kSteps - 1) * kColumnGroups * kRowGroups + kRowGroups;  // the first after it
-  using MovesA = Moves<A_SLOT, A_STEP, A_RING, FeedA>;
-  using MovesB = Moves<B_SLOT, B_STEP, B_RING, FeedB>;
+  using MovesA = Moves<A_SLOT, A_STEP, A_RING, LoaderA>;
+  using MovesB = Moves<B_SLOT, B_STEP, B_RING, LoaderB>;
   static_assert(MovesA::kLast < kBarrierSlot && MovesB::kLast < kBarrierSlot, "every store precedes the barrier");
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
@@ -56,68 +56,69 @@ struct TileProduct {
     uint32 b[kSub][kNTiles];
   };
 
-  FeedA& feed_a;
-  FeedB& feed_b;
-  typename FeedA::Fetched ring_a[MovesA::kRing];
-  typename FeedB::Fetched ring_b[MovesB::kRing];
-  FragmentPlace<TileA> place_a;
-  FragmentPlace<TileB> place_b;
+  LoaderA& loader_a;
+  LoaderB& loader_b;
+  typename LoaderA::Fetched ring_a[MovesA::kRing];
+  typename LoaderB::Fetched ring_b[MovesB::kRing];
+  FragmentCoordinates<TileA> place_a;
+  FragmentCoordinates<TileB> place_b;
   uint32 store_a, store_b;  // where this thread's pieces go: the other stage
   uint32 other_stage;       // the distance to it
   int tiles;                // that are still to be multiplied
   Fragments fragments;
 
   // Load the first k-tile, of which `first_items` items of the sum exist, into the first stage.
-  __device__ __forceinline__ TileProduct(FeedA& a, FeedB& b, uint32 stages_s, int k_tiles, int first_items)
-      : feed_a(a),
-        feed_b(b),
+  __device__ __forceinline__ TileProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
+      : loader_a(a),
+        loader_b(b),
         place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
         place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
-        store_a(stages_s + FeedA::Chunks::shared_offset()),
-        store_b(stages_s + TileA::kBytes + FeedB::Chunks::shared_offset()),
+        store_a(stages_s + LoaderA::Chunks::shared_offset()),
+        store_b(stages_s + TileA::kBytes + LoaderB::Chunks::shared_offset()),
         other_stage(kStageBytes),
         tiles(k_tiles) {
-    bring_first(feed_a, store_a, first_items);
-    bring_first(feed_b, store_b, first_items);
-    fill(feed_a, ring_a);
-    fill(feed_b, ring_b);
+    bring_first(loader_a, store_a, first_items);
+    bring_first(loader_b, store_b, first_items);
+    fill(loader_a, ring_a);
+    fill(loader_b, ring_b);
     store_a += kStageBytes;
     store_b += kStageBytes;
   }
 
-  template <typename Feed>
-  __device__ __forceinline__ void bring_first(Feed& feed, uint32 to_s, int first_items) const {
-    typename Feed::Fetched fetched[Feed::kFetches] = {};
+  template <typename Loader>
+  __device__ __forceinline__ void bring_first(Loader& loader, uint32 to_s, int first_items) const {
+    typename Loader::Fetched fetched[Loader::kFetches] = {};
 #pragma unroll
-    for (int i = 0; i < Feed::kFetches; i++) feed.template load<true>(fetched[i], i, 0, first_items);
+    for (int i = 0; i < Loader::kFetches; i++) loader.template load<true>(fetched[i], i, 0, first_items);
 #pragma unroll
-    for (int i = 0; i < Feed::kFetches * Feed::kStores; i++) feed.store(to_s, fetched[i / Feed::kStores], i);
-    feed.advance(first_items);
+    for (int i = 0; i < Loader::kFetches * Loader::kStores; i++) loader.store(to_s, fetched[i / Loader::kStores], i);
+    loader.advance(first_items);
   }
 
   // Load the pieces of the second k-tile that the loop stores first. The loader advances to the third.
-  template <typename Feed, int kRing>
-  __device__ __forceinline__ void fill(Feed& feed, typename Feed::Fetched (&ring)[kRing]) const {
+  template <typename Loader, int kRing>
+  __device__ __forceinline__ void fill(Loader& loader, typename Loader::Fetched (&ring)[kRing]) const {
 #pragma unroll
     for (int i = 0; i < kRing; i++) {
       ring[i] = {};
-      feed.template load<false>(ring[i], i, 0, tiles > 1 ? kInner : 0);
+      loader.template load<false>(ring[i], i, 0, tiles > 1 ? kInner : 0);
     }
-    feed.advance(kInner);
+    loader.advance(kInner);
   }
 
   // The moves of a slot: store a piece to shared memory, and load the next piece into its registers when they are free.
-  template <typename FeedMoves, typename Feed, int kRing>
-  __device__ __forceinline__ void move(int slot, Feed& feed, typename Feed::Fetched (&ring)[kRing], uint32 to_s) const {
+  template <typename LoaderMoves, typename Loader, int kRing>
+  __device__ __forceinline__ void move(int slot, Loader& loader, typename Loader::Fetched (&ring)[kRing],
+                                       uint32 to_s) const {
 #pragma unroll
-    for (int i = 0; i < FeedMoves::kPieces; i++) {
-      if (slot != FeedMoves::kFirst + i * FeedMoves::kStep) continue;
-      const int own = i / Feed::kStores;
-      feed.store(to_s, ring[own % kRing], i);
-      if ((i + 1) % Feed::kStores != 0) continue;
-      const bool wraps = own + kRing >= Feed::kFetches;  // into the k-tile after the next
+    for (int i = 0; i < LoaderMoves::kPieces; i++) {
+      if (slot != LoaderMoves::kFirst + i * LoaderMoves::kStep) continue;
+      const int own = i / Loader::kStores;
+      loader.store(to_s, ring[own % kRing], i);
+      if ((i + 1) % Loader::kStores != 0) continue;
+      const bool wraps = own + kRing >= Loader::kFetches;  // into the k-tile after the next
       const int next = wraps ? own % kRing : own + kRing;
-      feed.template load<false>(ring[own % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
+      loader.template load<false>(ring[own % kRing], next, wraps ? 0 : -1, tiles > (wraps ? 2 : 1) ? kInner : 0);
     }
   }
 
@@ -180,8 +181,8 @@ struct TileProduct {
 #pragma unroll
         for (int row_group = 0; row_group < kRowGroups; row_group++) {
           const int slot = (step * kColumnGroups + column_group) * kRowGroups + row_group;
-          move<MovesA>(slot, feed_a, ring_a, store_a);
-          move<MovesB>(slot, feed_b, ring_b, store_b);
+          move<MovesA>(slot, loader_a, ring_a, store_a);
+          move<MovesB>(slot, loader_b, ring_b, store_b);
           multiply(acc, step, row_group, column_group);
           if (step == kSteps - 1 && column_group == 0 && row_group == kRowGroups - 1) {
             __syncthreads();  // stages: this one has been read, the other one written
@@ -193,8 +194,8 @@ struct TileProduct {
         read_b(next_step, column_group);
       }
     }
-    feed_a.advance(kInner);
-    feed_b.advance(kInner);
+    loader_a.advance(kInner);
+    loader_b.advance(kInner);
     tiles--;
   }
 

@@ -58,7 +58,7 @@ FORWARD = KernelSpec(
         FLOAT_PRODUCT_STRUCT,
     ),
 )
-SKINNY = KernelSpec("linear_thin_f32", "linear/float32/thin.cu", FORWARD.parameters)
+SKINNY = KernelSpec("linear_thin_f32", "linear/float32/skinny.cu", FORWARD.parameters)
 DX = KernelSpec(
     "linear_dx_f32",
     "linear/float32/dx.cu",

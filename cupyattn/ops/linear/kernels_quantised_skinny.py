@@ -37,7 +37,7 @@ from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, pairs, rows_for
 
 PRODUCT = KernelSpec(
     "linear_quantised_thin",
-    "linear/quantised/thin.cu",
+    "linear/quantised/skinny.cu",
     (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
 )
 FLOAT_SKINNY = KernelSpec(
@@ -318,7 +318,7 @@ def skinny(kernel: QuantisedSkinnyKernel, epilogue: Epilogue) -> Specialisation:
 def _shared_bytes(kind: str, columns: int, groups: int, k_warps: int, pass_tiles: int) -> int:
     """Count the codebook's table, all warps' sums of some rows, and two numbers a column.
 
-    Smem in thin.cu asserts the result.
+    Smem in skinny.cu asserts the result.
     """
     line = columns + (4 if columns >= 8 else 1)
     sums = k_warps * pass_tiles * _TILE * line

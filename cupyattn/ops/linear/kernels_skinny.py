@@ -36,7 +36,7 @@ from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import FLOAT_BYTES, cpp_bool, rows_for
 from cupyattn.runtime.tuning import USUAL, Choices
 
-# ThinParams in cuda_src/linear/thin/tile.cuh
+# ThinParams in cuda_src/linear/skinny/tile.cuh
 SKINNY_PARAMS = np.dtype(
     [
         *(
@@ -56,10 +56,10 @@ EPILOGUE: tuple[Parameter, ...] = (
     SKINNY_STRUCT,
 )
 _PRODUCT = (*inputs("x", "w"), *EPILOGUE)
-SKINNY = KernelSpec("linear_thin", "linear/thin/product.cu", _PRODUCT)
-SKINNY_ROW = KernelSpec("linear_thin_row", "linear/thin/row.cu", _PRODUCT)
+SKINNY = KernelSpec("linear_thin", "linear/skinny/product.cu", _PRODUCT)
+SKINNY_ROW = KernelSpec("linear_thin_row", "linear/skinny/row.cu", _PRODUCT)
 SKINNY_MERGE = KernelSpec(
-    "linear_thin_merge", "linear/thin/merge.cu", (*inputs("partials"), *EPILOGUE)
+    "linear_thin_merge", "linear/skinny/merge.cu", (*inputs("partials"), *EPILOGUE)
 )
 KERNELS = (SKINNY, SKINNY_ROW, SKINNY_MERGE)
 

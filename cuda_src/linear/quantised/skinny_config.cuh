@@ -11,9 +11,9 @@
 K_WARPS, PASS_TILES, MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../../common/mma.cuh"
-#include "../thin/tile.cuh"
-#include "thin_codes.cuh"
-#include "thin_scales.cuh"
+#include "../skinny/tile.cuh"
+#include "skinny_codes.cuh"
+#include "skinny_scales.cuh"
 
 struct Traits {
   using Format = FORMAT;

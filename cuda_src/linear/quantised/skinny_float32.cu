@@ -6,7 +6,7 @@
 // + (l ^ 2 c), so that neither the lanes that read a piece nor the threads that store neighbouring k have bank
 // conflicts.
 //
-// Shapes    thin/tile.cuh, W (N, K) as in formats.cuh, in C order. Any M and N, K a multiple of
+// Shapes    skinny/tile.cuh, W (N, K) as in formats.cuh, in C order. Any M and N, K a multiple of
 //           32. BLOCK_SIZE 0: an Int8 with a scale for each column.
 // Work      A warp sums COLUMNS columns for ROWS rows of x. Grid: ceil(M / ROWS) * ceil(N / columns of a CTA); tiles of
 //           rows are neighbours, which read the codes from L2.
@@ -22,7 +22,7 @@ launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "../float32/operands.cuh"
-#include "../thin/tile.cuh"
+#include "../skinny/tile.cuh"
 #include "formats.cuh"
 
 struct Traits {

@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const int k_lane = lane_index() / Traits::kLanes * kLaneItems;
   int k = (part.from + warp_index() % Traits::kKWarps) * Traits::kBurstItems + k_lane;
 #pragma unroll 1
-  for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
+  for (int step_of_warp = part.from; step_of_warp < part.to; step_of_warp += Traits::kKWarps) {
     burst(sums, x_g, k, end);
     k += Traits::kKWarps * Traits::kBurstItems;
   }

@@ -4,7 +4,7 @@
 #include "params.cuh"
 
 // The first slot of a tile in the caches; of dense keys a sequence is one block.
-struct TilePlace {
+struct KeyTilePosition {
   int block, token;
 };
 
@@ -13,7 +13,7 @@ struct BlockFeed {
   const int* table_g;  // of the sequence
   int64 table_block;
   int first, step, count, block_tiles;
-  TilePlace now, ahead;  // of lane i: tile i of the present 32, and of the next
+  KeyTilePosition now, ahead;  // of lane i: tile i of the present 32, and of the next
 
   __device__ __forceinline__ BlockFeed(const DecodeParams& params, const int* block_table_g, int batch, int first_,
                                        int step_, int count_)
@@ -32,7 +32,7 @@ struct BlockFeed {
   __device__ __forceinline__ int first_key(int j) const { return tile(j) * kTileKeys; }
 
   // In order from 0: all lanes ask for the same one.
-  __device__ __forceinline__ TilePlace place(int j) {
+  __device__ __forceinline__ KeyTilePosition position(int j) {
     const int lane = j % kWarpSize;
     if (j > 0 && lane == 0) {
       now = ahead;
@@ -42,25 +42,25 @@ struct BlockFeed {
   }
 
  private:
-  __device__ __forceinline__ TilePlace fetch(int j) const {
+  __device__ __forceinline__ KeyTilePosition fetch(int j) const {
     const int mine = tile(min(j + lane_index(), count - 1));
     return {table_g[mine / block_tiles * table_block], mine % block_tiles * kTileKeys};
   }
 };
 
-// How far a tile begins behind the first of all. Blocks and tokens are not negative: without a sign to extend, a product
+// The distance of a tile from the first of all. Blocks and tokens are not negative: without a sign to extend, a product
 // is two instructions.
-__device__ __forceinline__ int64 tile_offset(const Strides& strides, const TilePlace& place) {
-  return static_cast<int64>(static_cast<uint64>(static_cast<uint32>(place.block)) * strides.batch +
-                            static_cast<uint64>(static_cast<uint32>(place.token)) * strides.seq);
+__device__ __forceinline__ int64 tile_offset(const Strides& strides, const KeyTilePosition& position) {
+  return static_cast<int64>(static_cast<uint64>(static_cast<uint32>(position.block)) * strides.batch +
+                            static_cast<uint64>(static_cast<uint32>(position.token)) * strides.seq);
 }
 
 // A lane's first row of a tile, and its first item there.
-struct LanePlace {
+struct LaneCoordinates {
   int row, item;
 };
 
-// Where a warp's tiles of keys lie in dense arrays: one behind the other, with no table between.
+// Positions of a warp's tiles of keys in dense arrays: one after the other, without a table.
 //
 // Where Sk is no multiple of a tile the last tile begins earlier, so that its rows end with the array: what it shares
 // with the tile before is masked. Loads thereby need no predicates. Sk is one tile at least.
@@ -74,5 +74,5 @@ struct DenseFeed {
 
   __device__ __forceinline__ int tile(int j) const { return first + j * step; }
   __device__ __forceinline__ int first_key(int j) const { return min(tile(j) * kTileKeys, last_key); }
-  __device__ __forceinline__ TilePlace place(int j) const { return {batch, first_key(j)}; }
+  __device__ __forceinline__ KeyTilePosition position(int j) const { return {batch, first_key(j)}; }
 };

@@ -1,12 +1,12 @@
-// The feed of a paged cache: Q comes as in the dense one, keys from groups of 16, each wherever the block table says.
+// The loader of a paged cache: Q is loaded as in the dense one, keys in groups of 16, which the block table locates.
 #pragma once
 
 #include "../paged_keys.cuh"
 #include "../stored_items.cuh"
-#include "forward_feed.cuh"
+#include "forward_loader.cuh"
 
-// Four neighbouring items of a row of a paged cache on their way to shared memory, as the cache keeps them. Floats are a
-// RawQuad; integers come with their row's scale, and are multiplied by it in float32.
+// Four neighbouring items of a row of a paged cache on their way to shared memory, as the cache keeps them. Floats are
+// a RawQuad; integers come with their row's scale, and are multiplied by it in float32.
 
 template <typename Item>
 struct ScaledQuad {
@@ -51,7 +51,7 @@ __device__ __forceinline__ typename StoredQuad<Item>::Type load_stored_quad(cons
 }
 
 template <typename Dense, typename Item>
-struct PagedFeed : Dense {
+struct PagedLoader : Dense {
   using Scalar = typename Dense::Scalar;
   using Slice = typename Dense::Slice;
   using Quad = typename StoredQuad<Item>::Type;
@@ -62,15 +62,15 @@ struct PagedFeed : Dense {
 
   const PagedParams& paged;
   Groups groups;
-  GroupEntry<kScaled> next;             // of the tile behind the present one
-  int places, scale_places;             // of lane i: group i of the present tile
+  GroupEntry<kScaled> next;             // of the tile after the present one
+  int offsets, scale_offsets;           // of lane i: group i of the present tile
   const Item *k_row_g, *v_row_g;        // where this thread begins in a group of K, and of V
   const char *k_scales_g, *v_scales_g;  // of the head
   Quad key_quads[kKeyQuads];            // of K or V, on the way
 
-  __device__ __forceinline__ PagedFeed(const PagedParams& all, const Groups& groups_, const Scalar* q_rows_g,
-                                       const Item* k_head_g, const Item* v_head_g, const char* k_scales_g_,
-                                       const char* v_scales_g_, int rows, int keys_)
+  __device__ __forceinline__ PagedLoader(const PagedParams& all, const Groups& groups_, const Scalar* q_rows_g,
+                                         const Item* k_head_g, const Item* v_head_g, const char* k_scales_g_,
+                                         const char* v_scales_g_, int rows, int keys_)
       : Dense(all.attention, q_rows_g, nullptr, nullptr, rows, keys_),
         paged(all),
         groups(groups_),
@@ -81,13 +81,13 @@ struct PagedFeed : Dense {
 
   __device__ __forceinline__ void begin(int first_key, int next_key) {
     next = groups.look_up(first_key / Slice::kTileK);
-    turn(next_key);
+    advance(next_key);
   }
   // On to the tile that was looked up.
-  __device__ __forceinline__ void turn(int key_behind) {
-    places = next.place(paged.units);
-    if (kScaled) scale_places = next.place(paged.scales.units);
-    next = groups.look_up(key_behind / Slice::kTileK);
+  __device__ __forceinline__ void advance(int key_after) {
+    offsets = next.coords(paged.units);
+    if (kScaled) scale_offsets = next.coords(paged.scales.units);
+    next = groups.look_up(key_after / Slice::kTileK);
   }
 
   __device__ __forceinline__ void fetch_slice(int slice, int first_key) {
@@ -115,7 +115,7 @@ struct PagedFeed : Dense {
     return kScaled ? row_g + items * StoredFormat<Item>::kBits / 8 : row_g + items;
   }
 
-  // This thread's key of the first rows of a slice and of a panel: others lie a constant behind it.
+  // This thread's key of the first rows of a slice and of a panel: others are at a constant distance.
   __device__ __forceinline__ static int slice_key() { return Dense::slice_key(Dense::slice_row()); }
   __device__ __forceinline__ static int panel_key() { return Dense::panel_key(0, 0, Dense::panel_row()); }
 
@@ -126,15 +126,15 @@ struct PagedFeed : Dense {
 
   // A key's row, this thread's own key the given constant further.
   __device__ __forceinline__ const Item* row(const Item* row_g, int own, int further) const {
-    const int place = Groups::of_group(places, (own + further) / kGroupKeys);
-    const int64 group_g = mad_wide(place, paged.units.bytes, reinterpret_cast<int64>(row_g));
+    const int coords = Groups::of_group(offsets, (own + further) / kGroupKeys);
+    const int64 group_g = mad_wide(coords, paged.units.bytes, reinterpret_cast<int64>(row_g));
     return reinterpret_cast<const Item*>(group_g) + further % kGroupKeys * paged.attention.k.seq;
   }
   // Its scale, if it exists and has one.
   __device__ __forceinline__ float scale(const char* scales_g, int own, int further, bool exists) const {
     if constexpr (!kScaled) return 1.f;
-    const int place = Groups::of_group(scale_places, (own + further) / kGroupKeys);
-    const int64 group_g = mad_wide(place, paged.scales.units.bytes, reinterpret_cast<int64>(scales_g));
+    const int coords = Groups::of_group(scale_offsets, (own + further) / kGroupKeys);
+    const int64 group_g = mad_wide(coords, paged.scales.units.bytes, reinterpret_cast<int64>(scales_g));
     const int64 at_g = mad_wide((own + further) % kGroupKeys, paged.scales.token, group_g);
     return exists ? __ldg(reinterpret_cast<const float*>(at_g)) : 0.f;
   }

@@ -32,10 +32,10 @@ __device__ __forceinline__ int units_of(const DecodeParams& params, const Length
 }
 
 // Who takes which units: of CTAs with a unit more than others come the first ones.
-struct Shares {
+struct Splits {
   int each, longer;
 
-  __device__ __forceinline__ Shares(int units, int ctas) : each(units / ctas), longer(units % ctas) {}
+  __device__ __forceinline__ Splits(int units, int ctas) : each(units / ctas), longer(units % ctas) {}
 
   __device__ __forceinline__ int begin(int cta) const { return cta * each + min(cta, longer); }
   __device__ __forceinline__ int cta_of(int unit) const {
@@ -59,10 +59,10 @@ __device__ __forceinline__ int segments_of_sequence(const DecodeParams& params) 
 }
 
 template <int kWarps>
-__device__ __forceinline__ Shares shares_of(const DecodeParams& params, const Lengths& lengths) {
+__device__ __forceinline__ Splits splits_of(const DecodeParams& params, const Lengths& lengths) {
   int units = 0;
   for (int b = lane_index(); b < params.batch; b += kWarpSize) units += units_of<kWarps>(params, lengths, b);
-  return Shares(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
+  return Splits(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
 }
 
 // The segment of a CTA that has one for itself, as a list of its own.
@@ -102,7 +102,7 @@ __device__ __forceinline__ Segment segment_at(const DecodeParams& params, const 
 
 // The same, and the units of a segment whose sequence and index are given.
 template <int kWarps>
-__device__ __forceinline__ Shares shares_around(const DecodeParams& params, const Lengths& lengths, Segment& segment) {
+__device__ __forceinline__ Splits splits_around(const DecodeParams& params, const Lengths& lengths, Segment& segment) {
   int units = 0, before = 0, own = 0;  // of one segment each: of all sequences, of those before, of its own
   for (int first = 0; first < params.batch; first += kWarpSize) {
     const int b = first + lane_index(), of_b = units_of<kWarps>(params, lengths, b);
@@ -112,12 +112,12 @@ __device__ __forceinline__ Shares shares_around(const DecodeParams& params, cons
   }
   segment.units = warp_reduce<Sum>(own);
   segment.first = warp_reduce<Sum>(before) * segments_of_sequence(params) + segment.index * segment.units;
-  return Shares(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
+  return Splits(warp_reduce<Sum>(units) * segments_of_sequence(params), params.ctas);
 }
 
 template <int kWarps>
-__device__ __forceinline__ Segment segment_behind(const DecodeParams& params, const Lengths& lengths,
-                                                  const Segment& segment) {
+__device__ __forceinline__ Segment next_segment(const DecodeParams& params, const Lengths& lengths,
+                                                const Segment& segment) {
   Segment next{segment.batch, segment.index + 1, segment.first + segment.units, segment.units};
   if (next.index == segments_of_sequence(params)) {
     next.index = 0;

@@ -1,9 +1,9 @@
-// Where a CTA of query rows has its keys from: the tiles of K and V that it walks, fetched from global memory to
+// The loader of keys for a CTA of query rows: the tiles of K and V in its loop, fetched from global memory to
 // registers while the present tile is in use, and from there to the half of two buffers in shared memory that is not.
 #pragma once
 
 #include "../params.cuh"
-#include "tile_feed.cuh"
+#include "tile_loader.cuh"
 
 // Two tiles of keys in shared memory: one half is computed, the other filled.
 template <typename KTile, typename VTile>
@@ -17,59 +17,59 @@ struct KeyRows {
   const char *k_g, *v_g;
 };
 
-// When in a tile the entries of the tile behind the next are looked up: before the products, with the loads of V, or
-// behind them.
-enum class LookUp { kFirst, kWithV, kBehindV };
+// When in a tile the entries of the tile after the next are looked up: before the products, with the loads of V, or
+// after them.
+enum class LookUp { kFirst, kWithV, kAfterV };
 
-// How the K and V of a head lie in memory, where tile follows upon tile. (Where the walk stands, its kernel says by value:
-// what a feed would keep of that, the compiler has kept in memory for too long to place the loads well.)
-template <typename KTileFeed, typename VTileFeed>
-struct KeyFeed {
-  using KTile = typename KTileFeed::Tile;
-  using VTile = typename VTileFeed::Tile;
+// How the K and V of a head lie in memory, tile after tile. (The kernel passes the loop's position by value:
+// as a member of the loader the compiler kept it in memory for too long to place the loads well.)
+template <typename KTileLoader, typename VTileLoader>
+struct KeyLoader {
+  using KTile = typename KTileLoader::Tile;
+  using VTile = typename VTileLoader::Tile;
   using Tiles = KeyTiles<KTile, VTile>;
   using Rows = KeyRows;
   struct Entry {};  // nothing has to be looked up ahead
   static constexpr LookUp kLookUp = LookUp::kFirst;
   static constexpr int kTileK = KTile::kRows;
   // On the way, of K, then of V: with registers for each, ptxas spilled.
-  using Quads = uint4[KTileFeed::kQuads > VTileFeed::kQuads ? KTileFeed::kQuads : VTileFeed::kQuads];
+  using Quads = uint4[KTileLoader::kQuads > VTileLoader::kQuads ? KTileLoader::kQuads : VTileLoader::kQuads];
 
   uint32 k_both_s, v_both_s;  // both halves
-  KTileFeed k_feed;
-  VTileFeed v_feed;
+  KTileLoader k_loader;
+  VTileLoader v_loader;
   const Strides &k, &v;
   KeyRows head_rows;                 // of the head's first tile
   int64 k_tile_bytes, v_tile_bytes;  // from tile to tile
 
-  __device__ __forceinline__ KeyFeed(const AttentionParams& params, const Place& place, const float16* k_g,
-                                     const float16* v_g, const Tiles& tiles)
+  __device__ __forceinline__ KeyLoader(const AttentionParams& params, const TileCoordinates& coords, const float16* k_g,
+                                       const float16* v_g, const Tiles& tiles)
       : k_both_s(shared_address(tiles.k)),
         v_both_s(shared_address(tiles.v)),
-        k_feed(params.k.seq),
-        v_feed(params.v.seq),
+        k_loader(params.k.seq),
+        v_loader(params.v.seq),
         k(params.k),
         v(params.v),
-        head_rows{KTileFeed::lowest(::head_rows(k_g, k, place.batch, place.kv_head, 0), k.seq),
-                  VTileFeed::lowest(::head_rows(v_g, v, place.batch, place.kv_head, 0), v.seq)},
+        head_rows{KTileLoader::lowest(::head_rows(k_g, k, coords.batch, coords.kv_head, 0), k.seq),
+                  VTileLoader::lowest(::head_rows(v_g, v, coords.batch, coords.kv_head, 0), v.seq)},
         k_tile_bytes(k.seq * kTileK * sizeof(float16)),
         v_tile_bytes(v.seq * kTileK * sizeof(float16)) {}
 
   __device__ __forceinline__ Rows rows(int tile) const {
     return {head_rows.k_g + tile * k_tile_bytes, head_rows.v_g + tile * v_tile_bytes};
   }
-  __device__ __forceinline__ Rows rows_behind(const Rows& tile) const {
+  __device__ __forceinline__ Rows rows_after(const Rows& tile) const {
     return {tile.k_g + k_tile_bytes, tile.v_g + v_tile_bytes};
   }
-  // The forward's walk: on to a tile, and to that behind it.
-  __device__ __forceinline__ void turn_to(Rows& next, int tile) const { next = rows(tile); }
-  // The same of a tile that follows in no order. ptxas would otherwise add up each thread's addresses anew, in registers,
-  // where the tile's begins in uniform ones.
-  __device__ __forceinline__ void turn_to_listed(Rows& next, int tile) const {
+  // The forward's loop: move on to a tile, and to the one after it.
+  __device__ __forceinline__ void move_to(Rows& next, int tile) const { next = rows(tile); }
+  // The same of a tile that follows in no order. ptxas would otherwise add up each thread's addresses anew, in
+  // registers, where the tile's begins in uniform ones.
+  __device__ __forceinline__ void move_to_listed(Rows& next, int tile) const {
     next = rows(tile);
     asm volatile("" : "+l"(next.k_g), "+l"(next.v_g));
   }
-  __device__ __forceinline__ void turn_on(Rows& next) const { next = rows_behind(next); }
+  __device__ __forceinline__ void move_on(Rows& next) const { next = rows_after(next); }
   __device__ __forceinline__ Entry look_up(int) const { return {}; }
   __device__ __forceinline__ void keep(Rows&, Entry) const {}
   __device__ __forceinline__ uint32 k_s(int half) const { return k_both_s + half * KTile::kBytes; }
@@ -78,14 +78,14 @@ struct KeyFeed {
   // kRagged: only `keys` keys of the tile exist.
   template <bool kRagged>
   __device__ __forceinline__ void fetch_k(Quads& quads, const Rows& from, int keys) const {
-    k_feed.template load<kRagged>(quads, from.k_g, k.seq, keys);
+    k_loader.template load<kRagged>(quads, from.k_g, k.seq, keys);
   }
   template <bool kRagged>
   __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
-    v_feed.template load<kRagged>(quads, from.v_g, v.seq, keys);
+    v_loader.template load<kRagged>(quads, from.v_g, v.seq, keys);
   }
-  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_feed.store(to_s, quads); }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_feed.store(to_s, quads); }
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { k_loader.store(to_s, quads); }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { v_loader.store(to_s, quads); }
 
   // The first tile, all the way.
   __device__ __forceinline__ void bring(const Rows& from, int keys, int half, int = 0) const {
@@ -96,20 +96,20 @@ struct KeyFeed {
     store_v(v_quads, v_s(half));
   }
 
-  // The tile that many behind `next`, if it is among the `left` from the present one on, whose keys all exist.
+  // The tile that many after `next`, if it is among the `left` from the present one on, whose keys all exist.
   template <int kAhead>
   __device__ __forceinline__ void bring_to_l2(const Rows& next, int left) const {
     if constexpr (kAhead > 0) {
       if (left <= kAhead + 1) return;
-      ::bring_to_l2<KTileFeed, VTileFeed>(next.k_g + kAhead * k_tile_bytes, k.seq, next.v_g + kAhead * v_tile_bytes,
-                                          v.seq);
+      ::bring_to_l2<KTileLoader, VTileLoader>(next.k_g + kAhead * k_tile_bytes, k.seq, next.v_g + kAhead * v_tile_bytes,
+                                              v.seq);
     }
   }
 
   // See Softmax::renew.
   __device__ __forceinline__ void renew() {
-    k_feed.renew();
-    v_feed.renew();
+    k_loader.renew();
+    v_loader.renew();
   }
 };
 
@@ -119,8 +119,8 @@ struct DenseKeys {
   const float16 *k_g, *v_g;
 
   template <typename Traits, typename Tiles>
-  __device__ __forceinline__ auto feed(const Place& place, const KeyWindow&, int, const Tiles& tiles) const
-      -> KeyFeed<typename Traits::KTileFeed, typename Traits::VTileFeed> {
-    return {params, place, k_g, v_g, tiles};
+  __device__ __forceinline__ auto loader(const TileCoordinates& coords, const KeyWindow&, int, const Tiles& tiles) const
+      -> KeyLoader<typename Traits::KTileLoader, typename Traits::VTileLoader> {
+    return {params, coords, k_g, v_g, tiles};
   }
 };

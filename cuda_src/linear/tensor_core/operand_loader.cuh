@@ -50,7 +50,7 @@ struct Chunks {
 
 // One array as an operand: the start of the current k-tile, and this thread's pieces of it.
 template <typename Chunks_, int kVec>
-struct ArrayFeed {
+struct ArrayLoader {
   using Chunks = Chunks_;
   using Tile = typename Chunks::Tile;
   using Outer = typename Chunks::Outer;
@@ -67,8 +67,8 @@ struct ArrayFeed {
 
   // `stride` leads from line to line, in items. The tile's first rows (or columns) are `first_outer` of `outer_length`,
   // of each half; its first item of the sum is `first_inner`.
-  __device__ __forceinline__ ArrayFeed(const float16* array_g, int64 stride, int first_outer, int outer_length,
-                                       int first_inner)
+  __device__ __forceinline__ ArrayLoader(const float16* array_g, int64 stride, int first_outer, int outer_length,
+                                         int first_inner)
       : item_bytes((Tile::kAlong ? 1 : stride) * static_cast<int64>(sizeof(float16))),
         outer_items(outer_length - first_outer) {
     // From the first half to the second.

@@ -2,7 +2,7 @@
 // registers.
 #pragma once
 
-#include "thin_config.cuh"
+#include "skinny_config.cuh"
 
 // The place in a span where the k of this lane's chunks begin, after words were exchanged.
 __device__ __forceinline__ int lane_item() {

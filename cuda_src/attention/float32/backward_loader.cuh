@@ -58,7 +58,7 @@ struct ColumnSlices {
 #pragma unroll
     for (int i = 0; i < kQuads; i++) {
       const float x[4] = {quads[i].x, quads[i].y, quads[i].z, quads[i].w};
-      const uint32 at_s = buffer_s + place_offset<kRows>(col(), row(i));
+      const uint32 at_s = buffer_s + slot_offset<kRows>(col(), row(i));
 #pragma unroll
       for (int c = 0; c < 4; c++) st_shared_u32(at_s + c * (kRows * sizeof(float)), __float_as_uint(x[c]));
     }
@@ -71,7 +71,7 @@ struct ColumnSlices {
   __device__ __forceinline__ static int col() { return threadIdx.x % (kDepth / 4) * 4; }
 };
 
-// Both factors of a product over columns, one behind the other.
+// Both factors of a product over columns, one after the other.
 template <typename A, typename B>
 struct SlicePair {
   static constexpr int kDepth = A::kDepth;
@@ -117,7 +117,7 @@ struct RowPanels {
 #pragma unroll
     for (int i = 0; i < kQuads; i++) {
       const float x[4] = {quads[i].x, quads[i].y, quads[i].z, quads[i].w};
-      st_shared(buffer_s + place_offset<kColumns>(at(i) / kColumns, at(i) % kColumns), x);
+      st_shared(buffer_s + slot_offset<kColumns>(at(i) / kColumns, at(i) % kColumns), x);
     }
   }
 
@@ -133,32 +133,32 @@ struct Buffers {
   __device__ __forceinline__ explicit Buffers(const float (&buffers)[2][kBufferFloats])
       : present_s(shared_address(buffers[0])), both_s(shared_address(buffers[0]) + shared_address(buffers[1])) {}
 
-  // The first step of a walk.
-  template <typename Feed>
-  __device__ __forceinline__ void begin(const Feed& feed) {
-    feed.fetch(quads, 0);
-    feed.store(quads, present_s);
+  // The first step of a loop.
+  template <typename Loader>
+  __device__ __forceinline__ void begin(const Loader& loader) {
+    loader.fetch(quads, 0);
+    loader.store(quads, present_s);
     __syncthreads();  // buffer: written
   }
 
-  // multiply(buffer_s, number) for the steps of `feed`, the first of which is in the present buffer. At the end that
+  // multiply(buffer_s, number) for the steps of `loader`, the first of which is in the present buffer. At the end that
   // is the first one of `next`.
-  template <typename Feed, typename Next, typename Multiply>
-  __device__ __forceinline__ void run(const Feed& feed, const Next& next, Multiply multiply) {
+  template <typename Loader, typename Next, typename Multiply>
+  __device__ __forceinline__ void run(const Loader& loader, const Next& next, Multiply multiply) {
 #pragma unroll 1
-    for (int number = 0; number < Feed::kSteps; number++) {
-      const bool last = number + 1 == Feed::kSteps;
+    for (int number = 0; number < Loader::kSteps; number++) {
+      const bool last = number + 1 == Loader::kSteps;
       if (last) {
         next.fetch(quads, 0);
       } else {
-        feed.fetch(quads, number + 1);
+        loader.fetch(quads, number + 1);
       }
       multiply(present_s, number);
       const uint32 other_s = both_s - present_s;
       if (last) {
         next.store(quads, other_s);
       } else {
-        feed.store(quads, other_s);
+        loader.store(quads, other_s);
       }
       __syncthreads();  // buffers: this one has been read, the other one written
       present_s = other_s;

@@ -37,7 +37,7 @@ struct RowsInOrder {
 };
 
 template <typename Tile_, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
-struct TileFeed {
+struct TileLoader {
   using Tile = Tile_;
   static_assert(kVec == 1 || (kVec == kChunkItems && kCols % kChunkItems == 0), "single items or whole chunks");
 
@@ -64,10 +64,10 @@ struct TileFeed {
   uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk, or to that of key 0
 
   // Of rows whose addresses the caller knows.
-  __device__ __forceinline__ TileFeed()
+  __device__ __forceinline__ TileLoader()
       : row(threadIdx.x / kRowLanes), chunk(threadIdx.x % kRowLanes), shared_offset(Tile::offset(row, chunk)) {}
 
-  __device__ __forceinline__ explicit TileFeed(int64 row_stride) : TileFeed() {
+  __device__ __forceinline__ explicit TileLoader(int64 row_stride) : TileLoader() {
     const int key = kEvenPasses ? key_of_pass(0) : 0;
     const int from_lowest = row_stride < 0 ? key - (Tile::kRows - 1) : key;
     // The compiler would rather compute this again before every load than spend a register on it.
@@ -115,8 +115,8 @@ struct TileFeed {
         });
   }
 
-  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies. A chunk is a quad,
-  // or as many bytes as it has in memory.
+  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies. A chunk is a
+  // quad, or as many bytes as it has in memory.
   template <bool kRagged, typename Chunk, int kRoom, typename Exists, typename PassAddress>
   __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
     static_assert(kQuads <= kRoom, "every chunk has a place");
@@ -156,8 +156,8 @@ struct TileFeed {
 };
 
 // Two tiles, all of whose rows exist, to L2 ahead of their loads: a line a thread, of the first, then of the second.
-// Otherwise CTAs that walk the same rows side by side would all wait for the one of them that finds a tile in no cache.
-// From a tile's lowest address rows lie |stride| apart, whichever way the array runs.
+// Otherwise CTAs that loop over the same rows at the same time would all wait for the one that finds a tile in no
+// cache. From a tile's lowest address rows lie |stride| apart, whichever way the array runs.
 template <typename First, typename Second>
 __device__ __forceinline__ void bring_to_l2(const char* first_lowest_g, int64 first_stride, const char* second_lowest_g,
                                             int64 second_stride) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void bring_to_l2(const char* first_lowest_g, int64 fi
   const int line = of_first ? thread : thread - First::kLines;
   if (line >= (of_first ? First::kLines : Second::kLines)) return;
   constexpr int kRows = First::Tile::kRows;
-  static_assert(kRows == Second::Tile::kRows, "rows of both stand side by side");
+  static_assert(kRows == Second::Tile::kRows, "rows of both are side by side");
   const uint32 row_bytes = First::row_bytes(llabs(of_first ? first_stride : second_stride));
   const char* lowest_g = of_first ? first_lowest_g : second_lowest_g;
   prefetch_l2(lowest_g + (line % kRows * row_bytes + line / kRows * kLineBytes));

@@ -1,5 +1,5 @@
 // The tile loader of a quantised weight: codes and scales to registers, and k-tiles later from there as float16 to
-// shared memory (operand_feed.cuh has the loader of an array).
+// shared memory (operand_loader.cuh has the loader of an array).
 //
 // A thread fetches runs of 16 neighbouring weights of a row of codes, which share a scale, and stores two chunks of
 // each. Rows of codes are columns of B (lines along the sum) or items of the sum (lines across it). Columns
@@ -7,7 +7,7 @@
 // zeros.
 #pragma once
 
-#include "../tensor_core/operand_feed.cuh"
+#include "../tensor_core/operand_loader.cuh"
 #include "tile_codes.cuh"
 
 // Field for field QUANTISED_TILE of cupyattn/ops/linear/kernels_quantised_tile.py. b_stride of the product is
@@ -58,7 +58,7 @@ struct QuantisedArrays {
 };
 
 template <typename Format, typename Tile_, typename Outer, int kThreads>
-struct QuantisedFeed {
+struct QuantisedLoader {
   using Tile = Tile_;
   using Chunks = Runs<Tile, kThreads>;
   using Fetched = Run<Format>;
@@ -78,8 +78,8 @@ struct QuantisedFeed {
   int inner;  // along the sum: the first of the current k-tile
   uint32 offset[kFetches], scale_offset[kFetches];
 
-  __device__ __forceinline__ QuantisedFeed(const QuantisedArrays<Format>& weight, const QuantisedTileParams& params,
-                                           int first_outer, int outer_length, int first_inner)
+  __device__ __forceinline__ QuantisedLoader(const QuantisedArrays<Format>& weight, const QuantisedTileParams& params,
+                                             int first_outer, int outer_length, int first_inner)
       : blocks(params.blocks), block_log2(params.block_log2), inner(first_inner) {
     const int64 row_bytes = params.product.b_stride * Format::kBits / 8;
     const int64 first_row = Tile::kAlong ? first_outer : first_inner;

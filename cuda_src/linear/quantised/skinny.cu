@@ -1,8 +1,8 @@
 // y = act(x w + b) + residual for few rows of x and a w in four or eight bits, on tensor cores: the packed bytes are
 // read once, at the speed of memory.
 //
-// As in linear/thin/product.cu, bursts of loads go directly from memory to the fragments of mma.m16n8k8; columns of w
-// are the m16 side, rows of x the n8 side. Four lanes read a span, 64 bytes of one column (thin_scales.cuh). An
+// As in linear/skinny/product.cu, bursts of loads go directly from memory to the fragments of mma.m16n8k8; columns of w
+// are the m16 side, rows of x the n8 side. Four lanes read a span, 64 bytes of one column (skinny_scales.cuh). An
 // instruction sums over those four lanes, and each block has its own scale: if a span has several blocks, the lanes
 // exchange words so that each instruction stays within one block.
 //
@@ -10,9 +10,9 @@
 // and the same rows of x at their k columns of the n8 side. Only the products of a span with its own k count: result
 // (row g, column n) where g % PARTS == n / ROWS. So a warp reads 64 PARTS bytes of a column at once.
 //
-// Shapes    thin/tile.cuh, W (N, K) as in formats.cuh, in C order. M up to 8 / PARTS or 8 X_TILES rows of x, or several
-//           times that of four tiles; K a multiple of 32, any N; OUT float32 for the sums of a split K (thin/merge.cu).
-//           BLOCK_SIZE 0: an Int8 with a scale for each column, which is applied to the sum.
+// Shapes    skinny/tile.cuh, W (N, K) as in formats.cuh, in C order. M up to 8 / PARTS or 8 X_TILES rows of x, or
+//           several times that of four tiles; K a multiple of 32, any N; OUT float32 for the sums of a split K
+//           (skinny/merge.cu). BLOCK_SIZE 0: an Int8 with a scale for each column, which is applied to the sum.
 // Work      A warp sums 16 W_TILES / PARTS columns for all rows of x, over every K_WARPS-th burst of STEPS times PARTS
 //           spans; K_WARPS warps share the columns. A CTA has GROUPS such independent groups: a group takes every
 //           (GROUPS gridDim)-th of splits * ceil(N / columns of a warp) tiles; the tiles of one split are neighbours.
@@ -21,7 +21,7 @@
 //           of 32 KiB: at most 48 KiB.
 // Edges     k beyond K: zeros of x, not read. Columns beyond N: sums of the last one, which are not stored.
 #include "../../common/barrier.cuh"
-#include "thin_loads.cuh"
+#include "skinny_loads.cuh"
 
 struct GroupSums {
   float sums[Traits::kKWarps][8 * Traits::kPassTiles][Traits::kLine];  // of each warp
@@ -247,12 +247,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     const ColumnNumbers column(b_g, scales_g, params, part.first);
     Sums sums = {};
 #pragma unroll 1
-    for (int turn = part.from; turn < part.to; turn += Traits::kKWarps) {
+    for (int step_of_warp = part.from; step_of_warp < part.to; step_of_warp += Traits::kKWarps) {
       if (!Traits::kAhead) bursts.load();
       multiply(sums, bursts, lookup);
       bursts.k += Traits::kKWarps * Traits::kBurstItems;
       if (!Traits::kAhead) continue;
-      if (turn + Traits::kKWarps >= part.to) {
+      if (step_of_warp + Traits::kKWarps >= part.to) {
         next = Traits::Part(params, tile + step);
         bursts.move_to(params, next, tile + step < tiles);
       }

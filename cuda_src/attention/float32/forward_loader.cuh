@@ -3,7 +3,7 @@
 // the latency of the loads passes under the arithmetic in between.
 //
 // A buffer holds a slice of Q and K (16 columns of all rows of the tile) or a panel of V (16 keys, all columns). Keys
-// stand in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
+// are in the order in which the lanes read them (score_tile.cuh). That order permutes the bits of a key's number, so
 // that the keys of one thread lie a constant apart.
 #pragma once
 
@@ -25,7 +25,7 @@ struct RawQuad {
   }
 };
 
-// Four items from from_g on, of a row with `columns` items from there: what lies behind it is zeros and not read. kVec
+// Four items from from_g on, of a row with `columns` items from there: what lies beyond is zeros and not read. kVec
 // is 4 for rows that are aligned to four items, otherwise 1.
 template <int kVec, typename Scalar>
 __device__ __forceinline__ RawQuad<Scalar> load_quad(const Scalar* from_g, int columns) {
@@ -84,7 +84,7 @@ struct SliceShape {
   static constexpr int kCols = kChunks * kQuadItems;
   static constexpr int kQColumnBytes = kTileQ * sizeof(float);
   static constexpr int kKColumnBytes = kTileK * sizeof(float);
-  static constexpr int kKeysAt = kCols * kQColumnBytes;  // K behind Q
+  static constexpr int kKeysAt = kCols * kQColumnBytes;  // K after Q
   static constexpr int kBytes = kKeysAt + kCols * kKColumnBytes;
   static_assert(kTileQ % 32 == 0 && kTileK % 32 == 0, "the XOR stays within 32 rows");
 
@@ -103,7 +103,7 @@ struct PanelShape {
 
 template <typename Scalar_, typename Scores_, typename Slice_, typename Panel_, int kHeadDim_, int kHeadDimV_,
           int kVec_, int kThreads>
-struct ForwardFeed {
+struct ForwardLoader {
   using Scalar = Scalar_;
   using Scores = Scores_;
   using Slice = Slice_;
@@ -125,8 +125,8 @@ struct ForwardFeed {
   int rows, keys;                 // that exist
   RawQuad<Scalar> quads[kQuads];  // on the way
 
-  __device__ __forceinline__ ForwardFeed(const AttentionParams& all, const Scalar* q_rows_g, const Scalar* k_rows_g,
-                                         const Scalar* v_rows_g, int rows_, int keys_)
+  __device__ __forceinline__ ForwardLoader(const AttentionParams& all, const Scalar* q_rows_g, const Scalar* k_rows_g,
+                                           const Scalar* v_rows_g, int rows_, int keys_)
       : params(all),
         q_g(q_rows_g + slice_row() * all.q.seq + slice_col()),
         k_g(k_rows_g + slice_key(slice_row()) * all.k.seq + slice_col()),
@@ -136,14 +136,14 @@ struct ForwardFeed {
 
   // Nothing has to be known of a tile ahead.
   __device__ __forceinline__ void begin(int, int) {}
-  __device__ __forceinline__ void turn(int) {}
+  __device__ __forceinline__ void advance(int) {}
 
-  // Which key of the tile stands in a place of a slice: a thread's keys in groups of four.
+  // The key of the tile at a position of a slice: a thread's keys are in groups of four.
   __device__ __forceinline__ static constexpr int slice_key(int at) {
     const int group = at / kQuadItems, item = group / kColumnLanes * kQuadItems + at % kQuadItems;
     return Scores::key_at(group % kColumnLanes, item / 2, item % 2);
   }
-  // Which key of the tile stands in a row of a panel of V, and in that column of P: pair by pair, the lanes in order.
+  // The key of the tile in a row of a panel of V, and in that column of P: pair by pair, the lanes in order.
   __device__ __forceinline__ static constexpr int panel_key(int pair, int panel, int row) {
     return Scores::key_at(8 * panel + row / 2, pair, row % 2);
   }
@@ -204,7 +204,8 @@ struct ForwardFeed {
   __device__ __forceinline__ static int panel_row() { return threadIdx.x / kPanelLanes; }
   __device__ __forceinline__ static int panel_lane() { return threadIdx.x % kPanelLanes; }
 
-  // How many items of its row a thread loads of a slice, four at the most; none or fewer where its columns do not exist.
+  // How many items of its row a thread loads of a slice, four at the most; none or fewer where its columns do not
+  // exist.
   __device__ __forceinline__ static int columns_of(int slice) {
     return kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
   }
