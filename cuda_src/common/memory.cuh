@@ -3,6 +3,13 @@
 
 #include "config.cuh"
 
+// The dynamic shared memory of a CTA, as the kernel's buffers.
+template <typename Smem>
+__device__ __forceinline__ Smem& dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  return *reinterpret_cast<Smem*>(shared_bytes);
+}
+
 // An address in the shared window, for ldmatrix and st.shared.
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));

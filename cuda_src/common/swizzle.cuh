@@ -33,7 +33,6 @@ struct SwizzledTile {
 template <typename Tile>
 struct FragmentAddress {
   static constexpr int kWholeGroups = Tile::kChunks / 4;
-  static constexpr int kTailChunks = Tile::kChunks % 4;
 
   uint32 even, odd;  // addresses of groups 0 and 1: with three XOR bits the swizzle depends on the parity
   uint32 tail;

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                    const ForwardParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
-  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
+  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
   if (!own.exist()) return;
   const AttentionParams& attention = sequences.attention;
   const TileCoordinates coords = own.coords();

@@ -89,11 +89,6 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The CTA's buffers.
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<Smem*>(shared_bytes);
-}
 static_assert(sizeof(Smem::Buffer) % 128 == 0, "both buffers begin at bank 0");
 
 // A thread's registers in the loop.
@@ -227,7 +222,7 @@ template <typename Keys, typename Split = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
                                        const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,
                                        const Keys& keys, const Split& split = {}) {
-  Smem& smem = shared_memory();
+  Smem& smem = dynamic_shared<Smem>();
 
   // Phase 1: the keys of the loop, and each thread's rows and keys.
   const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);

@@ -47,12 +47,6 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The CTA's buffers.
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<Smem*>(shared_bytes);
-}
-
 // A warp's registers in the loop.
 struct Warp {
   uint32 k[Traits::kMTiles][Traits::kSteps][2], v[Traits::kMTiles][Traits::kStepsV][2];   // A fragments
@@ -159,7 +153,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
                                                  const KeyTileCoordinates& coords, const KeyWindow& window,
                                                  Offset q_offset, Gradients gradients) {
   using T = Traits;
-  Smem& smem = shared_memory();
+  Smem& smem = dynamic_shared<Smem>();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the queries that see the keys.
@@ -225,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
   // Heads of rows that are not aligned are not interleaved: if they were, the loop of head dim 128 spilled, and
   // modelled 0.54 where it has 0.58 (NVRTC 12.9.86, 2026-11-22).
-  const CtaKeys<Traits::kKeys, Traits::kTileQ, VEC != 1> own(sequences, modifiers.blocks, shared_memory());
+  const CtaKeys<Traits::kKeys, Traits::kTileQ, VEC != 1> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
   const auto& backward = params_of(params, own.queries(), own.keys());

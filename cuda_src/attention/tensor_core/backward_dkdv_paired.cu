@@ -42,12 +42,6 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The CTA's buffers.
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<Smem*>(shared_bytes);
-}
-
 // The two warps of a pair meet at barriers of their own. The CTA's is counted too: the two kinds of warps reach it from
 // different places in the code.
 struct CountedBarrier {
@@ -259,8 +253,8 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const ScaleArrays& scales = arrays.options.scales;
   const GradientScale scale = scales.of_head(params, coords.batch, coords.kv_head * params.attention.group);
   scales.set_aside(scale);
-  const Cta cta = {shared_memory(),     params,          window, arrays.options, q_offset(),
-                   arrays.statistics_g, arrays.dq_acc_g, coords, scale};
+  const Cta cta = {dynamic_shared<Smem>(), params,          window, arrays.options, q_offset(),
+                   arrays.statistics_g,    arrays.dq_acc_g, coords, scale};
   if (warp_index() < Traits::kPairs) {
     run<KeyWarp, Loader>(cta, arrays, gradients);
   } else {
@@ -277,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                           const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
-  const CtaKeys<Traits::kKeys, Traits::kTileQ> own(sequences, modifiers.blocks, shared_memory());
+  const CtaKeys<Traits::kKeys, Traits::kTileQ> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
   const auto& backward = params_of(params, own.queries(), own.keys());

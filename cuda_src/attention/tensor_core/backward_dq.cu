@@ -68,12 +68,6 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The CTA's buffers.
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<Smem*>(shared_bytes);
-}
-
 // A warp's registers in the loop.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2], dout[Traits::kMTiles][Traits::kStepsV][2];  // A fragments
@@ -164,7 +158,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
                                           const TileCoordinates& coords, const KeyWindow& window, Offset q_offset,
                                           int scratch_batch) {
   using T = Traits;
-  Smem& smem = shared_memory();
+  Smem& smem = dynamic_shared<Smem>();
   const AttentionParams& attention = params.attention;
 
   // Phase 1: the rows, and the keys that they see.
@@ -244,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                  const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
-  const CtaQueries<Traits::kRows, Traits::kTileK> own(sequences, modifiers.blocks, shared_memory());
+  const CtaQueries<Traits::kRows, Traits::kTileK> own(sequences, modifiers.blocks, dynamic_shared<Smem>());
   if (!own.exist()) return;
   const AttentionParams& longest = sequences.attention;
   const TileCoordinates coords = own.coords();

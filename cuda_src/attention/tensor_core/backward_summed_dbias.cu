@@ -192,8 +192,7 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
                                           const Sequences& sequences) {
   using T = Traits;
   using OnePair = Pair<typename Sequences::Sequence, T::States>;
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  Smem& smem = *reinterpret_cast<Smem*>(shared_bytes);
+  Smem& smem = dynamic_shared<Smem>();
   const Strides &q = longest.attention.q, &k = longest.attention.k, &v = longest.attention.v, &dout = longest.dout;
 
   // Phase 1: the tile, and the pairs whose queries see keys of it.

@@ -64,12 +64,6 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The CTA's buffers.
-__device__ __forceinline__ Smem& shared_memory() {
-  extern __shared__ __align__(128) unsigned char shared_bytes[];
-  return *reinterpret_cast<Smem*>(shared_bytes);
-}
-
 // A warp's registers in the loop.
 struct Warp {
   uint32 q[Traits::kMTiles][Traits::kSteps][2];  // A fragments
@@ -210,7 +204,7 @@ template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
                                        const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,
                                        const Keys& keys, const Chunks& chunks = {}, const Split& split = {}) {
-  Smem& smem = shared_memory();
+  Smem& smem = dynamic_shared<Smem>();
 
   // Phase 1: the keys of the loop.
   const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);

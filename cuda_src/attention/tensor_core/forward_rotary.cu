@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
                                     const void* sinks_g, const TABLE* cos_g, const TABLE* sin_g,
                                     const ForwardParams params, const RotaryTables tables MODIFIER_STRIDES) {
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});
-  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, NoBlocks{}, shared_memory());
+  const CtaQueries<Traits::kTileQ, Traits::kTileK> own(sequences, NoBlocks{}, dynamic_shared<Smem>());
   if (!own.exist()) return;
   const AttentionParams& attention = sequences.attention;
   const TileCoordinates coords = own.coords();
