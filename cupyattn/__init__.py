@@ -110,7 +110,7 @@ __all__ = [
     "vjp",
 ]
 
-_MODULES = ("distributed", "emulator", "kv_cache", "models", "reference")
+_MODULES = ("autodiff", "distributed", "emulator", "kv_cache", "models", "reference")
 _HOMES = {
     **dict.fromkeys(
         (
@@ -128,6 +128,7 @@ _HOMES = {
 """Where public names are, if not in `cupyattn.functions`."""
 
 if TYPE_CHECKING:
+    from cupyattn import autodiff as autodiff
     from cupyattn import emulator as emulator
     from cupyattn.explanation import explain
     from cupyattn.functions import *

@@ -26,6 +26,7 @@ import cupyattn
 # A name of two modules is documented in the first.
 MODULES = (
     "cupyattn",
+    "cupyattn.autodiff",
     "cupyattn.models",
     "cupyattn.distributed",
     "cupyattn.emulator",

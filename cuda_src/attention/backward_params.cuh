@@ -39,7 +39,7 @@ __device__ __forceinline__ int64 scratch_rows(const BackwardParams& params) {
 __device__ __forceinline__ int padded_rows(int rows) { return div_up(rows, kRowPad) * kRowPad; }
 __device__ __forceinline__ int padded_rows(int rows, int sequences) { return (rows / kRowPad + sequences) * kRowPad; }
 
-// Where dq_acc's tile of 16 rows begins whose first one is `row` of the scratch.
+// The offset of the tile of 16 rows in dq_acc whose first row is `row` of the scratch.
 template <int kChunks>
 __device__ __forceinline__ int64 accumulator_offset(uint32 row) {
   return static_cast<int64>(row) * (kChunks * 8);

@@ -12,7 +12,7 @@ using GradientParams = VarlenBackwardParams;
 __device__ __forceinline__ const BackwardParams& backward_of(const GradientParams& params) { return params.backward; }
 __device__ __forceinline__ int batch_of(const GradientParams& params) { return params.packed.batch; }
 
-// The parameters of one sequence, a batch of its own.
+// The parameters of one sequence, which counts as a batch of one.
 __device__ __forceinline__ BackwardParams params_of(const GradientParams& params, const RowSpan& queries,
                                                     const RowSpan& keys) {
   BackwardParams own = params.backward;
@@ -102,7 +102,7 @@ struct CtaKeys {
   __device__ __forceinline__ int64 q_offset() const { return work.sequence.q_offset; }
   __device__ __forceinline__ const RowSpan& queries() const { return work.sequence.queries; }
   __device__ __forceinline__ const RowSpan& keys() const { return work.sequence.keys; }
-  // The same as keys(), read once more: kept through the loop they would take registers.
+  // keys(), read once more: kept through the loop they would take registers.
   __device__ __forceinline__ RowSpan keys_again() const { return sequences.keys(work.tile.batch); }
 };
 #else

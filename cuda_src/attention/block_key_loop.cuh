@@ -5,7 +5,7 @@
 #include "block_lists.cuh"
 #include "key_loop.cuh"
 
-// Of a tile of query rows.
+// The list of a tile of query rows.
 template <int kTileQ, int kTileK>
 __device__ __forceinline__ const uint2* list_of_rows(const BlockLists& lists, const TileCoordinates& coords) {
   const int own_tiles = div_up(lists.queries(), kTileQ), loop_tiles = div_up(lists.keys(), kTileK);

@@ -5,7 +5,7 @@
 // A tile of its own has parts, one for each warp, and each tile of the loop has a state for each part: whether it sees
 // some or all of the tile.
 //
-// Shapes    tiles (matrices, rows, columns) as block_mask.cu writes them; lists as block_lists.cuh says.
+// Shapes    tiles (matrices, rows, columns) as block_mask.cu writes them; lists as in block_lists.cuh.
 // Work      a CTA makes one list, of THREADS tiles of the loop at a time, each thread one of these; grid one for each
 //           list.
 // Budget    registers; a word of shared memory for each warp.

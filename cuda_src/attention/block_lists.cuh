@@ -21,7 +21,7 @@ __host__ __device__ constexpr int list_items(int loop_tiles) { return kListHead 
 __device__ __forceinline__ int partial_item(int number) { return kListHead + number; }
 __device__ __forceinline__ int full_item(int number, int loop_tiles) { return list_items(loop_tiles) - 1 - number; }
 
-// Of a call without a block mask.
+// For a call without a block mask.
 struct NoBlocks {};
 
 struct BlockLists {
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32 state_of(int, int) { return kFull; }
 __device__ __forceinline__ uint32 state_of(const BlockTile& tile, int part) { return tile.state(part); }
 
 // The tiles of a list that a window leaves, `begin` to `end`, by their numbers: first those that need a mask
-// (key_loop.cuh says why), the partial ones and the full ones outside `full_begin` to `full_end`, which it cuts.
+// (key_loop.cuh explains why), the partial ones and the full ones outside `full_begin` to `full_end`, which it cuts.
 struct BlockTiles {
   const uint2* list_g;
   int capacity;       // tiles that the loop could have

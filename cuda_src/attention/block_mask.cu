@@ -1,4 +1,4 @@
-// Which tiles of the scores a mask_mod leaves: the expression, asked once for every score.
+// The tiles of the scores that a mask_mod leaves: the expression is evaluated once for every score.
 //
 //   tiles[b][h][i][j] = 0, 1 or 2: no, some or all scores of queries 16 i to 16 i + 15 and keys 16 j to 16 j + 15 are
 //   seen
@@ -7,7 +7,7 @@
 // Tiles     TILE * TILE scores a warp; its lanes are 2 queries by 16 keys, so that an array of keys is read in runs.
 // Grid      ceil(tiles / warps of a CTA) CTAs.
 // Budget    registers: what the expression needs; no shared memory.
-// Edges     scores beyond Sq and Sk do not count, nor is the expression asked for them.
+// Edges     scores beyond Sq and Sk do not count, nor is the expression evaluated for them.
 #if !defined(THREADS) || !defined(TILE) || !defined(MODIFIED)
 #error "THREADS, TILE and MODIFIED come from a launch-configuration table"
 #endif

@@ -1,7 +1,7 @@
 // The order in which CTAs that own tiles of a block mask start: those with the longest loops first, so that none of
 // them is still at work when the others have ended (the longest first, Graham, 1969).
 //
-// Shapes    lists as block_lists.cuh says; matrices (groups, group): heads of a group share an order, by their sum.
+// Shapes    lists as in block_lists.cuh; matrices (groups, group): heads of a group share an order, by their sum.
 // Work      a warp finds the place of one owned tile among those of its group; grid ceil(tiles of all / warps of a
 //           CTA).
 // Budget    registers; no shared memory.

@@ -6,7 +6,7 @@
 #include "block_lists.cuh"
 #include "key_loop.cuh"
 
-// Head after head of a group those that need a mask, then head after head those that are seen in full. It is asked for
+// Head after head of a group those that need a mask, then head after head those that are seen in full. It returns
 // one tile after the other. Each is in a run of its list; the runs of a head are computed again when the loop comes to
 // them: kept for that, they would wait in registers.
 template <int kTileQ>
@@ -51,7 +51,7 @@ struct BlockQueryLoop {
     return {head, static_cast<int>(listed.x), listed.y};
   }
   __device__ __forceinline__ bool in_run() const { return left > 0; }
-  // Where a run has ended, on to the next one that has tiles. Behind the last one all tiles are end_head'.
+  // At the end of a run, move on to the next one that has tiles. After the last one all tiles are of end_head.
   __device__ __forceinline__ void next_run() {
 #pragma unroll 1
     while (left == 0) {
@@ -73,8 +73,8 @@ struct BlockQueryLoop {
   __device__ __forceinline__ bool masked(int tile) const { return seen.masked(tile); }
 
  private:
-  // Of a head, in this order: the partial tiles, the full ones before and after those that the window leaves whole, and
-  // these.
+  // The runs of a head, in this order: the partial tiles, the full ones before and after those that the window leaves
+  // whole, and these.
   static constexpr int kNoRun = -1, kPartialRun = 0, kAfterRun = 2, kWholeRun = 3;
 
   int head, run = kNoRun, left = 0;  // tiles of the run that are to come

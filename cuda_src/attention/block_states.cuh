@@ -9,7 +9,7 @@ struct BlockStates {
   const int64* strides;  // as those of BlockLists
 };
 
-// Of kRows queries by kKeys keys, kWarpRows queries a warp.
+// A tile of kRows queries by kKeys keys, kWarpRows queries a warp.
 template <typename Blocks, int kRows, int kKeys, int kWarpRows>
 struct TileStates;
 
@@ -43,7 +43,7 @@ struct TileStates<BlockStates, kRows, kKeys, kWarpRows> {
   }
 
   __device__ __forceinline__ bool any() const { return some != 0; }
-  // What the warp's rows see of 16 keys.
+  // How much the warp's rows see of 16 keys.
   __device__ __forceinline__ uint32 of_warp(int column) const {
     constexpr int kWarpSpans = kWarpRows / kSpan;
     uint32 own = 0;

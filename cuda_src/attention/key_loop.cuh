@@ -8,7 +8,7 @@
 
 #include "params.cuh"
 
-// Which query tiles a run of keys is seen by, and which of them need no mask.
+// The query tiles that see a run of keys, and those of them that need no mask.
 
 template <int kTileQ>
 struct QueryLoop {

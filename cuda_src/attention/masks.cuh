@@ -1,4 +1,4 @@
-// Which keys a query sees, as one interval.
+// The keys that a query sees, as one interval.
 //
 // Query i is at key position i + q_offset. Causal order, a sliding window and the number of keys in use each cut
 // the keys to an interval, and so does any combination of them: a score is kept if begin <= j < end.

@@ -5,7 +5,7 @@
 // (Rabe and Staats, arXiv:2112.05682, section 3; FlashInfer, Ye et al., arXiv:2501.01005, section 2.2.)
 //
 // Shapes    out_a, out_b, out (B, S, H, D) and lse_a, lse_b, lse (B, H, S) of any strides, the last axis of out
-//           contiguous. Each of the first three in a dtype of its own: a sum of parts stays in float32 while parts come
+//           contiguous. Each of the first three has its own dtype: a sum of parts stays in float32 while parts come
 //           in 16 bits.
 // Work      a warp a row (batch, token, head); a lane has the VEC columns from lane * VEC on, the next 32 * VEC after
 //           these. Grid ceil(rows / warps).

@@ -1,4 +1,4 @@
-// What a user's own expressions do to a score, where a call has any: Modifiers.
+// Modifiers: the effect of a user's own expressions on a score, if a call has any.
 //
 // With MODIFIED the library writes the header below from the expressions (ops/attention/kernels/modifiers.py):
 // Modifiers holds the arrays that they name. An entry takes these after its other arrays, MODIFIER_ARRAYS, with their
@@ -24,7 +24,7 @@ struct Indexed {
   const Item* items_g;
   const int64* strides;
 
-  // Of an array without axes.
+  // For an array without axes.
   __device__ __forceinline__ auto item() const { return value_of(*items_g); }
   __device__ __forceinline__ auto operator[](int64 index) const {
     const Item* from_g = items_g + index * strides[0];

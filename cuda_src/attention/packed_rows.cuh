@@ -17,7 +17,7 @@ struct PackedRows {
   BatchIntegers layout;
   int batch, total, longest;  // sequences, rows of the array, the most rows of a sequence
 
-  // Where a sequence begins, as the array says; what lies beyond 32 bits becomes the nearest int. Read by words,
+  // The beginning of a sequence by the array; what lies beyond 32 bits becomes the nearest int. Read by words,
   // without a branch: the loads of several are then in flight at once.
   __device__ __forceinline__ int bound(int sequence) const {
     const int* words_g = static_cast<const int*>(cu_seqlens_g) + (sequence * layout.stride << layout.is_int64);
@@ -25,7 +25,7 @@ struct PackedRows {
     return !layout.is_int64 || high == low >> 31 ? low : high >> 31 ^ 0x7fffffff;
   }
 
-  // Within what is there, whatever the array says.
+  // Clamped to the rows that exist, for any values of the array.
   __device__ __forceinline__ RowSpan of(int sequence) const {
     const int begin = clamp(bound(sequence), 0, total);
     const int end = clamp(bound(sequence + 1), begin, total);
@@ -43,7 +43,7 @@ struct PackedRows {
     return sequence;
   }
 
-  // The same for a row that all lanes of a warp ask for: each looks at one sequence of 32 at a time.
+  // Find the sequence of a row that is the same for all lanes of a warp: each looks at one sequence of 32 at a time.
   template <typename Begin>
   __device__ __forceinline__ int last_from_of_warp(int row, Begin begin_of) const {
     int sequence = 0, step = 1;
@@ -87,7 +87,7 @@ struct PackedRows {
   // Those among whose tiles the one of that number is; false beyond the last. Each lane asks of one length of 32 at a
   // time.
   __device__ __forceinline__ bool alike_at(Alike& alike, int at, int own, int tile_rows) const {
-    // Where all are alike one ballot says so: packed sequences of 512 tokens take 1.03 times what a dense call does,
+    // If all are alike, one ballot shows it: packed sequences of 512 tokens take 1.03 times what a dense call does,
     // and 1.05 without it (python -m cupyattn.benchmark varlen, H100, 2026-11-27).
     alike = {__shfl_sync(kFullWarp, own, 0), 0, 0};
     if (__all_sync(kFullWarp, own == (lane_index() < batch ? alike.tiles : 0)) && batch <= kWarpSize) {
@@ -109,9 +109,9 @@ struct PackedRows {
     return true;
   }
 
-  // How many tiles the sequences have together that have at least `least` each, which every lane asks for itself; `own`
-  // is the lane's of the first 32. A ballot has one bit of 32 counts of tiles, so that few steps compare and add them
-  // all.
+  // The sum of the tiles of all sequences that have at least `least` tiles each. `least` differs from lane to lane;
+  // `own` is the lane's of the first 32. A ballot has one bit of 32 counts of tiles, so that few steps compare and add
+  // them all.
   __device__ __forceinline__ int tiles_of_longer(int least, int own, int tile_rows) const {
     constexpr int kBits = 6;  // in one round: few sequences have 64 tiles or more
     const int bits = kWarpSize - __clz(div_up(longest, tile_rows));
@@ -142,7 +142,7 @@ struct PackedRows {
     return sum;
   }
 
-  // Which sequence is the nth, from 0 on, of those with so many tiles. It exists.
+  // The nth sequence, from 0 on, of those with so many tiles. It exists.
   __device__ __forceinline__ int nth_of_length(int nth, int length, int own, int tile_rows) const {
     int first = 0;
     uint32 alike = __ballot_sync(kFullWarp, own == length);

@@ -1,4 +1,4 @@
-// Where the keys of a tile lie in a paged cache. Blocks are whole groups of 16 tokens (PagedAttention, Kwon et al.,
+// Positions of a tile's keys in a paged cache. Blocks are whole groups of 16 tokens (PagedAttention, Kwon et al.,
 // arXiv:2309.06180): lane i of every warp looks up group i of the tile, a tile ahead, and the threads that load a row
 // ask that lane for the place of its group.
 #pragma once
@@ -8,8 +8,8 @@
 
 constexpr int kGroupKeys = 16;
 
-// What a lane has looked up: the block of a group, and how far into a block the group begins. Where scales have places
-// too, it is groups that this counts: one register for both.
+// A lane's entry of the table: the block of a group, and how far into a block the group begins. Where scales have
+// places too, it is groups that this counts: one register for both.
 template <bool kScaled>
 struct GroupEntry {
   int block, within;
@@ -47,7 +47,7 @@ struct GroupTable {
                     : group * params.units.group - column * params.block_span};
   }
 
-  // What lane `group` has, for all lanes.
+  // Lane `group`'s entry, for all lanes.
   __device__ __forceinline__ static int of_group(int coords, int group) {
     return kGroups > 1 ? __shfl_sync(kFullWarp, coords, group) : coords;
   }

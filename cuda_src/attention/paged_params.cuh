@@ -40,7 +40,7 @@ struct PagedParams {
 };
 static_assert(sizeof(PagedParams) == PAGED_PARAMS_BYTES, "its dtype in Python describes another struct");
 
-// Packed rows of one sequence: within what is there, whatever the array says.
+// Packed rows of one sequence: clamped to the rows that exist, for any values of the array.
 struct QuerySpan {
   int begin, count;
 

@@ -25,7 +25,7 @@ struct ScoreStrides {
   int64 batch, head, row, key;
 };
 
-// What the options need.
+// Parameters of the options.
 struct ScoreParams {
   ScoreStrides bias, mask;
   int64 slopes_batch, slopes_head, sinks_stride;
@@ -120,7 +120,7 @@ __device__ __forceinline__ Scalar* head_rows(Scalar* array, const Strides& strid
   return array + batch * strides.batch + head * strides.head + row * strides.seq;
 }
 
-// What describes the sequences of a call, each an optional array: null in its place.
+// The arrays that describe the sequences of a call. Each is optional: null if it is not given.
 struct SequencePointers {
   const void *cu_seqlens_q_g, *cu_seqlens_k_g, *q_offsets_g, *seqused_k_g;
 };
@@ -156,7 +156,7 @@ __device__ __forceinline__ int64 query_offset(const AttentionParams& params, con
   return params.q_offset + min(max(given, params.offset_least), params.offset_most);
 }
 
-// Which keys each row of a sequence sees.
+// The keys that each row of a sequence sees.
 __device__ __forceinline__ KeyWindow sequence_window(const AttentionParams& params, const void* q_offsets_g,
                                                      const void* seqused_k_g, int batch) {
   return KeyWindow(query_offset(params, q_offsets_g, batch), params.left, params.right,

@@ -54,7 +54,7 @@ __device__ __forceinline__ Strides either(bool keys, const Strides (&strides)[kR
           keys ? strides[1].head : strides[0].head};
 }
 
-// Where token `number` of the queries or keys is. False if it belongs to no sequence, or is a key that is not in use.
+// Find token `number` of the queries or keys. False if it belongs to no sequence, or is a key that is not in use.
 #if PACKED
 __device__ __forceinline__ bool find(Token& token, const Sequences& sequences, bool keys, uint32 number) {
   const PackedBatch& packed = sequences.packed;

@@ -1,4 +1,4 @@
-// A row whose keys were shared out: a warp adds up its parts, exactly, normalises the sum, the row's sink included, and
+// A row whose keys were split: a warp adds up its parts, exactly, normalises the sum, the row's sink included, and
 // writes it and its log-sum-exp. A lane has the columns lane, lane + 32, ...
 //
 //   m = max_c m_c,   l = sum_c exp(m_c - m) l_c,   out = sum_c exp(m_c - m) acc_c / l,   lse = m + log l
@@ -26,7 +26,7 @@ struct RowSum {
     }
   }
 
-  // Parts of the same row, each with a maximum and a sum of its own.
+  // Parts of the same row, each with its maximum and its sum.
   template <int kParts>
   __device__ __forceinline__ void add(const RowSum (&parts)[kParts]) {
     float top = m;

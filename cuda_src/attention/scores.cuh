@@ -1,4 +1,4 @@
-// What each option does to a score, forward and backward: said here once, for every attention kernel.
+// The effect of each option on a score, forward and backward, for every attention kernel.
 //
 //   s = softmax_scale * q . k, or softcap * tanh(softmax_scale * q . k / softcap)
 //       + bias - slope * |position of the query - position of the key|, then the user's score_mod (modifiers.cuh);
@@ -50,7 +50,7 @@ __device__ __forceinline__ float softcap_slope(float product, const ScoreParams&
   return 4.f * __fmaf_rn(-r, r, r);
 }
 
-// What a score's probability is multiplied by, and the gradient of that probability.
+// The factor of a score's probability, and of the gradient of that probability.
 __device__ __forceinline__ float dropout_factor(const ScoreParams& params, int batch, int head, int row, int key) {
   const Philox4 words = dropout_words(params, batch, head, row, key);
   return dropout_field(words, key) >= params.keep_from ? params.keep_scale : 0.f;
@@ -173,7 +173,7 @@ struct ScorePass {
   using Modifiers = typename Options::Modifiers;
   // Whether there is anything to do but to scale.
   static constexpr bool kNeeded = Options::kBeyondScale || Options::kMask || Modifiers::kMask;
-  // The same in tiles that a block mask says are seen in full.
+  // For tiles that are seen in full according to a block mask.
   static constexpr bool kNeededInFull =
       Options::kBeyondScale || Options::kMask || (Modifiers::kMask && !Modifiers::kBlocks);
 
@@ -207,7 +207,7 @@ struct ScorePass {
     return {mask_g, params.scores.mask, batch, head, params.sq, params.sk, 0};
   }
 
-  // kRagged: the tile may reach beyond Sk; `partial`: a block mask does not say that it is seen in full.
+  // kRagged: the tile may reach beyond Sk; `partial`: a block mask may hide some of it.
   template <bool kRagged, typename Fragment, typename Items = ItemsInPlace>
   __device__ __forceinline__ void apply(Fragment& fragment, int first_row, int first_key, bool partial,
                                         const Items& items = Items()) const {
@@ -267,7 +267,7 @@ struct ScorePass {
     }
   }
 
-  // The same in two steps: a bit for each score of what the mask_mod leaves, as for_each_pair counts them, and what is
+  // Apply it in two steps: a bit for each score of what the mask_mod leaves, as for_each_pair counts them, and what is
   // not left becomes -inf. Asked before the products the expression has the registers that scores take later.
   template <typename Fragment, int kWords>
   __device__ __forceinline__ void ask(uint32 (&seen)[kWords], Fragment& fragment, int first_row, int first_key) const {

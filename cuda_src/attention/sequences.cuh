@@ -91,7 +91,7 @@ struct Sequences {
   __device__ __forceinline__ RowSpan keys(int) const { return {0, attention.sk}; }
 };
 
-// Under causal order later rows see more keys: they start first. A block mask's lists have an order of their own.
+// Under causal order later rows see more keys: they start first. A block mask's lists have a different order.
 __device__ __forceinline__ constexpr bool last_rows_first(NoBlocks) { return true; }
 __device__ __forceinline__ constexpr bool last_rows_first(const BlockLists&) { return false; }
 

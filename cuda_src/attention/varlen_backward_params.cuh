@@ -33,7 +33,7 @@ __device__ __forceinline__ KeyTileCoordinates key_coordinates(const PackedTile& 
   return {tile.batch, tile.head, tile.tile * keys_per_cta, /*scratch_batch=*/0};
 }
 
-// Where the rows of sequence `batch` begin in the scratch of a head.
+// The first row of sequence `batch` in the scratch of a head.
 __device__ __forceinline__ int scratch_begin(const RowSpan& queries, int batch) {
   return (queries.begin + batch * kRowPad) / kRowPad * kRowPad;
 }

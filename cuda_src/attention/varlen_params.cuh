@@ -1,7 +1,7 @@
 // Parameters of the kernels of packed sequences besides their array pointers.
 //
 // Shapes: q and out (total_q, H, D and Dv), k and v (total_k, G, D and Dv), lse (H, total_q): rows cu_seqlens_q[b] to
-// cu_seqlens_q[b + 1], and of k and v those that cu_seqlens_k says, belong to sequence b. Bias and mask broadcast to
+// cu_seqlens_q[b + 1], and of k and v those by cu_seqlens_k, belong to sequence b. Bias and mask broadcast to
 // (B, H, longest of q, longest of k). The last axis of each is contiguous, the others may have any stride.
 #pragma once
 

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool ignored = label == ignore_index;
   const bool inside = exists && 0 <= label && label < params.length;
   const float target = inside ? to_float(row_g[label]) : 0.f;
-  const int64 length = exists && (WITH_LSE || !ignored) ? params.length : 0;  // what nobody asks for is not read
+  const int64 length = exists && (WITH_LSE || !ignored) ? params.length : 0;  // rows without a result are not read
 
   RowSoftmax softmax;
   float sum = 0.f;

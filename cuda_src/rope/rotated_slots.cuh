@@ -73,8 +73,8 @@ struct SlotCoordinates {
 };
 
 // Rotate this thread's slot of the heads from `head` on of one token, whose rows begin at x_g and out_g; position_of()
-// returns the token's position. If `turns` is false, the token is copied. Params has slots, rotated_slots, half, dim,
-// table_length, the strides of the tables and sign.
+// returns the token's position. If `token_rotates` is false, the token is copied. Params has slots, rotated_slots,
+// half, dim, table_length, the strides of the tables and sign.
 template <typename Params, typename Position>
 __device__ __forceinline__ void rotate_slot(const Params& params, uint32 slot, uint32 head, uint32 heads,
                                             const DTYPE* x_g, int64 x_head, DTYPE* out_g, int64 out_head,

@@ -31,6 +31,7 @@ from cupyattn.autodiff.tape import (
     tape_of,
     zeros,
 )
+from cupyattn.ops.embedding.api import embedding_backward
 from cupyattn.runtime.annotations import Undescribed
 
 Axis = int | tuple[int, ...] | None
@@ -531,8 +532,6 @@ def _scattered(spec: Spec, key: Undescribed, gradient: Any, repeats: bool) -> An
         whole = library.zeros(spec.shape, wide)
         library.add.at(whole, key, gradient.astype(wide))  # on a GPU in any order: 64 bits only
         return whole
-    from cupyattn.functions import embedding_backward
-
     if hasattr(key, "dtype"):  # rows
         ids, rows = key, spec.shape[0]
     else:

@@ -39,7 +39,7 @@ class Spec(NamedTuple):
     library: ModuleType | None
 
 
-class Node:
+class TapeNode:
     """A recorded operation, or an argument of the function.
 
     Attributes
@@ -74,7 +74,7 @@ class Tape:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.nodes: list[Node] = []
+        self.nodes: list[TapeNode] = []
         self.closed: str | None = None
         """Why traced arrays cannot be used now, if so."""
         self.refused: RefusalError | None = None
@@ -85,7 +85,7 @@ class Tape:
 
     def input(self, value: Undescribed) -> Traced:
         """Return a traced array for an argument of the function."""
-        self.nodes.append(Node("argument", (), (spec_of(value),), None))
+        self.nodes.append(TapeNode("argument", (), (spec_of(value),), None))
         return Traced(value, self, len(self.nodes) - 1, 0)
 
     def record(
@@ -101,7 +101,7 @@ class Tape:
         """
         parents = tuple([(operand._node, operand._output) for operand in operands])
         specs = tuple([None if value is None else spec_of(value) for value in values])
-        self.nodes.append(Node(name, parents, specs, pull))
+        self.nodes.append(TapeNode(name, parents, specs, pull))
         number = len(self.nodes) - 1
         return [
             None if value is None else Traced(value, self, number, output)
@@ -260,7 +260,7 @@ def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
 
 
 def pull_back(
-    nodes: Sequence[Node],
+    nodes: Sequence[TapeNode],
     seeds: Iterable[tuple[int, int, Undescribed]],
     inputs: int,
     options: Mapping[str, object] | None = None,

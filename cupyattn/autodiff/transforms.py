@@ -520,7 +520,22 @@ def _one_like(value: Any) -> Any:
 def grad(
     function: Callable[..., object], /, *, argnums: int | tuple[int, ...] = 0
 ) -> Callable[..., Any]:
-    """Make a function that returns the gradient of a scalar function: see `value_and_grad`.
+    """Make a function that returns the gradient of a scalar function.
+
+    Parameters
+    ----------
+    function, argnums
+        As for `value_and_grad`.
+
+    Returns
+    -------
+    callable
+        It takes the arguments of the function and returns the gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The new function raises what `value_and_grad` raises.
 
     Examples
     --------
@@ -540,6 +555,15 @@ def grad(
 def stop_gradient(arrays: Tree, /) -> Tree:
     """Return the arrays as constants: `vjp` does not differentiate through them.
 
+    Parameters
+    ----------
+    arrays : array, or a structure of arrays
+        Outside of `vjp` they are returned as they are.
+
+    Returns
+    -------
+    array, or a structure of arrays
+
     Examples
     --------
     >>> import numpy as np, cupyattn
@@ -552,9 +576,21 @@ def stop_gradient(arrays: Tree, /) -> Tree:
 def checkpoint(function: Callable[..., Any], /) -> Callable[..., Any]:
     """Make a function whose backward computes it again, instead of keeping its arrays.
 
-    The new function takes and returns the same. Within `vjp` only its arguments are kept. It must
-    be repeatable: the same arguments give the same result. It gets traced arrays as arguments only,
-    not from the variables of an outer function.
+    Parameters
+    ----------
+    function : callable
+        A function as `vjp` takes. It must be repeatable: the same arguments give the same result.
+        It gets traced arrays as arguments only, not from the variables of an outer function.
+
+    Returns
+    -------
+    callable
+        It takes and returns the same. Within `vjp` only its arguments are kept.
+
+    Raises
+    ------
+    TypeError
+        The new function raises what `vjp` raises.
 
     Examples
     --------
@@ -631,6 +667,11 @@ class custom_vjp:  # noqa: N801 (used as a function, as jax.custom_vjp is)
     ----------
     function : callable
         A function of arrays by position.
+
+    Raises
+    ------
+    TypeError
+        A call within `vjp` raises it if `defvjp` was not called.
 
     Examples
     --------

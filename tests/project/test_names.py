@@ -334,6 +334,7 @@ def test_help_says_where_the_types_of_the_cache_are(public, types):
 PAGES = Path(__file__).resolve().parent.parent.parent / ".github" / "reference"
 MODULES = (
     "cupyattn",
+    "cupyattn.autodiff",
     "cupyattn.models",
     "cupyattn.models.training",
     "cupyattn.distributed",

@@ -1,4 +1,4 @@
-// Where a warp's tiles of keys lie: block ids are fetched one a lane, for 32 tiles at once, and 32 tiles ahead.
+// Positions of a warp's tiles of keys: block ids are fetched one a lane, for 32 tiles at once, and 32 tiles ahead.
 #pragma once
 
 #include "params.cuh"
@@ -8,7 +8,8 @@ struct KeyTilePosition {
   int block, token;
 };
 
-// Of the tiles `first`, `first + step`, ... of one sequence, `count` in all. Nothing else of its table is read.
+// The positions of the tiles `first`, `first + step`, ... of one sequence, `count` in all. Nothing else of its table is
+// read.
 struct BlockFeed {
   const int* table_g;  // of the sequence
   int64 table_block;
@@ -62,7 +63,7 @@ struct LaneCoordinates {
 
 // Positions of a warp's tiles of keys in dense arrays: one after the other, without a table.
 //
-// Where Sk is no multiple of a tile the last tile begins earlier, so that its rows end with the array: what it shares
+// If Sk is no multiple of a tile, the last tile begins earlier, so that its rows end with the array: what it shares
 // with the tile before is masked. Loads thereby need no predicates. Sk is one tile at least.
 
 struct DenseFeed {

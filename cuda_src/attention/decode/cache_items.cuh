@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32 without_bias(uint32 halves) {
   return *reinterpret_cast<const uint32*>(&less);
 }
 
-// What tensor cores make of a format:
+// The way of a format to tensor cores:
 //   queries   8 items of q as they meet what keys gives: each word two items of one step of k
 //   keys      8 items of a row of K, the words of odd numbers times 1 / kOdd; all times 1 / kKeyUnit, plus kBias
 //   values    8 columns of two rows of V: word x has both rows' items of column x, those of odd columns times 1 / kOdd;
@@ -115,7 +115,7 @@ struct CacheFormat<uint8> : StoredFormat<uint8> {
   __device__ __forceinline__ static uint32 nibbles(int x) { return x % 2 == 0 ? 0x000f000fu : 0x00f000f0u; }
 };
 
-// What a lane reads of a tile: rows from its first on, from its first item on, and scales from that of its first key
+// A lane's view of a tile: rows from its first on, from its first item on, and scales from that of its first key
 // on.
 template <typename Item>
 struct CacheTile {

@@ -42,7 +42,7 @@ struct FloatRows {
   float s[kGroups][2];
   float acc[kRows][kChunks][kVec];
 
-  // Of the lanes that hold one row, and of the rows that lie side by side in a load.
+  // For the lanes that hold one row, and the rows that lie side by side in a load.
   __device__ __forceinline__ static int row_lane() { return lane_index() % kLanes; }
   __device__ __forceinline__ static int key_lane() { return lane_index() / kLanes; }
   __device__ __forceinline__ static LaneCoordinates k_coords() { return {key_lane(), stored(row_lane() * kVec)}; }

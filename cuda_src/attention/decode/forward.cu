@@ -5,7 +5,7 @@
 // Flash-decoding's split of the keys (Dao et al., 2023) over the blocks of PagedAttention (Kwon et al.,
 // arXiv:2309.06180), in equal shares: each CTA takes as many units of keys as every other (splits.cuh). A segment that
 // lies within one share is finished here; of one that shares cut, each CTA leaves its part in scratch memory, and
-// combine.cu merges them. Short sequences are not shared: each segment has a CTA of its own, and there is no
+// combine.cu merges them. Short sequences are not shared: each segment has its own CTA, and there is no
 // combine.cu.
 //
 // Shapes    DecodeParams (params.cuh). All query rows of a key-value head, tokens times heads of its group, read one
@@ -16,7 +16,7 @@
 // Grid      `ctas` of DecodeParams, whatever the lengths are, or as many as segments.
 // Caches    floats, or integers with a scale for each token and head (../stored_items.cuh).
 // Budget    registers for MIN_CTAS CTAs an SM; shared memory for 8 rows of each warp, where a segment's parts meet.
-// Loader      says where a tile lies: BlockFeed looks its block up in a table, DenseFeed counts.
+// Loader      computes the position of a tile: BlockFeed looks its block up in a table, DenseFeed counts.
 // Edges     of a block's slots from the sequence's end on, K is masked and V cleared, or their scales: they may hold
 //           NaN. Tiles that no row sees are not read, and neither are their entries of the table. The last tile of
 //           dense keys ends with them. A row without keys gives out = 0 and lse = -inf, or its sink.
@@ -71,7 +71,7 @@ __device__ __forceinline__ float reduce_row(float x, Op op = Op()) {
   return x;
 }
 
-// What one warp has of a segment's rows.
+// One warp's part of a segment's rows.
 struct Warp {
   static constexpr int kLaneRows = Traits::Rows::kLaneRows, kLaneKeys = Traits::Rows::kLaneKeys;
 
@@ -159,7 +159,7 @@ struct Warp {
   }
 };
 
-// What a lane reads of the caches: from its own first row and items of a tile on.
+// A lane's view of the caches: from its own first row and items of a tile on.
 struct Caches {
   using Rows = Traits::Rows;
   using Tile = CacheTile<CACHE>;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void loop(Warp& warp, const Caches& caches, Traits::L
   }
 }
 
-// Where the warps' parts of a row go.
+// The destinations of the warps' parts of a row.
 struct Results {
   const void* sinks_g;
   Traits::Scalar* out_g;

@@ -6,7 +6,7 @@
 // pairs them: the rows of O^T are permuted so that a lane has units of 8 neighbouring columns. P^T is turned by one
 // movmatrix per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
 //
-// Where caches have scales, that of a key of K is a factor of its scores (below 2^104: it takes kKeyUnit with it), and
+// If caches have scales, that of a key of K is a factor of its scores (below 2^104: it takes kKeyUnit with it), and
 // that of V one of its weights, which are float16: so it counts in units of the largest so far, rounded down to a power
 // of two, and acc counts in that unit.
 #pragma once
@@ -279,7 +279,7 @@ struct TensorCoreRows {
     }
   }
 
-  // Of a sum in acc that belongs to row e of the lane's two.
+  // For a sum in acc that belongs to row e of the lane's two.
   __device__ __forceinline__ float value(float sum, int n, int e) const {
     if constexpr (Format::kValueBias != 0) sum = (sum + value_bias[n][e]) * Format::kValueUnit;
     if constexpr (kScaled) sum *= unit;

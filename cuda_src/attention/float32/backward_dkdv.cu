@@ -75,7 +75,7 @@ struct GroupLoop {
   }
 };
 
-// What a block mask leaves of them.
+// The tiles that a block mask leaves.
 struct BlockGroupLoop {
   struct Tile : QueryTile {
     uint32 states;

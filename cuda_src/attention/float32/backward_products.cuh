@@ -26,10 +26,10 @@ __device__ __forceinline__ int thread_row() {
 }
 __device__ __forceinline__ int thread_column() { return warp_index() % kWarpColumns * 8 + lane_index() / 2 % 8; }
 
-// What is XORed into the address of every place of depth d, within 128 bytes.
+// The value that is XORed into the address of every place of depth d, within 128 bytes.
 __device__ __forceinline__ constexpr uint32 depth_flip(int d) { return (d & 4) * 16 + (d & 8) * 4; }
 
-// Where place `at` of depth d lies, in bytes, of a factor with kStride places to a depth.
+// The offset in bytes of item `at` of depth d, in a factor with kStride items to a depth.
 template <int kStride>
 __device__ __forceinline__ constexpr uint32 slot_offset(int d, int at) {
   static_assert(kStride % 32 == 0, "the XOR stays within 32 places");

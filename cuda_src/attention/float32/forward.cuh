@@ -84,7 +84,7 @@ struct Smem {
     unsigned char panel[Traits::Panel::kBytes];
   };
   alignas(128) Buffer buffers[2];
-  // Of each warp, one pair of every lane.
+  // For each warp, one pair of every lane.
   alignas(128) unsigned char p[WARPS][Traits::kPanels][Traits::Probabilities::kBytes];
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
@@ -216,8 +216,8 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the loader of a head from the rows of Q, `split` says which of them are this
-// CTA's.
+// The query rows of one CTA; `keys` makes the loader of a head from the rows of Q, `split` selects which of them are
+// this CTA's.
 template <typename Keys, typename Split = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
                                        const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,

@@ -63,7 +63,7 @@ __device__ __forceinline__ void store_quad(uint32 address, const Quad& quad) {
   st_shared_v4(address, __builtin_bit_cast(uint4, as_floats(quad)));
 }
 
-// Each item to a column of its own.
+// Each item to a separate column.
 template <uint32 kColumnBytes, typename Quad>
 __device__ __forceinline__ void store_column_quad(uint32 address, const Quad& quad) {
   const auto items = as_floats(quad);
@@ -88,7 +88,7 @@ struct SliceShape {
   static constexpr int kBytes = kKeysAt + kCols * kKColumnBytes;
   static_assert(kTileQ % 32 == 0 && kTileK % 32 == 0, "the XOR stays within 32 rows");
 
-  // What is XORed into the address of every row in the columns of a chunk.
+  // The value that is XORed into the address of every row in the columns of a chunk.
   __device__ __forceinline__ static constexpr uint32 flip(int chunk) { return chunk % kChunks * (8 * sizeof(float)); }
 };
 
@@ -166,12 +166,12 @@ struct ForwardLoader {
     }
   }
 
-  // What was fetched last, to shared memory.
+  // Store to shared memory what was fetched last.
   __device__ __forceinline__ void store_slice(uint32 buffer_s) const { store_slice(buffer_s, quads + kQPasses); }
   __device__ __forceinline__ void store_panel(uint32 buffer_s) const { store_panel(buffer_s, quads); }
 
  protected:
-  // The same with K and V from elsewhere.
+  // Fetch with K and V from elsewhere.
   template <typename Quad>
   __device__ __forceinline__ void store_slice(uint32 buffer_s, const Quad* k_quads) const {
     constexpr uint32 kPassBytes = kPassRows * sizeof(float);
@@ -209,7 +209,7 @@ struct ForwardLoader {
   __device__ __forceinline__ static int columns_of(int slice) {
     return kHeadDim % Slice::kCols == 0 ? kQuadItems : kHeadDim - slice * Slice::kCols - slice_col();
   }
-  // The same of a panel.
+  // Fetch a panel.
   __device__ __forceinline__ static int panel_columns_of(int pass) {
     const int col = pass * kPanelLanes * kQuadItems;
     const bool whole = col + kPanelLanes * kQuadItems <= kHeadDimV;

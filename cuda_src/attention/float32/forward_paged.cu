@@ -16,7 +16,7 @@
 #include "forward.cuh"
 #include "paged_loader.cuh"
 
-// Of a call with a paged cache.
+// For a call with a paged cache.
 struct PagedKeys {
   using Loader = PagedLoader<Traits::DenseLoader, CACHE>;
 

@@ -53,7 +53,7 @@ struct ProbabilityPanel {
   static constexpr uint32 kPairBytes = 2 * Scores::kWarpRows * sizeof(float);
   static constexpr uint32 kBytes = kKeys / 2 * kPairBytes;
 
-  // Where in its pair of keys the thread's rows i to i + 3 of key e lie.
+  // The position of the thread's rows i to i + 3 of key e within its pair of keys.
   __device__ __forceinline__ static uint32 offset(int i, int e, int pair) {
     constexpr uint32 kLaneBits = Grid::kRowLanes * kQuadBytes - 1;
     const uint32 flip = pair % 4 * (2 * kQuadBytes);

@@ -10,9 +10,9 @@
 #include "../../common/reduce.cuh"
 #include "../backward_params.cuh"
 
-// What the scores of one query share, for the float32 backward: backward_delta.cu says what it is.
+// delta, which the scores of one query share, for the float32 backward (backward_delta.cu).
 
-// Of one row, by a warp.
+// One row, by a warp.
 template <int kHeadDimV, typename Scalar>
 __device__ __forceinline__ void store_delta(float* to_g, const BackwardParams& params, const Scalar* dout_g,
                                             const Scalar* out_g, const float* dlse_g, int batch, int head, int row) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_delta(float* to_g, const BackwardParams& p
   if (lane_index() == 0) *to_g = dlse_g == nullptr ? sum : sum - *head_rows(dlse_g, params.dlse, batch, head, row);
 }
 
-// What the gradient of a score needs of its query's row.
+// Values of a query's row that the gradient of a score needs.
 struct RowSums {
   float lse_log2, delta;
 

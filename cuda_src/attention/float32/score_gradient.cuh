@@ -56,13 +56,13 @@ struct ScoreTile : Product<BackwardTraits::kTileQ, BackwardTraits::kTileK> {
   __device__ __forceinline__ static int lane_key() { return column_of(0); }
 };
 
-// What the gradients of a tile's scores need of their queries' rows, in shared memory.
+// Values of the queries' rows that the gradients of a tile's scores need, in shared memory.
 struct TileSums {
   alignas(16) float lse_log2[BackwardTraits::kTileQ];  // infinity for a row without keys: every weight is 0
   alignas(16) float delta[BackwardTraits::kTileQ];
 };
 
-// What the gradients of one head's scores need besides the products.
+// Values that the gradients of one head's scores need besides the products.
 struct HeadScores {
   const BackwardParams& params;
   const KeyWindow& window;
@@ -87,7 +87,7 @@ struct HeadScores {
   //
   // A weight is held to at most 1: where a row's lse lies beyond 1e7 (a finite bias on all its keys), its digits end
   // before the point, and exp(s - lse) would overflow.
-  // `partial`: no block mask says that the tile is seen in full.
+  // `partial`: the tile may not be seen in full, by a block mask or without one.
   template <typename Write>
   __device__ __forceinline__ void turn_to_gradients(ScoreTile& s, ScoreTile& dp, const TileSums& sums, int tile_row,
                                                     int tile_key, bool partial, Write write) const {

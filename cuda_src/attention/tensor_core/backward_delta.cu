@@ -3,9 +3,9 @@
 //   delta_i = sum_d dout_id out_id - dlse_i          (Dao et al., arXiv:2205.14135, appendix B.2; dlse: whoever
 //                                                     differentiates through lse as well)
 //
-// And of its rows each CTA says how large they are (gradient_scale.cuh): of dout, or, after those, of V.
+// Each CTA also writes the largest size of its rows (gradient_scale.cuh): of dout, or, after those, of V.
 //
-// Shapes    BackwardParams (backward_params.cuh), which also says what the statistics are, or VarlenBackwardParams:
+// Shapes    BackwardParams (backward_params.cuh), which also describes the statistics, or VarlenBackwardParams:
 //           packed sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
 // Work      ROW_LANES lanes own one row, each 8 columns of it; grid B * H * rows_padded / (THREADS / ROW_LANES), at
 //           least 1, and after that B * G * keys_padded / (THREADS / ROW_LANES) (packed: without B). The scratch to be
@@ -41,7 +41,7 @@ struct Chunk {
     load_vec(items, reinterpret_cast<const float16*>(&quad));
   }
 
-  // Of the whole rows, by the lanes that share them.
+  // The product of the whole rows, by the lanes that share them.
   __device__ __forceinline__ float product(const Chunk& other) const {
     float sum = 0.f;
 #pragma unroll
@@ -64,7 +64,7 @@ struct Arrays {
   float* statistics_g;
 };
 
-// Of row `row` of the arrays, if it exists, to row `to_row` of the scratch; by kRowLanes threads.
+// Write those of row `row` of the arrays, if it exists, to row `to_row` of the scratch; by kRowLanes threads.
 __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, const Arrays& arrays, int batch,
                                                   int head, int row, bool exists, uint32 to_row) {
   const AttentionParams& attention = params.attention;
@@ -92,7 +92,7 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
   return sizes;
 }
 
-// Of a key's row of V, if it is in use.
+// The sizes of a key's row of V, if it is in use.
 __device__ __forceinline__ Sizes value_sizes(const float16* row_g, bool in_use) {
   const Chunk v(row_g, in_use);
   Sizes sizes;

@@ -11,8 +11,9 @@
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
 //           in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS * M_TILES * 16 keys by TILE_Q queries, 8 * SUB_Q queries at a time; a warp owns its keys
-//           alone and shares out the dQ tile by columns (DQ_ROW_WARPS: by rows too). With SCORE_VEC > 1 a warp's keys
-//           lie in another order in shared memory and registers, so that a thread's are neighbours (score_tile.cuh).
+//           alone and distributes the dQ tile over the warps by columns (DQ_ROW_WARPS: by rows too). With SCORE_VEC > 1
+//           a warp's keys lie in another order in shared memory and registers, so that a thread's are neighbours
+//           (score_tile.cuh).
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group, so that dK
 //           and dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
@@ -90,7 +91,7 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
   if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
 }
 
-// kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: a block mask says that all are
+// kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: by a block mask all are
 // seen.
 template <bool kWhole, typename Loader>
 __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loader& loader, int row,

@@ -8,7 +8,8 @@
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
 //           in steps of 8 columns, zero-filled.
 // Tiles     kKeys = WARPS / 2 * 16 keys by TILE_Q queries, 16 queries at a time. Warps 0 to WARPS / 2 - 1 have the
-//           keys, the others the values: a pair sits on one sub-partition of the SM. All share out the dQ tile.
+//           keys, the others the values: a pair sits on one sub-partition of the SM. The dQ tile is distributed over
+//           all of them.
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group.
 // Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the
 //           tiles of Q and dout (two of each without ONE_PASS).
@@ -42,7 +43,7 @@ union Smem {
 };
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
-// The two warps of a pair meet at barriers of their own. The CTA's is counted too: the two kinds of warps reach it from
+// The two warps of a pair meet at separate barriers. The CTA's is counted too: the two kinds of warps reach it from
 // different places in the code.
 struct CountedBarrier {
   __device__ __forceinline__ static void wait() { bar_sync(0, Traits::kThreads); }
@@ -65,7 +66,7 @@ struct Cta {
   GradientScale scale;
 };
 
-// Of the next tile a warp can hold no more than Q or dout, and that only during its last products of this one. With
+// A warp can hold no more of the next tile than Q or dout, and that only during its last products of this one. With
 // ONE_PASS the dQ product hides dout's way.
 template <typename Loader>
 __device__ __forceinline__ void fetch_next(Loader& loader) {

@@ -9,7 +9,7 @@
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh); head dims
 //           in steps of 8 columns, zero-filled.
 // Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys; a warp owns its rows alone. Tiles that need a mask
-//           come first (key_loop.cuh); with FULL_LOOP the others have a loop of their own.
+//           come first (key_loop.cuh); with FULL_LOOP the others have a separate loop.
 // Grid      B * H * ceil(Sq / kRows) CTAs; under causal order the longest rows start first.
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4) and dQ (M_TILES * D / 2). Shared memory: K and V twice (one
 //           half computed, one half filled), or Q or dout before the loop.
@@ -38,7 +38,7 @@ struct Traits {
   static constexpr int kMTiles = M_TILES;
   static constexpr int kTileK = TILE_K;
   static constexpr int kThreads = WARPS * kWarpSize;
-  static constexpr bool kFullLoop = FULL_LOOP;  // one of their own for the tiles that every row sees in full
+  static constexpr bool kFullLoop = FULL_LOOP;  // a separate one for the tiles that every row sees in full
   static constexpr int kWarpRows = kMTiles * 16;
   static constexpr int kRows = WARPS * kWarpRows;
   static constexpr int kSteps = div_up(kHeadDim, 8);    // k8 steps of S, n8 tiles of dQ

@@ -26,7 +26,8 @@ struct Scratch {
   float *statistics_g, *scales_g;
 };
 
-// Of `count` rows of each of `heads` heads, which lie `head_rows` apart from row `first` of the first kernel's grid on.
+// The largest sizes of `count` rows of each of `heads` heads, which lie `head_rows` apart from row `first` of the first
+// kernel's grid on.
 __device__ __forceinline__ Sizes largest(const float* sizes_g, int64 first, int count, int heads, int64 head_rows) {
   const int ctas = div_up(count, Traits::kRows);
   Sizes sizes;
@@ -46,8 +47,8 @@ __device__ __forceinline__ GradientScale scale_for(float bound) {
   return {__uint_as_float((kBias - k) << kBits), __uint_as_float((kBias + k) << kBits)};
 }
 
-// Of a sequence whose queries lie from `first_row` of a head in scratch on; `value_row` is the first one of its keys in
-// the first kernel's grid.
+// Write the scale of a sequence whose queries lie from `first_row` of a head in scratch on; `value_row` is the first
+// one of its keys in the first kernel's grid.
 __device__ __forceinline__ void write_scale(const BackwardParams& params, const Scratch& scratch, int batch,
                                             int kv_head, uint32 first_row, int queries, int64 value_row, int keys) {
   __shared__ float partial_s[Traits::kThreads / kWarpSize];

@@ -7,9 +7,9 @@
 // a trip through memory, for two products more.
 //
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh). dbias as
-//           (batches, heads, Sq, Sk), where the pairs of one item are shared out to several CTAs with `parts` along an
-//           axis of the pairs. Along an axis that the bias broadcasts along too it has an item for each warp's rows, or
-//           each tile's keys.
+//           (batches, heads, Sq, Sk), where the pairs of one item are distributed over several CTAs with `parts` along
+//           an axis of the pairs. Along an axis that the bias broadcasts along too it has an item for each warp's rows,
+//           or each tile's keys.
 // Tiles     kRows = WARPS * M_TILES * 16 query rows by TILE_K keys, 16 at a time; a warp owns its rows alone.
 // Grid      batches * heads * parts * ceil(Sq / kRows) * ceil(Sk / TILE_K) CTAs; those at work together have one pair.
 // Budget    registers: Q and dout (M_TILES * (D + Dv) / 4, D in steps of 32) and dbias (M_TILES * TILE_K / 2). Shared
@@ -74,7 +74,7 @@ struct Arrays {
   OptionArrays options;
 };
 
-// What a warp keeps in registers, Q and dout for one pair.
+// A warp's registers; Q and dout are those of one pair.
 struct Warp {
   Traits::QRows q;
   Traits::DoutRows dout;
@@ -288,7 +288,7 @@ __device__ __forceinline__ void sum_dbias(const BackwardParams& longest, const A
   store_sums(warp, longest, coords, work, arrays.dbias_g);
 }
 
-// Where a sequence lies in the arrays, and its rows in scratch memory.
+// The position of a sequence in the arrays, and of its rows in scratch memory.
 #if PACKED
 struct OneSequence {
   int query_begin, key_begin;

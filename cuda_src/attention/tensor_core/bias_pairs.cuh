@@ -5,7 +5,7 @@
 #include "../block_states.cuh"
 #include "../params.cuh"
 
-// What the CTAs share out: for each bias of a (batch element, head), of which there are `batches` by `heads`, `parts`
+// The work of all CTAs: for each bias of a (batch element, head), of which there are `batches` by `heads`, `parts`
 // parts of the pairs that it is the bias of, and tiles of scores.
 struct DbiasWork {
   int batches, heads, parts;
@@ -36,7 +36,7 @@ struct DbiasCoordinates {
     batch = at / work.heads;
   }
 
-  // What queries of the tile see of its keys.
+  // How much queries of the tile see of its keys.
   __device__ __forceinline__ TileSight sight(const KeyWindow& window, int sq) const {
     const int rows = min(kRows, sq - first_row), after = first_key + kTileK;
     const KeyRange top = window.of_row(first_row), bottom = window.of_row(first_row + rows - 1);

@@ -13,7 +13,7 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
   const KeyTileCoordinates& coords;
   const float16 *q_g, *dout_g;
   Loop blocks;
-  typename Loop::Tile next, after_next;  // this one is asked for while the present one is computed
+  typename Loop::Tile next, after_next;  // this one is looked up while the present one is computed
   uint32 states;                         // of the present tile
   bool present_masked;
 
@@ -39,7 +39,7 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
   // The last ones are seen in full.
   __device__ __forceinline__ int whole() const { return blocks.whole; }
   __device__ __forceinline__ bool masked() const { return present_masked; }
-  // What a part of the CTA's keys sees of the present tile.
+  // How much a part of the CTA's keys sees of the present tile.
   __device__ __forceinline__ uint32 state(int part) const { return BlockTile{tile, states, 0}.state(part); }
 
   // Move on to another run of tiles, between two of the inner loops over a run.

@@ -1,4 +1,4 @@
-// What the two kernels of dK and dV have in common: their tiles and options, and the way of the keys, which a CTA keeps
+// The common part of the two kernels of dK and dV: their tiles and options, and the way of the keys, which a CTA keeps
 // for its whole life, and of their gradients.
 #pragma once
 
@@ -62,7 +62,7 @@ struct GradientArrays {
   OptionArrays options;
 };
 
-// Where the gradients of a sequence's keys begin. A kernel computes it after its loop: what leads to a packed
+// The addresses of the gradients of a sequence's keys. A kernel computes it after its loop: what leads to a packed
 // sequence's rows it would otherwise keep in registers, and spill registers of the loop (the backward of head dim 64 in
 // one pass modelled 0.68 then and 0.71 now, at head dim 128 in two 0.55 and 0.70; `python -m cupyattn turing`, T4,
 // 2026-11-26).

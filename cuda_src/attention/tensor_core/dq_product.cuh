@@ -7,7 +7,7 @@
 
 #include "products.cuh"
 
-// Where a lane puts its items of dS^T: those of the key lane / 4 after `first_row`, in chunk 0. A chunk is then one
+// The address of a lane's items of dS^T: those of the key lane / 4 after `first_row`, in chunk 0. A chunk is then one
 // XOR away.
 template <typename DsTile>
 __device__ __forceinline__ uint32 ds_lane_address(uint32 ds_s, int first_row) {

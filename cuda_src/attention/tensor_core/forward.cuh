@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uin
   if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
 }
 
-// Of a thread's scores, a bit each.
+// One bit for each of a thread's scores.
 using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
 
 // Scores to packed probabilities; m and l are kept right. `whole`: the window leaves all scores; `partial`: a block
@@ -198,8 +198,8 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `keys` makes the loader of a head, `chunks` the chunks of a query row, `split` says which
-// keys are this CTA's.
+// The query rows of one CTA; `keys` makes the loader of a head, `chunks` the chunks of a query row, `split` selects
+// which keys are this CTA's.
 template <typename Keys, typename Chunks = StoredChunks<Traits::kHeadDim, Traits::kVec>, typename Split = AllKeys>
 __device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays,
                                        const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,

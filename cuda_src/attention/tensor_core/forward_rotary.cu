@@ -1,7 +1,7 @@
 // Attention forward on tensor cores of a call with rotary embedding: the loop of forward.cu, whose query rows are
 // rotated as they are loaded, of packed sequences too. Keys were rotated before (../rotary.cu).
 //
-//   Of K every CTA of a head would rotate each tile anew. Done between the loads and the stores to shared memory, half
+//   Of K every CTA of a head would rotate each tile again. Done between the loads and the stores to shared memory, half
 //   the features of a pair from the same thread, by shuffles or by another load, that models 0.57, 0.56 and 0.65 at
 //   head dims 64, 80 and 128 on a T4, where forward.cu has 0.87, 0.84 and 0.89 (python -m cupyattn turing, 2026-11-22).
 //

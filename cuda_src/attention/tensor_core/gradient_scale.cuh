@@ -24,7 +24,7 @@ struct GradientScale {
 };
 
 // How large some rows are, at most: the square of the norm of one of dout or V, and |delta|. What is not finite does
-// not count: it makes of its own results what it will, and the others are to be right.
+// not count: it may spoil its own results, but no others.
 struct Sizes {
   float square = 0.f, delta = 0.f;
 

@@ -12,7 +12,7 @@ struct KeyTiles {
   alignas(128) unsigned char v[2][VTile::kBytes];
 };
 
-// Where the rows of a tile's keys begin in global memory.
+// Addresses of the rows of a tile's keys in global memory.
 struct KeyRows {
   const char *k_g, *v_g;
 };
@@ -63,7 +63,7 @@ struct KeyLoader {
   }
   // The forward's loop: move on to a tile, and to the one after it.
   __device__ __forceinline__ void move_to(Rows& next, int tile) const { next = rows(tile); }
-  // The same of a tile that follows in no order. ptxas would otherwise add up each thread's addresses anew, in
+  // Move to a tile that follows in no order. ptxas would otherwise add up each thread's addresses again, in
   // registers, where the tile's begins in uniform ones.
   __device__ __forceinline__ void move_to_listed(Rows& next, int tile) const {
     next = rows(tile);
@@ -113,7 +113,7 @@ struct KeyLoader {
   }
 };
 
-// Of a call with dense keys.
+// For a call with dense keys.
 struct DenseKeys {
   const AttentionParams& params;
   const float16 *k_g, *v_g;

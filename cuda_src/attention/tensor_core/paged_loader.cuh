@@ -7,7 +7,7 @@
 #include "tile_loader.cuh"
 
 // A thread's share of a tile of a paged cache between global and shared memory: chunks of rows as the cache keeps them.
-// Of integers each row has a scale too, and items become float16 before they are stored.
+// Each row of integers has a scale too, and items become float16 before they are stored.
 
 template <typename Item, typename TileLoader>
 struct ScaledRows {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_chunk(StoredItems<Item, kChunkItems>& items
   }
 }
 
-// Where a thread's rows of a tile lie: of each pass the place of its group; or of group i in lane i.
+// Offsets of a thread's rows of a tile: the group of each pass, or group i in lane i.
 template <int kOffsets, bool kScaled>
 struct GroupOffsets {
   int offsets[kOffsets];
@@ -66,7 +66,7 @@ struct PagedKeyLoader {
   static constexpr int kPassRows = KTileLoader::kPassRows, kPasses = KTileLoader::kPasses;
   static constexpr bool kScaled = StoredFormat<Item>::kScaled;
   using Groups = GroupTable<KTile::kRows, kScaled>;
-  // Of a thread's rows either all have one position in their groups, or their addresses go on from row to row; then
+  // A thread's rows either all have one position in their groups, or their addresses go on from row to row; then
   // each lane counts its group's place from where the tile would begin.
   static constexpr bool kEven = kPassRows % kGroupKeys == 0;
 
@@ -218,7 +218,7 @@ struct PagedKeyLoader {
   }
 };
 
-// Of a call with a paged cache.
+// For a call with a paged cache.
 template <typename Item>
 struct PagedKeys {
   const PagedParams& params;

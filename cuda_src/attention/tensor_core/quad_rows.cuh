@@ -33,7 +33,7 @@ struct QuadTile {
   }
 };
 
-// Where a lane reads of 8 rows: its chunk of each group.
+// The address from which a lane reads of 8 rows: its chunk of each group.
 template <typename Tile>
 struct QuadAddress {
   uint32 even, odd;
@@ -60,7 +60,7 @@ struct QuadRows {
 
   using Quads = uint4[kMTiles][2][kSteps / kQuadGroup];
 
-  // What `load` read.
+  // Take what `load` read.
   __device__ __forceinline__ void take(const Quads& quads) {
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
@@ -75,7 +75,7 @@ struct QuadRows {
       }
     }
   }
-  // The same times a power of two.
+  // Take it times a power of two.
   __device__ __forceinline__ void take(Quads& quads, float factor) {
     const uint32 both = pack_halves(factor, factor);
 #pragma unroll

@@ -34,7 +34,7 @@ struct QueryLoader {
   uint32 scratch_row;    // the present tile's first row in scratch memory
   uint32 q_s, dout_s;    // where the present tile is; of two places the next one's is the sum less this
   uint32 q_sum, dout_sum;
-  // Of Q, then of dout: two sets of registers would not be free at once.
+  // Registers for Q, then for dout: two sets would not be free at once.
   uint4 quads[QTileLoader::kQuads > DoutTileLoader::kQuads ? QTileLoader::kQuads : DoutTileLoader::kQuads];
 
   __device__ __forceinline__ QueryLoader(const BackwardParams& all, const QueryLoop<kTileQ>& seen,
@@ -61,7 +61,7 @@ struct QueryLoader {
   __device__ __forceinline__ bool more() const { return left > 1; }
   __device__ __forceinline__ int first_row() const { return tile * kTileQ; }
   __device__ __forceinline__ bool masked() const { return loop.masked(tile); }
-  // Of a block mask (block_query_loader.cuh), which there is none of.
+  // For a block mask (block_query_loader.cuh), which does not exist here.
   __device__ __forceinline__ int whole() const { return 0; }
   __device__ __forceinline__ uint32 state(int) const { return kFull; }
   __device__ __forceinline__ void move_to_run() {}

@@ -1,4 +1,4 @@
-// The chunks of a CTA's query rows, rotated on their way to shared memory (../rotary.cu says what is computed): a
+// The chunks of a CTA's query rows, rotated on their way to shared memory (../rotary.cu documents what is computed): a
 // thread reads those that its own is rotated with, which other threads read too, from L1, and no chunk waits for
 // another.
 #pragma once
@@ -28,7 +28,7 @@ struct RotatedChunks {
     const uint4 own = load_chunk<kCols, kVec>(chunk_g, chunk);
     const int half = static_cast<int>(tables.half), column = chunk * kChunkItems;
     if (column >= 2 * half) return own;
-    // Of halves all items of a chunk are first ones or all are second ones; neighbours alternate.
+    // With halves the items of a chunk are all first ones or all second ones; neighbours alternate.
     const bool second = column >= half;
     const int partner = second ? column - half : column + half;
     const uint4 other =

@@ -21,7 +21,7 @@ constexpr int kStatisticsBytes = 2 * sizeof(float);  // of a row
 // A row's L, by its place in the scratch; its delta lies two floats further. Even rows share 16 bytes with the next.
 __device__ __forceinline__ int64 statistics_offset(uint32 row) { return static_cast<int64>(row / 2) * 4 + row % 2; }
 
-// Of the two queries that a thread holds in each n8 tile, where queries lie along n8.
+// Statistics of the two queries that a thread holds in each n8 tile, if queries lie along n8.
 template <int kNTiles>
 struct QueryStatistics {
   float4 pairs[kNTiles];
@@ -34,7 +34,7 @@ struct QueryStatistics {
   __device__ __forceinline__ float delta(int n, int, int e) const { return e % 2 ? pairs[n].w : pairs[n].z; }
 };
 
-// Of the rows that a thread holds, where queries lie along m16. Rows beyond Sq count as rows without a key.
+// Statistics of the rows that a thread holds, if queries lie along m16. Rows beyond Sq count as rows without a key.
 template <int kMTiles>
 struct RowStatistics {
   float row_l[kMTiles][2], row_delta[kMTiles][2];

@@ -17,7 +17,7 @@
 #include "row_statistics.cuh"
 #include "score_items.cuh"
 
-// What becomes of dS as the gradient of a bias: written where it is computed (kAccumulate: added to what is there), or
+// The use of dS as the gradient of a bias: written where it is computed (kAccumulate: added to what is there), or
 // kept for the caller.
 template <typename Dtype_, bool kAccumulate_>
 struct DbiasOptions {
@@ -84,7 +84,7 @@ struct TileOptions {
   BackwardItems<Mask, Tile> mask;
   ScoreRule<Options, Unit::kLog2> rule;
   Distance distance;  // of the thread's first score
-  // Of what leaves the loop: dbias, and what score_mod's expression is given.
+  // For values that leave the loop: dbias, and the arguments of score_mod's expression.
   const GradientScale& scale;
 
   __device__ __forceinline__ TileOptions(const BackwardParams& all, const KeyWindow& seen, const OptionArrays& options,
@@ -148,7 +148,7 @@ struct TileOptions {
     return arrays.modifiers.mask(at.batch, at.head, at.row, at.key);
   }
 
-  // Of all scores; those that are hidden have ds = 0.
+  // For all scores; those that are hidden have ds = 0.
   __device__ __forceinline__ void write_dbias(const typename Tile::Fragment& ds) const {
     store_scores<Tile>(static_cast<typename Dbias::Dtype*>(arrays.dbias_g), params.dbias, coords, params.attention, ds,
                        scale.up, Dbias::kAccumulate);
@@ -166,7 +166,7 @@ struct TileOptions {
 };
 
 // `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up. `masked`: the window
-// may hide some, `partial`: a block mask does not say that all are seen.
+// may hide some, `partial`: so may a block mask.
 template <typename Tile, typename Options, typename Dbias, typename Statistics>
 __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typename Tile::Packed& ds,
                                                 typename Tile::Fragment& s, typename Tile::Fragment& dp,

@@ -1,4 +1,4 @@
-// What an array that broadcasts to all scores, a bias or a mask, has for the scores that a thread holds.
+// The items of an array that broadcasts to all scores, a bias or a mask, for the scores that a thread holds.
 #pragma once
 
 #include "../scores.cuh"
@@ -62,7 +62,7 @@ struct RunsAhead {
 template <typename Tile>
 struct RunsAhead<void, Tile> {};
 
-// Of the forward: where an array is read four keys at a time, ahead; where not, when it is used.
+// For the forward: an array that is read four keys at a time is read ahead, any other when it is used.
 template <typename Item, typename Tile>
 struct ForwardRuns : RunsAhead<Item, Tile> {
   using Runs = RunsAhead<Item, Tile>;
@@ -131,7 +131,7 @@ struct ForwardItems {
   }
 };
 
-// Of the backward, zeros where their query or key does not exist: read run by run when this is made, or one by one.
+// For the backward, zeros where their query or key does not exist: read run by run when this is made, or one by one.
 template <typename Item, typename Tile, bool kAhead = (Tile::kRun > 1)>
 struct BackwardItems {
   const Item* first_g;  // the thread's first
@@ -179,7 +179,7 @@ struct BackwardItems<Item, Tile, true> : RunsAhead<Item, Tile> {
   }
 };
 
-// Of an array that is not given.
+// For an array that is not given.
 struct NoItems {
   __device__ __forceinline__ NoItems(const void*, const ScoreStrides&, const ScoreCoordinates&,
                                      const AttentionParams&) {}

@@ -1,5 +1,5 @@
-// Which scores a thread holds: a warp's tile of scores as accumulator fragments of mma.m16n8k8, with either queries or
-// keys along the m16 side.
+// The scores that a thread holds: a warp's tile of scores as accumulator fragments of mma.m16n8k8, with either queries
+// or keys along the m16 side.
 //
 // x[n][i][e] is item (16 i + lane / 4 + 8 (e / 2), 8 n + 2 (lane % 4) + e % 2). With queries along m16 that is a tile
 // of S = Q K^T, whose fragments, packed, are the A operands of O += P V and dQ += dS K. With keys along m16 it is a
@@ -43,7 +43,7 @@ struct ScoreTile {
     return (kRun == 1 ? 8 * n : n / 2 * 16 + n % 2 * 2) + e % 2;
   }
 
-  // Which key of the tile lies in row `row` of the tiles of K and V in shared memory. Along m16 a thread's rows are
+  // The key of the tile in row `row` of the tiles of K and V in shared memory. Along m16 a thread's rows are
   // eight apart. Along n8 key 4 t + 2 n + e of 16 lies in row 8 n + 2 t + e: of two n8 tiles a thread holds the four
   // from 4 t on.
   __device__ __forceinline__ static int item_of_row(int row) {

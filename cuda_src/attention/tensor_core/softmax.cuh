@@ -42,7 +42,7 @@ struct Softmax {
     }
   }
 
-  // Move l to registers of its own. ptxas spills what the masked loop has no room for, and would reload and spill it in
+  // Move l to separate registers. ptxas spills what the masked loop has no room for, and would reload and spill it in
   // the main loop too, which has.
   __device__ __forceinline__ void renew() {
 #pragma unroll

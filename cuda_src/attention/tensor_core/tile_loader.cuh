@@ -63,7 +63,7 @@ struct TileLoader {
   uint32 shared_offset;
   uint32 global_offset;  // bytes from the tile's lowest address to this thread's first chunk, or to that of key 0
 
-  // Of rows whose addresses the caller knows.
+  // For rows whose addresses the caller knows.
   __device__ __forceinline__ TileLoader()
       : row(threadIdx.x / kRowLanes), chunk(threadIdx.x % kRowLanes), shared_offset(Tile::offset(row, chunk)) {}
 
@@ -115,7 +115,7 @@ struct TileLoader {
         });
   }
 
-  // The same from wherever rows are: pass_g(pass) is where this thread's first chunk of its row lies. A chunk is a
+  // Fetch from any addresses: pass_g(pass) is the address of this thread's first chunk of its row. A chunk is a
   // quad, or as many bytes as it has in memory.
   template <bool kRagged, typename Chunk, int kRoom, typename Exists, typename PassAddress>
   __device__ __forceinline__ void load_rows(Chunk (&chunks)[kRoom], Exists exists, PassAddress pass_g) const {
@@ -139,7 +139,7 @@ struct TileLoader {
     store_made(tile_s, [&](int pass, int group) { return quads[pass * kColumnGroups + group]; });
   }
 
-  // The same of quads that are made here.
+  // Bring quads that are made here.
   template <typename Quad>
   __device__ __forceinline__ void store_made(uint32 tile_s, Quad quad) const {
 #pragma unroll

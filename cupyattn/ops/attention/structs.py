@@ -142,16 +142,13 @@ MERGE_PARAMS = _struct(
 MERGE_STRUCT = StructParameter("params", MERGE_PARAMS, "MergeParams", (ATTENTION_STRUCT,))
 
 # RotaryParams in cuda_src/attention/rotary.cu
-ROTARY_PARAMS = np.dtype(
-    [
-        *((array, TOKEN_STRIDES, (2,)) for array in ("x", "out")),
-        *((field, np.int64) for field in ("cos_stride", "sin_stride", "table_length")),
-        ("query_threads", np.uint32),
-        *((field, np.uint32, (2,)) for field in ("tokens", "heads", "groups")),
-        *((field, np.uint32) for field in ("slots", "rotated_slots", "half", "dim")),
-        ("sign", np.float32),
-    ],
-    align=True,
+ROTARY_PARAMS = _struct(
+    ("x out", (TOKEN_STRIDES, 2)),
+    ("cos_stride sin_stride table_length", np.int64),
+    ("query_threads", np.uint32),
+    ("tokens heads groups", (np.uint32, 2)),
+    ("slots rotated_slots half dim", np.uint32),
+    ("sign", np.float32),
 )
 ROTARY_STRUCT = StructParameter("rotary", ROTARY_PARAMS, "RotaryParams")
 

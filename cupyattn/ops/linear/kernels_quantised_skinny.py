@@ -41,7 +41,7 @@ PRODUCT = KernelSpec(
     (*inputs("x", "codes", "scales"), *inputs("super_scales", optional=True), *EPILOGUE),
 )
 FLOAT_SKINNY = KernelSpec(
-    "linear_quantised_thin_f32", "linear/quantised/thin_float32.cu", PRODUCT.parameters
+    "linear_quantised_thin_f32", "linear/quantised/skinny_float32.cu", PRODUCT.parameters
 )
 KERNELS = (PRODUCT, FLOAT_SKINNY)
 

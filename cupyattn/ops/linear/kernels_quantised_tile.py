@@ -55,14 +55,17 @@ from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.structs import new_struct
 from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 
-# QuantisedTileParams in cuda_src/linear/quantised/tile_loader.cuh
-QUANTISED_TILE_PARAMS = np.dtype(
-    [("product", PRODUCT_PARAMS), *((field, np.int32) for field in ("blocks", "block_log2"))],
-    align=True,
-)
-QUANTISED_TILE_STRUCT = StructParameter(
-    "params", QUANTISED_TILE_PARAMS, "QuantisedTileParams", (PRODUCT_STRUCT,)
-)
+
+def _with_blocks(product: StructParameter, c_name: str) -> StructParameter:
+    """Return the C struct of a product, and of the blocks in a row of codes."""
+    blocks = ((field, np.int32) for field in ("blocks", "block_log2"))
+    dtype = np.dtype([("product", product.dtype), *blocks], align=True)
+    return StructParameter("params", dtype, c_name, (product,))
+
+
+# In cuda_src/linear/quantised: tile_loader.cuh and float_operand.cuh
+QUANTISED_TILE = _with_blocks(PRODUCT_STRUCT, "QuantisedTileParams")
+QUANTISED_FLOAT = _with_blocks(FLOAT_PRODUCT_STRUCT, "QuantisedFloatParams")
 
 _WEIGHT = (*inputs("codes", "scales"), *inputs("super_scales", optional=True))
 

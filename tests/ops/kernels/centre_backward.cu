@@ -28,19 +28,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int64 start = first; start < params.rows; start += step) {
     const int64 row = start + threadIdx.x / Rows::kLanes;
     const bool exists = row < params.rows;  // rows beyond the last take part with no columns
-    const int64 length = exists ? params.length : 0, strips = Rows::strips(params.length);
+    const int64 length = exists ? params.length : 0, segments = Rows::segments(params.length);
     const Scalar* dout_row_g = dout_g + row_offset(params, kDout, exists ? row : 0);
     const Scalar* x_row_g = x_g + row_offset(params, kX, exists ? row : 0);
     Scalar* dx_row_g = dx_g + row_offset(params, kDx, exists ? row : 0);
 
     // Phase 1: the means of x and of dout * weight.
     float x_sum = 0.f, g_sum = 0.f;
-#pragma unroll Rows::kHeldStrips
-    for (int64 strip = 0; strip < strips; strip++) {
+#pragma unroll Rows::kHeldSegments
+    for (int64 segment = 0; segment < segments; segment++) {
       float x[Rows::kVec], dout[Rows::kVec], weight[Rows::kVec];
-      load_strip<Rows>(x, x_row_g, strip, length, 0.f);
-      load_strip<Rows>(dout, dout_row_g, strip, length, 0.f);
-      load_strip<Rows>(weight, weight_g, strip, length, 0.f);
+      load_segment<Rows>(x, x_row_g, segment, length, 0.f);
+      load_segment<Rows>(dout, dout_row_g, segment, length, 0.f);
+      load_segment<Rows>(weight, weight_g, segment, length, 0.f);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) x_sum += x[i], g_sum += dout[i] * weight[i];
     }
@@ -49,19 +49,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (exists && threadIdx.x % Rows::kLanes == 0) mean_g[row_offset(params, kMean, row)] = x_mean;
 
     // Phase 2: dx, and this row's terms of dweight.
-#pragma unroll Rows::kHeldStrips
-    for (int64 strip = 0; strip < strips; strip++) {
+#pragma unroll Rows::kHeldSegments
+    for (int64 segment = 0; segment < segments; segment++) {
       float x[Rows::kVec], dout[Rows::kVec], weight[Rows::kVec];
-      load_strip<Rows>(x, x_row_g, strip, length, x_mean);
-      load_strip<Rows>(dout, dout_row_g, strip, length, 0.f);
-      load_strip<Rows>(weight, weight_g, strip, length, 0.f);
+      load_segment<Rows>(x, x_row_g, segment, length, x_mean);
+      load_segment<Rows>(dout, dout_row_g, segment, length, 0.f);
+      load_segment<Rows>(weight, weight_g, segment, length, 0.f);
 #pragma unroll
       for (int i = 0; i < Rows::kVec; i++) {
         x[i] = dout[i] * (x[i] - x_mean);
         dout[i] = scale * (dout[i] * weight[i] - g_mean);
       }
-      store_strip<Rows>(dx_row_g, dout, strip, length);
-      sums.add(x, strip, start == first, partial_row_g, length);
+      store_segment<Rows>(dx_row_g, dout, segment, length);
+      sums.add(x, segment, start == first, partial_row_g, length);
     }
   }
   sums.store(partial_row_g, params.length, columns_s);

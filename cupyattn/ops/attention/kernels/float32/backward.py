@@ -169,11 +169,8 @@ CTA_ROWS = 8
 
 
 @cache
-def delta(dtype: str, head_dim_v: int) -> Specialisation:
-    """Specialise the kernel of delta."""
-    return DELTA_KERNEL.specialise(
-        threads=CTA_ROWS * WARP_SIZE, DTYPE=dtype, HEAD_DIM_V=head_dim_v, ZEROED_DIM=0
-    )
+def delta(dtype: str, head_dim_v: int, zeroed_dim: int | None = None) -> Specialisation:
+    """Specialise the kernel of delta; with `zeroed_dim` that of packed sequences.
 
     The latter zeroes that many items of each row of dq.
     """
@@ -183,7 +180,7 @@ def delta(dtype: str, head_dim_v: int) -> Specialisation:
         "HEAD_DIM_V": head_dim_v,
     }
     if zeroed_dim is None:
-        return DELTA_KERNEL.specialise(**shape)
+        return DELTA_KERNEL.specialise(**shape, ZEROED_DIM=0)
     return DELTA_VARLEN_KERNEL.specialise(**shape, ZEROED_DIM=zeroed_dim)
 
 

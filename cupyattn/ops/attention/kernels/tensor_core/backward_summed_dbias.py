@@ -128,7 +128,7 @@ def summed_dbias(
     )
 
 
-def _shared_bytes(config: SummedDbiasConfig, head_dim: int, head_dim_v: int) -> int:
+def _shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
     """K and V twice (Smem in backward_summed_dbias.cu, which asserts it)."""
     columns = round_up(head_dim, _COLUMNS) + round_up(head_dim_v, _COLUMNS)
     return 2 * config.tile_k * columns * 2
