@@ -10,7 +10,7 @@ from support.devices import DTYPES, dtype_of
 from support.fake_gpu import FakeTorch, harness
 
 import cupyattn
-from cupyattn.benchmark import attention
+from cupyattn.benchmark import attention, varlen
 from cupyattn.benchmark.attention import (
     BLOCK_MASKED,
     OPTIONS,
@@ -217,3 +217,36 @@ def test_gradients_of_baselines_are_those_of_q_k_and_v():
     assert set(torch.differentiated) == {(3, (2, 4, 24, 8), (2, 4, 24, 8))}
     wrong = rows("backward", words, PLAIN, measure=measure)[1]  # of zeros
     assert "differs from cupyattn's by 1 of the largest" in wrong["unavailable"]
+
+
+PACKED = varlen.PackedAttentionProblem(40, 10, 4, 2, 8, True, "float32")
+
+
+def test_ways_of_packed_sequences_have_the_same_tokens():
+    assert PACKED.lengths("equal").tolist() == [10] * 4
+    ragged = PACKED.lengths("ragged")
+    assert ragged.sum() == 40
+    assert len(set(ragged.tolist())) > 1
+    assert ragged.min() >= 0
+
+
+def test_packed_sequences_of_equal_lengths_are_the_dense_call():
+    source = Harness(np).arrays(2)
+    arrays = [source.normal(*shape, dtype=PACKED.dtype) for shape in PACKED.shapes]
+
+    def call(layout, direction):
+        return varlen.call_of(PACKED, layout, direction, arrays, np)()
+
+    out, lse = call("dense", "forward")
+    packed, packed_lse = call("equal", "forward")
+    assert np.array_equal(packed, out.reshape(packed.shape))
+    assert np.array_equal(packed_lse, np.swapaxes(lse, 0, 1).reshape(packed_lse.shape))
+    dense, equal = call("dense", "backward"), call("equal", "backward")
+    for name in ("dq", "dk", "dv"):
+        found = getattr(equal, name)
+        assert np.array_equal(found, getattr(dense, name).reshape(found.shape))
+
+
+def test_flops_of_packed_sequences():
+    assert PACKED.flops("dense") == PACKED.flops("equal") == 4 * 4 * 8 * 4 * 100 / 2
+    assert PACKED.flops("ragged") == 2 * 4 * 8 * (PACKED.lengths("ragged") ** 2).sum()

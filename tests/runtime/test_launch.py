@@ -12,6 +12,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from support.base_problem import BASE, EVERY_OPTION, SQ, B, D, H
 from support.devices import SENTINEL, kernels_only, placed
+from support.files_of_a_call import in_new_process
 from support.recording_device import Recorder, backward_call, device_array, launched
 
 import cupyattn
@@ -470,3 +471,15 @@ def test_a_token_that_is_more_than_a_launch_takes_is_refused():
     message = "one such token is more than a launch of rope takes; split the batch or the heads"
     with cupyattn.backend("emulator"), pytest.raises(ValueError, match=message):
         cupyattn.rope(q, *tables)
+
+
+MOST_FILES = {"rms_norm": (12, 7), "gelu": (11, 7)}
+"""Files that a function's first and second call execute at most."""
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("function", MOST_FILES)
+def test_call_executes_few_files(function):
+    for executed, most in zip(in_new_process(function), MOST_FILES[function], strict=True):
+        assert "runtime/plan.py" in executed.functions
+        assert len(executed.functions) <= most, str(executed)

@@ -1,4 +1,4 @@
-"""explain: what a call would launch, without launching it."""
+"""explain: what a call would launch, without launching it. And kernels by name and macros."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cupyattn
-from cupyattn import explain, explanation
+from cupyattn import explain, explanation, turing
 from cupyattn.turing import DisassemblerError
 
 pytestmark = pytest.mark.nvrtc
@@ -221,3 +221,22 @@ def test_arrays_on_a_gpu_are_explained_for_it():
         report.launches[0].configuration["VEC"] == 4 or report.launches[0].configuration["VEC"] == 1
     )
     assert (out == 7).all()
+
+
+def test_the_row_has_the_macros():
+    found = turing.row("attention_tiled", DTYPE="float32", HEAD_DIM=64)
+    assert found.spec.entry == "attention_tiled"
+    assert {"DTYPE": "float32", "HEAD_DIM": 64}.items() <= found.defines.items()
+
+
+@pytest.mark.parametrize(
+    ("entry", "macros", "message"),
+    [
+        ("attention_fwd", {}, "no kernel 'attention_fwd'; near it are .*attention"),
+        ("x", {}, "no kernel 'x'; .*lists them"),
+        ("attention_forward", {"HEAD_DIM": 63}, r"no row with \{'HEAD_DIM': 63\}; .*64"),
+    ],
+)
+def test_what_is_not_there_is_told(entry, macros, message):
+    with pytest.raises(ValueError, match=message):
+        turing.row(entry, **macros)
