@@ -507,6 +507,7 @@ def call_elements(
     accumulate: bool = False,
     decided: Mapping[str, str] | None = None,
     scalars: Mapping[str, Any] | None = None,
+    cpu: Callable[..., None] | None = None,
 ) -> R:
     """Check a call, run it on the CPU or by the kernel, and return its record with the results.
 
@@ -527,6 +528,9 @@ def call_elements(
         A value for each macro in the kernel's `choices`.
     scalars : mapping, optional
         The kernel's scalars.
+    cpu : callable, optional
+        A faster way on NumPy arrays than the reference, used where results are not accumulated and
+        no array is float64. Takes the inputs and then the results, and writes the latter.
 
     Raises
     ------
@@ -545,23 +549,28 @@ def call_elements(
     device = device_of(operands)
     if device is not None:
         return run_elements(device, problem, operands, **(scalars or {}))
-    return _on_cpu(problem, arrays, reference)
+    return _on_cpu(problem, arrays, reference, cpu)
 
 
 def _on_cpu(
     problem: ElementProblem,
     arrays: R,
     reference: Callable[..., np.ndarray | tuple[np.ndarray, ...]],
+    cpu: Callable[..., None] | None,
 ) -> R:
     kernel, parts = problem.kernel, problem.parts
 
     def view(name: str) -> Any:
         return parts[name].within(getattr(arrays, parts[name].array)) if name in parts else None
 
-    exact = reference(*(view(name) for name in (*kernel.updated, *kernel.inputs)))
+    given = [view(name) for name in (*kernel.updated, *kernel.inputs)]
     for name, output in problem.outputs.items():
         if getattr(arrays, name) is None:
-            setattr(arrays, name, np.zeros(*output))
+            setattr(arrays, name, (np.zeros if problem.accumulate else np.empty)(*output))
+    if cpu is not None and not problem.accumulate and problem.dtype != np.float64:
+        cpu(*given, *(view(name) for name in kernel.results))
+        return arrays
+    exact = reference(*given)
     written = (*kernel.updated, *kernel.results)
     for name, result in zip(written, exact if isinstance(exact, tuple) else (exact,), strict=True):
         target = view(name)

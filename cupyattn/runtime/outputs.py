@@ -1,14 +1,16 @@
-"""Results as the caller wants them: out=, grads=, dtype=, and the rounding of the reference's."""
+"""Results as the caller wants them: out=, grads=, dtype=, and conversions on the CPU."""
 
 from __future__ import annotations
 
 from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.checks import CPU_FLOATS
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.precision import Float32
 from cupyattn.runtime.records import R
 
 
@@ -145,6 +147,24 @@ def _float32_to_odd(exact: np.ndarray) -> np.ndarray:
     bits -= inexact & (np.abs(wide) > np.abs(exact))  # towards zero
     bits |= inexact
     return nearest
+
+
+def widened(x: NDArray[Any]) -> Float32:
+    """Return an array as float32: itself if it is one.
+
+    Examples
+    --------
+    >>> import ml_dtypes
+    >>> widened(np.array([1.5, -2.0], ml_dtypes.bfloat16))
+    array([ 1.5, -2. ], dtype=float32)
+    """
+    if x.dtype == np.float32:
+        return x
+    if x.dtype.name == "bfloat16":
+        wide = x.view(np.uint16).astype(np.uint32)
+        wide <<= 16
+        return wide.view(np.float32)
+    return x.astype(np.float32)
 
 
 def float_dtype(given: Any) -> np.dtype:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 U32 = 2.0**-24  # unit round-off of float32
 TINY32 = 2.0**-126

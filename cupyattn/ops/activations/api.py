@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from cupyattn.ops.activations import reference
+from cupyattn.ops.activations import cpu, reference
 from cupyattn.ops.activations.kernels import (
     ACTIVATIONS,
     ADD_TO,
@@ -240,7 +240,8 @@ def _activation(kind: str, x: Array, out: Array | None) -> Array:
     exact = partial(reference.activation, kind=kind)
     arrays = ActivationArrays(x, out)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    result = call_elements(FORWARD, arrays, exact, decided=decided).out
+    fast = partial(cpu.activation, kind=kind)
+    result = call_elements(FORWARD, arrays, exact, decided=decided, cpu=fast).out
     assert result is not None
     return result
 
@@ -249,7 +250,14 @@ def _backward(kind: str, dout: Array, x: Array, grads: Array | None, accumulate:
     exact = partial(reference.activation_backward, kind=kind)
     arrays = ActivationBackwardArrays(dout, x, grads)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    dx = call_elements(BACKWARD, arrays, exact, decided=decided, accumulate=accumulate).dx
+    dx = call_elements(
+        BACKWARD,
+        arrays,
+        exact,
+        decided=decided,
+        accumulate=accumulate,
+        cpu=partial(cpu.activation_backward, kind=kind),
+    ).dx
     assert dx is not None
     return dx
 
@@ -435,7 +443,8 @@ def _gated(kind: str, gate: Array, up: Array | None, out: Array | None) -> Array
     parts = _PACKED if up is None else None
     exact = partial(reference.gated, kind=kind)
     decided = {"ACTIVATION": ACTIVATIONS[kind]}
-    result = call_elements(GATED, arrays, exact, parts=parts, decided=decided).out
+    fast = partial(cpu.gated, kind=kind)
+    result = call_elements(GATED, arrays, exact, parts=parts, decided=decided, cpu=fast).out
     assert result is not None
     return result
 
@@ -464,6 +473,7 @@ def _gated_backward(
         parts=_PACKED if up is None else None,
         decided={"ACTIVATION": ACTIVATIONS[kind]},
         accumulate=accumulate,
+        cpu=partial(cpu.gated_backward, kind=kind),
     )
     return GatedGrads(results.dgate, results.dup)
 
