@@ -9,8 +9,9 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from cupyattn.ops.linear import reference
-from cupyattn.ops.linear.plan import backward_call, backward_plan, forward_call, forward_plan
+from cupyattn.ops.linear import cpu, reference
+from cupyattn.ops.linear.checks import backward_call, forward_call
+from cupyattn.ops.linear.plan import backward_plan, forward_plan
 from cupyattn.ops.linear.problem import (
     BackwardCall,
     ForwardCall,
@@ -251,12 +252,19 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
 
 
 def _on_cpu(arrays: LinearArrays[Any], call: ForwardCall, w: Any) -> None:
-    """Compute the results by the reference, and store them in their fields."""
+    """Compute the results, and store them in their fields."""
     w = w if arrays.w is None else arrays.w
     inputs = (arrays.x, w, arrays.b, arrays.residual)
-    results = reference.linear(*inputs, activation=call.problem.activation)
-    for (name, output), exact in zip(call.outputs.items(), results, strict=False):
-        setattr(arrays, name, round_into(getattr(arrays, name), exact, output.dtype))
+    activation = call.problem.activation
+    if call.problem.dtype == np.float64:
+        results = reference.linear(*inputs, activation=activation)
+        for (name, output), exact in zip(call.outputs.items(), results, strict=False):
+            setattr(arrays, name, round_into(getattr(arrays, name), exact, output.dtype))
+        return
+    for name, output in call.outputs.items():
+        if getattr(arrays, name) is None:
+            setattr(arrays, name, np.empty(*output))
+    cpu.linear(*inputs, arrays.out, arrays.preactivation, activation=activation)
 
 
 def linear_backward(
@@ -349,10 +357,11 @@ def linear_backward(
 
 
 def _backward_on_cpu(arrays: LinearBackwardArrays[Any], call: BackwardCall, w: Any) -> None:
-    """Compute the gradients by the reference, and store them in their fields."""
+    """Compute the gradients, and store them in their fields."""
     w = w if arrays.w is None else arrays.w
     problem = call.problem
-    exact = reference.linear_backward(
+    backward = reference.linear_backward if problem.dtype == np.float64 else cpu.linear_backward
+    exact = backward(
         *(arrays.dout, arrays.x, w, arrays.b),
         activation=problem.activation,
         preactivation=arrays.preactivation,

@@ -34,6 +34,9 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16). It adds |x| ew
   to dz, and (|dz| + e) ew^T to dx.
 - An accumulated gradient is added before the rounding: u32 of both terms, and u_out of the sum.
+
+On NumPy arrays (`cupyattn.ops.linear.cpu`), results of every dtype are those of float32 arrays,
+rounded once: sums in any order, and activations that err by at most as much as a kernel's.
 """
 
 from __future__ import annotations
@@ -275,3 +278,49 @@ def _float64(array: Any) -> Any:
 def _as_rows(array: Float64) -> Float64:
     rows = int(np.prod(array.shape[:-1], dtype=np.int64))
     return array.reshape(rows, array.shape[-1])
+
+
+def cpu_linear_bound(
+    x: Any,
+    w: Any,
+    b: Any = None,
+    residual: Any = None,
+    *,
+    activation: str | None = None,
+    dtype: DTypeLike,
+) -> tuple[Float64, Float64]:
+    """Return error bounds of `linear` on NumPy arrays; parameters as for `linear_bound`."""
+    errors = linear_bound(x, w, b, residual, activation=activation, dtype="float32")
+    x, b, residual = map(_float64, (x, b, residual))
+    exact = linear(x, _exact_weight(w, "float32")[0], b, residual, activation=activation)
+    return _rounded(exact[0], errors[0], dtype), _rounded(exact[1], errors[1], dtype)
+
+
+def cpu_linear_backward_bound(
+    dout: Any,
+    x: Any,
+    w: Any,
+    b: Any = None,
+    *,
+    activation: str | None = None,
+    preactivation: Any = None,
+    dtype: DTypeLike,
+) -> LinearGrads:
+    """Return error bounds of the backward on NumPy arrays, as for `linear_backward_bound`."""
+    given: dict[str, Any] = {"activation": activation, "preactivation": preactivation}
+    errors = linear_backward_bound(dout, x, w, b, **given, dtype="float32")
+    given["preactivation"] = _float64(preactivation)
+    dout, x, b = map(_float64, (dout, x, b))
+    exact = linear_backward(dout, x, _exact_weight(w, "float32")[0], b, **given)
+    pairs = zip(exact, errors, strict=True)
+    return LinearGrads(*(e if e is None else _rounded(value, e, dtype) for value, e in pairs))
+
+
+def _rounded(exact: Any, error: Any, dtype: DTypeLike) -> Float64:
+    """Return the bound of a float32 result that is rounded to dtype."""
+    precision = precision_of(dtype)
+    if precision.u_out == U32:
+        return np.asarray(error, np.float64)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        bound: Float64 = error + precision.store(np.abs(exact) + error)
+    return bound

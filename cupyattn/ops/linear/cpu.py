@@ -1,0 +1,225 @@
+"""Linear and its backward on NumPy arrays in float32: products by BLAS, the rest in blocks.
+
+`cupyattn.ops.linear.reference` defines the functions, and computes float64 arrays. All others are
+converted to float32, which is exact, and multiplied by a float32 BLAS. A weight of 16 bits or of
+codes is decoded a block at a time, unless `kept_weights` has a copy of it. The bounds are
+`cupyattn.ops.linear.bounds.cpu_linear_bound` and `cpu_linear_backward_bound`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyattn.ops.activations import cpu as activations
+from cupyattn.ops.activations import reference as exact_activations
+from cupyattn.ops.linear.quantized_weight import QuantizedWeight
+from cupyattn.ops.linear.reference import (
+    GATES,
+    LinearGrads,
+    _halves,
+    dequantised_rows,
+    with_expanded_scales,
+)
+from cupyattn.runtime.outputs import widened
+from cupyattn.runtime.precision import Float32, Float64
+
+_DECODED, _DECODED_FOR_MANY_ROWS = 2**17, 2**22
+"""Items of a weight that are decoded at a time. The first fit a core's cache with their codes; many
+rows of x take so long that memory does not matter."""
+_SUMS = 2**22
+"""Items of x w in memory at a time."""
+_FEW_ROWS = 16
+"""Up to so many rows of x, BLAS takes the weight as the left operand sooner."""
+
+
+class KeptWeights:
+    """float32 copies of 16-bit weights, made when a product first needs them.
+
+    The arrays must neither change nor be freed while the copies are in use.
+
+    Parameters
+    ----------
+    limit : int
+        The most bytes of all copies. Weights beyond it are converted in every product.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.nbytes = 0
+        self._copies: dict[tuple[object, ...], Float32] = {}
+
+    def copy_of(self, rows: NDArray[Any]) -> Float32 | None:
+        """Return the copy of a weight (N, K), or None where the limit leaves no room for one."""
+        key = rows.ctypes.data, rows.shape, rows.strides, rows.dtype
+        found = self._copies.get(key)
+        if found is None and self.nbytes + 4 * rows.size <= self.limit:
+            found = self._copies[key] = widened(rows)
+            self.nbytes += found.nbytes
+        return found
+
+    def forget(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
+        self.nbytes = 0
+
+
+_kept: ContextVar[KeptWeights | None] = ContextVar("kept_weights", default=None)
+
+
+@contextmanager
+def kept_weights(copies: KeptWeights) -> Iterator[None]:
+    """Let products within the block use and make copies of 16-bit weights."""
+    token = _kept.set(copies)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+@np.errstate(all="ignore")
+def linear(
+    x: NDArray[Any],
+    w: NDArray[Any] | QuantizedWeight,
+    b: NDArray[Any] | None,
+    residual: NDArray[Any] | None,
+    out: NDArray[Any],
+    preactivation: NDArray[Any] | None,
+    *,
+    activation: str | None,
+) -> None:
+    """Write activation(x w + b) + residual into out, and x w + b into preactivation."""
+    kind = GATES.get(activation or "", activation)
+    bias = None if b is None else widened(b)
+    rows_x, rows_residual, rows_out, rows_z = map(_as_rows, (x, residual, out, preactivation))
+    step = max(_SUMS // max(w.shape[1], 1), 1)
+    for first in range(0, len(rows_x), step):
+        part = slice(first, first + step)
+        sums = product(widened(rows_x[part]), w)
+        height = max(activations.BLOCK // max(w.shape[1], 1), 1)
+        scratch = None if kind is None else activations.scratch_of(kind, height * w.shape[1])
+        for row in range(0, len(sums), height):
+            z = sums[row : row + height]
+            at = slice(first + row, first + row + len(z))
+            if bias is not None:
+                z += bias
+            if rows_z is not None:
+                rows_z[at] = z
+            result = z
+            if activation in GATES:
+                gate, up = _halves(z)
+                result = _activated(gate, kind, scratch)
+                result *= up
+            elif kind is not None:
+                result = _activated(z, kind, scratch)
+            if rows_residual is not None:
+                result += widened(rows_residual[at])
+            rows_out[at] = result
+
+
+@np.errstate(all="ignore")
+def linear_backward(
+    dout: NDArray[Any],
+    x: NDArray[Any],
+    w: NDArray[Any] | QuantizedWeight,
+    b: NDArray[Any] | None,
+    *,
+    activation: str | None,
+    preactivation: NDArray[Any] | None,
+) -> LinearGrads:
+    """Return the gradients dx, dw (None for a quantised w) and db (None without b) in float32."""
+    rows_x, dz = widened(_as_rows(x)), widened(_as_rows(dout))
+    if activation is not None:
+        z = None if preactivation is None else widened(_as_rows(preactivation))
+        if z is None:
+            z = product(rows_x, w)
+            if b is not None:
+                z += widened(b)
+        dz = _preactivation_gradient(dz, z, activation)
+    dx = product(dz, w.T).reshape(x.shape)
+    db = dz.sum(axis=0, dtype=np.float64) if b is not None else None
+    dw = None if isinstance(w, QuantizedWeight) else rows_x.T @ dz
+    return LinearGrads(dx, dw, db)
+
+
+def _preactivation_gradient(dout: Float32, z: Float32, activation: str) -> Float32:
+    """Return the gradient with respect to z = x w + b, both halves of it for a gated activation."""
+    dz = np.empty(z.shape, np.float32)
+    if activation not in GATES:
+        activations.activation_backward(dout, z, dz, kind=activation)
+        return dz
+    activations.gated_backward(dout, *_halves(z), *_halves(dz), kind=GATES[activation])
+    return dz
+
+
+def _activated(z: Float32, kind: str | None, scratch: Float64 | None) -> Float32:
+    """Return the activation of a block; the reference's where the block is not finite."""
+    assert kind is not None
+    result = activations.value(z, kind, scratch)
+    if not np.isfinite(result).all():
+        result = exact_activations.activation(z, kind).astype(np.float32)
+    return result
+
+
+def product(x: Float32, w: NDArray[Any] | QuantizedWeight) -> Float32:
+    """Return x (M, K) times w (K, N) in float32, as a new array."""
+    if isinstance(w, QuantizedWeight):
+        return _quantised_product(x, w)
+    copies = _kept.get()
+    if copies is not None and w.dtype != np.float32:
+        copy = copies.copy_of(w.T)
+        w = w if copy is None else copy.T
+    if w.dtype == np.float32:
+        return _multiplied(x, w)
+    inner, columns = w.shape
+    if w.strides[1] < w.strides[0]:  # rows of w are contiguous: sum over some at a time
+        result = np.zeros((len(x), columns), np.float32)
+        for rows in _parts(x, inner, columns):
+            result += _multiplied(x[:, rows], widened(w[rows]))
+        return result
+    result = np.empty((len(x), columns), np.float32)
+    for some in _parts(x, columns, inner):
+        result[:, some] = _multiplied(x, widened(w.T[some]).T)
+    return result
+
+
+def _quantised_product(x: Float32, weight: QuantizedWeight) -> Float32:
+    weight = with_expanded_scales(weight)
+    rows = _parts(x, weight.outer, weight.inner)
+    if weight.transposed:
+        result = np.zeros((len(x), weight.inner), np.float32)
+        for some in rows:
+            result += _multiplied(x[:, some], dequantised_rows(weight, some))
+        return result
+    result = np.empty((len(x), weight.outer), np.float32)
+    for some in rows:
+        result[:, some] = _multiplied(x, dequantised_rows(weight, some).T)
+    return result
+
+
+def _parts(x: Float32, count: int, width: int) -> Iterator[slice]:
+    """Yield slices of the `count` rows of a weight, whose `width` items are decoded at a time."""
+    items = _DECODED if len(x) <= _FEW_ROWS else _DECODED_FOR_MANY_ROWS
+    step = max(items // max(width, 1), 1)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
+
+
+def _multiplied(x: Float32, w: Float32) -> Float32:
+    """Return x w of float32 arrays."""
+    if 1 < len(x) <= _FEW_ROWS and w.strides[0] < w.strides[1]:
+        return np.ascontiguousarray((w.T @ x.T).T)
+    return x @ w
+
+
+def _as_rows(array: Any) -> Any:
+    """Return an array, or None, as a view of rows."""
+    if array is None:
+        return None
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
