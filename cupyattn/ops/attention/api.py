@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention import backward as ops
-from cupyattn.ops.attention import reference
+from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
 from cupyattn.ops.attention.forward import attention_forward
@@ -300,7 +300,7 @@ def attention(
     if device is None:
         on_cpu = cast("AttentionArrays[NDArray[Any]]", operands.arrays)
         options = reference_options(problem, operands.arrays, seed, score_mod, mask_mod)
-        results = reference.attention(on_cpu.q, on_cpu.k, on_cpu.v, **options)
+        results = cpu.attention(on_cpu.q, on_cpu.k, on_cpu.v, **options)
         rounded = rounded_results(problem, operands.arrays, *results)
         return rounded if return_lse else rounded[0]
     arrays = attention_forward(device, problem, operands, seed=seed, return_lse=return_lse)

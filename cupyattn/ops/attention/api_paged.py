@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 from numpy.typing import NDArray
 
-from cupyattn.ops.attention import reference
+from cupyattn.ops.attention import cpu, reference
 from cupyattn.ops.attention.api import rounded_results
 from cupyattn.ops.attention.merge import MergeArrays, merge_problem, run_merge
 from cupyattn.ops.attention.paged import TABLE_FIXES, PagedProblem, paged_forward, paged_problem
@@ -270,6 +270,7 @@ def _on_cpu(problem: PagedProblem, arrays: PagedArrays[NDArray[Any]]) -> tuple[A
         sinks=arrays.sinks,
         k_scales=arrays.k_scales,
         v_scales=arrays.v_scales,
+        attend=cpu.attention,
     )
     if bounds is not None:  # rows of no sequence stay as they are
         for others in (slice(0, int(bounds[0])), slice(int(bounds[-1]), None)):

@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from numpy.typing import NDArray
 
-from cupyattn.ops.attention import reference
-from cupyattn.ops.attention.api import (
-    AttentionKeywords,
-    gradients_of,
-    rounded_gradients,
-    rounded_results,
-)
+from cupyattn.ops.attention import cpu, reference
+from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
 from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
@@ -251,8 +246,8 @@ def _on_cpu(
     assert bounds is not None
     assert keys is not None
     packed = arrays.q, arrays.k, arrays.v, bounds, keys
-    out, lse = reference.attention_varlen(*packed, **options)
-    end = int(bounds[-1])  # later rows of no sequence stay as they are
+    out, lse = reference.attention_varlen(*packed, **options, attend=cpu.attention)
+    behind = int(bounds[-1])  # rows of no sequence stay as they are
     if arrays.out is not None:
         out[end:] = arrays.out[end:]
     if arrays.lse is not None:

@@ -264,6 +264,23 @@ def attention_bound(
     return out_bound, lse_bound
 
 
+def cpu_attention_bound(
+    q: NDArray[Any], k: NDArray[Any], v: NDArray[Any], /, *, dtype: DTypeLike, **options: Any
+) -> tuple[Float64, Float64]:
+    """Return error bounds of attention on NumPy arrays, whose out is rounded to dtype.
+
+    They are those of a float32 kernel with two tiles of keys, and of the rounding: there is one
+    tile, but NumPy's exponential errs by 6 u32 where a kernel's errs by 4.
+    """
+    tile_k = max(-(-k.shape[1] // 2), 1)
+    out_bound, lse_bound = attention_bound(q, k, v, dtype="float32", tile_k=tile_k, **options)
+    precision = precision_of(dtype)
+    if precision.u_out > U32:
+        exact, _ = attention(q, k, v, **options)
+        out_bound += precision.store(np.abs(exact) + out_bound)
+    return out_bound, lse_bound
+
+
 # In cuda_src/attention/tensor_core/gradient_scale.cuh.
 _MOST_LOG2, _MOST_RANGE_LOG2 = 15, 15
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +52,7 @@ def paged_attention(
     cu_seqlens_q: NDArray[Any] | None = None,
     k_scales: NDArray[Any] | None = None,
     v_scales: NDArray[Any] | None = None,
+    attend: Callable[..., Any] = attention,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Attention of each sequence's last tokens to all of its tokens.
@@ -62,8 +64,10 @@ def paged_attention(
         Or what `quantise` has stored, with k_scales, v_scales : (num_blocks, block_size, G).
     block_table : (B, max_blocks), seqlens_k : (B,) ints
     cu_seqlens_q : (B + 1,) ints
-        Where the packed rows of each sequence begin, and where the last one's end; later rows
-        give zeros.
+        Where the packed rows of each sequence begin, and where the last one's end; rows behind
+        that give zeros.
+    attend : callable
+        Computes the dense attention of sequences.
     **options
         See `scores.ScoreBlocks`.
 
@@ -75,7 +79,7 @@ def paged_attention(
     caches = (k_cache, k_scales), (v_cache, v_scales)
     if cu_seqlens_q is None:
         k, v = (gathered(cache, block_table, seqlens_k, scales) for cache, scales in caches)
-        return attention(q, k, v, seqused_k=seqlens_k, **options)
+        return attend(q, k, v, seqused_k=seqlens_k, **options)
     out, lse = np.zeros(q.shape), np.zeros((q.shape[1], q.shape[0]))
     for b, (begin, end) in enumerate(pairwise(cu_seqlens_q)):
         if begin == end:  # its table may have nothing
@@ -93,6 +97,7 @@ def paged_attention(
             seqlens_k[own],
             k_scales=k_scales,
             v_scales=v_scales,
+            attend=attend,
             **each,
         )
         out[begin:end], lse[:, begin:end] = (result[0] for result in results)

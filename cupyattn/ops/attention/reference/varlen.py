@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,6 +64,8 @@ def attention_varlen(
     cu_seqlens_q: NDArray[Any],
     cu_seqlens_k: NDArray[Any],
     /,
+    *,
+    attend: Callable[..., Any] = attention,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Attention of each sequence's queries to its own keys.
@@ -74,6 +76,8 @@ def attention_varlen(
     cu_seqlens_q, cu_seqlens_k : (B + 1,) ints
         Where the rows of each sequence begin, and where the last one's end; later rows give
         zeros.
+    attend : callable
+        Computes the dense attention of a sequence.
     **options
         See `sequences`.
 
@@ -85,7 +89,7 @@ def attention_varlen(
     out = np.zeros((*q.shape[:2], v.shape[2]))
     lse = np.zeros((q.shape[1], q.shape[0]))
     for rows, keys, own in sequences(cu_seqlens_q, cu_seqlens_k, options):
-        results = attention(q[None, rows], k[None, keys], v[None, keys], **own)
+        results = attend(q[None, rows], k[None, keys], v[None, keys], **own)
         out[rows], lse[:, rows] = (result[0] for result in results)
     return out, lse
 
