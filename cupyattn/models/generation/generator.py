@@ -43,6 +43,7 @@ from cupyattn.models.generation.steps import (
 )
 from cupyattn.models.generation.text import TokenModel
 from cupyattn.models.parallel import agreed
+from cupyattn.ops.linear.cpu import KeptWeights, kept_weights
 from cupyattn.runtime.errors import error, shown
 
 Result = TypeVar("Result")
@@ -123,6 +124,8 @@ def free_bytes(xp: ModuleType) -> int:
 
 
 MAX_BATCH = 32
+MOST_COPIES = 2**30
+"""The most bytes of float32 copies of a model's 16-bit NumPy weights, while it generates."""
 LONGEST = 2048
 """The default room for a sequence in a cache, in tokens, if the model has as many positions."""
 
@@ -175,6 +178,10 @@ class Generator:
     Notes
     -----
     Use a generator from one thread at a time.
+
+    On NumPy arrays, products of 16-bit weights compute in float32. While a generator is not `idle`,
+    it keeps float32 copies of such weights, of at most 1 GiB and half of the free memory; other
+    weights are converted in every step. Change weights only while it is idle.
 
     Examples
     --------
@@ -237,6 +244,7 @@ class Generator:
             preempt=preempt, window_size=config.window_size,
         )  # fmt: skip
         self._decoding = Decoding(model, self.cache) if as_captured(captured, model) else None
+        self._copies = KeptWeights(min(MOST_COPIES, free_bytes(np) // 2) if model.xp is np else 0)
         self._running: dict[int, Generation] = {}
         self._calls = SerialCalls()
 
@@ -280,7 +288,7 @@ class Generator:
         return self._calls.make(self._step)
 
     def _step(self) -> tuple[Generation, ...]:
-        with self._device():
+        with self._device(), kept_weights(self._copies):
             self.scheduler.step(self._forward)
         finished = []
         for number, generation in list(self._running.items()):
@@ -289,8 +297,10 @@ class Generator:
             if generation.finished:
                 finished.append(generation)
                 del self._running[number]
-        if self._decoding is not None and self.idle:
-            self._decoding.forget()
+        if self.idle:
+            self._copies.forget()
+            if self._decoding is not None:
+                self._decoding.forget()
         return tuple(finished)
 
     def cancel(self, generation: Generation) -> None:
