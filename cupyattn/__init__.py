@@ -5,8 +5,8 @@
 >>> cupyattn.attention(q, k, v, causal=True).shape
 (1, 5, 2, 8)
 
-CuPy arrays run on the GPU, NumPy arrays on the CPU: through the float64 reference, or the kernels
-themselves on an emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
+CuPy arrays run on the GPU, NumPy arrays on the CPU: in NumPy, or by the kernels themselves on an
+emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
 `cupyattn.emulator` runs any kernel. Every name is imported when it is first used:
 ``import cupyattn`` alone loads neither NumPy nor the functions.
 """

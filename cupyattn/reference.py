@@ -1,8 +1,8 @@
 """The whole library in NumPy float64, and bounds of how far a float32 kernel may be from it.
 
-It is the oracle of every kernel's tests, and what the public functions run on NumPy arrays. It
-imports NumPy alone. Arguments are taken as validated; results are float64, rounded by the caller if
-need be.
+Every kernel is tested against it. The public functions run it on NumPy arrays too, except where a
+family has a faster `cpu` module for arrays that are not float64. It imports NumPy alone. Arguments
+are taken as validated; results are float64, rounded by the caller if need be.
 """
 
 from cupyattn.ops.activations.bounds import activation_backward_bound as activation_backward_bound

@@ -427,8 +427,8 @@ def _show_numpy(result: Result, terminal: Terminal) -> None:
     run = result["runs"][0]
     terminal.text(f"  no GPU here: ran in NumPy, {run['seconds'] * 1e3:.0f} ms")
     terminal.text(
-        f"  That path is the float64 reference, rounded once to {result['problem']['dtype']}: "
-        "its error is that rounding alone, and the bound is the one that a kernel has to keep."
+        f"  NumPy computes in float32 and rounds once to {result['problem']['dtype']}; "
+        "the bound is the one that a kernel has to keep."
     )
     terminal.text(
         f"  No kernel was compiled, so none ran emulated: {result['not_compiled_because']}"

@@ -128,9 +128,10 @@ def round_into(
     if target is None:
         target = np.empty(exact.shape, dtype, order="F" if transposed else "C")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        if dtype.name == "bfloat16":  # ml_dtypes converts through float32, which would round twice
+        if dtype.kind == "V" and exact.dtype == np.float64:
+            # bfloat16: ml_dtypes converts through float32, which would round twice
             exact = _float32_to_odd(exact)
-        target[...] = exact.astype(dtype)
+        target[...] = exact if exact.dtype == dtype else exact.astype(dtype)
     return target
 
 
@@ -160,7 +161,7 @@ def widened(x: NDArray[Any]) -> Float32:
     """
     if x.dtype == np.float32:
         return x
-    if x.dtype.name == "bfloat16":
+    if x.dtype.kind == "V":  # bfloat16
         wide = x.view(np.uint16).astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)

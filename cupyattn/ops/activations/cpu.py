@@ -132,7 +132,6 @@ def scratch_of(kind: str, items: int) -> Float64 | None:
     return np.ones((_TAIL.shape[1] + 2, items)) if kind == "gelu" else None
 
 
-@np.errstate(all="ignore")
 def value(x: Float32, kind: str, scratch: Float64 | None) -> Float32:
     """Return the activation of a float32 block; NaN where x is infinite."""
     if kind == "relu":
@@ -151,7 +150,6 @@ def value(x: Float32, kind: str, scratch: Float64 | None) -> Float32:
     return np.divide(x, t, out=t)
 
 
-@np.errstate(all="ignore")
 def derivative(x: Float32, kind: str, scratch: Float64 | None) -> Float32:
     """Return the derivative of an activation at each item of a float32 block."""
     if kind == "relu":

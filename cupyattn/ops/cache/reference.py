@@ -32,6 +32,9 @@ def rotated(
     known = (positions >= 0) & (positions < len(cos))
     tables = []
     for table in (cos, sin):
+        if known.all():
+            tables.append(np.asarray(table[positions], np.float64)[..., None, :])
+            continue
         rows = np.full((*positions.shape, table.shape[1]), np.nan)
         rows[known] = table[positions[known]]
         tables.append(rows[..., None, :])

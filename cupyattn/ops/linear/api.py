@@ -185,8 +185,8 @@ def linear(
     rounded once. An activation nearer to 0 than 2**-118 may be 0, as `gelu` documents. float16 runs
     on tensor cores if the GPU has them (`device_info`). float32 and bfloat16, which Turing's tensor
     cores do not take, run in float32 arithmetic. Skinny products (in float16 up to 64 rows) use
-    kernels that read the weight once. For NumPy arrays of float32, the CPU computes in float32 by
-    NumPy's BLAS, and otherwise in float64.
+    kernels that read the weight once. On NumPy arrays a float32 BLAS computes the products, and for
+    float64 arrays a float64 BLAS.
 
     A quantised weight is dequantised inside the products, and the numbers are never stored: to
     float16 on tensor cores, where weights beyond 65504 overflow, and otherwise to float32.
@@ -254,7 +254,7 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
 def _on_cpu(arrays: LinearArrays[Any], call: ForwardCall, w: Any) -> None:
     """Compute the results, and store them in their fields."""
     w = w if arrays.w is None else arrays.w
-    inputs = (arrays.x, w, arrays.b, arrays.residual)
+    inputs: Any = (arrays.x, w, arrays.b, arrays.residual)
     activation = call.problem.activation
     if call.problem.dtype == np.float64:
         results = reference.linear(*inputs, activation=activation)

@@ -57,7 +57,7 @@ class KeptWeights:
 
     def copy_of(self, rows: NDArray[Any]) -> Float32 | None:
         """Return the copy of a weight (N, K), or None where the limit leaves no room for one."""
-        key = rows.ctypes.data, rows.shape, rows.strides, rows.dtype
+        key = rows.__array_interface__["data"], rows.shape, rows.strides, rows.dtype
         found = self._copies.get(key)
         if found is None and self.nbytes + 4 * rows.size <= self.limit:
             found = self._copies[key] = widened(rows)
@@ -102,7 +102,7 @@ def linear(
     for first in range(0, len(rows_x), step):
         part = slice(first, first + step)
         sums = product(widened(rows_x[part]), w)
-        height = max(activations.BLOCK // max(w.shape[1], 1), 1)
+        height = min(max(activations.BLOCK // max(w.shape[1], 1), 1), len(sums))
         scratch = None if kind is None else activations.scratch_of(kind, height * w.shape[1])
         for row in range(0, len(sums), height):
             z = sums[row : row + height]

@@ -1,4 +1,4 @@
-"""Attention and its gradients in float64: the oracle of the kernels, and what runs on NumPy."""
+"""Attention and its gradients in float64: what kernels and the CPU path are compared with."""
 
 from __future__ import annotations
 

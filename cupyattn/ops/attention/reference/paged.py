@@ -33,11 +33,14 @@ def gathered(
     longest = int(np.max(seqlens_k, initial=0))
     tokens = np.zeros((len(seqlens_k), longest, *cache.shape[2:]), cache.dtype)
     for b, length in enumerate(seqlens_k):
-        for column in range(-(-int(length) // block_size)):
-            block = int(block_table[b, column])
-            keys = slice(column * block_size, min(int(length), (column + 1) * block_size))
-            if block >= 0:
-                tokens[b, keys] = cache[block, : keys.stop - keys.start]
+        blocks = block_table[b, : -(-int(length) // block_size)]
+        present = blocks >= 0
+        if present.all():
+            taken = cache[blocks]
+        else:
+            taken = np.zeros((len(blocks), *cache.shape[1:]), cache.dtype)
+            taken[present] = cache[blocks[present]]
+        tokens[b, :length] = taken.reshape(-1, *cache.shape[2:])[:length]
     return tokens
 
 
