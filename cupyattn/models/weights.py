@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
+from cupyattn.ops.linear.cpu import HugePages
+from cupyattn.ops.linear.quantized_weight import empty as empty_weight
 from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
 from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
@@ -115,29 +120,34 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
         bias = None if config.architecture == "llama" else xp.empty(width, kind)
         return Norm(xp.empty(width, kind), bias, config.norm_eps)
 
-    def product(columns: int, rows: int, biased: bool, blocks: Blocks | None = None) -> Product:
+    def product(
+        columns: int, rows: int, biased: bool, blocks: Blocks | None = None, new: Any = xp.empty
+    ) -> Product:
         bias = xp.empty(columns, kind) if biased else None
         if blocks is None:
-            return Product(xp.empty((columns, rows), kind), bias)
+            return Product(new((columns, rows), kind), bias)
         return Product(empty_weight(blocks, columns, rows, xp), bias)
 
     def layer(index: int) -> Layer:
         first = (heads + 2 * groups) * config.head_dim
-        up_rows = inner * (2 if config.activation in GATED else 1)
+        behind = inner * (2 if config.activation in GATED else 1)
+        items = width * (first + behind + heads * config.head_dim + inner)
+        new = HugePages(items * kind.itemsize + 2**10).empty if xp is np else xp.empty
+        matrix = partial(product, new=new)
         of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
         parallel, qkv_up = config.architecture == "phi", None
         together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
         apart = 1 if of_qkv is None else rows_apart(of_qkv, width)
         if parallel and together and of_qkv == of_up and first % apart == 0:
-            qkv_up = product(first + up_rows, width, config.qkv_bias, of_qkv)
+            qkv_up = matrix(first + behind, width, config.qkv_bias, of_qkv)
             qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
-            qkv = product(first, width, config.qkv_bias, of_qkv)
-            up = product(up_rows, width, config.mlp_bias, of_up)
+            qkv = matrix(first, width, config.qkv_bias, of_qkv)
+            up = matrix(behind, width, config.mlp_bias, of_up)
         return Layer(
             norm=norm(),
             qkv=qkv,
-            output=product(
+            output=matrix(
                 width,
                 heads * config.head_dim,
                 config.output_bias,
@@ -145,7 +155,7 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
             ),
             mlp_norm=None if parallel else norm(),
             up=up,
-            down=product(width, inner, config.mlp_bias, quantises(index, "down", inner)),
+            down=matrix(width, inner, config.mlp_bias, quantises(index, "down", inner)),
             qkv_up=qkv_up,
         )
 

@@ -20,7 +20,7 @@ from cupyattn.ops.activations import bounds as activation_bounds
 from cupyattn.ops.activations import cpu as activation_cpu
 from cupyattn.ops.attention.bounds import cpu_attention_bound
 from cupyattn.ops.linear.bounds import cpu_linear_backward_bound, cpu_linear_bound
-from cupyattn.ops.linear.cpu import KeptWeights, kept_weights
+from cupyattn.ops.linear.cpu import HugePages, KeptWeights, kept_weights
 from cupyattn.reference import error_ratio
 from cupyattn.runtime.outputs import round_into
 
@@ -241,6 +241,20 @@ def test_kept_weights_end_at_their_limit_and_are_forgotten():
     copies.forget()
     with kept_weights(copies):
         assert not cupyattn.linear(x, w[0].T).any()
+
+
+def test_arrays_in_huge_pages_are_aligned_and_do_not_overlap():
+    memory = HugePages()
+    shapes = [(3, 5), (0,), (300, 301), (257, 1025), (2**13, 2**11), (300, 301)]
+    arrays = [
+        memory.empty(shape, dtype) for shape in shapes for dtype in ("f4", dtype_of("bfloat16"))
+    ]
+    for number, array in enumerate(arrays):
+        assert array.flags.c_contiguous
+        assert array.ctypes.data % (64 if array.nbytes >= 2**18 else 4) == 0
+        array[...] = number
+    for number, array in enumerate(arrays):
+        assert (array == number).all()
 
 
 def test_generators_keep_copies_of_weights_while_they_generate():

@@ -152,13 +152,14 @@ def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[np.ndarray]) -> 
     k, q, slots = arrays.k, arrays.q, arrays.slot_mapping
     cos, sin, positions = arrays.cos, arrays.sin, arrays.positions
     if cos is not None and sin is not None and positions is not None:
-        rotation = cos, sin, positions
-        k = reference.rotated(k, *rotation, interleaved=problem.interleaved)
+        heads = 0 if q is None else q.shape[-2]
+        both = k if q is None else np.concatenate([q, k], axis=-2)
+        rotated = reference.rotated(both, cos, sin, positions, interleaved=problem.interleaved)
+        if q is not None:
+            round_into(q, rotated[..., :heads, :], problem.dtype)
+        k = rotated[..., heads:, :]
         if not problem.caches.quantised:
             k = round_into(None, k, problem.caches.dtype)
-        if q is not None:
-            rotated = reference.rotated(q, *rotation, interleaved=problem.interleaved)
-            round_into(q, rotated, problem.dtype)
     reference.append_kv(arrays.k_cache, k, slots, arrays.k_scales)
     reference.append_kv(arrays.v_cache, arrays.v, slots, arrays.v_scales)
 

@@ -53,8 +53,10 @@ def append_kv(
     """
     num_blocks, block_size = cache.shape[:2]
     written = (slot_mapping >= 0) & (slot_mapping < num_blocks * block_size)
-    blocks, places = np.divmod(slot_mapping[written], max(block_size, 1))
-    items = exact[written]
+    items = exact
+    if not written.all():
+        slot_mapping, items = slot_mapping[written], exact[written]
+    blocks, places = np.divmod(slot_mapping, max(block_size, 1))
     bits = STORED_BITS.get(cache.dtype.name)
     if bits is not None:
         assert scales is not None

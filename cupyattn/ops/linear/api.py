@@ -254,7 +254,7 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
 def _on_cpu(arrays: LinearArrays[Any], call: ForwardCall, w: Any) -> None:
     """Compute the results, and store them in their fields."""
     w = w if arrays.w is None else arrays.w
-    inputs: Any = (arrays.x, w, arrays.b, arrays.residual)
+    inputs = (arrays.x, w, arrays.b, arrays.residual)
     activation = call.problem.activation
     if call.problem.dtype == np.float64:
         results = reference.linear(*inputs, activation=activation)
@@ -264,6 +264,7 @@ def _on_cpu(arrays: LinearArrays[Any], call: ForwardCall, w: Any) -> None:
     for name, output in call.outputs.items():
         if getattr(arrays, name) is None:
             setattr(arrays, name, np.empty(*output))
+    assert arrays.out is not None
     cpu.linear(*inputs, arrays.out, arrays.preactivation, activation=activation)
 
 

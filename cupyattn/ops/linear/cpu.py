@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from cupyattn.ops.activations import cpu as activations
 from cupyattn.ops.activations import reference as exact_activations
@@ -35,8 +35,41 @@ _DECODED, _DECODED_FOR_MANY_ROWS = 2**17, 2**22
 rows of x take so long that memory does not matter."""
 _SUMS = 2**22
 """Items of x w in memory at a time."""
+_SMALL, _ALIGNMENT = 2**18, 64
+"""Bytes: smaller arrays have memory of their own, others are parts of larger pieces."""
 _FEW_ROWS = 16
 """Up to so many rows of x, BLAS takes the weight as the left operand sooner."""
+
+
+class HugePages:
+    """Makes large NumPy arrays in memory of huge pages, of which NumPy asks for 4 MiB or more.
+
+    A product with one row reads weights of 540 MB in 34 ms from it, and in 50 ms from arrays of 1
+    to 7 MB of their own (Xeon with AVX-512, one busy core, 2026-11-28).
+
+    Parameters
+    ----------
+    piece : int
+        Bytes that are allocated at a time, or more for a larger array.
+    """
+
+    def __init__(self, piece: int = 2**26) -> None:
+        self._piece = piece
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an uninitialised array in C order."""
+        dtype = np.dtype(dtype)
+        size = math.prod(shape) * dtype.itemsize
+        if size < _SMALL:
+            return np.empty(shape, dtype)
+        if self._used + size + _ALIGNMENT > len(self._memory):
+            self._memory = np.empty(max(size + _ALIGNMENT, self._piece), np.uint8)
+            self._used = 0
+        start = self._used + -(self._memory.ctypes.data + self._used) % _ALIGNMENT
+        self._used = start + size
+        return self._memory[start : self._used].view(dtype).reshape(shape)
 
 
 class KeptWeights:
@@ -53,6 +86,7 @@ class KeptWeights:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
+        self._memory = HugePages()
         self._copies: dict[tuple[object, ...], Float32] = {}
 
     def copy_of(self, rows: NDArray[Any]) -> Float32 | None:
@@ -60,13 +94,15 @@ class KeptWeights:
         key = rows.__array_interface__["data"], rows.shape, rows.strides, rows.dtype
         found = self._copies.get(key)
         if found is None and self.nbytes + 4 * rows.size <= self.limit:
-            found = self._copies[key] = widened(rows)
+            found = self._copies[key] = self._memory.empty(rows.shape, np.float32)
+            found[...] = widened(rows)
             self.nbytes += found.nbytes
         return found
 
     def forget(self) -> None:
         """Drop all copies."""
         self._copies.clear()
+        self._memory = HugePages()
         self.nbytes = 0
 
 
@@ -220,6 +256,6 @@ def _multiplied(x: Float32, w: Float32) -> Float32:
 
 def _as_rows(array: Any) -> Any:
     """Return an array, or None, as a view of rows."""
-    if array is None:
-        return None
+    if array is None or array.ndim == 2:
+        return array
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
