@@ -1,8 +1,6 @@
 """The public functions and classes, imported from their modules.
 
-CuPy arrays go to `cupyattn.ops` and its kernels. NumPy arrays go to a family's `cpu` module or to
-`cupyattn.reference`, or where `backend` says so to the same kernels on the emulator. The checks of
-a call are the same for all.
+Each module documents its functions, checks their calls and chooses where they run.
 """
 
 # An alias exports a name to type checkers, which read the star import in cupyattn/__init__.py.

@@ -564,13 +564,19 @@ def stop_gradient(arrays: Tree, /) -> Tree:
     -------
     array, or a structure of arrays
 
+    Raises
+    ------
+    TypeError
+        For a traced array that is used after its function has returned.
+
     Examples
     --------
     >>> import numpy as np, cupyattn
     >>> cupyattn.grad(lambda x: (x * cupyattn.stop_gradient(x)).sum())(np.array([1.0, 2.0]))
     array([1., 2.])
     """
-    return tree_map(lambda x: constant(raw(x), x._tape) if is_traced(x) else x, arrays)
+    tape = tape_of(leaves(arrays))
+    return tree_map(lambda x: constant(raw(x), tape) if is_traced(x) else x, arrays)
 
 
 def checkpoint(function: Callable[..., Any], /) -> Callable[..., Any]:

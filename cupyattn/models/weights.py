@@ -11,7 +11,6 @@ import numpy as np
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.ops.linear.cpu import HugePages
-from cupyattn.ops.linear.quantized_weight import empty as empty_weight
 from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
 from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
@@ -130,8 +129,8 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
 
     def layer(index: int) -> Layer:
         first = (heads + 2 * groups) * config.head_dim
-        behind = inner * (2 if config.activation in GATED else 1)
-        items = width * (first + behind + heads * config.head_dim + inner)
+        up_rows = inner * (2 if config.activation in GATED else 1)
+        items = width * (first + up_rows + heads * config.head_dim + inner)
         new = HugePages(items * kind.itemsize + 2**10).empty if xp is np else xp.empty
         matrix = partial(product, new=new)
         of_qkv, of_up = (quantises(index, name, width) for name in ("qkv", "up"))
@@ -139,11 +138,11 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
         together = config.activation in ELEMENTWISE and config.qkv_bias == config.mlp_bias
         apart = 1 if of_qkv is None else rows_apart(of_qkv, width)
         if parallel and together and of_qkv == of_up and first % apart == 0:
-            qkv_up = matrix(first + behind, width, config.qkv_bias, of_qkv)
+            qkv_up = matrix(first + up_rows, width, config.qkv_bias, of_qkv)
             qkv, up = rows_of(qkv_up, slice(None, first)), rows_of(qkv_up, slice(first, None))
         else:
             qkv = matrix(first, width, config.qkv_bias, of_qkv)
-            up = matrix(behind, width, config.mlp_bias, of_up)
+            up = matrix(up_rows, width, config.mlp_bias, of_up)
         return Layer(
             norm=norm(),
             qkv=qkv,

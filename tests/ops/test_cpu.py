@@ -18,6 +18,7 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.ops.activations import bounds as activation_bounds
 from cupyattn.ops.activations import cpu as activation_cpu
+from cupyattn.ops.attention import cpu as attention_cpu
 from cupyattn.ops.attention.bounds import cpu_attention_bound
 from cupyattn.ops.linear.bounds import cpu_linear_backward_bound, cpu_linear_bound
 from cupyattn.ops.linear.cpu import HugePages, KeptWeights, kept_weights
@@ -286,6 +287,32 @@ def test_long_attention_skips_tiles_and_keeps_its_bound(causal, dtype):
         )
         for found, right, bound in zip((out, lse), exact, bounds, strict=True):
             assert ratio(found, right, bound) <= 1
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": np.array([0.5, 1.5, -np.inf, 3.0], np.float32)},
+    "softcap": {"softcap": 2.0, "softmax_scale": -0.7},
+    "bias": {"bias": numbers((4, 1, 23), "float32", 2.0, 5)},
+    "alibi_slopes": {"alibi_slopes": np.array([[0.1, 0.5, -0.2, 1]], np.float32).repeat(2, 0)},
+    "mask": {"mask": numbers((2, 1, 9, 23), "float32", 1.0, 6) > 0, "causal": True},
+    "no keys": {"q_offset": np.array([-30, -4]), "causal": True},
+    "seqused_k": {"seqused_k": np.array([0, 7]), "window_size": (5, 3)},
+    "rotary": {"rotary": cupyattn.rope_tables(40, 6), "q_offset": 4},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_of_attention_is_within_its_bound_without_the_reference(name, monkeypatch):
+    q = numbers((2, 9, 4, 8), "float32", 1.0, 0)
+    k, v = (numbers((2, 23, 2, width), "float32", 1.0, width) for width in (8, 5))
+    given = OPTIONS[name]
+    with unchanged(q, k, v, *given.values()), monkeypatch.context() as patch:
+        patch.setattr(attention_cpu.reference, "attention", None)
+        found = cupyattn.attention(q, k, v, **given, return_lse=True)
+    exact = reference.attention(q, k, v, **given)
+    bounds = cpu_attention_bound(q, k, v, **given, dtype="float32")
+    for result, right, bound in zip(found, exact, bounds, strict=True):
+        assert error_ratio(result, right, bound) <= 1
 
 
 def test_attention_of_values_that_are_not_finite_is_the_references():

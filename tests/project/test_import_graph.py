@@ -51,7 +51,7 @@ ROOMS = {
     "kv_cache": {"runtime", "functions"},
     "turing": {"runtime", "registry", "emulator"},
     "explanation": {"runtime", "turing"},
-    "": {"runtime", "functions", "kv_cache", "emulator", "explanation"},
+    "": {"runtime", "functions", "autodiff", "kv_cache", "emulator", "explanation"},
     "distributed": {"", "runtime"},
     "models": {"", "runtime", "distributed", "kv_cache", "ops.linear"},
     "cli": {

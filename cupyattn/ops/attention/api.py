@@ -243,17 +243,17 @@ def attention(
     Notes
     -----
     Vaswani et al., arXiv:1706.03762, equation 1; on a GPU computed tile by tile (Dao et
-    al., arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store. NumPy
-    arrays are computed in float32 too, by BLAS for tiles of queries; float64 arrays, dropout,
-    score_mod and mask_mod in float64. Within that rounding a row may differ by what
-    neighbouring rows see. Of keys that a query does not see, only those from seqused_k on may hold
-    NaN or infinity: causal order, windows, masks and biases of -inf give the others a weight of 0,
-    and 0 times NaN is NaN. To hide keys use a mask or a bias of -inf: with a finite bias beyond
-    -1e7 on all keys of a query its row means nothing in float32 (kernels give zeros and a lse of
-    -inf from about -1e10 on, NumPy arrays the softmax of the bias). Of scores above 1e8 "flash"
-    tells no differences, and may give such zeros too. A GPU takes a seqused_k outside of 0 to Sk as
-    the nearer end; on NumPy arrays that is an error. A call runs on the current stream of its
-    arrays' device and does not synchronise.
+    al., arXiv:2205.14135). Kernels accumulate in float32 and round once, at the store. NumPy arrays
+    are computed in float32 too, by BLAS for tiles of queries; float64 arrays, dropout, score_mod
+    and mask_mod are computed in float64. Within that rounding a row depends on the keys of its
+    neighbouring rows. Only keys from seqused_k on may hold NaN or infinity: causal order, windows,
+    masks and biases of -inf give the keys that they hide a weight of 0, and 0 times NaN is NaN. To
+    hide keys use a mask or a bias of -inf. If a finite bias beyond -1e7 is on all keys of a query,
+    its row is meaningless in float32: kernels give zeros and a lse of -inf from about -1e10 on,
+    NumPy arrays the softmax of the bias. "flash" does not distinguish scores above 1e8, and may
+    give such zeros for them too. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy
+    arrays it is an error. A call runs on the current stream of its arrays' device and does not
+    synchronise.
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does

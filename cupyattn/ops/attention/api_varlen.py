@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 from numpy.typing import NDArray
 
 from cupyattn.ops.attention import cpu, reference
-from cupyattn.ops.attention.api import gradients_of, rounded_gradients, rounded_results
+from cupyattn.ops.attention.api import (
+    AttentionKeywords,
+    gradients_of,
+    rounded_gradients,
+    rounded_results,
+)
 from cupyattn.ops.attention.backward import attention_backward
 from cupyattn.ops.attention.block_mask import MaskModLike, ScoreModLike
 from cupyattn.ops.attention.checks import attention_call, reference_options
@@ -247,7 +252,7 @@ def _on_cpu(
     assert keys is not None
     packed = arrays.q, arrays.k, arrays.v, bounds, keys
     out, lse = reference.attention_varlen(*packed, **options, attend=cpu.attention)
-    behind = int(bounds[-1])  # rows of no sequence stay as they are
+    end = int(bounds[-1])  # later rows of no sequence stay as they are
     if arrays.out is not None:
         out[end:] = arrays.out[end:]
     if arrays.lse is not None:

@@ -10,8 +10,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from cupyattn.ops.linear import cpu, reference
-from cupyattn.ops.linear.checks import backward_call, forward_call
-from cupyattn.ops.linear.plan import backward_plan, forward_plan
+from cupyattn.ops.linear.plan import backward_call, backward_plan, forward_call, forward_plan
 from cupyattn.ops.linear.problem import (
     BackwardCall,
     ForwardCall,

@@ -19,7 +19,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupyattn.ops.activations import cpu as activations
 from cupyattn.ops.activations import reference as exact_activations
-from cupyattn.ops.linear.quantized_weight import QuantizedWeight
 from cupyattn.ops.linear.reference import (
     GATES,
     LinearGrads,
@@ -27,6 +26,7 @@ from cupyattn.ops.linear.reference import (
     dequantised_rows,
     with_expanded_scales,
 )
+from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.outputs import widened
 from cupyattn.runtime.precision import Float32, Float64
 

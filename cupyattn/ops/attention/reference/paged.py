@@ -67,8 +67,8 @@ def paged_attention(
         Or what `quantise` has stored, with k_scales, v_scales : (num_blocks, block_size, G).
     block_table : (B, max_blocks), seqlens_k : (B,) ints
     cu_seqlens_q : (B + 1,) ints
-        Where the packed rows of each sequence begin, and where the last one's end; rows behind
-        that give zeros.
+        Where the packed rows of each sequence begin, and where the last one's end; later rows
+        give zeros.
     attend : callable
         Computes the dense attention of sequences.
     **options
