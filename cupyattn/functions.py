@@ -7,12 +7,12 @@ Each module documents its functions, checks their calls and chooses where they r
 import inspect
 import typing
 
+from cupyattn.autodiff.reverse import vjp as vjp
 from cupyattn.autodiff.transforms import checkpoint as checkpoint
 from cupyattn.autodiff.transforms import custom_vjp as custom_vjp
 from cupyattn.autodiff.transforms import grad as grad
 from cupyattn.autodiff.transforms import stop_gradient as stop_gradient
 from cupyattn.autodiff.transforms import value_and_grad as value_and_grad
-from cupyattn.autodiff.transforms import vjp as vjp
 from cupyattn.environment import device_info as device_info
 from cupyattn.ops.activations.api import GatedGrads as GatedGrads
 from cupyattn.ops.activations.api import add_to as add_to

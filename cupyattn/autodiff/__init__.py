@@ -36,14 +36,13 @@ from cupyattn.autodiff.operations import (
     transpose,
     where,
 )
+from cupyattn.autodiff.reverse import Pullback, vjp
 from cupyattn.autodiff.transforms import (
-    Pullback,
     checkpoint,
     custom_vjp,
     grad,
     stop_gradient,
     value_and_grad,
-    vjp,
 )
 
 __all__ = [

@@ -14,7 +14,7 @@ from numpy.testing import assert_array_equal
 from support.backward_runs import check as check_backward
 from support.devices import KERNELS
 from support.forward_runs import check
-from support.grid_order import CARDS, HEAD_DIMS, Grid, causal_problem
+from support.grid_order import DEVICES, HEAD_DIMS, Grid, causal_problem
 from support.paged import PackedProblem as PackedPrompts
 from support.paged import multiprocessors
 from support.probes import Probe
@@ -41,12 +41,12 @@ T4 = DeviceTraits(75, 40)
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("traits", CARDS)
+@pytest.mark.parametrize("traits", DEVICES)
 def test_a_small_causal_call_is_nearly_twice_as_fast(traits, head_dim, kind):
     """By simulation, of 2,048 tokens and 32 heads."""
-    grid = Grid.of(CARDS[traits], head_dim, 2048, 32, kind)
+    grid = Grid.of(DEVICES[traits], head_dim, 2048, 32, kind)
     problem = causal_problem(2048, 32, head_dim)
-    together = interleaving(problem, CARDS[traits], backward=kind == "backward").kv_heads
+    together = interleaving(problem, DEVICES[traits], backward=kind == "backward").kv_heads
     plain = grid.seconds(1, causal=False)
     assert plain / grid.seconds(together, causal=True) >= 2 * LEAST_OF_PLAIN
     # Never worse than one head after the other, which on many multiprocessors wastes nearly half.
@@ -64,8 +64,8 @@ def test_a_small_causal_call_is_nearly_twice_as_fast(traits, head_dim, kind):
         ({"length": 65_536}, T4, 1),
         ({"head_dim": 64}, T4, 16),
         ({"head_dim": 64, "length": 512}, T4, 16),  # half as many as there are multiprocessors
-        ({}, CARDS["H200"], 32),
-        ({"batch": 8}, CARDS["H200"], 64),
+        ({}, DEVICES["H200"], 32),
+        ({"batch": 8}, DEVICES["H200"], 64),
         ({"heads": 25, "kv_heads": 25}, T4, 5),
         ({"heads": 23, "kv_heads": 23}, T4, 1),  # whose only divisors are 1 and 23
         # Whole groups: they share their keys.
@@ -292,8 +292,8 @@ def batched(items, size):
 
 def test_heads_of_one_packed_prompt_are_interleaved():
     problem = causal_problem(2048, 6, 128, batch=8)
-    assert interleaving(problem, CARDS["H200"]).kv_heads == 48
-    assert interleaving(problem, CARDS["H200"], prompts=True).kv_heads == 6
+    assert interleaving(problem, DEVICES["H200"]).kv_heads == 48
+    assert interleaving(problem, DEVICES["H200"], prompts=True).kv_heads == 6
 
 
 def test_kernels_get_the_interleaving(recorder):
@@ -414,4 +414,4 @@ def test_lists_are_what_the_tiles_say(batch, heads, group, extents, spans, of_ke
 def test_heads_with_lists_are_interleaved(window):
     problem = causal_problem(2048, 32, 128)
     problem.window, problem.layouts.block_mask = window, True
-    assert interleaving(problem, CARDS["T4"]).kv_heads == 8
+    assert interleaving(problem, DEVICES["T4"]).kv_heads == 8

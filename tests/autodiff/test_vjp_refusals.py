@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 from support.bad_input.every_function import every_function
 from support.recording_device import device_array
 from support.strategies import AttentionProblem
 
-from cupyattn import attention, layer_norm, rms_norm, vjp
+import cupyattn
+from cupyattn import (
+    attention,
+    checkpoint,
+    grad,
+    layer_norm,
+    rms_norm,
+    stop_gradient,
+    vjp,
+)
 from cupyattn.runtime import differentiable as rules
 
 PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
@@ -106,3 +119,129 @@ def test_what_a_norm_saves_has_no_gradient(function, saved):
     assert len(pullback((x, *[None] * len(of_saved)))) == 1
     with pytest.raises(TypeError, match=f"was given d{saved}; .*not differentiated.*; pass None"):
         pullback((x, *of_saved))
+
+
+X, Y = (np.random.default_rng(n).standard_normal((3, 4)) for n in (3, 4))
+
+
+def written(x):
+    x[0] = 1
+    return x
+
+
+def added(x):
+    x += 1
+    return x
+
+
+ESCAPED: list[Any] = []
+
+
+def escapes(x):
+    ESCAPED.append(x)
+    return x * 2
+
+
+REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
+    "a write": (written, r"traced array \(test_vjp_refusals.py, line \d+\).*y = x \+ 1"),
+    "an addition in place": (added, "writes to a traced array"),
+    "float": (lambda x: float(x.sum()), r"needs the values of a traced array \(float\)"),
+    "a condition": (lambda x: x if x.sum() > 0 else -x, r"values of a traced array \(bool\)"),
+    "item": (lambda x: x.sum().item(), r"values of a traced array \(item\)"),
+    "another function": (np.cumsum, "calls numpy.cumsum, which has no derivative here"),
+    "another ufunc": (np.floor, "calls numpy.floor, which has no derivative"),
+    "a reduction of a ufunc": (np.multiply.reduce, "calls numpy.multiply.reduce"),
+    "an option": (lambda x: np.sum(x, where=X > 0), "calls numpy.sum with where"),
+    "an option of a ufunc": (lambda x: np.exp(x, where=X > 0), "calls numpy.exp with where"),
+    "out=": (lambda x: np.add(x, 1, out=np.empty_like(X)), "passes out= to numpy.add"),
+    "out= of a function": (lambda x: np.sum(x, out=np.empty(())), "passes out= to numpy.sum"),
+    "a conversion": (np.asarray, "needs the values of a traced array"),
+    "an array of it": (lambda x: np.array([x, x]), "needs the values of a traced array"),
+    "an index": (lambda x: X[x], "needs the values of a traced array"),
+    "a differentiable index": (lambda x: x[x], r"values of a traced array \(it is an index\)"),
+    "a written array": (lambda x: X.copy().__setitem__(0, x), "needs the values"),
+    "a function without a backward": (
+        lambda x: cupyattn.softmax_backward(x, x), "calls softmax_backward, which has no backward",
+    ),
+    "a remainder": (lambda x: x % 2, r"values of a traced array \(mod\)"),
+    "out= of the library": (lambda x: cupyattn.gelu(x, out=x), "vjp of gelu with out="),
+    "a computed argument without a gradient": (
+        lambda x: attention(x.reshape(1, 3, 1, 4), *[X.reshape(1, 3, 1, 4)] * 2,
+                            alibi_slopes=x[0, :1] * 2),
+        "passes a computed array that is alibi_slopes of attention, which has gradients of",
+    ),
+    "vjp within": (lambda x: grad(lambda x: x.sum())(x), "calls vjp on a traced array"),
+    "an error caught": (lambda x: _caught(x), "writes to a traced array"),
+    "a captured array in a checkpoint": (
+        lambda x: checkpoint(lambda y: y * x)(x), "uses a traced array that a checkpointed",
+    ),
+    "another mode of pad": (lambda x: np.pad(x, 1, mode="edge"), "pad with mode='edge'"),
+}  # fmt: skip
+
+
+def _caught(x):
+    with suppress(TypeError):
+        x[0] = 1
+    return x * 2
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_has_no_derivative_is_refused(name):
+    function, message = REFUSALS[name]
+    before = X.copy()
+    with pytest.raises(TypeError, match=message):
+        vjp(function, X)
+    assert_array_equal(X, before)
+    assert isinstance(cupyattn.gelu(X), np.ndarray)
+
+
+def test_an_escaped_array_is_refused():
+    vjp(escapes, X)
+    with pytest.raises(TypeError, match="uses a traced array after its function has returned"):
+        ESCAPED[-1] * 2
+    with pytest.raises(TypeError, match="uses a traced array after its function"):
+        vjp(lambda x: x + ESCAPED[-1], X)
+
+
+def test_an_array_of_an_outer_vjp_is_refused():
+    def outer(x):
+        return vjp(lambda y: y * x, Y)[0]
+
+    with pytest.raises(TypeError, match="mixes traced arrays of two vjp"):
+        vjp(outer, X)
+    with pytest.raises(TypeError, match="returns a traced array of "):
+        vjp(lambda x: vjp(lambda y: x, Y)[0], X)
+
+
+def test_gradients_of_another_form_are_refused():
+    _, pullback = vjp(lambda x: {"a": x * 2, "b": (x, x)}, X)
+    for wrong in (X, [X], {"a": X}, {"a": X, "b": X}, {"a": X, "b": (X,)}, {"a": (X,), "b": None}):
+        with pytest.raises(TypeError, match=r"pass one a dictionary of 'a', 'b' of gradients"):
+            pullback(wrong)
+    _, pullback = vjp(lambda x: x * 2, X)
+    with pytest.raises(ValueError, match=r"dout has shape \(4, 3\) .*; the result has shape"):
+        pullback(X.T)
+    with pytest.raises(TypeError, match=r"dout has shape .* and dtype float32"):
+        pullback(X.astype(np.float32))
+    with pytest.raises(TypeError, match="dout is None"):
+        pullback(None)
+    with pytest.raises(TypeError, match="was given deterministic; options of a backward reach"):
+        pullback(X, deterministic=True)
+    assert_array_equal(vjp(lambda x: x.sum(), X)[1](2)[0], np.full_like(X, 2))
+
+
+def test_complex_arrays_are_refused():
+    with pytest.raises(TypeError, match="an array of complex128; gradients are of"):
+        vjp(lambda x: x, X * 1j)
+
+
+def test_an_argument_used_with_and_without_a_gradient_is_refused():
+    q = np.random.default_rng(0).standard_normal((1, 3, 1, 4))
+
+    def function(q, slopes):
+        return attention(q, q, q, alibi_slopes=slopes) * slopes
+
+    with pytest.raises(TypeError, match="uses an argument that is alibi_slopes of attention"):
+        vjp(function, q, np.ones(1))
+    kept = vjp(lambda q, s: attention(q, q, q, alibi_slopes=stop_gradient(s)) * s, q, np.ones(1))
+    assert kept[1](q)[1].shape == (1,)

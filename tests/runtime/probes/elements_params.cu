@@ -16,7 +16,7 @@ extern "C" __global__ void probe_elements_params(long long* fields_g, long long*
   *next++ = params.units;
   for (int array = 0; array < ARRAYS; array++) {
     for (uint32 row = 0; row < params.rows; row++) {
-      *offsets_g++ = OuterPlace<ARRAYS>(params, row).offset(params, array);
+      *offsets_g++ = OuterCoordinates<ARRAYS>(params, row).offset(params, array);
     }
   }
 }

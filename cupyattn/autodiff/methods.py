@@ -1,0 +1,250 @@
+"""Operators and methods of traced arrays, and NumPy's functions of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cupyattn.autodiff.operations import (
+    _BINARY,
+    _CONSTANTS,
+    _UNARY,
+    Axis,
+    _along,
+    _binary,
+    _library,
+    _recorded,
+    _same,
+    _step,
+    _unary,
+    astype,
+    broadcast_to,
+    concatenate,
+    expand_dims,
+    getitem,
+    matmul,
+    max,
+    mean,
+    min,
+    moveaxis,
+    pad,
+    reshape,
+    split,
+    squeeze,
+    stack,
+    sum,
+    swapaxes,
+    take,
+    transpose,
+    where,
+)
+from cupyattn.autodiff.tape import Traced, is_traced, raw, refuses_values, tape_of
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Traced, *args: Any, **options: Any) -> Any:
+        return function(self, *args, **options)
+
+    return method
+
+
+def _reshape_method(self: Traced, *shape: Any) -> Any:
+    return reshape(self, shape[0] if len(shape) == 1 else shape)
+
+
+def _sum_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method with the arguments of NumPy's and CuPy's, by position too."""
+
+    def method(
+        self: Traced, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> Any:
+        _require_defaults(self, function.__name__, dtype=dtype, out=out)
+        return function(self, axis, keepdims=bool(keepdims))
+
+    return method
+
+
+def _extreme_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Traced, axis: Axis = None, out: Any = None, keepdims: bool = False) -> Any:
+        _require_defaults(self, function.__name__, out=out)
+        return function(self, axis, keepdims=bool(keepdims))
+
+    return method
+
+
+def _require_defaults(traced: Traced, name: str, **options: Any) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise traced._tape.refuse(f"passes {option}= to {name}", f"leave out {option}=")
+
+
+def _transpose_method(self: Traced, *axes: Any) -> Any:
+    if len(axes) == 1 and isinstance(axes[0], tuple | list):
+        return transpose(self, axes[0])
+    return transpose(self, axes or None) if axes != (None,) else transpose(self)
+
+
+def _iterate(self: Traced) -> Any:
+    return iter([getitem(self, number) for number in range(len(self))])
+
+
+def _length(self: Traced) -> int:
+    if not self.ndim:
+        raise TypeError("len() of an array without axes")
+    return self.shape[0]
+
+
+def _copy(self: Traced) -> Any:
+    return _recorded("copy", (self,), self._value.copy(), (_same,))
+
+
+def _operators() -> None:
+    """Give traced arrays the operators and methods of arrays."""
+    for symbol, name in (
+        *(("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "divide")),
+        ("pow", "power"),
+    ):
+        setattr(Traced, f"__{symbol}__", lambda x, y, name=name: _binary(name, x, y))
+        setattr(Traced, f"__r{symbol}__", lambda x, y, name=name: _binary(name, y, x))
+    for symbol, name in (
+        *(("lt", "less"), ("le", "less_equal"), ("eq", "equal"), ("ne", "not_equal")),
+        *(("gt", "greater"), ("ge", "greater_equal"), ("and", "bitwise_and")),
+        *(("or", "bitwise_or"), ("xor", "bitwise_xor")),
+    ):
+        setattr(Traced, f"__{symbol}__", lambda x, y, name=name: _step(name, x, y))
+        if symbol in ("and", "or", "xor"):
+            setattr(Traced, f"__r{symbol}__", lambda x, y, name=name: _step(name, y, x))
+    for symbol, name in (("neg", "negative"), ("pos", "positive"), ("abs", "absolute")):
+        setattr(Traced, f"__{symbol}__", lambda x, name=name: _unary(name, x))
+    for symbol in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod", "and", "or"):
+        setattr(Traced, f"__i{symbol}__", _written)
+    setattr(Traced, "__setitem__", _written)  # noqa: B010 (a type checker sees no such method)
+    for symbol in (
+        *("bool", "int", "float", "complex", "index", "contains", "delitem", "copy", "deepcopy"),
+        *("reduce_ex", "floordiv", "rfloordiv", "mod", "rmod", "divmod", "rdivmod"),
+    ):
+        setattr(Traced, f"__{symbol}__", refuses_values(symbol))
+    methods: dict[str, Any] = {
+        "__matmul__": matmul,
+        "__rmatmul__": lambda x, y: matmul(y, x),
+        "__invert__": lambda x: _step("invert", x),
+        "__getitem__": getitem,
+        "__iter__": _iterate,
+        "__len__": _length,
+        "__array_ufunc__": _ufunc,
+        "__array_function__": _function,
+        "T": property(transpose),
+        "reshape": _reshape_method,
+        "transpose": _transpose_method,
+        "ravel": lambda x: reshape(x, -1),
+        "copy": _copy,
+        **{each.__name__: _sum_method(each) for each in (sum, mean)},
+        **{each.__name__: _extreme_method(each) for each in (max, min)},
+        **{each.__name__: _method(each) for each in (swapaxes, squeeze, astype, take)},
+        **{
+            name: lambda x, axis=None, name=name: _along(name, x, axis)
+            for name in ("argmax", "argmin", "argsort", "any", "all")
+        },
+    }
+    for name, method in methods.items():
+        setattr(Traced, name, method)
+
+
+def _written(self: Traced, *_: object) -> Any:
+    raise self._tape.refuse(
+        "writes to a traced array",
+        "make a new array: y = x + 1 for x += 1, and where(...) or concatenate(...) for x[i] = y",
+    )
+
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_BINARY, _binary),
+    **dict.fromkeys(_UNARY, _unary),
+    **dict.fromkeys(_CONSTANTS, _step),
+}
+
+
+def _ufunc(self: Traced, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+    name, tape = ufunc.__name__, tape_of([each for each in inputs if is_traced(each)]) or self._tape
+    if options.get("out") is not None:
+        raise tape.refuse(f"passes out= to numpy.{name}", "leave out out=")
+    if method != "__call__" or options or (name not in _UFUNCS and name != "matmul"):
+        did = name if method == "__call__" else f"{name}.{method}"
+        extra = f" with {', '.join(options)}" if options else ""
+        raise tape.refuse(f"calls numpy.{did}{extra}, which has no derivative here,", _LISTED)
+    return matmul(*inputs) if name == "matmul" else _UFUNCS[name](name, *inputs)
+
+
+_LISTED = (
+    "use + - * / ** @, indexing, and the functions of cupyattn.autodiff, or compute it from "
+    "stop_gradient(array)"
+)
+
+
+def _like(name: str) -> Callable[..., Any]:
+    return lambda x, *args, **options: getattr(_library(x), name)(raw(x), *args, **options)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(np, each.__name__): each
+        for each in (
+            *(where, transpose, swapaxes, moveaxis, expand_dims, squeeze, broadcast_to, sum, mean),
+            *(max, min, concatenate, stack, split, take),
+        )
+    },
+    np.reshape: lambda x, shape: reshape(x, shape),
+    np.pad: lambda x, pad_width, mode="constant": _padded(x, pad_width, mode),
+    np.dot: lambda x, y: _dot(x, y),
+    np.ravel: lambda x: reshape(x, -1),
+    np.copy: _copy,
+    np.shape: lambda x: x.shape,
+    np.ndim: lambda x: x.ndim,
+    np.size: lambda x: x.size,
+    **{
+        getattr(np, name): _like(name)
+        for name in ("zeros_like", "ones_like", "full_like", "empty_like")
+    },
+    **{
+        getattr(np, name): lambda x, axis=None, name=name: _along(name, x, axis)
+        for name in ("argmax", "argmin", "argsort", "any", "all")
+    },
+}
+
+
+def _padded(x: Traced, width: Any, mode: str) -> Any:
+    if mode != "constant":
+        raise x._tape.refuse(f"calls numpy.pad with mode={mode!r}", 'pad with mode="constant"')
+    return pad(x, width)
+
+
+def _dot(x: Any, y: Any) -> Any:
+    if np.ndim(raw(x)) > 2 or np.ndim(raw(y)) > 2 or not (np.ndim(raw(x)) and np.ndim(raw(y))):
+        traced = x if is_traced(x) else y
+        raise traced._tape.refuse("calls numpy.dot of other arrays than matrices", "use @ or *")
+    return matmul(x, y)
+
+
+def _function(self: Traced, function: Any, _types: Any, args: Any, options: Any) -> Any:
+    options = {name: value for name, value in options.items() if value is not np._NoValue}
+    if options.get("out") is not None:
+        raise self._tape.refuse(f"passes out= to numpy.{function.__name__}", "leave out out=")
+    options.pop("out", None)
+    found = _FUNCTIONS.get(function)
+    if found is None:
+        raise self._tape.refuse(
+            f"calls numpy.{function.__name__}, which has no derivative here,", _LISTED
+        )
+    try:
+        return found(*args, **options)
+    except TypeError as failure:
+        if "unexpected keyword" not in str(failure):
+            raise
+        raise self._tape.refuse(
+            f"calls numpy.{function.__name__} with {', '.join(options)}", _LISTED
+        ) from None
+
+
+_operators()
