@@ -27,6 +27,7 @@ from cupyattn.runtime.device.cuda import device_count
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PUBLIC = (
     "cupyattn",
+    "cupyattn.autodiff",
     "cupyattn.emulator",
     "cupyattn.turing",
     "cupyattn.models",
