@@ -31,7 +31,7 @@ from cupyattn.ops.sampling import kernels as sampling
 from cupyattn.ops.softmax import kernels as softmax
 from cupyattn.runtime import row_kernel
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.device import mma_rate
+from cupyattn.runtime.device import tensor_cores
 from cupyattn.runtime.spec import KernelSpec, Specialisation
 
 _MODULES = (
@@ -60,7 +60,7 @@ _MODULES = (
     norms,
     row_kernel,
     linear_float32,
-    mma_rate,
+    tensor_cores,
     skinny,
     quantised_skinny,
     linear_tensor_core,

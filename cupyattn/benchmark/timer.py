@@ -20,7 +20,7 @@ from cupyattn.benchmark import ceiling_kernels
 from cupyattn.runtime.arch import SUB_PARTITIONS
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
-from cupyattn.runtime.device import mma_rate
+from cupyattn.runtime.device import tensor_cores
 from cupyattn.runtime.device.cuda import CudaDevice
 from cupyattn.runtime.plan import launch
 from cupyattn.runtime.spec import Specialisation
@@ -218,9 +218,9 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
     found[READ] = size / seconds(read, grid, source, sink, size // VECTOR_BYTES) / 1e9
     found[PRODUCTS] = None
     if device.tensor_cores:
-        grid, rounds = device.multiprocessors * _CTAS_PER_SM, mma_rate.LONG_ROUNDS
-        took = seconds(mma_rate.mma_rate(rounds), grid, empty(SUB_PARTITIONS, np.int64))
-        products = grid * SUB_PARTITIONS * mma_rate.IN_FLIGHT * rounds
+        grid, rounds = device.multiprocessors * _CTAS_PER_SM, tensor_cores.LONG_ROUNDS
+        took = seconds(tensor_cores.mma_rate(rounds), grid, empty(SUB_PARTITIONS, np.int64))
+        products = grid * SUB_PARTITIONS * tensor_cores.IN_FLIGHT * rounds
         found[PRODUCTS] = products * _PRODUCT_FLOPS / took / 1e12
     grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
     threads = grid * ceiling_kernels.THREADS

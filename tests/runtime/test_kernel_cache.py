@@ -24,7 +24,7 @@ from cupyattn.runtime import compile, folders, source
 from cupyattn.runtime import kernel_cache as cache
 from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
-from cupyattn.runtime.device import mma_rate
+from cupyattn.runtime.device import tensor_cores
 from cupyattn.runtime.spec import Specialisation
 
 nvrtc = pytest.mark.nvrtc
@@ -226,7 +226,7 @@ def test_includes_are_found_beside_the_file_or_below_the_root(sources, tmp_path)
 
 
 # The two that compile fastest, in a quarter of the next one's time.
-FASTEST, NEXT_FASTEST = ceiling_kernels.fma_rate(), mma_rate.mma_rate()
+FASTEST, NEXT_FASTEST = ceiling_kernels.fma_rate(), tensor_cores.mma_rate()
 
 
 @nvrtc

@@ -14,8 +14,12 @@ from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING, tensor_cores_ov
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import cuda, tensor_cores
 from cupyattn.runtime.device.emulated import EmulatedDevice
-from cupyattn.runtime.device.mma_rate import FLOAT32_CYCLES, PRODUCTS, mma_rate
-from cupyattn.runtime.device.tensor_cores import without_measuring
+from cupyattn.runtime.device.tensor_cores import (
+    FLOAT32_CYCLES,
+    PRODUCTS,
+    mma_rate,
+    without_measuring,
+)
 
 WITH = (
     "Tesla T4", "NVIDIA T4G", "NVIDIA GeForce RTX 2060 SUPER", "GeForce RTX 2080 Ti", "TITAN RTX",
