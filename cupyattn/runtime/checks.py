@@ -113,6 +113,11 @@ def require_dtype(name: str, layout: Layout, allowed: tuple[str, ...], fix: str 
         )
 
 
+def contiguous_copy(name: str) -> str:
+    """Return advice to pass a contiguous copy of an array instead."""
+    return f"pass a contiguous copy, ascontiguousarray({_own(name)})"
+
+
 def _own(name: str) -> str:
     """Return an array's name as an expression: "t" for "score_mod's t"."""
     return name.rpartition("'s ")[2]
@@ -138,6 +143,16 @@ def require_same_dtype(layouts: dict[str, Layout], names: Iterable[str] | None =
     """Raise TypeError unless the named arrays that are present have one dtype; by default all."""
     names = layouts if names is None else names
     present = {name: layouts[name].dtype for name in names if name in layouts}
+    others = {name: dtype for name, dtype in present.items() if name != "dout"}
+    if len(others) < len(present) and len({*others.values()}) == 1:
+        name, dtype = next(iter(others.items()))
+        if present["dout"] != dtype:
+            raise error(
+                TypeError,
+                f"dout has dtype {layouts['dout'].dtype_text}",
+                f"it is a gradient of {name}'s dtype, here {layouts[name].dtype_text}",
+                f"convert it, for example dout.astype({dtype.name!r})",
+            )
     if len(set(present.values())) > 1:
         listed = ", ".join(f"{name} has {dtype.name}" for name, dtype in present.items())
         raise error(
@@ -220,16 +235,16 @@ def require_shape(name: str, layout: Layout, expected: tuple[int, ...], meaning:
 
 def require_contiguous_rows(name: str, layout: Layout, fix: str = "") -> None:
     """Raise ValueError unless the last axis is contiguous and the strides are whole items."""
-    fix = fix or f"copy it with ascontiguousarray({_own(name)})"
     itemsize = layout.dtype.itemsize
     if 0 in layout.shape:
         return
     if layout.shape and layout.shape[-1] > 1 and layout.strides[-1] != itemsize:
+        repeated = " (it repeats one item, as broadcast_to does)" if not layout.strides[-1] else ""
         raise error(
             ValueError,
-            f"{name} has strides {layout.strides} for items of {itemsize} bytes",
+            f"{name} has strides {layout.strides} for items of {itemsize} bytes{repeated}",
             "the last axis must be contiguous (other axes may have any stride)",
-            fix,
+            fix or contiguous_copy(name),
         )
     require_whole_item_strides(name, layout, fix)
 
@@ -241,7 +256,7 @@ def require_whole_item_strides(name: str, layout: Layout, fix: str = "") -> None
             ValueError,
             f"{name} has strides {layout.strides} for items of {layout.dtype.itemsize} bytes",
             "strides are whole numbers of items",
-            fix or f"copy it with ascontiguousarray({_own(name)})",
+            fix or contiguous_copy(name),
         )
 
 

@@ -323,8 +323,10 @@ def _cached_problem(
     shown_as = kind.SHOWN_AS
     whole = tuple(dict.fromkeys(parts[name].array for name in read))
     require_arrays(layouts, whole, shown_as)
-    shape = _shape_of_items(layouts, parts[read[0]], shown_as)
-    first = shown_as.get(parts[read[0]].array, parts[read[0]].array)
+    # A gradient comes first and is often wrong: shapes are compared with the array after it.
+    model = parts[read[1 if read[0] == "dout" and len(read) > 1 else 0]]
+    shape = _shape_of_items(layouts, model, shown_as)
+    first = shown_as.get(model.array, model.array)
     for name in read:
         part = parts[name]
         layout, shown = layouts[part.array], shown_as.get(part.array, part.array)
@@ -337,7 +339,10 @@ def _cached_problem(
             fix = zeros if name in kernel.float32 else made_beforehand(shown)
         dtypes = ("float32",) if name in kernel.float32 else CPU_FLOATS
         require_dtype(shown, layout, dtypes, fix)
-        require_shape(shown, layout, part.shape_of_whole(shape), f"shaped like {first}")
+        like = f"shaped like {first}"
+        if model.count > part.count:
+            like += f", with 1/{model.count} of its last axis"
+        require_shape(shown, layout, part.shape_of_whole(shape), like)
         if name in kernel.updated:
             require_output(shown, layout, layout.shape, layout.dtype)
         else:

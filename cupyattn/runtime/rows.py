@@ -271,7 +271,8 @@ def _cached_problem(kernel: RowKernel, description: Description, options: RowOpt
     arrays = layouts_of(kernel.record, description)
     layouts = given_of(arrays)
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
-    first = layouts[kernel.rows[0]]
+    model = _model_row(kernel, layouts)
+    first = layouts[model]
     for name in kernel.broadcast:
         if name in layouts:
             layouts[name] = broadcast_layout(kernel, name, layouts[name], first)
@@ -293,7 +294,7 @@ def _cached_problem(kernel: RowKernel, description: Description, options: RowOpt
         frozenset(options.wanted),
         Overlaps.of(arrays, (*kernel.results, "workspace"), in_place),
     )
-    _check_inputs(problem)
+    _check_inputs(problem, model)
     for name in kernel.results:
         if name in layouts and not problem.is_there(name):
             raise error(
@@ -310,8 +311,34 @@ def _cached_problem(kernel: RowKernel, description: Description, options: RowOpt
     return problem
 
 
-def _check_inputs(problem: RowProblem) -> None:
-    kernel, layouts, first = problem.kernel, problem.layouts, problem.kernel.rows[0]
+def _model_row(kernel: RowKernel, layouts: Mapping[str, Layout]) -> str:
+    """Return the array that errors take shape and dtype from: the first of the rows.
+
+    A gradient is often wrong, and is the first argument of a backward. So another array is chosen
+    there, unless more of the arrays agree with the gradient.
+    """
+    first, *others = [name for name in kernel.rows if name in layouts]
+    if first != "dout" or not others:
+        return first
+
+    def agreeing(name: str) -> int:
+        model = layouts[name]
+        expected = {
+            **dict.fromkeys(kernel.rows, (model.shape, model.dtype)),
+            **dict.fromkeys(kernel.columns, (model.shape[-1:], model.dtype)),
+            **dict.fromkeys(kernel.per_row, (model.shape[:-1], statistics_dtype(model.dtype))),
+        }
+        return sum(
+            (layouts[other].shape == shape) + (layouts[other].dtype == dtype)
+            for other, (shape, dtype) in expected.items()
+            if other in layouts
+        )
+
+    return max((*others, first), key=agreeing)
+
+
+def _check_inputs(problem: RowProblem, first: str) -> None:
+    kernel, layouts = problem.kernel, problem.layouts
     given = [name for name in kernel.inputs if name in layouts]
     if not problem.shape:
         raise error(
@@ -330,15 +357,17 @@ def _check_inputs(problem: RowProblem) -> None:
             require_dtype(name, layout, CPU_FLOATS)
             require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
             require_contiguous_rows(name, layout)
-        elif name not in kernel.broadcast:
+    same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
+    require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
+    for name in given:
+        layout = layouts[name]
+        if name not in (*same, *kernel.broadcast):
             allowed = (
                 INTEGERS if name in kernel.integers else (statistics_dtype(problem.dtype).name,)
             )
             require_dtype(name, layout, allowed)
             require_shape(name, layout, problem.shape[:-1], "an item for each row")
             require_whole_item_strides(name, layout)
-    same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
-    require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
 
 
 def broadcast_layout(kernel: RowKernel, name: str, layout: Layout, rows: Layout) -> Layout:

@@ -264,7 +264,9 @@ def test_rows_that_lie_too_far_apart_have_no_other_implementation(monkeypatch):
     halves = {name: lambda x: x.astype(np.float16) for name in "qkv"}
     with (
         cupyattn.backend("emulator"),
-        pytest.raises(ValueError, match=r"k has .* here; copy it with ascontiguousarray\(k\)$"),
+        pytest.raises(
+            ValueError, match=r"k has .* here; pass a contiguous copy, ascontiguousarray\(k\)$"
+        ),
     ):
         call(**halves)
 

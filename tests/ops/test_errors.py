@@ -274,7 +274,7 @@ def test_nobody_would_see_a_copy_of_a_result(change):
         assert f"pass it as {name}" in fix
     for make in (backward, softmax_backward):  # where out is read, a copy will do
         fix = fix_of(make, {"out": lambda a: np.asfortranarray(a)})
-        assert fix == "copy it with ascontiguousarray(out)"
+        assert fix == "pass a contiguous copy, ascontiguousarray(out)"
 
 
 @pytest.mark.parametrize("axis", [-1.0, True, "0", None, (0,), np.array([1, 2]), np.array(-1.0)])

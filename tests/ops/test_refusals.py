@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,48 @@ def placed_fields(side, value):
     if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(placed(side, tuple(value)))
     return placed(side, value)
+
+
+PACKED, BIAS = np.zeros((3, 16), F32), np.zeros(8, F32)
+BACKWARDS: dict[str, Any] = {
+    "layer_norm": lambda d, c: LAYER_BACK(d, c(X), c(W), *placed_statistics(c, 2)),
+    "rms_norm": lambda d, c: RMS_BACK(d, c(X), c(W), *placed_statistics(c, 1)),
+    "gelu": lambda d, c: cupyattn.gelu_backward(d, c(X)),
+    "silu": lambda d, c: cupyattn.silu_backward(d, c(X)),
+    "swiglu": lambda d, c: cupyattn.swiglu_backward(d, c(X), c(X)),
+    "packed geglu": lambda d, c: cupyattn.geglu_backward(d, c(PACKED)),
+    "softmax": lambda d, c: cupyattn.softmax_backward(d, c(X)),
+    "softmax with bias": lambda d, c: cupyattn.softmax_backward(d, c(X), bias=c(BIAS)),
+    "linear": lambda d, c: cupyattn.linear_backward(d, c(X), c(np.zeros((8, 8), F32))),
+}
+
+
+def placed_statistics(convert, count):
+    statistics = convert(STATS)
+    return [statistics.astype("float64") if convert(X).dtype == "float64" else statistics] * count
+
+
+@everywhere
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_error_blames_dout_that_disagrees_with_the_other_arrays(side, name):
+    def call(dout, dtype=F32):
+        return BACKWARDS[name](placed(side, dout), lambda x: placed(side, x.astype(dtype)))
+
+    for shape in ((3, 4), (2, 8), (8,), (3, 8, 1)):
+        expected = rf"^dout has shape {re.escape(str(shape))}; dout is .*here \(3, 8\)"
+        with pytest.raises(ValueError, match=expected):
+            call(np.zeros(shape, F32))
+    with pytest.raises(TypeError, match=r"^dout has dtype float16; .*dout\.astype\('float32'\)$"):
+        call(X.astype(F16))
+    repeated = r"^dout has strides \(0, 0\) .*pass a contiguous copy, ascontiguousarray\(dout\)$"
+    with pytest.raises(ValueError, match=repeated):
+        call(np.broadcast_to(F32(1), (3, 8)))
+
+
+def test_error_blames_a_float32_dout_of_float64_arrays():
+    for backward in BACKWARDS.values():
+        with pytest.raises(TypeError, match=r"^dout has dtype float32; .*astype\('float64'\)$"):
+            backward(X, lambda x: x.astype(np.float64))
 
 
 @everywhere

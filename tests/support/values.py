@@ -410,9 +410,9 @@ def softmax_rows() -> Iterator[Row]:
 
 def softmax_backward_rows() -> Iterator[Row]:
     yield from array_rows(NO_FLOATS, "dout", "out")
-    half, shorter = {"out": lambda a: a.astype(np.float16)}, {"out": lambda a: a[:, :2]}
-    yield "dtypes", half, TypeError, "out has float16", "share one dtype"
-    yield "shapes", shorter, ValueError, "out has shape (2, 2, 8)", "(2, 3, 8)"
+    half, shorter = {"dout": lambda a: a.astype(np.float16)}, {"dout": lambda a: a[:, :2]}
+    yield "dtypes", half, TypeError, "dout has dtype float16", "out's dtype, here float32"
+    yield "shapes", shorter, ValueError, "dout has shape (2, 2, 8)", "like out, here (2, 3, 8)"
     yield "grads", {"grads": full(2, 3, 7)}, ValueError, "grads is float32 (2, 3, 7)", "(2, 3, 8)"
     into = {PLACED: lambda call: call.options.update(grads=call.arrays["out"][:, ::-1])}
     yield "grads in out", into, ValueError, "grads overlaps out", "while inputs are still read"

@@ -48,6 +48,7 @@ from cupyattn.runtime.checks import (
     CPU_FLOATS,
     INTEGERS,
     Overlaps,
+    contiguous_copy,
     require_arrays,
     require_contiguous_rows,
     require_dtype,
@@ -450,7 +451,7 @@ def _prefill_params(problem: PagedProblem, laid: PagedArrays[Layout]) -> Any:
             ValueError,
             f"block_table has {block} bytes from one entry of a row to the next",
             f"a GPU takes less than {_INT32}",
-            "copy it with ascontiguousarray(block_table)",
+            contiguous_copy("block_table"),
         )
     groups = problem.block_size // _GROUP_KEYS
     shift = (groups - 1).bit_length()

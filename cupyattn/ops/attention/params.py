@@ -29,7 +29,7 @@ from cupyattn.ops.attention.structs import (
     filled,
 )
 from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.checks import require_item_alignment
+from cupyattn.runtime.checks import contiguous_copy, require_item_alignment
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Plan, Planner, Step
 from cupyattn.runtime.records import Record, given_of
@@ -265,7 +265,7 @@ def require_near_rows(problem: AttentionProblem, names: Iterable[str], tile_rows
                 ValueError,
                 f"{name} has {stride} bytes from one row to the next",
                 f"kernels on tensor cores take less than {_TILE_BYTES // tile_rows} here",
-                f"copy it with ascontiguousarray({name})",
+                contiguous_copy(name),
             )
 
 

@@ -50,6 +50,7 @@ from cupyattn.runtime.arrays import (
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
     Overlaps,
+    contiguous_copy,
     require_contiguous_rows,
     require_dtype,
     require_given,
@@ -369,7 +370,7 @@ def _require_a_contiguous_axis(name: str, layout: Layout, fix: str = "") -> None
             f"{name} has strides {layout.strides} for items of {itemsize} bytes",
             "one of its two axes is contiguous, as in an array in C order, its transpose, and "
             "slices of either",
-            fix or f"copy it with ascontiguousarray({name})",
+            fix or contiguous_copy(name),
         )
     require_whole_item_strides(name, layout, fix)
 

@@ -33,6 +33,8 @@ from cupyattn.runtime.checks import (
     require_bool,
     require_given,
     require_kernel_dtype,
+    require_same_dtype,
+    require_shape,
 )
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.outputs import round_into
@@ -366,6 +368,8 @@ def softmax_gradients(
     assert bias is not None
     assert arrays.bias is not None
     _require_last(axis, len(out.shape))
+    require_same_dtype({"dout": layouts.dout, "out": out})
+    require_shape("dout", layouts.dout, out.shape, "shaped like out")
     broadcast_layout(FORWARD, "bias", bias, out)
     results = {"dx": Output(out.shape, out.dtype), "dbias": Output(bias.shape, bias.dtype)}
     require_apart(operands, results)
