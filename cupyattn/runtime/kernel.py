@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ctypes
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import Operands, adopt, is_contiguous, layouts_of, starts_of
+from cupyattn.runtime.arrays import (
+    Layout,
+    Operands,
+    adopt,
+    dtype_of,
+    is_contiguous,
+    layouts_of,
+    starts_of,
+)
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, require_given, require_item_alignment
-from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import MAX_GRID_X, Plan, Step, run
 from cupyattn.runtime.records import Record, record_of, values_of
+from cupyattn.runtime.source import bytes_of, path_of_text
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
 _MOST_THREADS = 1024  # of a CTA, on any GPU
@@ -33,23 +44,26 @@ class Kernel:
     Parameters
     ----------
     source : str or path-like
-        The ``.cu`` file. Included files are searched in its folder and in this library's CUDA
-        sources (``#include "common/reduce.cuh"``). The kernel is recompiled when any of these files
-        changes, so every include has to name its file: ``#include MACRO``, ``#include_next`` and
-        ``__has_include`` are rejected.
+        The CUDA source itself, a string with a line break or ``__global__``, or the path of a
+        ``.cu`` file. Included files are searched in the folder of the file and in this library's
+        CUDA sources (``#include "common/reduce.cuh"``). The kernel is recompiled when any of these
+        files changes, so every include has to name its file: ``#include MACRO``, ``#include_next``
+        and ``__has_include`` are rejected.
     inputs : iterable of str
         The names of parameters that are arrays to read, ``const T*``. They come first.
     outputs : iterable of str
         The names of parameters that are arrays to write, ``T*``; the kernel may also read them.
         They come next.
     scalars : mapping of str to dtype
-        The names of parameters that are numbers, with their dtypes. They come last.
+        The names of parameters that are numbers, with their dtypes. They come last. All names and
+        their order are those of the source.
     threads : int
         Threads of a CTA (cooperative thread array, CUDA's thread block), 1 to 1024: ``blockDim.x``.
     shared_bytes : int
         Dynamic shared memory of a CTA in bytes, up to 65,536.
     entry : str, optional
-        The ``extern "C" __global__`` function. The default is the name of the file.
+        The ``extern "C" __global__`` function. The default is the name of the file; of a string,
+        its only ``__global__`` function.
     macros : mapping of str to int or str
         Macros for the compiler, in addition to THREADS and SHARED_BYTES.
 
@@ -63,7 +77,8 @@ class Kernel:
     FileNotFoundError
         If the source does not exist.
     TypeError, ValueError
-        If an argument is not as described.
+        If an argument is not as described, or the source declares other parameters: other names,
+        another order, a number where an array was named, or another dtype of a number.
 
     Notes
     -----
@@ -72,32 +87,34 @@ class Kernel:
     returns nothing: outputs are written in place. Arrays must be contiguous, because the kernel
     gets no strides. A grid of 0 starts nothing.
 
-    A call raises TypeError for arguments that do not fit, ValueError for arrays that are not
-    contiguous and for a source that includes a file without naming it, NotImplementedError for
-    NumPy arrays outside the emulator, RuntimeError with the compiler's log for a source that does
-    not compile, and on the emulator the errors that `cupyattn.emulator.checks` lists.
+    Parameters are compared with the declaration in the source. Pointers to a C type that is not
+    known there (``void``, a vector such as ``float4``, a type of another header) are not compared:
+    such a kernel takes arrays of any dtype. To pass an array to a pointer of another type, pass
+    ``x.view(dtype)``.
+
+    A call raises TypeError for arguments that do not fit, also for an array of another dtype than
+    the source declares, ValueError for arrays that are not contiguous and for a source that
+    includes a file without naming it, NotImplementedError for NumPy arrays outside the emulator,
+    RuntimeError with the compiler's log for a source that does not compile, and on the emulator the
+    errors that `cupyattn.emulator.checks` lists.
 
     Examples
     --------
-    >>> import tempfile
-    >>> from pathlib import Path
     >>> import numpy as np
     >>> import cupyattn
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     source = Path(folder) / "scale.cu"
-    ...     _ = source.write_text('''
-    ...         extern "C" __global__ void scale(const float* x, float* y, float factor, int n) {
-    ...           const int i = blockIdx.x * THREADS + threadIdx.x;
-    ...           if (i < n) y[i] = factor * x[i];
-    ...         }''')
-    ...     scale = cupyattn.Kernel(
-    ...         source, inputs=["x"], outputs=["y"], threads=32,
-    ...         scalars={"factor": "float32", "n": "int32"},
-    ...     )
-    ...     x = np.arange(5, dtype=np.float32)
-    ...     y = np.empty_like(x)
-    ...     with cupyattn.backend("emulator"):
-    ...         scale(1, x, y, 0.5, 5)
+    >>> scale = cupyattn.Kernel(
+    ...     '''
+    ...     extern "C" __global__ void scale(const float* x, float* y, float factor, int n) {
+    ...       const int i = blockIdx.x * THREADS + threadIdx.x;
+    ...       if (i < n) y[i] = factor * x[i];
+    ...     }
+    ...     ''',
+    ...     inputs=["x"], outputs=["y"], scalars={"factor": "float32", "n": "int32"}, threads=32,
+    ... )
+    >>> x = np.arange(5, dtype=np.float32)
+    >>> y = np.empty_like(x)
+    >>> with cupyattn.backend("emulator"):
+    ...     scale(1, x, y, 0.5, 5)
     >>> y
     array([0. , 0.5, 1. , 1.5, 2. ], dtype=float32)
     """
@@ -115,17 +132,11 @@ class Kernel:
         entry: str | None = None,
         macros: Mapping[str, int | str] = MappingProxyType({}),
     ) -> None:
-        path = Path(fspath(source)).resolve()
-        if not path.is_file():
-            raise error(
-                FileNotFoundError,
-                f"{path} is no file",
-                "the source of a Kernel is a .cu file",
-                "write it, or correct the path",
-            )
-        spec = KernelSpec(
-            path.stem if entry is None else entry, str(path), _parameters(inputs, outputs, scalars)
-        )
+        path = _path_of(source, entry)
+        parameters = _parameters(inputs, outputs, scalars)
+        spec = KernelSpec(path.stem if entry is None else entry, str(path), parameters)
+        self._declared = _require_declared(spec, bytes_of(path), macros)
+        self._dtypes = [each and each.dtype for each in self._declared[: len(spec.pointers)]]
         self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
         self._record = record_of(*(each.name for each in spec.pointers))
         self.specialisation = Specialisation(
@@ -149,6 +160,7 @@ class Kernel:
         for pointer, array in zip(spec.pointers, arguments, strict=False):
             require_given(pointer.name, array)
         operands = adopt(self._record(*arguments[:count]), self._fixes)
+        self._require_dtypes(operands)
         _require_addresses_to_be_enough(operands)
         device = device_of(operands)
         if device is None:
@@ -162,8 +174,50 @@ class Kernel:
         step = Step.of(self.specialisation, grid, range(count), *arguments[count:])
         run(device, Plan((step,), results=()), operands)
 
+    def _require_dtypes(self, operands: Operands[Record]) -> None:
+        """Raise TypeError for an array whose dtype is not that of the declared pointer."""
+        for index, (described, dtype) in enumerate(
+            zip(operands.description, self._dtypes, strict=True)
+        ):
+            if dtype is not None and described is not None and described[2] != dtype:
+                pointer, declared = self.specialisation.spec.pointers[index], self._declared[index]
+                assert declared is not None
+                name = pointer.name
+                raise error(
+                    TypeError,
+                    f"{name} has dtype {Layout((), (), described[2]).dtype_text}",
+                    f"the source declares {declared.text}, items of {dtype.name}",
+                    f"convert it, {name}.astype({dtype.name!r}); to read the same bytes as that "
+                    f"dtype, pass {name}.view({dtype.name!r})"
+                    if pointer.const
+                    else made_beforehand(name),
+                )
+
     def __repr__(self) -> str:
         return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"
+
+
+def _path_of(source: str | PathLike[str], entry: str | None) -> Path:
+    """Return the path of a source: of its file, or one that is used for its text."""
+    if isinstance(source, str) and ("\n" in source or "__global__" in source):
+        names = dict.fromkeys(name for name, _ in _declarations(_plain(source)))
+        if entry is None and len(names) != 1:
+            raise error(
+                ValueError,
+                f"the __global__ functions of the source are {', '.join(names) or 'none'}",
+                "a Kernel is one of them",
+                "pass its name as entry=",
+            )
+        return path_of_text(entry or next(iter(names)), source)
+    path = Path(fspath(source)).resolve()
+    if not path.is_file():
+        raise error(
+            FileNotFoundError,
+            f"{path} is no file",
+            "the source of a Kernel is a .cu file, or a string of CUDA C++",
+            "write it, or correct the path",
+        )
+    return path
 
 
 def _parameters(
@@ -227,3 +281,200 @@ def _require_addresses_to_be_enough(operands: Operands[Record]) -> None:
                 "a kernel of your own gets no strides: its arrays are contiguous in C order",
                 f"pass ascontiguousarray({name}), for a result a new contiguous array",
             )
+
+
+class _Declared(NamedTuple):
+    """A parameter as the source declares it."""
+
+    text: str
+    name: str | None
+    dtype: np.dtype | None
+    """The dtype of the number or of the items; None for a type that is not known here."""
+    is_pointer: bool | None
+    """None where the type may be another name of a pointer."""
+    is_const: bool
+
+
+_NOT_CODE = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|' + r"'(?:\\.|[^'\\\n])*'", re.DOTALL
+)
+_QUALIFIERS = re.compile(
+    r"\b(__restrict__|__restrict|restrict|volatile|register|__grid_constant__|struct|std\s*::)"
+)
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([^\n]*)$", re.MULTILINE)
+_ALIAS = re.compile(
+    r"^(?:using\s+(\w+)\s*=\s*([^;{}]*)|typedef\s+([^;{}]*?)\b(\w+)\s*);", re.MULTILINE
+)
+_NOT_NAMES = {"__launch_bounds__", "__attribute__", "__declspec", "alignas", "__cluster_dims__"}
+_ITEMS = {
+    **{name: name for name in ("bool", "float16", "bfloat16", "int64", "uint64")},
+    **{f"{kind}{bits}_t": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{"float": "float32", "double": "float64", "__half": "float16", "half": "float16"},
+    **{"__nv_bfloat16": "bfloat16", "nv_bfloat16": "bfloat16", "size_t": "uint64"},
+    **{"uchar": "uint8", "ushort": "uint16", "uint": "uint32"},
+}
+"""The dtypes of C types, those of the library's headers among them."""
+_NO_NAMES = {"*", "const", "float", "double", "bool", "signed", "unsigned", "char", "int", "long"}
+_INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
+
+
+def _plain(source: str) -> str:
+    """Return a source without comments and the contents of quotes, and with joined lines."""
+    return _NOT_CODE.sub(" ", re.sub(r"\\\r?\n", "", source))
+
+
+def _declarations(plain: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of the parameters of each ``__global__`` function."""
+    for match in re.finditer(r"\b__global__\b", plain):
+        found, start = None, match.end()
+        while (opened := re.compile(r"[({;]").search(plain, start)) and opened[0] == "(":
+            stop = _closing(plain, opened.end())
+            name = re.search(r"(\w+)\s*$", plain[start : opened.start()])
+            if name is not None and name[1] not in _NOT_NAMES:
+                found = name[1], plain[opened.end() : stop]
+            start = stop + 1
+        if found is not None:
+            yield found
+
+
+def _closing(plain: str, start: int) -> int:
+    """Return where the parenthesis closes that was opened before `start`."""
+    depth = 1
+    for match in re.compile(r"[()]").finditer(plain, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(plain)
+
+
+def _require_declared(
+    spec: KernelSpec, source: bytes, macros: Mapping[str, int | str]
+) -> tuple[_Declared | None, ...]:
+    """Raise unless the source declares the parameters; return its declarations.
+
+    They are None where the source's text has none, for example in an included file.
+    """
+    plain = _plain(source.decode(errors="replace"))
+    texts = dict.fromkeys(text for name, text in _declarations(plain) if name == spec.entry)
+    if not texts or any("#" in text for text in texts):
+        return (None,) * len(spec.parameters)
+    failures = []
+    types = _types(plain, macros)
+    for text in texts:
+        declared = tuple(_parameter(each, types) for each in _split(text))
+        failure = _difference(spec, declared)
+        if failure is None:
+            return declared
+        failures.append(failure)
+    raise failures[0]
+
+
+def _types(plain: str, macros: Mapping[str, int | str]) -> dict[str, str]:
+    """Return the types that the source or the caller gives another name, each with one meaning."""
+    found: dict[str, set[str]] = {}
+    aliases = ((a or d, b or c) for a, b, c, d in _ALIAS.findall(plain))
+    for name, meaning in (*_DEFINE.findall(plain), *aliases):
+        found.setdefault(name, set()).add(meaning.strip())
+    # A name with several meanings depends on conditions, and is not known here.
+    types = {
+        name: meanings.pop() if len(meanings) == 1 else "?" for name, meanings in found.items()
+    }
+    return types | {name: str(value) for name, value in macros.items()}
+
+
+def _split(text: str) -> list[str]:
+    """Return the texts of the parameters."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "(<[{") - (letter in ")>]}")
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    found = [" ".join(part.split()) for part in parts]
+    return [] if found in ([""], ["void"]) else found
+
+
+def _parameter(text: str, types: Mapping[str, str]) -> _Declared:
+    plain = _QUALIFIERS.sub(" ", text)
+    if re.search(r"[^\w\s*\[\]]", plain):  # a template, a reference, a macro with arguments
+        name = re.search(r"(\w+)\s*$", plain)
+        return _Declared(text, name and name[1], None, None, False)
+    words = re.findall(r"\w+|\*", re.sub(r"\[[^\]]*\]\s*$", "", plain))
+    # The last word is the name, unless it belongs to the type of a parameter without one.
+    named = len([word for word in words if word != "const"]) > 1 and words[-1] not in _NO_NAMES
+    name = words[-1] if named else None
+    kind = words[: len(words) - named]
+    is_pointer = "*" in kind or "[" in plain
+    kind = kind[: kind.index("*")] if "*" in kind else kind
+    resolved = _resolved(tuple(word for word in kind if word != "const"), types)
+    dtype = None if "**" in "".join(words) else _dtype(resolved)
+    known = dtype is not None or is_pointer
+    return _Declared(text, name, dtype, is_pointer if known else None, "const" in kind)
+
+
+def _resolved(words: tuple[str, ...], types: Mapping[str, str]) -> tuple[str, ...]:
+    for _ in range(8):  # names of names; a circle ends
+        if len(words) != 1 or words[0] not in types:
+            break
+        words = tuple(re.findall(r"\w+|\W", _QUALIFIERS.sub("", types[words[0]]).strip()))
+        words = tuple(word for word in words if word.strip() and word != "const")
+    return words
+
+
+def _dtype(words: tuple[str, ...]) -> np.dtype | None:
+    """Return the dtype of a C type; None for one that is not known."""
+    if len(words) == 1 and words[0] in _ITEMS:
+        return dtype_of(_ITEMS[words[0]])
+    if not words or not _INTEGER_WORDS.issuperset(words) or words == ("char",):
+        return None  # char: bytes of anything
+    kind = "u" if "unsigned" in words else ""
+    if "char" in words:
+        return np.dtype(f"{kind}int8")
+    if "short" in words:
+        return np.dtype(f"{kind}int16")
+    if words.count("long") == 1:  # 4 bytes on Windows
+        return np.dtype(f"{kind}int{8 * ctypes.sizeof(ctypes.c_long)}")
+    return np.dtype(f"{kind}int{64 if 'long' in words else 32}")
+
+
+def _difference(spec: KernelSpec, declared: tuple[_Declared, ...]) -> Exception | None:
+    """Return what to raise where a declaration has other parameters than the kernel was given."""
+    given = spec.parameters
+    names = [each.name for each in given]
+    if len(given) != len(declared) or any(
+        theirs.name not in (None, name) for name, theirs in zip(names, declared, strict=True)
+    ):
+        return error(
+            ValueError,
+            f"the parameters of {spec.entry} were given as {', '.join(names)}",
+            f"the source declares {', '.join(each.text for each in declared) or 'none'}",
+            "name all parameters of the source in its order: inputs, outputs, scalars",
+        )
+    for ours, theirs in zip(given, declared, strict=True):
+        is_array = isinstance(ours, Pointer)
+        if theirs.is_pointer is not None and theirs.is_pointer != is_array:
+            return error(
+                ValueError,
+                f"{ours.name} is among the {'arrays' if is_array else 'scalars'}",
+                f"the source declares {theirs.text}",
+                "name it in scalars, with its dtype"
+                if is_array
+                else "name it in inputs or outputs",
+            )
+        if isinstance(ours, Pointer) and theirs.is_const and not ours.const:
+            return error(
+                ValueError,
+                f"{ours.name} is among the outputs",
+                f"the source declares {theirs.text}, which is not written",
+                "name it in inputs, or declare it without const",
+            )
+        if isinstance(ours, Scalar) and theirs.dtype not in (None, ours.dtype):
+            assert theirs.dtype is not None
+            return error(
+                TypeError,
+                f"{ours.name} is a scalar of dtype {ours.dtype.name}",
+                f"the source declares {theirs.text}, a number of {theirs.dtype.name}",
+                f"give it that dtype, {ours.name!r}: {theirs.dtype.name!r}",
+            )
+    return None

@@ -170,6 +170,29 @@ def source_root() -> Path:
     )
 
 
+_texts: dict[Path, bytes] = {}
+"""Sources that are no files, by the paths that are used for them."""
+
+
+def path_of_text(name: str, text: str) -> Path:
+    """Return a path for a source that is not in a file; this process reads the text for it.
+
+    It is the only file of its folder, which does not exist. So includes are found in the folder of
+    CUDA sources alone.
+    """
+    contents = text.encode()
+    folder = f"/source-text-{hashlib.sha256(contents).hexdigest()[:12]}"
+    path = Path(folder, f"{name}.cu").absolute()
+    _texts[path] = contents
+    return path
+
+
+def bytes_of(path: Path) -> bytes:
+    """Return the contents of a file, or the text that `path_of_text` was given."""
+    text = _texts.get(path)
+    return path.read_bytes() if text is None else text
+
+
 @dataclass(frozen=True)
 class Unit:
     """A source with all files that it includes, directly or not.
@@ -259,7 +282,7 @@ def read_unit(source: Path) -> Unit:
         looked_at |= {spelled, path}
         if path in found:
             continue
-        read[path] = path.read_bytes()
+        read[path] = bytes_of(path)
         found[path] = {}
         for include in includes_in(read[path]):
             if isinstance(include, Unfollowed):
@@ -292,7 +315,8 @@ def texts_named_in(ptx: str, source: Path) -> dict[str, str]:
         known = name.replace("\\\\", "/")
         known = known[max(known.find(NAMED), 0) :]  # on Windows a drive comes first
         if known in paths:
-            texts[name] = paths[known].read_text(encoding="utf-8", errors="replace")
+            text = bytes_of(paths[known]).decode(errors="replace")
+            texts[name] = text.replace("\r\n", "\n")
     return texts
 
 
@@ -328,6 +352,8 @@ def _named(source: Path, paths: list[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def _stamp(path: Path) -> _Stamp | None:
+    if path in _texts:  # never changes
+        return 0, 0, len(_texts[path])
     try:
         status = os.stat(path)
     except OSError:

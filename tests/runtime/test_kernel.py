@@ -169,6 +169,18 @@ CROOKED = np.zeros(260, np.uint8)[1:257].view(np.float32)
     [
         ((1, X, X, 0), TypeError, "sums got 3 arguments; it takes x, y, shift, n; pass"),
         ((1, X, None, 0, 64), TypeError, "y is None"),
+        (
+            (1, X.astype(float), X, 0, 64),
+            TypeError,
+            r"x has dtype float64; the source declares const float\* x, items of float32; "
+            r"convert it, x\.astype\('float32'\)",
+        ),
+        (
+            (1, X, X.view(np.int32), 0, 64),
+            TypeError,
+            "y has dtype int32; .*declares float.* y, .*"
+            "make a writable, C-contiguous array before the call",
+        ),
         ((1, X, 5, 0, 64), TypeError, "y has type builtins.int"),
         ((1, X, X, 0, None), TypeError, "NoneType"),
         ((1, X[::2], X, 0, 64), ValueError, r"x of shape \(32,\) has strides \(8,\); .*contiguous"),
@@ -199,6 +211,30 @@ def test_numpy_and_cupy_arrays_are_not_mixed(source):
         ({"inputs": [1]}, TypeError, r"inputs is \[1\]"),
         ({"inputs": ["y"]}, ValueError, "the parameters are y, y, shift, n; each has a name"),
         ({"scalars": {"n": "number"}}, TypeError, "number"),
+        (
+            {"inputs": ["z"]},
+            ValueError,
+            r"the parameters of sums were given as z, y, shift, n; the "
+            r"source declares const float\* x, float\* y, float shift, int n; name all parameters",
+        ),
+        ({"scalars": {"n": "int32", "shift": "float32"}}, ValueError, "given as x, y, n, shift"),
+        ({"scalars": {"shift": "float32"}}, ValueError, "given as x, y, shift; the source"),
+        (
+            {"inputs": ["x", "y", "shift"], "outputs": ["n"], "scalars": {}},
+            ValueError,
+            "shift is among the arrays; the source declares float shift; name it in scalars",
+        ),
+        (
+            {"inputs": [], "outputs": ["x", "y"]},
+            ValueError,
+            r"x is among the outputs; the source declares const float\* x, which is not written",
+        ),
+        (
+            {"scalars": {"shift": "float64", "n": "int32"}},
+            TypeError,
+            "shift is a scalar of dtype float64; the source declares float shift, a number of "
+            "float32; give it that dtype, 'shift': 'float32'",
+        ),
         ({"threads": 0}, ValueError, "threads = 0; it is 1 to 1024"),
         ({"threads": True}, TypeError, "threads is True"),
         ({"shared_bytes": 65537}, ValueError, "shared_bytes = 65537; it is 0 to 65536"),
@@ -207,6 +243,88 @@ def test_numpy_and_cupy_arrays_are_not_mixed(source):
 def test_invalid_parameters_are_refused(source, change, kind, message):
     with pytest.raises(kind, match=message):
         Kernel(source, **{**OPTIONS, **change})
+
+
+@kernels_only
+def test_a_string_is_the_source_itself(side):
+    y = side.put(np.zeros(1, np.float32))
+    kernel = Kernel(SUMS, **OPTIONS, macros={"ADD": 1})
+    assert repr(kernel) == "<Kernel sums[ADD=1] of 64 threads>"
+    kernel(1, side.put(np.ones(64, np.float32)), y, 2, 64)
+    assert side.get(y)[0] == 66
+
+
+@pytest.mark.nvrtc
+def test_faults_quote_the_lines_of_a_string():
+    kernel = Kernel(SUMS.replace(BARRIER, ""), **OPTIONS, macros={"ADD": 0})
+    with (
+        cupyattn.backend("emulator"),
+        pytest.raises(emulator.SharedMemoryRaceError, match=r"sums\.cu:12: for \(int warp = 0"),
+    ):
+        kernel(1, np.ones(64, np.float32), np.zeros(1, np.float32), 0, 64)
+
+
+def test_a_string_with_two_kernels_needs_the_entry():
+    both = SUMS + SUMS.replace("sums", "others")
+    with pytest.raises(ValueError, match=r"source are sums, others; .*pass its name as entry="):
+        Kernel(both, **OPTIONS)
+    assert repr(Kernel(both, **OPTIONS, entry="others")).startswith("<Kernel others")
+    with pytest.raises(ValueError, match="__global__ functions of the source are none"):
+        Kernel("float x;\n", **OPTIONS)
+
+
+HEAD = 'extern "C" __global__ void __launch_bounds__(THREADS, 2) k'
+DECLARED = {
+    "const float* x": "float32",
+    "float const *__restrict__ x": "float32",
+    "const std::int64_t x[]": "int64",
+    "const unsigned long long int* const x": "uint64",
+    "const unsigned char* x /* float* x */": "uint8",
+    "const unsigned* x // one, float* two": "uint32",
+    "const __half* x": "float16",
+    "const bfloat16* x": "bfloat16",
+    "const DTYPE* x": "float16",
+    "const Item* x": "int16",
+    "const Other* x": "float64",
+    "const Either* x": None,
+    "const float4* x": None,
+    "const char* x": None,
+    "const void*": None,
+    "const float** x": None,
+    "Pointer x": None,
+    "View<float, 2> x": None,
+}
+ALIASES = """
+using Item = short;
+typedef double Number;
+#define Other Number
+#if ADD
+#define Either float
+#else
+#define Either int
+#endif
+"""
+
+
+@pytest.mark.parametrize("text", DECLARED)
+def test_the_dtype_of_a_pointer_is_read_from_the_source(text):
+    dtype = DECLARED[text]
+    source = f"{ALIASES}/* {HEAD}(int n) {{ */\n{HEAD}(\n{text}\n, float* y) {{ }}"
+    kernel = Kernel(source, inputs=["x"], outputs=["y"], threads=32, macros={"DTYPE": "float16"})
+    y = np.zeros(32, np.float32)
+    for given in ("float32", "float64", "int16", "int64", "uint8", "uint32", "uint64", "bfloat16"):
+        fits = dtype is None or dtype == given
+        kind, message = (NotImplementedError, "NumPy") if fits else (TypeError, f"dtype {given}; ")
+        with pytest.raises(kind, match=message):
+            kernel(1, np.zeros(32, dtype_of(given)), y)
+
+
+def test_a_kernel_that_an_included_file_declares_is_not_compared(tmp_path):
+    (tmp_path / "sums.cuh").write_text(SUMS)
+    (tmp_path / "sums.cu").write_text('#include "sums.cuh"\n')
+    kernel = Kernel(tmp_path / "sums.cu", inputs=["a"], outputs=["b"], threads=64)
+    with pytest.raises(NotImplementedError, match="NumPy"):
+        kernel(1, X, X)
 
 
 def test_a_source_that_is_not_there(tmp_path):
