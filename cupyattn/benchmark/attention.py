@@ -205,10 +205,6 @@ def _alibi(heads: int, xp: ModuleType) -> ScoreMod:
     return ScoreMod(
         "score - slopes[h] * abs(q_idx - k_idx)",
         gradient="grad",
-        python=(
-            lambda score, b, h, i, j, slopes: score - slopes[h] * abs(i - j),
-            lambda score, grad, b, h, i, j, slopes: grad,
-        ),
         slopes=_slopes(heads, xp),
     )
 
@@ -217,7 +213,6 @@ def _documents(problem: SelfAttentionProblem, xp: ModuleType) -> cupyattn.MaskMo
     """Return the mask by which a token sees the tokens of its own document."""
     return cupyattn.MaskMod(
         "document[q_idx] == document[k_idx]",
-        python=lambda b, h, i, j, document: document[i] == document[j],
         document=xp.asarray(problem.document()),
     )
 

@@ -105,8 +105,8 @@ def moved(given: Any, places: ScoreOffsets) -> Any:
             f'#line 1 "{shown_as}"\n{text}\n;}}({", ".join(arguments)})'
         )
 
-    def function(of_whole: Callable[..., Any] | None) -> object:
-        return of_whole and _moved_function(of_whole, places, name)
+    def function(of_whole: Callable[..., Any]) -> object:
+        return _moved_function(of_whole, places, name)
 
     return given._rewritten(expression, function, {**given.arrays, name: places.at})
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import KERNELS
+from support.devices import placed as placed_within
 from support.modifiers import Expression, by_the_reference
 from support.search import deep, mostly_deep
 
@@ -76,11 +77,7 @@ def close(dtype: str, rtol: float) -> dict[str, float]:
     return {"rtol": rtol, "atol": rtol / 10} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-3}
 
 
-SCALED = ScoreMod(
-    "0.5f * score",
-    gradient="0.5f * grad",
-    python=(lambda s, b, h, i, j: 0.5 * s, lambda s, grad, b, h, i, j: 0.5 * grad),
-)
+SCALED = ScoreMod("0.5f * score", gradient="0.5f * grad")
 BIASES = {"every score": (1, 2, 20, 33), "broadcast": (1, 2, 1, 33)}
 
 
@@ -318,8 +315,32 @@ def test_arrays_are_called_in_errors_as_the_caller_calls_them():
     with pytest.raises(TypeError, match=r"mask_mod's seen has .* seen\.astype\('float32'\)$"):
         attention(q, k, v, mask_mod=MaskMod("seen[h]", seen=short))
     tables = [KERNELS.put(np.ones((8, 8), np.float32))[:, ::2]] * 2
-    with pytest.raises(ValueError, match=r"rotary's cos has .* with ascontiguousarray\(cos\)$"):
+    with pytest.raises(ValueError, match=r"rotary's cos has .* copy, ascontiguousarray\(cos\)$"):
         attention(q, k, v, rotary=tuple(tables))
+
+
+def test_numpy_arrays_evaluate_an_expression_as_kernels_do():
+    """Operators, precedence, integers rounded toward 0, and sides that are not evaluated."""
+    q, k, v, dout = small("float32", 9, 9, 2, 8)
+    mod = ScoreMod(
+        "score * 1.5f - (q_idx - k_idx) / 2 * 0.25f + (q_idx - k_idx) % 3 * .125f\n"
+        "+ (h ? t[min(k_idx, 3)] : -0.5e0f) /* why */ + !(q_idx & 1) + (k_idx << 1 >> 2 ^ 1)\n"
+        "+ (q_idx >= k_idx && table[h][q_idx - k_idx] > 0 || float(b) > 0) - -fabsf(tanhf(score))\n"
+        "+ (q_idx < k_idx ? 0 : k_idx == 0 ? 1.0f : fmaxf((int)t[0] % 2, expf(-k_idx / 3.0f)))",
+        gradient="grad * (1.5f + (score > 0 ? 1 : -1) * (1 - tanhf(score) * tanhf(score)))",
+        t=np.array([-1.75, 2, 0.5, 1], np.float16),
+        table=np.random.default_rng(2).standard_normal((2, 9), np.float32),
+    )
+    mask = MaskMod("q_idx - k_idx <= 5 && (k_idx % 3 != 1 || q_idx == k_idx)")
+    with cupyattn.backend("reference"):
+        exact = attention(q, k, v, score_mod=mod, mask_mod=mask, return_lse=True)
+        exact_grads = attention_backward(dout, q, k, v, *exact, score_mod=mod, mask_mod=mask)
+    options = {"score_mod": placed_within(KERNELS, mod), "mask_mod": mask}
+    arrays = [KERNELS.put(x) for x in (q, k, v)]
+    found = attention(*arrays, **options, return_lse=True)
+    grads = attention_backward(KERNELS.put(dout), *arrays, *found, **options)
+    for one, other in zip((*found, *grads[:3]), (*exact, *exact_grads[:3]), strict=True):
+        assert_allclose(KERNELS.get(one), other, rtol=2e-5, atol=2e-5)
 
 
 def test_a_score_mod_without_gradient_has_no_backward():
@@ -329,14 +350,7 @@ def test_a_score_mod_without_gradient_has_no_backward():
         attention_backward(dout, q, k, v, out, lse, score_mod=ScoreMod("score + 1"))
 
 
-DISTANCES = ScoreMod(
-    "score - logf(1 + q_idx - k_idx)",
-    gradient="grad",
-    python=(
-        lambda score, b, h, q_idx, k_idx: score - np.log(np.maximum(1 + q_idx - k_idx, 1)),
-        lambda score, grad, b, h, q_idx, k_idx: grad,
-    ),
-)
+DISTANCES = ScoreMod("score - logf(1 + q_idx - k_idx)", gradient="grad")
 
 
 @pytest.mark.parametrize("deterministic", [False, *deep(True)])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pydoc
+import re
 import weakref
 from fractions import Fraction
 from typing import Any
@@ -20,6 +22,7 @@ from support.strategies import AttentionProblem
 
 from cupyattn import (
     AttentionGrads,
+    MaskMod,
     Rotary,
     ScoreMod,
     attention,
@@ -27,6 +30,7 @@ from cupyattn import (
     reference,
     rope,
 )
+from cupyattn.ops.attention.expressions import evaluator
 
 PLAIN = reference.attention(*BASE.arrays())[0].astype(np.float32)
 
@@ -113,10 +117,7 @@ EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "alibi_slopes, score_mod": (
         EVERY_OPTION["alibi_slopes"],
         {"score_mod": ScoreMod(
-            "score - slopes[h] * abs(q_idx + offset - k_idx)",
-            python=(lambda score, b, h, i, j, slopes, offset:
-                    score - slopes[h] * abs(i + offset - j),
-                    lambda score, grad, b, h, i, j, slopes, offset: grad),
+            "score - slopes[h] * abs(q_idx + offset - k_idx)", gradient="grad",
             slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32), offset=np.array(SK - SQ),
         )},
     ),
@@ -127,6 +128,13 @@ EQUIVALENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             python=(lambda score, *_: 1.5 * np.tanh(score / 1.5),
                     lambda score, grad, *_: grad * (1 - np.tanh(score / 1.5) ** 2)),
         )},
+    ),
+    "expression, python": (
+        {"score_mod": ScoreMod(
+            "1.5f * tanhf(score / 1.5f)",
+            gradient="grad * (1 - tanhf(score / 1.5f) * tanhf(score / 1.5f))",
+        ), "mask_mod": MaskMod("k_idx % 3 || h == 1")},
+        {"softcap": 1.5, "mask_mod": lambda b, h, i, j: (j % 3 != 0) | (h == 1)},
     ),
     "alibi_slopes of each batch element": (
         EVERY_OPTION["alibi_slopes"],
@@ -278,3 +286,99 @@ def test_nothing_of_a_call_is_kept():
     kept = call()
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
+
+
+ROW, COL = np.arange(-4, 5)[:, None], np.arange(1, 4)
+EVALUATED = {
+    "i / j": np.trunc(ROW / COL),
+    "i % j": np.fmod(ROW, COL),
+    "i / 2.f": ROW / 2,
+    "-i * j - 1 - 2": -ROW * COL - 3,
+    "i + j << 1": (ROW + COL) * 2,
+    "i >> 1 & 3 | 8": ((ROW >> 1) & 3) | 8,
+    "~i ^ j": ~ROW ^ COL,
+    "i < j == true": ROW < COL,
+    "1 < i < 3": np.ones((9, 1)),
+    "!i || i > 2 && j != 2": (ROW == 0) | ((ROW > 2) & (COL != 2)),
+    "i > 0 ? j : i < 0 ? -1.5f : 0x10": np.where(ROW > 0, COL, np.where(ROW < 0, -1.5, 16)),
+    "(i > 0) + (i > 1)": (ROW > 0) * 1 + (ROW > 1),
+    "max(i, j) - min(i, 0)": np.maximum(ROW, COL) - np.minimum(ROW, 0),
+    "fminf(i, NAN)": ROW,
+    "abs(i) + fabsf(-.5f)": abs(ROW) + 0.5,
+    "expf(i) + logf(j) * tanhf(i) + sqrtf(j)": np.exp(ROW)
+    + np.log(COL) * np.tanh(ROW)
+    + np.sqrt(COL),
+    "(int)(i / 2.0) + int(-0.5)": np.trunc(ROW / 2),
+    "static_cast<float>(i) / 2 + float(j)": ROW / 2 + COL,
+    "0.1f": np.float64(np.float32(0.1)),
+    "1e3 + 1.": 1001.0,
+    "-INFINITY": -np.inf,
+    "i >= 0 && i < 2 && table[i][j - 1] > 2": np.isin(ROW, [0, 1]) & ((ROW == 1) | (COL == 3)),
+    "i != 0 && 4 / i == 2": ROW == 2,
+    "i == 1 ? table[i][j - 1] : t": np.where(ROW == 1, COL + 3, 0.5),
+    "powf(j, 2) /* squared */": COL**2,
+}
+
+
+@pytest.mark.parametrize("text", EVALUATED)
+def test_expressions_mean_on_numpy_arrays_what_they_mean_in_c(text):
+    function = evaluator(text, ("i", "j"), ("table", "t"), "float", NotImplementedError)
+    table, t = np.arange(1, 7, dtype=np.float16).reshape(2, 3), np.array(0.5)
+    found = function(ROW, COL, table=table, t=t)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(*np.broadcast_arrays(found, EVALUATED[text]), rtol=1e-15)
+
+
+REFUSED = {
+    "score = 1": "'=' at 6",
+    "score; 2": "';' at 5",
+    "__expf(score)": "'__expf' at 0",
+    "score + erff(score)": "'erff' at 8",
+    "score * unknown": "'unknown' at 8",
+    "score + 1u": "'1u' at 8",
+    "score + 010": "'010' at 8",
+    "h++": r"'\+\+' at 1",
+    "std::min(score, 1.f)": "'std' at 0",
+    "(score": "its end at 6",
+    "score score": "'score' at 6",
+    "min(h, 1, 2)": "',' at 8",
+    "(unsigned)h": "'unsigned' at 1",
+    "score % 2.f": "'%' of a float",
+    "[&] { return score; }()": "'{' at 4",
+    "(" * 5000 + "score" + ")" * 5000: "parts nested so deeply",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text[:20])
+def test_error_names_the_part_that_numpy_arrays_do_not_evaluate(text):
+    message = f"^ScoreMod's expression has {REFUSED[text]}, which NumPy arrays do not evaluate; .*"
+    with pytest.raises(NotImplementedError, match=message + "; give ScoreMod python= as well"):
+        attention(*BASE.arrays(), score_mod=ScoreMod(text))
+
+
+def test_python_replaces_an_expression_that_is_not_evaluated():
+    found = attention(
+        *BASE.arrays(), score_mod=ScoreMod("__twice(score)", python=lambda s, *_: 2 * s)
+    )
+    assert (found == attention(*BASE.arrays(), score_mod=ScoreMod("2 * score"))).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("t[h]", IndexError, r"reads item 2 of t's axis 0; the axis has 2 items; .*min\(max\("),
+        ("t[h - 1 < 0 ? 0 : h - 1]", IndexError, "reads item 2"),
+        ("t[-1]", IndexError, "reads item -1"),
+        ("t", ValueError, r"t has 0 indices in an expression; it has 1 axes, .*write t\[\.\.\.\]"),
+        ("1 / h", ZeroDivisionError, "an integer of an expression is divided by 0"),
+    ],
+)
+def test_values_that_an_expression_cannot_have(text, kind, message):
+    with pytest.raises(kind, match=message):
+        attention(*BASE.arrays(), score_mod=ScoreMod(text, t=np.ones(2, np.float32)))
+
+
+def test_help_shows_public_names_only():
+    for kind in (ScoreMod, MaskMod):
+        text = pydoc.plain(pydoc.render_doc(kind))
+        assert not re.findall(r"\b_(?!_)\w+", text)

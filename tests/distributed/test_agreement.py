@@ -301,7 +301,7 @@ def half(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s / 2
 
 
-FIRST_KEYS = MaskMod("k_idx < 4", python=lambda b, h, q, k: k < 4)
+FIRST_KEYS = MaskMod("k_idx < 4")
 PACKED = {"cu_seqlens": [0, 8, 16], **{name: drawn(name)[0] for name in "qkv"}}
 
 
@@ -355,7 +355,11 @@ PACKED = {"cu_seqlens": [0, 8, 16], **{name: drawn(name)[0] for name in "qkv"}}
             {"score_mod": block_mask(FIRST_KEYS, 16, 16)},
             "TypeError: score_mod has type Block",
         ),
-        (forward, {"score_mod": ScoreMod("score")}, "NotImplementedError: score_mod = ScoreMod"),
+        (
+            forward,
+            {"score_mod": ScoreMod("__expf(score)")},
+            "NotImplementedError: ScoreMod's expression has '__expf' at 0",
+        ),
         (forward, {"mask": np.ones((8, 8), bool)}, r"ValueError: mask has .* all Sk = 16 keys"),
         (forward, {"mask": np.ones((16, 16), bool)}, "ValueError: mask has shape .*axis=-2"),
         # As they were passed, and not as calls take parts of them.

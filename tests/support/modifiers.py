@@ -141,7 +141,6 @@ def mask_of(seen: np.ndarray) -> MaskMod:
     batch, heads = (axis > 1 for axis in seen.shape[:2])
     return MaskMod(
         "seen[each[0] ? b : 0][each[1] ? h : 0][q_idx][k_idx]",
-        python=lambda b, h, i, j, seen, each: seen[b * each[0], h * each[1], i, j],
         seen=KERNELS.put(seen),
         each=KERNELS.put(np.array([batch, heads], np.int32)),
     )

@@ -258,7 +258,7 @@ def block_mask(
     BlockMask
         With ``tiles``, an array to look at, and ``sparsity``, the share of them that is skipped.
         They are computed on the device of the expression's arrays; without arrays on the current
-        GPU, and where there is none, by ``python=``.
+        GPU, and where there is none, on the CPU.
 
     Raises
     ------
@@ -267,7 +267,8 @@ def block_mask(
     ValueError
         For lengths out of range, and an expression that does not compile.
     NotImplementedError
-        On NumPy arrays for an expression without ``python=``; on the emulator for a function.
+        On NumPy arrays for an expression that they do not evaluate and that has no ``python=``; on
+        the emulator for a function.
     RuntimeError
         On a GPU, as `attention`.
 
@@ -285,7 +286,6 @@ def block_mask(
     >>> import numpy as np, cupyattn
     >>> same = cupyattn.MaskMod(
     ...     "document[q_idx] == document[k_idx]",
-    ...     python=lambda b, h, q_idx, k_idx, document: document[q_idx] == document[k_idx],
     ...     document=np.repeat(np.arange(3), 16),
     ... )
     >>> blocks = cupyattn.block_mask(same, 48, 48)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.ops.attention.expressions import EVALUATED, evaluator
 from cupyattn.ops.attention.kernels.block_mask import TILE
 from cupyattn.ops.attention.kernels.modifiers import (
     ARRAYS,
@@ -246,71 +247,35 @@ _REFUSED = (
 )
 
 
-class _Expression:
-    """An expression of CUDA C++, the arrays that it names, and what computes the same in Python."""
-
-    option: str
-    names: str
-    """The parameters of the Python function besides the arrays."""
-    example: str
-    """An expression, for errors."""
-
-    def __init__(
-        self,
-        expression: str,
-        gradient: str | None,
-        python: Callable[..., Any] | None,
-        python_gradient: Callable[..., Any] | None,
-        arrays: Mapping[str, Array],
-    ) -> None:
-        kind = type(self).__name__
-        self._require_text("expression", expression)
-        if gradient is not None:
-            self._require_text("gradient", gradient)
-        for name, array in arrays.items():
-            _require_usable(kind, name, array)
-        self.expression, self.gradient = expression, gradient
-        self.python, self.python_gradient = python, python_gradient
-        self.arrays = dict(arrays)
-
-    def _rewritten(
-        self,
-        rewrite: Callable[[str, str], str],
-        python: Callable[[Callable[..., Any] | None], Any],
-        arrays: Mapping[str, Array],
-    ) -> Any:
-        """Return a copy with other texts, Python functions and arrays, for use by the library.
-
-        `rewrite` is given each text and its name in compilation errors. What it returns may have
-        directives, such as #line: the expressions of users, which were checked, may not.
-        """
-        made = copy(self)
-        made.expression = rewrite(self.expression, self.option)
-        made.gradient = self.gradient and rewrite(self.gradient, f"{self.option}'s gradient")
-        made.python, made.python_gradient = python(self.python), python(self.python_gradient)
-        made.arrays = dict(arrays)
-        return made
-
-    def _require_text(self, name: str, text: Any) -> None:
-        whose = f"{type(self).__name__}'s {name}"
-        if not isinstance(text, str) or not text.strip():
-            raise error(
-                TypeError,
-                f"{whose} is {shown(text)}",
-                "it is a string, a CUDA C++ expression",
-                f"pass for example {self.example!r}",
-            )
-        for pattern, *reason in _REFUSED:
-            if (found := pattern.search(text)) is not None:
-                passed = f"{whose} has {found[0]!r} at {found.start()}"
-                raise error(ValueError, passed, *reason)
-
-    def __repr__(self) -> str:
-        arrays = "".join(f", {name}=..." for name in self.arrays)
-        return f"{type(self).__name__}({self.expression!r}{arrays})"
+def _shown_as_call(given: ScoreMod | MaskMod) -> str:
+    arrays = "".join(f", {name}=..." for name in given.arrays)
+    return f"{type(given).__name__}({given.expression!r}{arrays})"
 
 
-class ScoreMod(_Expression):
+def _rewritten(
+    given: ScoreMod | MaskMod,
+    rewrite: Callable[[str, str], str],
+    python: Callable[[Callable[..., Any]], Any],
+    arrays: Mapping[str, Array],
+) -> Any:
+    """Return a copy with other texts, Python functions and arrays.
+
+    `rewrite` is given each text and its name in compilation errors. What it returns may have
+    directives, such as #line: the expressions of users, which were checked, may not. `python` is
+    given the functions for NumPy arrays.
+    """
+    made = copy(given)
+    made.expression = rewrite(given.expression, given._option)
+    made.python = python(_function_of(given))
+    made.arrays = dict(arrays)
+    if isinstance(made, ScoreMod):
+        made.gradient = made.gradient and rewrite(made.gradient, f"{given._option}'s gradient")
+        if given.python_gradient is not None or given.gradient is not None:
+            made.python_gradient = python(_function_of(given, gradient=True))
+    return made
+
+
+class ScoreMod:
     r"""A change of each score of `attention`, as an expression that is compiled into its kernels.
 
     Parameters
@@ -327,15 +292,17 @@ class ScoreMod(_Expression):
         The same for the gradient with respect to score, from ``grad``, that with respect to what
         the expression gives, and the names above. Needed for the backward. The arrays get none.
     python : callable, or (callable, callable), optional
-        ``python(score, b, h, q_idx, k_idx, **arrays)`` of NumPy arrays that broadcast together:
-        what NumPy arrays run, outside of the emulator. The second callable is that of gradient:
-        ``(score, grad, b, h, q_idx, k_idx, **arrays)``.
+        For expressions that NumPy arrays do not evaluate themselves outside of the emulator. They
+        evaluate numbers, names, indexed arrays, operators, ``?:``, casts, and functions such as
+        ``abs``, ``min``, ``expf`` and ``tanhf``. ``python(score, b, h, q_idx, k_idx, **arrays)`` of
+        NumPy arrays that broadcast together returns the scores. The second callable is that of
+        gradient: ``(score, grad, b, h, q_idx, k_idx, **arrays)``.
     **arrays : array
         What the expressions name: of float16, float32, bfloat16, bool, uint8, int32 or int64 (on a
         CPU, with float64 arrays, float64 too), with up to four axes of any strides, on the device
         of q. ``slopes[h]``, ``table[b][h]``; without axes, for a number that changes, ``t``.
         Indices have to lie within the array, for hidden scores too (``table[max(q_idx - k_idx,
-        0)]`` in causal order): a GPU does not check them, the emulator does.
+        0)]`` in causal order): a GPU does not check them, the emulator and NumPy arrays do.
 
     Raises
     ------
@@ -361,7 +328,6 @@ class ScoreMod(_Expression):
     >>> alibi = cupyattn.ScoreMod(
     ...     "score - slopes[h] * abs(q_idx - k_idx)",
     ...     gradient="grad",
-    ...     python=lambda score, b, h, q_idx, k_idx, slopes: score - slopes[h] * abs(q_idx - k_idx),
     ...     slopes=slopes,
     ... )
     >>> out = cupyattn.attention(q, k, v, score_mod=alibi)
@@ -369,9 +335,13 @@ class ScoreMod(_Expression):
     True
     """
 
-    option = "score_mod"
-    names = "score, b, h, q_idx, k_idx"
-    example = "score - slopes[h] * abs(q_idx - k_idx)"
+    _option = "score_mod"
+    _names = "score, b, h, q_idx, k_idx"
+    _example = "score - slopes[h] * abs(q_idx - k_idx)"
+    _rewritten = _rewritten
+
+    def __repr__(self) -> str:
+        return _shown_as_call(self)
 
     def __init__(
         self,
@@ -382,19 +352,21 @@ class ScoreMod(_Expression):
         python: Any = None,
         **arrays: Array,
     ) -> None:
+        self.expression, self.gradient, self.arrays = expression, gradient, arrays
         both = python if isinstance(python, tuple) else (python, None)
         if len(both) != 2 or not all(each is None or callable(each) for each in both):
             raise error(
                 TypeError,
                 f"ScoreMod's python is {shown(python)}",
-                f"it is a function of ({self.names}) and the arrays, or a tuple of it and that of "
+                f"it is a function of ({self._names}) and the arrays, or a tuple of it and that of "
                 "the gradient",
                 "pass a lambda, or leave it out for kernels alone; an array needs another name",
             )
-        super().__init__(expression, gradient, *both, arrays)
+        self.python, self.python_gradient = both
+        _require_valid(self)
 
 
-class MaskMod(_Expression):
+class MaskMod:
     r"""Which keys a query of `attention` sees, as an expression that is compiled into its kernels.
 
     Parameters
@@ -403,8 +375,9 @@ class MaskMod(_Expression):
         CUDA C++, true to attend, with the names ``b``, ``h``, ``q_idx``, ``k_idx`` (ints: batch
         element, query head, query, key) and those of the arrays, as in `ScoreMod`.
     python : callable, optional
-        ``python(b, h, q_idx, k_idx, **arrays)`` of NumPy arrays that broadcast together, which
-        returns bool: what NumPy arrays run, outside of the emulator.
+        For expressions that NumPy arrays do not evaluate themselves, as in `ScoreMod`.
+        ``python(b, h, q_idx, k_idx, **arrays)`` of NumPy arrays that broadcast together returns
+        bool.
     **arrays : array
         As in `ScoreMod`.
 
@@ -421,7 +394,6 @@ class MaskMod(_Expression):
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 2, 8), dtype=np.float32)
     >>> same = cupyattn.MaskMod(
     ...     "document[q_idx] == document[k_idx]",
-    ...     python=lambda b, h, q_idx, k_idx, document: document[q_idx] == document[k_idx],
     ...     document=np.array([0, 0, 0, 0, 1, 1], np.int32),
     ... )
     >>> out = cupyattn.attention(q, k, v, mask_mod=same)
@@ -429,27 +401,88 @@ class MaskMod(_Expression):
     True
     """
 
-    option = "mask_mod"
-    names = "b, h, q_idx, k_idx"
-    example = "document[q_idx] == document[k_idx]"
+    _option = "mask_mod"
+    _names = "b, h, q_idx, k_idx"
+    _example = "document[q_idx] == document[k_idx]"
+    _rewritten = _rewritten
+
+    def __repr__(self) -> str:
+        return _shown_as_call(self)
 
     def __init__(self, expression: str, /, *, python: Any = None, **arrays: Array) -> None:
+        self.expression, self.python, self.arrays = expression, python, arrays
+        self.gradient = self.python_gradient = None
         if python is not None and not callable(python):
             raise error(
                 TypeError,
                 f"MaskMod's python is {shown(python)}",
-                f"it is a function of ({self.names}) and the arrays",
+                f"it is a function of ({self._names}) and the arrays",
                 "pass a lambda, or leave it out for kernels alone; an array needs another name",
             )
-        super().__init__(expression, None, python, None, arrays)
+        _require_valid(self)
         of_scores = _NAMES_OF_SCORES.search(expression)
         if of_scores is not None:
             raise error(
                 ValueError,
                 f"MaskMod's expression names {of_scores[0]!r}",
-                f"it has {self.names} and its arrays: what is masked is known before any score is",
+                f"it has {self._names} and its arrays: what is masked is known before any score is",
                 "have a ScoreMod give -INFINITY where a score is not to count",
             )
+
+
+def _require_valid(given: ScoreMod | MaskMod) -> None:
+    """Raise unless the texts may be compiled, and the arrays be named so."""
+    kind = type(given)
+    for name, text in (("expression", given.expression), ("gradient", given.gradient)):
+        whose = f"{kind.__name__}'s {name}"
+        if name == "gradient" and text is None:
+            continue
+        if not isinstance(text, str) or not text.strip():
+            raise error(
+                TypeError,
+                f"{whose} is {shown(text)}",
+                "it is a string, a CUDA C++ expression",
+                f"pass for example {kind._example!r}",
+            )
+        for pattern, *reason in _REFUSED:
+            if (found := pattern.search(text)) is not None:
+                passed = f"{whose} has {found[0]!r} at {found.start()}"
+                raise error(ValueError, passed, *reason)
+    for name, array in given.arrays.items():
+        _require_usable(kind.__name__, name, array)
+
+
+def _function_of(given: ScoreMod | MaskMod, *, gradient: bool = False) -> Callable[..., Any]:
+    """Return a function for NumPy arrays: the Python function, or one of the expression."""
+    function = given.python_gradient if gradient else given.python
+    if function is not None:
+        return function
+
+    def evaluated(*operands: Any, **arrays: Any) -> np.ndarray:
+        return _evaluator(given, gradient)(*operands, **arrays)
+
+    return evaluated
+
+
+def _evaluator(given: ScoreMod | MaskMod, gradient: bool) -> Callable[..., np.ndarray]:
+    """Return a function that evaluates the expression, or raise NotImplementedError."""
+    kind = type(given).__name__
+    text = given.gradient if gradient else given.expression
+    whose = f"{kind}'s {'gradient' if gradient else 'expression'}"
+    is_mask = isinstance(given, MaskMod)
+    names = MASK_NAMES if is_mask else GRADIENT_NAMES if gradient else SCORE_NAMES
+
+    def refused(part: str) -> Exception:
+        return error(
+            NotImplementedError,
+            f"{whose} has {part}, which NumPy arrays do not evaluate",
+            f"they evaluate {EVALUATED}",
+            f"give {kind} {'python=(function, gradient)' if gradient else 'python='} as well, or "
+            "run it within backend('emulator')",
+        )
+
+    result = "bool" if is_mask else "float"
+    return evaluator(str(text), tuple(names), tuple(given.arrays), result, refused)
 
 
 def _require_usable(kind: str, name: str, array: Any) -> None:
@@ -489,14 +522,14 @@ def user_function(option: str, given: Any) -> UserFunction | None:
     raise error(
         TypeError,
         f"{option} has type {type(given).__name__}",
-        f"it must be a {kind.__name__}, or for NumPy arrays a function {option}({kind.names})",
-        f"pass for example {kind.__name__}({kind.example!r}, ...)",
+        f"it must be a {kind.__name__}, or for NumPy arrays a function {option}({kind._names})",
+        f"pass for example {kind.__name__}({kind._example!r}, ...)",
     )
 
 
 def arrays_of(option: str, given: Any) -> dict[str, Array]:
     """Return the arrays of an expression by their names among those of a call."""
-    arrays = given.arrays if isinstance(given, _Expression) else {}
+    arrays = given.arrays if isinstance(given, ScoreMod | MaskMod) else {}
     return {parameter_name(option, name): array for name, array in arrays.items()}
 
 
@@ -508,23 +541,27 @@ def python_function(option: str, given: Any, arrays: Record[Any], *, gradient: b
     Raises
     ------
     NotImplementedError
-        If there is none.
+        If there is none, and NumPy arrays do not evaluate the expression.
     """
     if given is None:
         return None
-    if isinstance(given, _Expression):
-        function = given.python_gradient if gradient else given.python
-    else:
-        function = None if gradient else given
-    if function is None:
-        kind = "ScoreMod" if option == "score_mod" else "MaskMod"
-        wanted = "python=(function, gradient)" if gradient else "python="
+    has_gradient = isinstance(given, ScoreMod) and (given.gradient or given.python_gradient)
+    if gradient and not has_gradient:
         raise error(
             NotImplementedError,
-            f"{option} = {given!r} on NumPy arrays",
-            "those run a Python function, and CuPy arrays and the emulator the expression",
-            f"give {kind} {wanted} as well, or run it within backend('emulator')",
+            f"{option} = {given!r} has no gradient",
+            "the backward needs its derivative, an expression or for NumPy arrays a function of "
+            f"{', '.join(GRADIENT_NAMES)}",
+            "give ScoreMod gradient=, an expression of grad and score: 'grad' where a term is "
+            "added to the score"
+            if isinstance(given, ScoreMod)
+            else "give ScoreMod python=(function, gradient), or write both as expressions",
         )
+    if isinstance(given, ScoreMod | MaskMod):
+        function = given.python_gradient if gradient else given.python
+        function = function or _evaluator(given, gradient)
+    else:
+        function = given
     names = getattr(given, "arrays", ())
     own = {name: getattr(arrays, parameter_name(option, name)) for name in names}
     return _checked_result(f"{option}'s gradient" if gradient else option, function, own)
