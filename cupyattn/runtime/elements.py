@@ -557,6 +557,15 @@ def call_elements(
     return _on_cpu(problem, arrays, reference, cpu)
 
 
+def require_elements(kernel: ElementKernel, arrays: R) -> None:
+    """Raise what `call_elements` would raise for arrays before it writes into them."""
+    operands = adopt(arrays, _fixes(kernel, type(arrays)))  # type: ignore[arg-type]
+    problem = element_problem(kernel, operands)
+    device = device_of(operands)
+    if device is not None:
+        _plan(problem, device.arch.number)
+
+
 def _on_cpu(
     problem: ElementProblem,
     arrays: R,

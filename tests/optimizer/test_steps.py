@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import DTYPES, KERNELS, dtype_of, everywhere
+from support.devices import DTYPES, KERNELS, NUMPY, dtype_of, everywhere
 from support.recording_device import device_array
 from support.search import deep, examples, wider
 
@@ -227,6 +227,84 @@ def test_norm_of_non_finite_and_empty_arrays(side):
     out = side.put(np.array(7, np.float32))
     assert cupyattn.global_norm(side.put(np.zeros((0, 4), np.float16)), out=out) is out
     assert side.get(out) == 0
+
+
+def dictionaries(side: Any, step: Any) -> list[dict[str, Any]]:
+    """Return parameters, gradients and state of zeros, by name and nested."""
+    shapes = {"w": (3, 8), "block": {"up": (2, 5), "bias": (5,), "unused": (2,)}}
+    rng = np.random.default_rng(3)
+
+    def made(make: Any, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {name: made(make, each) for name, each in tree.items()}
+        return side.put(make(tree))
+
+    def random(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    eight = step is cupyattn.adamw_step_8bit
+    kinds = (np.int8, np.uint8) if eight else (np.float32, np.float32)
+    makes = [random, random, *(lambda s, kind=kind: np.zeros(s, kind) for kind in kinds)]
+    makes += [lambda s: np.zeros(1, np.float32)] * (2 if eight else 0)
+    trees = [made(make, shapes) for make in makes]
+    trees[1]["block"]["unused"] = None
+    return trees
+
+
+@everywhere
+@pytest.mark.parametrize("step", [cupyattn.adamw_step, cupyattn.adamw_step_8bit])
+def test_dictionaries_step_each_of_their_arrays(side, step):
+    trees = dictionaries(side, step)
+    alone = dictionaries(side, step)
+    step(*trees, step=1)
+    for of in (
+        lambda tree: tree["w"],
+        lambda tree: tree["block"]["up"],
+        lambda tree: tree["block"]["bias"],
+    ):
+        step(*map(of, alone), step=1)
+        for found, expected in zip(map(of, trees), map(of, alone), strict=True):
+            assert_array_equal(side.get(found), side.get(expected))
+    unused = [tree["block"]["unused"] for tree in (trees[0], alone[0])]
+    assert_array_equal(*map(side.get, unused))
+
+
+@pytest.mark.parametrize("step", [cupyattn.adamw_step, cupyattn.adamw_step_8bit])
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (lambda p, g, m, v: g.pop("w"), ValueError, "grad has no 'w'; param has it, .*; add it"),
+        (lambda p, g, m, v: v["block"].update(a=1), ValueError, r"param\['block'\] has no 'a'"),
+        (lambda p, g, m, v: m.update(block=1), TypeError, r"m\['block'\] has type int; param"),
+        (lambda p, g, m, v: m["block"].update(bias=m["w"]), ValueError,
+         r"^the arrays of \['block'\]\['bias'\]: m has shape \(3, 8\)"),
+        (lambda p, g, m, v: p.update(w=None), TypeError, r"arrays of \['w'\]: param is None"),
+        (lambda p, g, m, v: [tree.update(tied=tree["w"]) for tree in (p, g, m, v)], ValueError,
+         r"param\['tied'\] is param\['w'\]; each array is updated once"),
+    ],
+)  # fmt: skip
+def test_dictionaries_that_do_not_fit_change_nothing(step, change, kind, message):
+    trees = dictionaries(NUMPY, step)
+    before = trees[0]["block"]["up"].copy()
+    change(*trees[:4])
+    for tree in trees[4:]:
+        tree |= dict.fromkeys(trees[0].keys() - tree.keys(), tree["w"])
+    with pytest.raises(kind, match=message):
+        step(*trees, step=1)
+    assert_array_equal(trees[0]["block"]["up"], before)
+
+
+def test_one_dictionary_among_arrays_is_refused():
+    with pytest.raises(TypeError, match="param has type ndarray; grad is a dictionary; pass param"):
+        cupyattn.adamw_step(P, {"w": P}, P, P, step=1)
+
+
+def test_defaults_are_those_of_torch():
+    arrays = state(1, "float32", 5)
+    found, expected = ([array.copy() for array in arrays] for _ in range(2))
+    cupyattn.adamw_step(*found, step=1)
+    cupyattn.adamw_step(*expected, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    assert_array_equal(found[0], expected[0])
 
 
 @everywhere

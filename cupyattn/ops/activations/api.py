@@ -171,9 +171,11 @@ def silu(x: Array, /, *, out: Array | None = None) -> Array:
     TypeError, ValueError, RuntimeError
         As `gelu`.
 
-    Notes ----- Hendrycks and Gimpel, arXiv:1606.08415, section 4; Ramachandran, Zoph and Le,
-    arXiv:1710.05941. Computed in float32, rounded once. Results nearer to 0 than 2**-118 (3e-36)
-    may be 0, as `gelu` documents: silu(-88), which is -5e-37, is -0.
+    Notes
+    -----
+    Hendrycks and Gimpel, arXiv:1606.08415, section 4; Ramachandran, Zoph and Le, arXiv:1710.05941.
+    Computed in float32, rounded once. Results nearer to 0 than 2**-118 (3e-36) may be 0, as `gelu`
+    documents: silu(-88), which is -5e-37, is -0.
 
     Examples
     --------

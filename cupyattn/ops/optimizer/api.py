@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -23,8 +25,12 @@ from cupyattn.ops.optimizer.kernels import (
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results
-from cupyattn.runtime.elements import call_elements
+from cupyattn.runtime.elements import call_elements, require_elements
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import round_into
+
+Arrays: TypeAlias = "Array | dict[str, Any]"
+"""An array, or a dictionary of such by name, also of dictionaries."""
 
 _NORM_FIXES = fixes_of_results("out")
 _UNPACKED = "unpack it, as in global_norm(*arrays)"
@@ -32,29 +38,31 @@ _EIGHT_BIT_FIXES = fixes_of_results(*WRITTEN)
 
 
 def adamw_step(
-    param: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
+    param: Arrays,
+    grad: Arrays,
+    m: Arrays,
+    v: Arrays,
     /,
     *,
     step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
     grad_scale: float | Array = 1.0,
 ) -> None:
     r"""One step of AdamW, in place: param, m and v are changed.
 
     Parameters
     ----------
-    param : array (..., N)
+    param : array (..., N), or dictionary of arrays
         The parameters: float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside
-        of the emulator. The last axis is contiguous; the others may have any stride.
-    grad : array (..., N), dtype of param
-        Their gradient.
-    m, v : array (..., N), float32
+        of the emulator. The last axis is contiguous; the others may have any stride. A dictionary
+        has arrays by name, or dictionaries of them; grad, m and v are dictionaries with the same
+        keys then.
+    grad : array (..., N), dtype of param, or dictionary of arrays
+        Their gradient. In a dictionary None leaves that parameter, its m and its v as they are.
+    m, v : array (..., N), float32, or dictionary of arrays
         Running means of the gradient and of its square. Make them once, as zeros, before the first
         step, and keep them.
     step : int
@@ -62,9 +70,9 @@ def adamw_step(
     lr : float
         Learning rate.
     betas : tuple of two floats
-        Decay rates of the running means, usually (0.9, 0.999); at least 0 and below 1.
+        Decay rates of the running means; at least 0 and below 1.
     eps : float
-        Added to the root of v, usually 1e-8.
+        Added to the root of v.
     weight_decay : float
         param is multiplied by ``1 - lr * weight_decay``.
     grad_scale : float or array of one float32, shape ()
@@ -84,59 +92,83 @@ def adamw_step(
     ValueError
         For different shapes, a last axis that is not contiguous, a param, m or v that is read-only
         or overlaps another array (grad may be param itself), or options out of range. Kernels also
-        refuse arrays whose axes before the last leave more than four axes after merging.
+        refuse arrays whose axes before the last leave more than four axes after merging. For
+        dictionaries of different keys, and an array that is two of the parameters. Dictionaries are
+        checked as a whole before anything is written.
     RuntimeError
         As `attention`.
 
-    Notes ----- Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv:1711.05101,
-    algorithm 2. Computed in float32; param is rounded once. A float16 param ignores steps below
-    2**-11 of its value: train a float32 param, and copy it. ``(1 - beta2) * grad**2`` is float32
-    too. Above 3.4e38 (a grad of 5.8e20 with the usual betas) v is inf and its parameter no longer
-    changes. Below 1.2e-38 (a grad of 3.4e-18) it counts as 0, which matters only for an eps of
-    1e-17 or less.
+    Notes
+    -----
+    Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
+    The defaults are those of torch.optim.AdamW. Computed in float32; param is rounded once. A
+    float16 param ignores steps below 2**-11 of its value: train a float32 param, and copy it.
+    ``(1 - beta2) * grad**2`` is float32 too. Above 3.4e38 (a grad of 5.8e20 with the usual betas) v
+    is inf and its parameter no longer changes. Below 1.2e-38 (a grad of 3.4e-18) it counts as 0,
+    which matters only for an eps of 1e-17 or less.
 
     Examples
     --------
     >>> import numpy as np, cupyattn
     >>> param, grad = np.ones(2, np.float32), np.array([0.5, -2.0], np.float32)
     >>> m, v = np.zeros((2, 2), np.float32)
-    >>> cupyattn.adamw_step(param, grad, m, v, step=1, lr=0.1, betas=(0.9, 0.999), eps=1e-8,
-    ...                     weight_decay=0.0)
+    >>> cupyattn.adamw_step(param, grad, m, v, step=1, lr=0.1, weight_decay=0.0)
     >>> param
     array([0.9, 1.1], dtype=float32)
+
+    All parameters of a model, with their gradients by name:
+
+    >>> params = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(3, np.float32)}
+    >>> m, v = ({name: np.zeros(x.shape, np.float32) for name, x in params.items()} for _ in "mv")
+    >>> gradients = {"weight": np.ones((2, 3), np.float32), "bias": -np.ones(3, np.float32)}
+    >>> cupyattn.adamw_step(params, gradients, m, v, step=1, lr=0.1)
+    >>> params["bias"]
+    array([0.1, 0.1, 0.1], dtype=float32)
     """
     numbers, scale = _checked(step, lr, betas, eps, weight_decay, grad_scale)
 
-    call_elements(
-        ADAMW,
-        AdamwArrays(param, grad, m, v, scale),
-        lambda p, m, v, g: reference.adamw_step(p, g, m, v, **_options(numbers, scale)),
-        scalars=numbers.scalars,
-    )
+    def update(arrays: AdamwArrays[Any]) -> None:
+        call_elements(
+            ADAMW,
+            arrays,
+            lambda p, m, v, g: reference.adamw_step(p, g, m, v, **_options(numbers, scale)),
+            scalars=numbers.scalars,
+        )
+
+    if not isinstance(param, dict) and not isinstance(grad, dict):
+        update(AdamwArrays(param, grad, m, v, scale))
+        return
+    given = {"param": param, "grad": grad, "m": m, "v": v}
+    records = {path: AdamwArrays(*(*each, scale)) for path, each in _entries(given)}
+    for path, arrays in records.items():
+        with _entry(path):
+            require_elements(ADAMW, arrays)
+    for arrays in records.values():
+        update(arrays)
 
 
 def adamw_step_8bit(
-    param: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    m_scales: Array,
-    v_scales: Array,
+    param: Arrays,
+    grad: Arrays,
+    m: Arrays,
+    v: Arrays,
+    m_scales: Arrays,
+    v_scales: Arrays,
     /,
     *,
     step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
     grad_scale: float | Array = 1.0,
 ) -> None:
     r"""One step of AdamW, in place, with running means of one byte an item instead of four.
 
     Parameters
     ----------
-    param : float32 array of any shape, in C order
-        The parameters, CuPy or NumPy.
+    param : float32 array of any shape, in C order, or dictionary of arrays
+        The parameters, CuPy or NumPy. Dictionaries are as in `adamw_step`.
     grad : float32 array, shape of param, in C order
         Their gradient.
     m, v : int8 and uint8 array, shape of param, in C order
@@ -158,13 +190,15 @@ def adamw_step_8bit(
     RuntimeError
         As `attention`.
 
-    Notes ----- Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise
-    quantization", arXiv:2110.02861. A step moves 16 bytes an item instead of 28. Codes are a
-    dynamic tree over seven decades for m and eight for v; no step rounds a positive v to 0. The
-    largest number of a block is kept exactly. Others in its decade are off by at most 0.71% (m) and
-    0.36% (v) of it; in each lower decade the error is a fifth of that in the decade above. The
-    update uses the unrounded means. Results on the CPU and on a GPU have the same bits. Gradients
-    that are not finite spoil their whole block: skip such steps.
+    Notes
+    -----
+    Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit optimizers via block-wise quantization",
+    arXiv:2110.02861. A step moves 16 bytes an item instead of 28. Codes are a dynamic tree over
+    seven decades for m and eight for v; no step rounds a positive v to 0. The largest number of a
+    block is kept exactly. Others in its decade are off by at most 0.71% (m) and 0.36% (v) of it; in
+    each lower decade the error is a fifth of that in the decade above. The update uses the
+    unrounded means. Results on the CPU and on a GPU have the same bits. Gradients that are not
+    finite spoil their whole block: skip such steps.
 
     Examples
     --------
@@ -172,21 +206,34 @@ def adamw_step_8bit(
     >>> param, grad = np.ones(2, np.float32), np.array([0.5, -2.0], np.float32)
     >>> m, v = np.zeros(2, np.int8), np.zeros(2, np.uint8)
     >>> m_scales, v_scales = np.zeros((2, 1), np.float32)
-    >>> cupyattn.adamw_step_8bit(param, grad, m, v, m_scales, v_scales, step=1, lr=0.1,
-    ...                          betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    >>> cupyattn.adamw_step_8bit(
+    ...     param, grad, m, v, m_scales, v_scales, step=1, lr=0.1, weight_decay=0.0
+    ... )
     >>> param, m, v
     (array([0.9, 1.1], dtype=float32), array([  74, -127], dtype=int8),
     array([100, 255], dtype=uint8))
     """
     numbers, scale = _checked(step, lr, betas, eps, weight_decay, grad_scale)
-    arrays = EightBitArrays(param, grad, m, v, m_scales, v_scales, scale)
+    if not isinstance(param, dict) and not isinstance(grad, dict):
+        _eight_bit(EightBitArrays(param, grad, m, v, m_scales, v_scales, scale), numbers)()
+        return
+    given = dict(zip(EightBitArrays.FIELDS, (param, grad, m, v, m_scales, v_scales), strict=False))
+    updates = []
+    for path, each in _entries(given):
+        with _entry(path):
+            updates.append(_eight_bit(EightBitArrays(*(*each, scale)), numbers))
+    for update in updates:
+        update()
+
+
+def _eight_bit(arrays: EightBitArrays[Any], numbers: AdamwNumbers) -> Callable[[], object]:
+    """Check the arrays of a step; return the step."""
     operands = adopt(arrays, _EIGHT_BIT_FIXES)
     problem = eight_bit_problem(operands)
     device = device_of(operands)
     if device is not None:
-        run_eight_bit(device, problem, operands, numbers)
-    else:
-        _eight_bit_on_cpu(arrays, numbers)
+        return lambda: run_eight_bit(device, problem, operands, numbers)
+    return lambda: _eight_bit_on_cpu(arrays, numbers)
 
 
 def _eight_bit_on_cpu(arrays: EightBitArrays[Any], numbers: AdamwNumbers) -> None:
@@ -196,6 +243,61 @@ def _eight_bit_on_cpu(arrays: EightBitArrays[Any], numbers: AdamwNumbers) -> Non
     )
     for name, result in zip(WRITTEN, exact, strict=True):
         getattr(arrays, name)[...] = result
+
+
+def _entries(given: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield where each parameter is in dictionaries, and its arrays, if there is a gradient."""
+    seen: dict[int, str] = {}
+    for path, arrays in _matching(given, ""):
+        if arrays[1] is None:
+            continue
+        if arrays[0] is not None and id(arrays[0]) in seen:
+            raise error(
+                ValueError,
+                f"param{path} is param{seen[id(arrays[0])]}",
+                "each array is updated once",
+                "leave one out of all dictionaries, and add its gradient to that of the other",
+            )
+        seen[id(arrays[0])] = path
+        yield path, arrays
+
+
+def _matching(given: dict[str, Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    dictionaries = [name for name, value in given.items() if isinstance(value, dict)]
+    if not dictionaries:
+        yield path, tuple(given.values())
+        return
+    for name, value in given.items():
+        if name not in dictionaries:
+            raise error(
+                TypeError,
+                f"{name}{path} has type {type(value).__name__}",
+                f"{dictionaries[0]}{path} is a dictionary",
+                f"pass {', '.join(given)} all as arrays or all as dictionaries with the same keys",
+            )
+        for one, other in (("param", name), (name, "param")):
+            for key in given[one]:
+                if key not in given[other]:
+                    raise error(
+                        ValueError,
+                        f"{other}{path} has no {key!r}",
+                        f"{one}{path} has it, and the keys are the same in {', '.join(given)}",
+                        "add it; a gradient may be None"
+                        if one == "param"
+                        else "add it or remove it",
+                    )
+    for key in given["param"]:
+        within = {name: value[key] for name, value in given.items()}
+        yield from _matching(within, f"{path}[{key!r}]")
+
+
+@contextmanager
+def _entry(path: str) -> Iterator[None]:
+    """Say in errors of checks which entry of the dictionaries is wrong."""
+    try:
+        yield
+    except (TypeError, ValueError) as failure:
+        raise type(failure)(f"the arrays of {path}: {failure}") from failure
 
 
 def _checked(
