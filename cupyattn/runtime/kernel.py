@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
@@ -15,8 +16,8 @@ from numpy.typing import DTypeLike
 
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import (
+    Description,
     Layout,
-    Operands,
     adopt,
     dtype_of,
     is_contiguous,
@@ -27,7 +28,7 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results, integer, require_given, require_item_alignment
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import MAX_GRID_X, Plan, Step, run
-from cupyattn.runtime.records import Record, record_of, values_of
+from cupyattn.runtime.records import record_of, values_of
 from cupyattn.runtime.source import bytes_of, path_of_text
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
@@ -136,9 +137,8 @@ class Kernel:
         parameters = _parameters(inputs, outputs, scalars)
         spec = KernelSpec(path.stem if entry is None else entry, str(path), parameters)
         self._declared = _require_declared(spec, bytes_of(path), macros)
-        self._dtypes = [each and each.dtype for each in self._declared[: len(spec.pointers)]]
         self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
-        self._record = record_of(*(each.name for each in spec.pointers))
+        self._record: Any = record_of(*(each.name for each in spec.pointers))
         self.specialisation = Specialisation(
             spec,
             tuple(macros.items()),
@@ -160,8 +160,7 @@ class Kernel:
         for pointer, array in zip(spec.pointers, arguments, strict=False):
             require_given(pointer.name, array)
         operands = adopt(self._record(*arguments[:count]), self._fixes)
-        self._require_dtypes(operands)
-        _require_addresses_to_be_enough(operands)
+        _check_arrays(self, operands.description)
         device = device_of(operands)
         if device is None:
             raise error(
@@ -173,25 +172,6 @@ class Kernel:
         grid = _within("ctas", ctas, 0, MAX_GRID_X)
         step = Step.of(self.specialisation, grid, range(count), *arguments[count:])
         run(device, Plan((step,), results=()), operands)
-
-    def _require_dtypes(self, operands: Operands[Record]) -> None:
-        """Raise TypeError for an array whose dtype is not that of the declared pointer."""
-        for index, (described, dtype) in enumerate(
-            zip(operands.description, self._dtypes, strict=True)
-        ):
-            if dtype is not None and described is not None and described[2] != dtype:
-                pointer, declared = self.specialisation.spec.pointers[index], self._declared[index]
-                assert declared is not None
-                name = pointer.name
-                raise error(
-                    TypeError,
-                    f"{name} has dtype {Layout((), (), described[2]).dtype_text}",
-                    f"the source declares {declared.text}, items of {dtype.name}",
-                    f"convert it, {name}.astype({dtype.name!r}); to read the same bytes as that "
-                    f"dtype, pass {name}.view({dtype.name!r})"
-                    if pointer.const
-                    else made_beforehand(name),
-                )
 
     def __repr__(self) -> str:
         return f"<Kernel {self.specialisation.label} of {self.specialisation.threads} threads>"
@@ -265,13 +245,20 @@ def _within(name: str, value: object, least: int, most: int) -> int:
     return number
 
 
-def _require_addresses_to_be_enough(operands: Operands[Record]) -> None:
-    """Raise ValueError unless the kernel can read each array from its address alone."""
-    kind, names = type(operands.arrays), operands.arrays.SHOWN_AS.values()
+@lru_cache(maxsize=4096)
+def _check_arrays(kernel: Kernel, description: Description) -> None:
+    """Raise unless arrays have the declared dtypes, and the kernel needs only their addresses."""
+    kind = kernel._record
+    names = kind.SHOWN_AS.values()
     layouts, starts = (
-        dict(zip(names, values_of(of(kind, operands.description)), strict=True))
+        dict(zip(names, values_of(of(kind, description)), strict=True))
         for of in (layouts_of, starts_of)
     )
+    for pointer, declared in zip(
+        kernel.specialisation.spec.pointers, kernel._declared, strict=False
+    ):
+        if declared is not None and _differs(declared, layouts[pointer.name].dtype):
+            raise _wrong_dtype(pointer, declared, layouts[pointer.name])
     require_item_alignment(layouts, starts)
     for name, layout in layouts.items():
         if not is_contiguous(layout):
@@ -281,6 +268,24 @@ def _require_addresses_to_be_enough(operands: Operands[Record]) -> None:
                 "a kernel of your own gets no strides: its arrays are contiguous in C order",
                 f"pass ascontiguousarray({name}), for a result a new contiguous array",
             )
+
+
+def _differs(declared: _Declared, dtype: np.dtype) -> bool:
+    return declared.dtype is not None and declared.dtype != dtype  # in NumPy float64 equals None
+
+
+def _wrong_dtype(pointer: Pointer, declared: _Declared, layout: Layout) -> TypeError:
+    name, dtype = pointer.name, declared.dtype
+    assert dtype is not None
+    return error(
+        TypeError,
+        f"{name} has dtype {layout.dtype_text}",
+        f"the source declares {declared.text}, items of {dtype.name}",
+        f"convert it, {name}.astype({dtype.name!r}); to read the same bytes as that dtype, pass "
+        f"{name}.view({dtype.name!r})"
+        if pointer.const
+        else made_beforehand(name),
+    )
 
 
 class _Declared(NamedTuple):
@@ -469,7 +474,7 @@ def _difference(spec: KernelSpec, declared: tuple[_Declared, ...]) -> Exception 
                 f"the source declares {theirs.text}, which is not written",
                 "name it in inputs, or declare it without const",
             )
-        if isinstance(ours, Scalar) and theirs.dtype not in (None, ours.dtype):
+        if isinstance(ours, Scalar) and _differs(theirs, ours.dtype):
             assert theirs.dtype is not None
             return error(
                 TypeError,

@@ -319,6 +319,12 @@ def test_the_dtype_of_a_pointer_is_read_from_the_source(text):
             kernel(1, np.zeros(32, dtype_of(given)), y)
 
 
+def test_a_float32_scalar_is_no_double():
+    source = f"{HEAD}(double* y, double factor) {{ }}"
+    with pytest.raises(TypeError, match="a number of float64; give it that dtype"):
+        Kernel(source, outputs=["y"], scalars={"factor": "float32"}, threads=32)
+
+
 def test_a_kernel_that_an_included_file_declares_is_not_compared(tmp_path):
     (tmp_path / "sums.cuh").write_text(SUMS)
     (tmp_path / "sums.cu").write_text('#include "sums.cuh"\n')

@@ -127,24 +127,19 @@ def adamw_step(
     """
     numbers, scale = _checked(step, lr, betas, eps, weight_decay, grad_scale)
 
-    def update(arrays: AdamwArrays[Any]) -> None:
-        call_elements(
-            ADAMW,
-            arrays,
-            lambda p, m, v, g: reference.adamw_step(p, g, m, v, **_options(numbers, scale)),
-            scalars=numbers.scalars,
-        )
+    def exact(p: Any, m: Any, v: Any, g: Any) -> tuple[np.ndarray, ...]:
+        return reference.adamw_step(p, g, m, v, **_options(numbers, scale))
 
-    if not isinstance(param, dict) and not isinstance(grad, dict):
-        update(AdamwArrays(param, grad, m, v, scale))
-        return
-    given = {"param": param, "grad": grad, "m": m, "v": v}
-    records = {path: AdamwArrays(*(*each, scale)) for path, each in _entries(given)}
-    for path, arrays in records.items():
-        with _entry(path):
-            require_elements(ADAMW, arrays)
+    if isinstance(param, dict) or isinstance(grad, dict):
+        given = {"param": param, "grad": grad, "m": m, "v": v}
+        records = {path: AdamwArrays(*(*each, scale)) for path, each in _entries(given)}
+        for path, arrays in records.items():
+            with _entry(path):
+                require_elements(ADAMW, arrays)
+    else:
+        records = {"": AdamwArrays(param, grad, m, v, scale)}
     for arrays in records.values():
-        update(arrays)
+        call_elements(ADAMW, arrays, exact, scalars=numbers.scalars)
 
 
 def adamw_step_8bit(
