@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.search import deep, mostly_deep
 
 import cupyattn
 from cupyattn import MaskMod, ScoreMod, attention, attention_backward, vjp
+from cupyattn.ops.attention.expressions import evaluator
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -341,6 +343,62 @@ def test_numpy_arrays_evaluate_an_expression_as_kernels_do():
     grads = attention_backward(KERNELS.put(dout), *arrays, *found, **options)
     for one, other in zip((*found, *grads[:3]), (*exact, *exact_grads[:3]), strict=True):
         assert_allclose(KERNELS.get(one), other, rtol=2e-5, atol=2e-5)
+
+
+def drawn_expression(draw: Random, depth: int) -> str:
+    if depth == 0 or draw.random() < 0.15:
+        return draw.choice(["i", "j", "x", "1", "2", "3", "7", "0.5f", "t[i&3]", "true"])
+    a, b, c = (drawn_expression(draw, depth - 1) for _ in range(3))
+    return draw.choice(
+        [
+            *(
+                f"{a} {operator} {b}"
+                for operator in [
+                    "+",
+                    "-",
+                    "*",
+                    "+",
+                    "-",
+                    "*",
+                    "<",
+                    ">",
+                    "<=",
+                    ">=",
+                    "==",
+                    "!=",
+                    "&&",
+                    "||",
+                ]
+            ),
+            *(f"((int)({a}) {operator} int({b}))" for operator in ["&", "|", "^"]),
+            *(f"((int)({a}) {operator} {c})" for operator in "/%" for c in ("3", "(-2)")),
+            *(f"{function}({a}, {b} + 0.f)" for function in ("fminf", "fmaxf")),
+            *(f"{function}(int({a}), int({b}))" for function in ("min", "max")),
+            *(f"{function}({a})" for function in ("", "!", "-", "+", "~(int)", "fabsf")),
+            *[f"({a} ? {b} : {c})"] * 3,
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", [1, *deep(*range(2, 12))])
+def test_expressions_have_the_value_that_the_compiler_gives_them(seed):
+    """Any difference of precedence, promotion or rounding would show in one of them."""
+    draw = Random(seed)
+    texts = [drawn_expression(draw, 4) for _ in range(40)]
+    lines = (f"  y[{n} * THREADS + lane] = {text};" for n, text in enumerate(texts))
+    source = """extern "C" __global__ void values(const float* numbers, const float* t, float* y) {
+      const int lane = threadIdx.x, i = lane % 8 - 3, j = lane / 8;
+      const float x = numbers[lane];
+    """ + "\n".join((*lines, "}"))
+    lane, t = np.arange(64), np.array([1.5, -2, 3, 0], np.float32)
+    numbers = (lane * 0.25 - 7).astype(np.float32)
+    y = KERNELS.put(np.zeros((40, 64), np.float32))
+    kernel = cupyattn.Kernel(source, inputs=["numbers", "t"], outputs=["y"], threads=64)
+    kernel(1, KERNELS.put(numbers), KERNELS.put(t), y)
+    for text, expected in zip(texts, KERNELS.get(y), strict=True):
+        function = evaluator(text, ("i", "j", "x"), ("t",), "float", NotImplementedError)
+        found = np.broadcast_to(function(lane % 8 - 3, lane // 8, numbers, t=t), 64)
+        assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=text)
 
 
 def test_a_score_mod_without_gradient_has_no_backward():
