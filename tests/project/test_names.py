@@ -123,14 +123,14 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.adamw_step: (
         ("param", "grad", "m", "v"),
-        {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
-         "grad_scale": 1.0},
+        {"step": inspect.Parameter.empty, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
+         "weight_decay": 0.01, "grad_scale": 1.0},
     ),
     cupyattn.add_to: (("total", "x"), {}),
     cupyattn.adamw_step_8bit: (
         ("param", "grad", "m", "v", "m_scales", "v_scales"),
-        {**dict.fromkeys(("step", "lr", "betas", "eps", "weight_decay"), inspect.Parameter.empty),
-         "grad_scale": 1.0},
+        {"step": inspect.Parameter.empty, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8,
+         "weight_decay": 0.01, "grad_scale": 1.0},
     ),
     cupyattn.sample: (
         ("logits",),
