@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -29,7 +30,7 @@ from cupyattn.runtime.checks import fixes_of_results, integer, require_given, re
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import MAX_GRID_X, Plan, Step, run
 from cupyattn.runtime.records import record_of, values_of
-from cupyattn.runtime.source import bytes_of, path_of_text
+from cupyattn.runtime.source import bytes_of, path_of_text, read_unit
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
 _MOST_THREADS = 1024  # of a CTA, on any GPU
@@ -136,7 +137,7 @@ class Kernel:
         path = _path_of(source, entry)
         parameters = _parameters(inputs, outputs, scalars)
         spec = KernelSpec(path.stem if entry is None else entry, str(path), parameters)
-        self._declared = _require_declared(spec, bytes_of(path), macros)
+        self._declared = _require_declared(spec, path, macros)
         self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
         self._record: Any = record_of(*(each.name for each in spec.pointers))
         self.specialisation = Specialisation(
@@ -180,7 +181,7 @@ class Kernel:
 def _path_of(source: str | PathLike[str], entry: str | None) -> Path:
     """Return the path of a source: of its file, or one that is used for its text."""
     if isinstance(source, str) and ("\n" in source or "__global__" in source):
-        names = dict.fromkeys(name for name, _ in _declarations(_plain(source)))
+        names = dict.fromkeys(name for name, _ in _declarations(_plain(source.encode())))
         if entry is None and len(names) != 1:
             raise error(
                 ValueError,
@@ -323,9 +324,9 @@ _NO_NAMES = {"*", "const", "float", "double", "bool", "signed", "unsigned", "cha
 _INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
 
 
-def _plain(source: str) -> str:
+def _plain(source: bytes) -> str:
     """Return a source without comments and the contents of quotes, and with joined lines."""
-    return _NOT_CODE.sub(" ", re.sub(r"\\\r?\n", "", source))
+    return _NOT_CODE.sub(" ", re.sub(r"\\\r?\n", "", source.decode(errors="replace")))
 
 
 def _declarations(plain: str) -> Iterator[tuple[str, str]]:
@@ -353,25 +354,31 @@ def _closing(plain: str, start: int) -> int:
 
 
 def _require_declared(
-    spec: KernelSpec, source: bytes, macros: Mapping[str, int | str]
+    spec: KernelSpec, path: Path, macros: Mapping[str, int | str]
 ) -> tuple[_Declared | None, ...]:
-    """Raise unless the source declares the parameters; return its declarations.
+    """Raise unless the source, or a file that it includes, declares the parameters so.
 
-    They are None where the source's text has none, for example in an included file.
+    Return the declarations; None where there is none to read, for example from a macro.
     """
-    plain = _plain(source.decode(errors="replace"))
-    texts = dict.fromkeys(text for name, text in _declarations(plain) if name == spec.entry)
+    plain = _plain(bytes_of(path))
+    if spec.entry not in dict(_declarations(plain)):
+        with suppress(OSError, ValueError):  # the first call reports what cannot be read
+            plain = "\n".join(map(_plain, read_unit(path).texts.values()))
+    texts = sorted({text for name, text in _declarations(plain) if name == spec.entry})
     if not texts or any("#" in text for text in texts):
         return (None,) * len(spec.parameters)
-    failures = []
     types = _types(plain, macros)
-    for text in texts:
-        declared = tuple(_parameter(each, types) for each in _split(text))
-        failure = _difference(spec, declared)
-        if failure is None:
-            return declared
-        failures.append(failure)
-    raise failures[0]
+    all_declared = [tuple(_parameter(each, types) for each in _split(text)) for text in texts]
+    differences = [_difference(spec, declared) for declared in all_declared]
+    fitting = [each for each, found in zip(all_declared, differences, strict=True) if found is None]
+    if not fitting:
+        assert differences[0] is not None
+        raise differences[0]
+    # Of several, such as those of #if and #else, dtypes that differ are not compared.
+    return tuple(
+        each[0] if len({str(one.dtype) for one in each}) == 1 else None
+        for each in zip(*fitting, strict=True)
+    )
 
 
 def _types(plain: str, macros: Mapping[str, int | str]) -> dict[str, str]:

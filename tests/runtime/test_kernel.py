@@ -325,10 +325,24 @@ def test_a_float32_scalar_is_no_double():
         Kernel(source, outputs=["y"], scalars={"factor": "float32"}, threads=32)
 
 
-def test_a_kernel_that_an_included_file_declares_is_not_compared(tmp_path):
+def test_declarations_are_found_in_included_files(tmp_path):
     (tmp_path / "sums.cuh").write_text(SUMS)
     (tmp_path / "sums.cu").write_text('#include "sums.cuh"\n')
-    kernel = Kernel(tmp_path / "sums.cu", inputs=["a"], outputs=["b"], threads=64)
+    Kernel(tmp_path / "sums.cu", **OPTIONS)
+    with pytest.raises(ValueError, match="given as a, b; the source declares const float"):
+        Kernel(tmp_path / "sums.cu", inputs=["a"], outputs=["b"], threads=64)
+
+
+def test_dtypes_that_depend_on_conditions_are_not_compared():
+    variants = "\n".join(f"{HEAD}({dtype}* y, int n) {{ }}\n#else" for dtype in ("float", "int"))
+    kernel = Kernel(f"#if 1\n{variants}\n#endif", outputs=["y"], scalars={"n": "int32"}, threads=32)
+    with pytest.raises(NotImplementedError, match="NumPy"):
+        kernel(1, X.view(np.int32), 3)
+
+
+def test_a_declaration_by_a_macro_is_not_compared():
+    source = f"#define KERNEL(name) {HEAD}##name(float* y)\nKERNEL(s) {{ }}\n"
+    kernel = Kernel(source, entry="ks", inputs=["a"], outputs=["b"], threads=64)
     with pytest.raises(NotImplementedError, match="NumPy"):
         kernel(1, X, X)
 
