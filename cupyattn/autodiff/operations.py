@@ -17,6 +17,8 @@ import numpy as np
 
 from cupyattn.autodiff.tape import (
     Spec,
+    Tape,
+    TapeNode,
     Traced,
     constant,
     is_differentiable,
@@ -47,8 +49,8 @@ def _library(traced: Traced) -> Any:
 def _library_among(values: Sequence[object]) -> Any:
     """Return the library of the first traced array among values, else that of the first array."""
     for value in values:
-        if is_traced(value):
-            return _library(value)  # type: ignore[arg-type]
+        if type(value) is Traced:
+            return library_of(value._value) or _library(value)
     return next((found for found in map(library_of, values) if found is not None), np)
 
 
@@ -59,21 +61,30 @@ def _recorded(
 
     `pulls` has for each of `values` its gradient as a function of the result's, or None.
     """
-    tape = tape_of(values)
+    tape: Tape | None = None
+    parents, kept = [], []
+    for value, pull in zip(values, pulls, strict=True):
+        if type(value) is Traced:
+            if tape is None:
+                tape = value._tape
+                tape.require_open()
+            elif value._tape is not tape:
+                tape_of(values)  # raises
+            if pull is not None and value._node >= 0:
+                parents.append((value._node, value._output))
+                kept.append(pull)
     assert tape is not None
-    pairs = [
-        (value, pull)
-        for value, pull in zip(values, pulls, strict=True)
-        if is_differentiable(value) and pull is not None
-    ]
-    if not pairs or not is_float(result.dtype):
+    if not kept or not is_float(result.dtype):
         return constant(result, tape)
-    kept = tuple([pull for _, pull in pairs])
-
-    def pull(gradients: list[Undescribed]) -> list[Undescribed]:
-        return [pull(gradients[0]) for pull in kept]
-
-    return tape.record(name, [value for value, _ in pairs], (result,), pull)[0]  # type: ignore[misc]
+    if len(kept) == 1:
+        only = kept[0]
+        node = TapeNode(name, tuple(parents), (spec_of(result),), lambda g: (only(g[0]),))
+    else:
+        node = TapeNode(
+            name, tuple(parents), (spec_of(result),), lambda g: [pull(g[0]) for pull in kept]
+        )
+    tape.nodes.append(node)
+    return Traced(result, tape, len(tape.nodes) - 1, 0)
 
 
 def _same(gradient: Undescribed) -> Undescribed:
@@ -265,35 +276,44 @@ def matmul(x: Undescribed, y: Undescribed, /) -> Undescribed:
     result = _library_among((x, y)).matmul(a, b)
     if tape_of((x, y)) is None:
         return result
-    vector_a, vector_b = a.ndim == 1, b.ndim == 1
-    row, column = _matrix(spec_of(a), vector_a, 0), _matrix(spec_of(b), vector_b, 1)
-
-    def whole(g: Any) -> Any:
-        g = g[..., None, :] if vector_a else g
-        return g[..., None] if vector_b and not (vector_a and g.ndim == 1) else g
-
-    def full(g: Any) -> Any:
-        return g.reshape(1, 1) if vector_a and vector_b else whole(g)
-
-    def left(g: Any) -> Any:
-        other = b[:, None] if vector_b else b
-        return _summed(full(g) @ other.swapaxes(-1, -2), row).reshape(a_shape)
-
-    def right(g: Any) -> Any:
-        other = a[None] if vector_a else a
-        return _summed(other.swapaxes(-1, -2) @ full(g), column).reshape(b_shape)
-
-    a_shape, b_shape = a.shape, b.shape
     return _recorded(
         "matmul", (x, y), result,
-        (left if is_differentiable(x) else None, right if is_differentiable(y) else None),
+        (
+            _matmul_left(a.shape, b) if is_differentiable(x) else None,
+            _matmul_right(a, b.shape) if is_differentiable(y) else None,
+        ),
     )  # fmt: skip
 
 
-def _matrix(spec: Spec, vector: bool, axis: int) -> tuple[int, ...]:
-    if not vector:
-        return spec.shape
-    return (1, *spec.shape) if axis == 0 else (*spec.shape, 1)
+def _matmul_left(shape: tuple[int, ...], b: Any) -> Gradient:
+    """Return the gradient of a matrix product with respect to its left factor."""
+
+    def left(g: Any) -> Any:
+        other = b[:, None] if b.ndim == 1 else b
+        product = _whole(g, len(shape) == 1, b.ndim == 1) @ other.swapaxes(-1, -2)
+        return _summed(product, shape if len(shape) > 1 else (1, *shape)).reshape(shape)
+
+    return left
+
+
+def _matmul_right(a: Any, shape: tuple[int, ...]) -> Gradient:
+    """Return the gradient of a matrix product with respect to its right factor."""
+
+    def right(g: Any) -> Any:
+        other = a[None] if a.ndim == 1 else a
+        product = other.swapaxes(-1, -2) @ _whole(g, a.ndim == 1, len(shape) == 1)
+        return _summed(product, shape if len(shape) > 1 else (*shape, 1)).reshape(shape)
+
+    return right
+
+
+def _whole(g: Any, row: bool, column: bool) -> Any:
+    """Give a gradient the axes that a product with vectors has dropped."""
+    if row and column:
+        return g.reshape(1, 1)
+    if row:
+        return g[..., None, :]
+    return g[..., None] if column else g
 
 
 def _summed(gradient: Any, shape: tuple[int, ...]) -> Any:
@@ -377,7 +397,7 @@ def astype(x: Undescribed, dtype: Undescribed, /) -> Undescribed:
 def sum(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
     """Sum over axes, by default over all."""
     library = _library_among((x,))
-    result = library.sum(raw(x), axis=axis, keepdims=keepdims)
+    result = raw(x).sum(axis=axis, keepdims=keepdims)
     if not is_traced(x):
         return result
     shape, kept = x.shape, _kept(x.shape, axis)
@@ -387,7 +407,7 @@ def sum(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Unde
 def mean(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
     """Average over axes, by default over all."""
     library = _library_among((x,))
-    result = library.mean(raw(x), axis=axis, keepdims=keepdims)
+    result = raw(x).mean(axis=axis, keepdims=keepdims)
     if not is_traced(x):
         return result
     shape, kept = x.shape, _kept(x.shape, axis)
@@ -408,8 +428,7 @@ def min(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Unde
 
 
 def _extreme(name: str, x: Undescribed, axis: Axis, keepdims: bool) -> Undescribed:
-    library = _library_among((x,))
-    result = getattr(library, name)(raw(x), axis=axis, keepdims=keepdims)
+    result = getattr(raw(x), name)(axis=axis, keepdims=keepdims)
     if not is_traced(x):
         return result
     kept = _kept(x.shape, axis)

@@ -214,23 +214,34 @@ def tape_of(values: Iterable[object]) -> Tape | None:
     return found
 
 
+_libraries: dict[type, ModuleType | None] = {np.ndarray: np}
+"""The array library of each type that was met."""
+
+
 def library_of(value: Undescribed) -> ModuleType | None:
     """Return the array library of a value: NumPy, CuPy, or None for another."""
-    if isinstance(value, np.ndarray | np.generic):
-        return np
-    if type(value).__module__.partition(".")[0] == "cupy":
-        return load_cupy()
-    return None
+    kind = type(value)
+    try:
+        return _libraries[kind]
+    except KeyError:
+        found: ModuleType | None = None
+        if issubclass(kind, np.ndarray | np.generic):
+            found = np
+        elif kind.__module__.partition(".")[0] == "cupy":
+            found = load_cupy()
+        _libraries[kind] = found
+        return found
 
 
 def is_float(dtype: Undescribed) -> bool:
     """Tell whether arrays of a dtype have gradients."""
-    return getattr(dtype, "kind", "") == "f" or getattr(dtype, "name", "") == "bfloat16"
+    kind = getattr(dtype, "kind", "")
+    return kind == "f" or (kind == "V" and dtype.name == "bfloat16")
 
 
 def spec_of(value: Undescribed) -> Spec:
     """Describe an array."""
-    return Spec(tuple(value.shape), value.dtype, library_of(value))
+    return Spec(value.shape, value.dtype, library_of(value))
 
 
 def zeros(spec: Spec, like: Undescribed = None) -> Undescribed:

@@ -84,7 +84,9 @@ def test_softmax_gradients_match_finite_differences(function, name):
 
 def test_vjp_of_logsumexp_refuses_the_bias():
     x = RNG.standard_normal((3, 5))
-    with pytest.raises(TypeError, match=r"wrt names 'bias', which is bias of logsumexp, which has gradients of x"):
+    with pytest.raises(
+        TypeError, match=r"wrt names 'bias', which is bias of logsumexp, which has gradients of x"
+    ):
         vjp(cupyattn.logsumexp, x, bias=x, wrt=("bias",))
 
 
