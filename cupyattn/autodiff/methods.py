@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from cupyattn.autodiff.operations import (
     transpose,
     where,
 )
-from cupyattn.autodiff.tape import Traced, is_traced, raw, refuses_values, tape_of
+from cupyattn.autodiff.tape import Traced, is_traced, library_of, raw, refuses_values, tape_of
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +134,7 @@ def _operators() -> None:
         "__getitem__": getitem,
         "__iter__": _iterate,
         "__len__": _length,
-        "__array_ufunc__": _ufunc,
+        "__array_ufunc__": _UfuncProtocol(),
         "__array_function__": _function,
         "T": property(transpose),
         "reshape": _reshape_method,
@@ -157,6 +158,18 @@ def _written(self: Traced, *_: object) -> Any:
         "writes to a traced array",
         "make a new array: y = x + 1 for x += 1, and where(...) or concatenate(...) for x[i] = y",
     )
+
+
+class _UfuncProtocol:
+    """The attribute ``__array_ufunc__``.
+
+    NumPy finds it on the class. CuPy asks an instance, and calls its reflected operator for None.
+    """
+
+    def __get__(self, traced: Traced | None, owner: type) -> Any:
+        if traced is None:
+            return _ufunc
+        return None if library_of(traced._value) is not np else partial(_ufunc, traced)
 
 
 _UFUNCS: dict[str, Callable[..., Any]] = {

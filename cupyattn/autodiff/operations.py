@@ -8,6 +8,7 @@ of this module on CuPy arrays.
 from __future__ import annotations
 
 import builtins
+import math
 import operator
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.autodiff.tape import (
+    Part,
     Spec,
     Tape,
     TapeNode,
@@ -106,6 +108,9 @@ def _power_base(x: Any, y: Any, _out: Any) -> Gradient:
 
 
 def _power_exponent(x: Any, _y: Any, out: Any) -> Gradient:
+    if not hasattr(x, "shape"):
+        factor = math.log(x) if x > 0 else 0.0
+        return lambda g: g * out * factor
     library = _library_among((x, out))
     return lambda g: g * out * library.log(library.where(x > 0, x, 1))
 
@@ -522,7 +527,9 @@ def getitem(x: Undescribed, key: Undescribed, /) -> Undescribed:
     if not is_traced(x):
         return result
     spec, repeats = spec_of(raw(x)), _repeats(key)
-    return _recorded("getitem", (x,), result, (lambda g: _scattered(spec, key, g, repeats),))
+    if repeats:
+        return _recorded("getitem", (x,), result, (lambda g: _scattered(spec, key, g),))
+    return _recorded("getitem", (x,), result, (lambda g: Part(key, g),))
 
 
 def _plain(key: Undescribed) -> Undescribed:
@@ -538,13 +545,9 @@ def _repeats(key: Undescribed) -> bool:
     return any(hasattr(each, "dtype") and each.ndim and each.dtype.kind in "iu" for each in keys)
 
 
-def _scattered(spec: Spec, key: Undescribed, gradient: Any, repeats: bool) -> Any:
+def _scattered(spec: Spec, key: Undescribed, gradient: Any) -> Any:
     """Return zeros with the gradient added at the selected elements."""
     library: Any = spec.library
-    if not repeats:
-        whole = zeros(spec)
-        whole[key] = gradient
-        return whole
     if library is np or spec.dtype.itemsize == 8:
         wide = np.float32 if narrow(spec.dtype) else spec.dtype
         whole = library.zeros(spec.shape, wide)

@@ -270,6 +270,56 @@ def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
     return gradient if gradient.dtype == spec.dtype else gradient.astype(spec.dtype)
 
 
+class Part(NamedTuple):
+    """A gradient of the elements that a key selects, each once; it is 0 elsewhere."""
+
+    key: Undescribed
+    gradient: Undescribed
+
+
+def _assembled(parts: Sequence[Part], spec: Spec | None) -> Undescribed:
+    """Return the sum of parts."""
+    assert spec is not None and spec.library is not None
+    if _cover(parts, spec.shape):
+        whole = spec.library.empty(spec.shape, spec.dtype)
+        for key, gradient in parts:
+            whole[key] = gradient
+        return whole
+    wide = np.float32 if narrow(spec.dtype) and len(parts) > 1 else spec.dtype
+    whole = spec.library.zeros(spec.shape, wide)
+    for number, (key, gradient) in enumerate(parts):
+        if number:
+            whole[key] += gradient
+        else:
+            whole[key] = gradient
+    return whole
+
+
+def _cover(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+    """Tell whether parts are slices along one axis that fill an array without overlaps."""
+    found: list[tuple[int, int]] = []
+    axes = set()
+    for key, _ in parts:
+        keys = key if isinstance(key, tuple) else (key,)
+        cut = [n for n, each in enumerate(keys) if each != slice(None)] if _plain(keys) else []
+        if len(cut) != 1:
+            return False
+        start, stop, step = keys[cut[0]].indices(shape[cut[0]])
+        if step != 1:
+            return False
+        axes.add(cut[0])
+        found.append((start, stop))
+    if len(axes) != 1:
+        return False
+    found.sort()
+    ends = [0, *(stop for _, stop in found)]
+    return [start for start, _ in found] == ends[:-1] and ends[-1] == shape[axes.pop()]
+
+
+def _plain(keys: tuple[object, ...]) -> bool:
+    return all(type(each) is slice for each in keys)
+
+
 def pull_back(
     nodes: Sequence[TapeNode],
     seeds: Iterable[tuple[int, int, Undescribed]],
@@ -299,6 +349,14 @@ def pull_back(
         if slots is None:
             slots = waiting[number] = {}
         before = slots.get(output)
+        if type(gradient) is Part and type(before) in (list, type(None)):
+            slots[output] = [*(before or ()), gradient]
+            return
+        spec = nodes[number].specs[output]
+        if type(gradient) is Part:
+            gradient = _assembled([gradient], spec)
+        if type(before) is list:
+            before = _assembled(before, spec)
         if before is None or gradient is None:
             slots[output] = gradient if before is None else before
             return
@@ -311,10 +369,13 @@ def pull_back(
         if slots is None:
             return None
         specs = nodes[number].specs
-        return [
-            None if spec is None or slots.get(output) is None else fitted(slots[output], spec)
-            for output, spec in enumerate(specs)
-        ]
+        found: list[Undescribed] = []
+        for output, spec in enumerate(specs):
+            gradient = slots.get(output)
+            if type(gradient) is list:
+                gradient = _assembled(gradient, spec)
+            found.append(None if gradient is None or spec is None else fitted(gradient, spec))
+        return found
 
     for seed in seeds:
         add(*seed)
