@@ -260,14 +260,57 @@ def test_a_verbatim_text_is_not_folded(capsys, monkeypatch):
 
 
 def test_progress_in_a_pipe_says_now_and_then_how_far_it_is(monkeypatch, capsys):
-    now = iter((0.0, 1.0, 4.9, 5.0, 5.0, 9.9, 11.0, 11.0))
+    now = iter((0.0, 2.0, 4.9, 5.0, 9.9, 11.0))
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
     with progress("modelling", 9) as step:
         for _ in range(5):
             step()
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == "modelling 3/9\nmodelling 5/9\n"
+    assert printed.err == "modelling 3/9 ETA 0:00:09\nmodelling 5/9 ETA 0:00:09\n"
+
+
+def test_the_time_left_is_estimated_without_the_first_step_and_from_where_it_began(
+    monkeypatch, capsys
+):
+    now = iter((0.0, 100.0, 130.0, 160.0, 190.0))
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    with progress("training", 1000, 996) as step:
+        for _ in range(4):
+            step("loss 0.5")
+    assert capsys.readouterr().err.splitlines() == [
+        "training 997/1000 ETA 0:05:00 loss 0.5",
+        "training 998/1000 ETA 0:01:00 loss 0.5",
+        "training 999/1000 ETA 0:00:30 loss 0.5",
+        "training 1000/1000 loss 0.5",
+    ]
+
+
+def test_the_bar_of_rich_shows_the_time_left(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    now = iter((0.0, 3700.0))
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("training", 3) as step:
+        step("loss 0.5")
+    assert "ETA 2:03:20 loss 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", ["pipe", "rich", "dumb"])
+def test_stages_are_shown_on_stderr(terminal, monkeypatch, capsys):
+    if terminal != "pipe":
+        pytest.importorskip("rich")
+        monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True)
+        monkeypatch.setenv("TERM", "dumb" if terminal == "dumb" else "xterm")
+    with progress_module.stages() as say:
+        say("compiling a [kernel]")
+    with progress_module.stages(shown=False) as say:
+        say("hidden")
+    printed = capsys.readouterr()
+    assert printed.out == "" and "hidden" not in printed.err
+    assert "compiling a [kernel]" in printed.err
+    assert (printed.err == "compiling a [kernel]\n") == (terminal != "rich")
 
 
 def test_progress_tells_of_a_step_and_goes_on_from_one(monkeypatch, capsys):
@@ -306,7 +349,7 @@ def test_turing_in_a_pipe_is_not_silent(monkeypatch, capsys):
     monkeypatch.setattr(turing, "kernel_row", lambda *_, **__: {"kernel": "k", "row": "r"})
     monkeypatch.setattr(turing, "disassembler_version", lambda: "13.5.37")
     assert main(["turing", "--kernel", "attention_naive", "--json"]) == 0
-    assert re.fullmatch(r"(modelling \d+/3\n){3}", capsys.readouterr().err)
+    assert re.fullmatch(r"(modelling \d/3( ETA \d:\d\d:\d\d)?\n){3}", capsys.readouterr().err)
 
 
 # --- pipes and rich
