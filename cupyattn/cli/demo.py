@@ -32,6 +32,7 @@ from cupyattn.runtime.compile import CompilationError
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device, device_count
 from cupyattn.runtime.device.recorder import Launch
+from cupyattn.runtime.progress import stages
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
 
@@ -114,6 +115,9 @@ def _finite(number: Any) -> float | None:
     return float(number) if np.isfinite(number) else None
 
 
+Say = Callable[[str], None]
+"""A function that shows what is being done."""
+
 TIMED_CALLS = 20
 """Calls on a GPU, of which the median is shown."""
 
@@ -121,12 +125,13 @@ TIMED_CALLS = 20
 _ON_EMULATOR = tuple(name for name in IMPLEMENTATIONS if name != "naive")
 
 
-def on_gpu(problem: DemoProblem) -> Result:
+def on_gpu(problem: DemoProblem, say: Say) -> Result:
     """Run each kernel on the first GPU."""
     cupy = load_cupy()
 
     device = cuda_device(0)
     host = problem.arrays()
+    say("computing the float64 reference in NumPy")
     expected = Expected.of(device.arch, *host)
     runs = []
     with cupy.cuda.Device(device.ordinal):
@@ -139,6 +144,7 @@ def on_gpu(problem: DemoProblem) -> Result:
             def call(implementation: str = implementation) -> tuple[Array, Array]:
                 return _attention(q, k, v, implementation)
 
+            say(f"compiling {_entry(launch)}, unless it is in the cache, and running it")
             began = time.perf_counter()
             results = [cupy.asnumpy(result) for result in call()]
             first_call_s = time.perf_counter() - began
@@ -155,17 +161,20 @@ def on_gpu(problem: DemoProblem) -> Result:
     return _result(problem, "gpu", runs, device=device.name, capability=device.capability)
 
 
-def without_gpu(problem: DemoProblem) -> Result:
+def without_gpu(problem: DemoProblem, say: Say) -> Result:
     """Run the kernels on the emulator, or NumPy if there is nothing to compile them with."""
     tensor_cores = tensor_cores_override() is not False
     launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
+    described = {}
     try:
-        described = {name: _describe(launch, TURING) for name, launch in launches.items()}
+        for name, launch in launches.items():
+            say(f"compiling {_entry(launch)} for {TURING.real}, unless it is in the cache")
+            described[name] = _describe(launch, TURING)
     except CompilationError:
         raise
     except RuntimeError as failure:
-        return _on_numpy(problem, str(failure))
-    return _on_emulator(problem, described)
+        return _on_numpy(problem, str(failure), say)
+    return _on_emulator(problem, described, say)
 
 
 def kernels_of(
@@ -190,17 +199,24 @@ def kernels_of(
     return launches
 
 
-def _on_emulator(problem: DemoProblem, launches: dict[str, Json]) -> Result:
+def _entry(launch: Launch) -> str:
+    return launch.specialisation.spec.entry
+
+
+def _on_emulator(problem: DemoProblem, launches: dict[str, Json], say: Say) -> Result:
     q, k, v = problem.arrays()
+    say("computing the float64 reference in NumPy")
     expected = Expected.of(TURING, q, k, v)
     checks = Checks.all()
     runs = []
     for implementation, launch in launches.items():
         report = Report()
+        say(f"running {launch['kernel']} on the emulator, with every check")
         began = time.perf_counter()
         with cupyattn.backend("emulator", checks=checks, report=report):
             results = _attention(q, k, v, implementation)
         first_call_s = time.perf_counter() - began
+        say(f"timing a second call of {launch['kernel']} on the emulator")
         with cupyattn.backend("emulator", checks=checks):
             began = time.perf_counter()
             _attention(q, k, v, implementation)
@@ -221,8 +237,9 @@ def _on_emulator(problem: DemoProblem, launches: dict[str, Json]) -> Result:
     return _result(problem, "emulator", runs, checks=on)
 
 
-def _on_numpy(problem: DemoProblem, why: str) -> Result:
+def _on_numpy(problem: DemoProblem, why: str, say: Say) -> Result:
     q, k, v = problem.arrays()
+    say("running attention in NumPy")
     began = time.perf_counter()
     with cupyattn.backend("reference"):
         results = _attention(q, k, v, "tiled")  # whichever: it is the same there
@@ -339,7 +356,8 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             seed=arguments.seed,
         )
-        result = on_gpu(problem) if has_gpu else without_gpu(problem)
+        with stages(shown=not arguments.json) as say:
+            result = (on_gpu if has_gpu else without_gpu)(problem, say)
     # No compiler, a GPU that is too old, a CUPYATTN_ARCH that is wrong, a fault in a kernel.
     except (RuntimeError, ValueError) as failure:
         fail("demo", failure, as_json=arguments.json)
@@ -423,6 +441,15 @@ def _show_emulator(result: Result, terminal: Terminal) -> None:
     terminal.text("  python -m cupyattn profile attention shows it per line of the source.")
 
 
+_ADDED = {
+    "cupyattn[cuda12]": "for an NVIDIA GPU: CuPy and the compiler. The same calls run on the GPU "
+    "when they are given CuPy arrays. For CUDA 13 it is cupyattn[cuda13].",
+    "cupyattn[emulator]": "without a GPU, on Linux or Windows: the compiler alone. The kernels run "
+    "on the CPU, slowly and with every check, to test, learn and debug.",
+}
+"""The extras of the package, and what each adds."""
+
+
 def _show_numpy(result: Result, terminal: Terminal) -> None:
     run = result["runs"][0]
     terminal.text(f"  no GPU here: ran in NumPy, {run['seconds'] * 1e3:.0f} ms")
@@ -430,9 +457,11 @@ def _show_numpy(result: Result, terminal: Terminal) -> None:
         f"  NumPy computes in float32 and rounds once to {result['problem']['dtype']}; "
         "the bound is the one that a kernel has to keep."
     )
-    terminal.text(
-        f"  No kernel was compiled, so none ran emulated: {result['not_compiled_because']}"
-    )
+    why = result["not_compiled_because"]
+    terminal.text(f"  No kernel ran: {why.rpartition('; ')[0] or why}.")
+    terminal.title("To run the kernels themselves, install one of these")
+    for package, what in _ADDED.items():
+        terminal.text(f"  pip install '{package}'\n    {what}")
 
 
 def _show_launches(launches: list[Json], terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -93,6 +94,17 @@ def test_demo_without_a_gpu_runs_the_kernels_on_the_emulator(capsys):
 
 @pytest.mark.nvrtc
 @NO_GPU
+def test_demo_shows_its_stages_on_stderr(capsys):
+    assert main(["demo", "--seqlen", "8"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("compiling attention_forward for sm_75")
+    assert "running attention_tiled on the emulator, with every check" in lines
+    assert main(["demo", "--seqlen", "8", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.nvrtc
+@NO_GPU
 @pytest.mark.parametrize("dtype", deep("float32", "bfloat16"))
 def test_demo_runs_every_kernel_of_a_dtype(dtype, capsys):
     assert main(["demo", "--seqlen", "8", "--dtype", dtype, "--json"]) == 0
@@ -115,13 +127,15 @@ def test_demo_fails_for_a_fault(monkeypatch, capsys):
 @NO_GPU
 def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
     def absent(*_):
-        raise RuntimeError("NVRTC is not here")
+        raise RuntimeError("NVRTC is not here; advice")
 
     monkeypatch.setattr(demo, "compiled_kernel", absent)
     assert main([*SMALL_DEMO]) == 0
     printed = capsys.readouterr().out
     assert "no GPU here: ran in NumPy" in printed
-    assert "No kernel was compiled, so none ran emulated: NVRTC is not here" in printed
+    assert "No kernel ran: NVRTC is not here." in printed
+    assert re.search(r"pip install 'cupyattn\[cuda12\]'\n +for an NVIDIA GPU", printed)
+    assert re.search(r"pip install 'cupyattn\[emulator\]'\n +without a GPU", printed)
     assert main([*SMALL_DEMO, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ran_on"] == "numpy"
 
