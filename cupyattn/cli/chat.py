@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from cupyattn import models
@@ -15,9 +16,13 @@ from cupyattn.cli.models import (
     drawing_of,
     loaded,
 )
-from cupyattn.cli.terminal import fail
+from cupyattn.cli.terminal import fail, paragraphs, terminal_width
 
 ASKS = "> "
+_HELP = (
+    "/reset starts a new conversation, /quit or Ctrl-D ends the chat, Ctrl-C ends an answer, /help "
+    "shows this."
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -27,7 +32,7 @@ def add_parser(commands: Commands) -> None:
         help="talk to a language model",
         description="Talk to a model that has a chat template. Keys and values of the conversation "
         "stay in the cache, so that an answer begins with the new words alone.",
-        epilog="A line is a message; /reset starts over, Ctrl-C ends an answer, Ctrl-D the chat.",
+        epilog=f"A line is a message. {_HELP}",
     )
     add_model_arguments(parser)
     add_drawing_arguments(parser, new_tokens=512)
@@ -49,9 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         model = loaded(arguments)
         talk = Talk(model, arguments)
-        while (message := _next_line()) is not None:
+        if sys.stdin.isatty():
+            _note(_HELP)
+        while (message := _next_line()) not in (None, "/quit"):
             if message == "/reset":
                 talk.reset()
+                _note("a new conversation: all messages are forgotten")
+            elif message == "/help":
+                _note(_HELP)
+            elif re.fullmatch(r"/\w+", message):
+                _note(f"there is no command {message}; {_HELP}")
             elif message:
                 talk.answer(message)
     except MODEL_FAILURES as failure:
@@ -121,6 +133,11 @@ class Talk:
                 break
             del self._messages[first : first + 2]
         return models.Prompt(tuple(ids), is_text=True)
+
+
+def _note(text: str) -> None:
+    """Print a line about the chat, not of it."""
+    print("\n".join(paragraphs(text, terminal_width())), file=sys.stderr)
 
 
 def _next_line() -> str | None:

@@ -141,3 +141,14 @@ def test_a_long_talk_forgets_what_was_said_first(model, monkeypatch, capsys):
     assert code == 0
     assert "the message has" in printed.err
     assert printed.out == answers(model, "Hi")[0] + "\n"
+
+
+def test_commands_of_a_talk_are_not_messages(model, monkeypatch, capsys):
+    given = ["/help", "Hi", "/reset", "/rest", "/quit", "never read"]
+    code, printed = say(monkeypatch, capsys, given)
+    assert code == 0
+    assert printed.out == answers(model, "Hi")[0] + "\n"
+    told = " ".join(printed.err.split())
+    assert told.count("/reset starts a new conversation, /quit or Ctrl-D ends the chat") == 2
+    assert "all messages are forgotten" in told
+    assert "there is no command /rest; " in told
