@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cupyattn import models
 from cupyattn.cli.arguments import Commands, add_json_option, integer, positive
-from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
+from cupyattn.cli.models import MODEL_FAILURES, MODEL_HELP, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.cli.training_run import planned, prepared, trained
 from cupyattn.models.loading import DTYPES, OF_THE_FILE
@@ -163,7 +163,7 @@ def add_parser(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a folder as transformers writes it, a GGUF file, or smollm2",
+        help=MODEL_HELP,
     )  # fmt: skip
     parser.add_argument("data", nargs="?", metavar="DATA", help="a file of JSON lines")
     parser.add_argument(
@@ -181,7 +181,11 @@ def add_parser(commands: Commands) -> None:
         "--out", type=Path, default=Path("finetuned"), metavar="DIR",
         help="where adapters, checkpoints and losses go (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="train all weights, without adapters; they are written as a folder of safetensors",
+    )
     parser.add_argument(
         "--lora-targets", nargs="+", default=["all-linear"], metavar="NAME",
         help="modules that have adapters, such as q_proj v_proj (default: all linear layers)",

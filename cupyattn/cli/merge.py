@@ -10,11 +10,11 @@ import numpy as np
 
 from cupyattn import models
 from cupyattn.cli.arguments import Commands, add_json_option
-from cupyattn.cli.models import MODEL_FAILURES, add_quantize_option
+from cupyattn.cli.models import MODEL_FAILURES, MODEL_HELP, add_quantize_option, say_size
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.models.checkpoints.hugging_face import read_object
-from cupyattn.models.checkpoints.writing import require_source, write_folder
-from cupyattn.models.loading import DTYPES
+from cupyattn.models.checkpoints.writing import source_of, write_folder
+from cupyattn.models.loading import DTYPES, opened
 from cupyattn.models.training import LoraAdapters
 from cupyattn.runtime.errors import error, explaining, size_text
 
@@ -24,11 +24,12 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "merge",
         help="write a model whose weights have taken its adapters over",
-        description="Add LoRA adapters to the weights of their model, and write it to a folder of "
-        "its own, which transformers reads too. Weights are rounded once.",
+        description="Add LoRA adapters to the weights of their model, and write it to a separate "
+        "folder of safetensors, which transformers reads too. Quantised weights are decoded, and "
+        "results are rounded once.",
         epilog="python -m cupyattn merge FOLDER finetuned --out merged",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder as transformers writes it")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("adapters", metavar="ADAPTERS", help="as finetune or PEFT writes them")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where the model is written"
@@ -37,7 +38,8 @@ def add_parser(commands: Commands) -> None:
         "--dtype",
         choices=DTYPES,
         metavar="KIND",
-        help=f"dtype to write; by default that of config.json ({', '.join(DTYPES)})",
+        help="dtype to write; by default that of config.json, and for a GGUF file float16 on a GPU "
+        f"or float32 on a CPU ({', '.join(DTYPES)})",
     )
     add_quantize_option(
         parser, "format in which the adapters were trained; floats are written anyway"
@@ -61,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _merged(arguments: argparse.Namespace) -> Result:
-    source, out = Path(arguments.model), arguments.out
-    require_source(source)
+    out = arguments.out
+    source = source_of(opened(arguments.model))
     if (out / "config.json").exists():
         raise error(
             FileExistsError,
@@ -71,18 +73,19 @@ def _merged(arguments: argparse.Namespace) -> Result:
             "pass another --out",
         )
     model = models.load(
-        source,
+        arguments.model,
         dtype=arguments.dtype or _dtype_of(source),
         quantize=arguments.quantize,
         xp=np if arguments.cpu else None,
     )
     merged = LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).merged()
+    say_size(merged, out)
     with explaining(
         f"--out {out} could not be written",
         "a merged model is a separate folder, complete once it has a config.json",
         "make room there, or pass another --out",
     ):
-        write_folder(merged.weights, merged.config, source, out)
+        write_folder(merged.weights, merged.config, source, out, merged.tokenizer)
     return {
         "command": "merge",
         "model": arguments.model,
@@ -94,7 +97,9 @@ def _merged(arguments: argparse.Namespace) -> Result:
     }
 
 
-def _dtype_of(source: Path) -> str | None:
+def _dtype_of(source: Path | None) -> str | None:
+    if source is None:
+        return None
     given = read_object(source / "config.json")
     named = given.get("dtype", given.get("torch_dtype"))
     return named if named in DTYPES else None

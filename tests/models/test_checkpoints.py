@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.tiny_models import LLAMA, expected_of
+from support.tiny_models import TINY, expected_of
 
 import cupyattn
 from cupyattn import models
 from cupyattn.models.checkpoints import writing
+from cupyattn.models.checkpoints.fields import Fields
+from cupyattn.models.checkpoints.hugging_face import config_json, config_of
 from cupyattn.models.checkpoints.writing import write_folder, write_whole
 from cupyattn.models.weights import named_arrays
 
@@ -201,7 +203,32 @@ def test_files_are_replaced_together_or_not_at_all(older, links, fails_at, tmp_p
     assert len(list((tmp_path / "new").iterdir())) == len(files)
 
 
-def test_weights_need_a_config(tmp_path):
-    model = models.random(LLAMA, dtype="float32", xp=np)
-    with pytest.raises(NotImplementedError, match=r"is no folder with config.json; .*adapters of"):
-        write_folder(model.weights, model.config, tmp_path, tmp_path / "new")
+SCALINGS = (
+    cupyattn.LinearScaling(4.0),
+    cupyattn.Llama3Scaling(32.0, 1.0, 4.0, 8192),
+    cupyattn.YarnScaling(2.0, 16),
+    cupyattn.YarnScaling(2.0, 16, 16.0, 2.0, 1.25),
+)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_config_is_written_as_it_is_read(name):
+    config = TINY[name]._replace(bos_id=1, eos_ids=(2, 3))
+    config = config._replace(qkv_bias=config.qkv_bias or config.output_bias)
+    for scaling in (None, *SCALINGS) if config.rotary_dim else (None,):
+        config = config._replace(rope_scaling=scaling)
+        written = json.loads(json.dumps(config_json(config, "m.gguf")))
+        assert config_of(Fields(written, "m.gguf"), Fields({}, "m.gguf")) == config
+        config = config._replace(eos_ids=config.eos_ids[:-1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qkv_bias": False}, {"rope_scaling": cupyattn.NTKScaling(2.0)}, {"activation": "relu"}],
+)
+def test_a_config_that_no_folder_has_is_refused(changes):
+    config = TINY["phi"]._replace(**changes)
+    if changes == {"activation": "relu"}:  # Llama's MLP is gated in every folder
+        config = TINY["llama"]._replace(**changes)
+    with pytest.raises(NotImplementedError, match=r"m\.gguf: no config\.json.*--adapters DIR"):
+        config_json(config, "m.gguf")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +13,18 @@ gguf = pytest.importorskip("gguf")
 
 from support.gguf_files import tensors_of, write_gguf  # noqa: E402
 from support.model_twin import twin_logits  # noqa: E402
+from support.search import deep  # noqa: E402
 from support.tiny_models import TINY  # noqa: E402
 
 import cupyattn  # noqa: E402
 from cupyattn import models  # noqa: E402
+from cupyattn.cli import main  # noqa: E402
+from cupyattn.models.checkpoints.writing import (  # noqa: E402
+    source_of,
+    write_folder,
+    written_bytes,
+)
+from cupyattn.models.loading import opened  # noqa: E402
 from cupyattn.models.weights import named_arrays  # noqa: E402
 
 ARCHITECTURES = {
@@ -46,6 +56,30 @@ def test_a_model_comes_back(tmp_path, name):
         np.testing.assert_array_equal(found, array, err_msg=name)
     np.testing.assert_allclose(loaded.logits(IDS)[0], twin_logits(model, IDS[0]), atol=1e-5)
     assert loaded.tokenizer is None
+
+
+@pytest.mark.parametrize("kind", [None, TYPE.Q4_0, *deep(TYPE.Q8_0, TYPE.Q5_1)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_file_is_written_as_a_folder_with_equal_logits(name, kind, tmp_path):
+    """Weights, config and tokenizer; what is quantised is decoded, also if it was loaded so."""
+    model = random(name, intermediate_size=64)
+    window = model.config.window_size
+    more = {f"{ARCHITECTURES[name]}.attention.sliding_window": window[0] + 1} if window else {}
+    more |= {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eot_token_id": 5}
+    path = tmp_path / "m.gguf"
+    write_gguf(path, model, ARCHITECTURES[name], metadata=more, quantised=kind)
+    checkpoint = opened(path)
+    loaded = models.load(path, dtype="float32", xp=np)
+    kept = loaded
+    if kind in (TYPE.Q4_0, TYPE.Q8_0):
+        kept = models.load(path, dtype="float32", xp=np, quantize="file")
+    write_folder(kept.weights, kept.config, source_of(checkpoint), tmp_path / "new")
+    again = models.load(tmp_path / "new", dtype="float32", xp=np)
+    assert again.config == loaded.config
+    np.testing.assert_array_equal(again.logits(IDS), loaded.logits(IDS))
+    size = written_bytes(loaded.config, "float32")
+    assert 0 < (tmp_path / "new" / "model.safetensors").stat().st_size - size < 8192
+    assert again.nbytes == size
 
 
 def test_the_order_of_pairs_matters(tmp_path):
@@ -272,3 +306,44 @@ def test_no_gguf(tmp_path):
     path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
     with pytest.raises(NotImplementedError, match="GGUF of version 1"):
         models.load(path, xp=np)
+
+
+def test_adapters_and_all_weights_of_a_file_are_written_as_a_folder(tmp_path, monkeypatch, capsys):
+    """On the command line, with the tokenizer and the chat template of the file."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cupyattn.models.training.curve.draw", lambda *_: None)
+    alphabet = [chr(each) for each in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    tokens = [*alphabet, *map(chr, range(256, 256 + 68)), "<end>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3], "tokenizer.ggml.eos_token_id": 256,
+        "tokenizer.chat_template": "{% for each in messages %}{{ each.content }}{% endfor %}",
+    }  # fmt: skip
+    tokens += ["ab"]
+    metadata["tokenizer.ggml.token_type"] += [1]
+    model = random("llama", vocab_size=258, hidden_size=64, intermediate_size=64)
+    write_gguf(Path("m.gguf"), model, "llama", metadata=metadata, quantised=TYPE.Q4_0)
+    Path("data.jsonl").write_text('{"text": "a fish ab swims"}\n' * 4)
+    train = ["finetune", "m.gguf", "data.jsonl", "--batch-tokens", "64", "--steps", "2", "--cpu"]
+    for options in (["--full"], ["--lora-targets", "q_proj", "--quantize", "file", "--out", "a"]):
+        assert main([*train, *options]) == 0
+    written = capsys.readouterr().err
+    assert "of float32 weights to finetuned" in written
+    given = ["--out", "merged", "--quantize", "file", "--cpu"]
+    assert main(["merge", "m.gguf", "a", *given]) == 0
+    assert "of float32 weights to merged" in capsys.readouterr().err
+    base = models.load("m.gguf", xp=np)
+    adapted = models.training.LoraAdapters.load(base, "a").model
+    ids = base.tokenizer.encode("a fish ab swims<end>")
+    assert 256 in ids and 257 in ids
+    for folder in ("finetuned", "merged"):
+        again = models.load(folder, xp=np)
+        assert again.config == base.config
+        assert again.tokenizer.encode("a fish ab swims<end>") == ids
+        assert again.tokenizer.apply_chat_template([{"role": "user", "content": "x"}]) == "x"
+        assert np.abs(again.logits([ids]) - base.logits([ids])).max() > 0
+    difference = np.abs(models.load("merged", xp=np).logits([ids]) - adapted.logits([ids]))
+    assert difference.max() <= 1e-4
+    assert json.loads(Path("merged/config.json").read_text())["model_type"] == "llama"

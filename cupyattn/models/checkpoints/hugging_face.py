@@ -281,6 +281,123 @@ def _rope(fields: Fields, head_dim: int, rotated: float) -> Json:
     return {"rotary_dim": rotary_dim, "rope_base": base, "rope_scaling": scaling}
 
 
+def config_json(config: Config, where: str) -> Json:
+    """Return the config.json of a model: what `config_of` reads as this config.
+
+    Options of rotary embeddings have the names that transformers before and from version 5 read.
+    Raises NotImplementedError if no config.json describes the model of the file `where`.
+    """
+    written = _gpt2_json(config) if config.architecture == "gpt2" else _llama_or_phi_json(config)
+    ends = config.eos_ids
+    written |= {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(ends) if len(ends) > 1 else (*ends, None)[0],
+    }
+    try:
+        same = config_of(Fields(written, where), Fields({}, where)) == config
+    except (ValueError, NotImplementedError):
+        same = False
+    if same:
+        return written
+    raise error(
+        NotImplementedError,
+        f"{where}: no config.json of transformers describes {config}",
+        "a model is written as a folder of GPT-2, Llama, Mistral, Qwen2 or Phi",
+        "keep the adapters next to the file: generate FILE ... --adapters DIR needs no merging",
+    )
+
+
+def _gpt2_json(config: Config) -> Json:
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": config.hidden_size,
+        "n_head": config.num_heads,
+        "n_layer": config.num_layers,
+        "n_inner": config.intermediate_size,
+        "n_positions": config.max_positions,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": _NAMED.get(config.activation),
+    }
+
+
+_NAMED = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_new",
+    "relu": "relu",
+    "silu": "silu",
+    "geglu": "gelu",
+    "swiglu": "silu",
+}
+"""The name of an activation in config.json."""
+
+
+def _llama_or_phi_json(config: Config) -> Json:
+    written: Json = {
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.num_layers,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": _NAMED.get(config.activation),
+        "rope_theta": config.rope_base,
+    }
+    if config.rope_scaling is not None:
+        written["rope_scaling"] = _scaling_json(config.rope_scaling)
+    if config.rotary_dim != config.head_dim or config.architecture == "phi":
+        written["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    if config.architecture == "phi":
+        return {
+            "model_type": "phi",
+            "architectures": ["PhiForCausalLM"],
+            "layer_norm_eps": config.norm_eps,
+            **written,
+        }
+    kind, name = "llama", "LlamaForCausalLM"
+    if config.window_size is not None:
+        kind, name = "mistral", "MistralForCausalLM"
+        written["sliding_window"] = config.window_size[0] + 1
+    elif config.qkv_bias and not config.output_bias:
+        kind, name = "qwen2", "Qwen2ForCausalLM"
+    return {
+        "model_type": kind,
+        "architectures": [name],
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.qkv_bias and kind != "qwen2",
+        "mlp_bias": config.mlp_bias,
+        **written,
+    }
+
+
+def _scaling_json(scaling: RopeScaling) -> Json:
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3Scaling):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    if isinstance(scaling, YarnScaling):
+        found = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+        }
+        if scaling.attention_factor is not None:
+            found["attention_factor"] = scaling.attention_factor
+        return found
+    return {}
+
+
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_BYTES = 16 << 20
 """Largest JSON file: the index of a model of 671 billion weights has 9 MB."""

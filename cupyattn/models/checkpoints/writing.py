@@ -8,14 +8,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from cupyattn.models.checkpoints.contents import HUGGING_FACE, places
-from cupyattn.models.checkpoints.hugging_face import read_object
+from cupyattn import QuantizedWeight, dequantize
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, places
+from cupyattn.models.checkpoints.hugging_face import config_json, read_object
 from cupyattn.models.config import Config
-from cupyattn.models.weights import Weights
+from cupyattn.models.tokenizer import Tokenizer, write_tokenizer
+from cupyattn.models.weights import PRODUCTS, Layer, Product, Weights, empty, named_arrays
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
@@ -144,29 +146,64 @@ _OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index
 _OF_A_TRAINING = (".training", "losses.jsonl", "losses.png")
 
 
-def require_source(source: Path) -> None:
-    """Raise NotImplementedError unless the folder has a config for the weights to be written."""
-    if not (source / _CONFIG).is_file():
-        raise error(
-            NotImplementedError,
-            f"{source} is no folder with config.json",
-            "weights are written with the config and the tokenizer of their folder",
-            "train a model from a folder that transformers wrote, or train adapters of this one",
-        )
+def source_of(checkpoint: Checkpoint) -> Path | None:
+    """Return the folder whose config and tokenizer go with new weights; None for a GGUF file.
+
+    Raises NotImplementedError if they cannot be made from what the file contains.
+    """
+    folder = Path(checkpoint.where)
+    if folder.is_dir():
+        return folder
+    config_json(checkpoint.config, checkpoint.where)
+    return None
 
 
-def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -> None:
+def written_bytes(config: Config, dtype: str) -> int:
+    """Return the size of the weights that `write_folder` writes."""
+    return sum(array.nbytes for _, array in named_arrays(empty(config, dtype, np)))
+
+
+def write_folder(
+    weights: Weights,
+    config: Config,
+    source: Path | None,
+    folder: Path,
+    tokenizer: Tokenizer | None = None,
+) -> None:
     """Write weights, and copy all other files from the folder that the model came from.
 
+    Without a `source`, the config and the tokenizer become files. Quantised weights are decoded.
     The config comes last: a folder that has one is complete.
     """
-    require_source(source)
     naming = HUGGING_FACE[config.architecture]
-    named = places(naming, config, weights, {}).filled
+    dtype = weights.embedding.dtype.name
+    layers = tuple([_decoded(layer, dtype) for layer in weights.layers])
+    named = places(naming, config, weights._replace(layers=layers), {}).filled
     tensors = {name: place.targets["all"] for name, place in named.items()}
     require_finite(tensors)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / _WEIGHTS, tensors, {"format": "pt"})
+    if source is None:
+        saved = {**config_json(config, str(folder)), "torch_dtype": dtype}
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, folder)
+    else:
+        saved = _copied(source, folder, dtype)
+    text = (json.dumps(saved, indent=2) + "\n").encode()
+    write_whole({folder / _CONFIG: lambda file: file.write(text)})
+
+
+def _decoded(layer: Layer, dtype: str) -> Layer:
+    for name in PRODUCTS:
+        weight, bias = getattr(layer, name)
+        if isinstance(weight, QuantizedWeight):
+            decoded: Any = Product(dequantize(weight, dtype=dtype), bias)
+            layer = layer._replace(**{name: decoded})
+    return layer
+
+
+def _copied(source: Path, folder: Path, dtype: str) -> Json:
+    """Copy the files that are neither weights nor the config; return the config to write."""
     files = () if source.samefile(folder) else source.iterdir()
     for file in files:
         left_out = file.name == _CONFIG or file.name.endswith((*_OF_WEIGHTS, *_OF_A_TRAINING))
@@ -174,9 +211,7 @@ def write_folder(weights: Weights, config: Config, source: Path, folder: Path) -
             shutil.copy2(file, folder / file.name)
     saved = read_object(source / _CONFIG)
     saved.pop("quantization_config", None)  # they are floats
-    dtype = weights.embedding.dtype.name
     for name in ("torch_dtype", "dtype"):
         if name in saved:
             saved[name] = dtype
-    text = (json.dumps(saved, indent=2) + "\n").encode()
-    write_whole({folder / _CONFIG: lambda file: file.write(text)})
+    return saved

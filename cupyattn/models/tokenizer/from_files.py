@@ -6,6 +6,7 @@ made from a vocabulary and merges. Models cut text into words in different ways 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +116,18 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
         where=str(where),
         template_where=config["template_where"],
     )
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, from which `tokenizer_of_folder` makes it."""
+    settings: Json = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
+    if tokenizer.chat_template is not None:
+        settings["chat_template"] = tokenizer.chat_template
+    for name, text in (
+        ("tokenizer.json", tokenizer.inner.to_str()),
+        ("tokenizer_config.json", json.dumps(settings, indent=2) + "\n"),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _settings(folder: Path) -> Json:
