@@ -4,25 +4,88 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from typing import Any
 
 import numpy as np
 
 from cupyattn.registry import KERNELS
+from cupyattn.runtime import html
 from cupyattn.runtime import tuning as choices
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import arch_override, tensor_cores_override
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import cuda_device, device_count
+from cupyattn.runtime.errors import size_text
 from cupyattn.runtime.folders import cache_directory
 
 
-def device_info() -> Json:
+class DeviceInfo(dict[str, Any]):
+    """The dict that `device_info` returns; a notebook shows it as tables, print as lines."""
+
+    def _facts(self) -> dict[str, object]:
+        cache, tuned = self["cache"], self["uses_tuned"]
+        return {
+            "CuPy": self["cupy"] or "not installed",
+            "CUDA driver, runtime": _versions(self["cuda_driver"], self["cuda_runtime"]),
+            "NVRTC": self["nvrtc"] or "not installed: it compiles the kernels",
+            "NumPy, Python": f"{self['numpy']}, {self['python']}",
+            "CUPYATTN_ARCH": self["arch_override"],
+            "CUPYATTN_TENSOR_CORES": self["tensor_cores_override"],
+            "CUPYATTN_TUNED": "1" if tuned else None,
+            "kernels": len(self["kernels"]),
+            "compiled": f"{cache['files']:,} files, {size_text(cache['bytes'])}, in "
+            f"{cache['folder'] or 'memory'}",
+        }
+
+    def _devices(self) -> list[tuple[object, ...]]:
+        return [
+            (
+                each["name"],
+                each["compute_capability"],
+                size_text(each["memory_bytes"]),
+                each["unusable_because"] or f"sm_{each['arch']}",
+                {None: "", True: "yes", False: "no"}[each["tensor_cores"]],
+            )
+            for each in self["devices"]
+        ]
+
+    def __str__(self) -> str:
+        devices = [", ".join(map(str, row[:4])) for row in self._devices()]
+        lines = [("GPU", each) for each in devices or ["none: NumPy arrays run on the CPU"]]
+        lines += [(name, str(value)) for name, value in self._facts().items() if value is not None]
+        wide = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{wide}}  {value}" for name, value in lines)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text("DeviceInfo(...)" if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        columns = ("GPU", "compute capability", "memory", "kernels compiled for", "tensor cores")
+        devices = self._devices()
+        return html.section(
+            "cupyattn on this computer",
+            html.table(columns, devices)
+            if devices
+            else html.paragraph("no GPU: NumPy arrays run on the CPU"),
+            html.facts(self._facts()),
+        )
+
+
+def _versions(*numbers: int | None) -> str:
+    """Write 12090 as 12.9."""
+    known = (f"{each // 1000}.{each % 1000 // 10}" for each in numbers if each is not None)
+    return ", ".join(known) or "not found"
+
+
+def device_info() -> DeviceInfo:
     """Describe the GPUs, the compiler and the cache of compiled kernels.
 
     Returns
     -------
-    dict
+    DeviceInfo
+        A dict:
+
         ``devices`` : list of dict
             For each GPU its ``name``, ``compute_capability`` and ``memory_bytes``; ``arch``, for
             which kernels are compiled; ``tensor_cores``, whether float16 uses them instead of
@@ -66,20 +129,22 @@ def device_info() -> Json:
     True
     """
     override, tensor_cores = arch_override(), tensor_cores_override()
-    info: Json = {
-        "devices": [],
-        "cuda_driver": None,
-        "cuda_runtime": None,
-        "cupy": None,
-        "nvrtc": None,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "arch_override": override and str(override.number),
-        "tensor_cores_override": None if tensor_cores is None else f"{tensor_cores:d}",
-        "uses_tuned": choices.tuned_override(),
-        "kernels": list(KERNELS),
-        "cache": _cache(),
-    }
+    info = DeviceInfo(
+        {
+            "devices": [],
+            "cuda_driver": None,
+            "cuda_runtime": None,
+            "cupy": None,
+            "nvrtc": None,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "arch_override": override and str(override.number),
+            "tensor_cores_override": None if tensor_cores is None else f"{tensor_cores:d}",
+            "uses_tuned": choices.tuned_override(),
+            "kernels": list(KERNELS),
+            "cache": _cache(),
+        }
+    )
     with contextlib.suppress(RuntimeError):
         info["nvrtc"] = ".".join(map(str, nvrtc_version()))
     try:

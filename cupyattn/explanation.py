@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.runtime import html
 from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
 from cupyattn.runtime.backend import running_on
@@ -70,18 +71,23 @@ class LaunchReport:
     ctas_per_sm: int | None
     limit: str
 
-    def __str__(self) -> str:
+    def _lines(self) -> dict[str, str]:
         chosen = {n: v for n, v in self.configuration.items() if v not in ("false", "void")}
-        macros = " ".join(f"{name}={value}" for name, value in chosen.items())
         lines = {
             "why": re.sub(r"(models 0\.\d+)", r"\1 of the peak rate", self.reason),
-            "configuration": macros,
+            "configuration": " ".join(f"{name}={value}" for name, value in chosen.items()),
             "grid": f"{_ctas(self.ctas)} of {self.threads} threads",
             "on an SM": _resources(self),
             "limit": self.limit,
         }
-        printed = [f"  {title:14} {line}" for title, line in lines.items() if line]
+        return {title: line for title, line in lines.items() if line}
+
+    def __str__(self) -> str:
+        printed = [f"  {title:14} {line}" for title, line in self._lines().items()]
         return "\n".join([f"{self.kernel}  ({self.source})", *printed])
+
+    def _repr_html_(self) -> str:
+        return html.section(f"{self.kernel} ({self.source})", html.facts(self._lines()))
 
 
 def _ctas(count: int) -> str:
@@ -99,7 +105,7 @@ def _resources(launch: LaunchReport) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The launches of a call, in order. Print it to read it.
+    """The launches of a call, in order. Print it to read it, or end a notebook's cell with it.
 
     Attributes
     ----------
@@ -117,13 +123,32 @@ class Explanation:
     launches: tuple[LaunchReport, ...]
     reasons: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def _title(self) -> str:
         count = len(self.launches)
-        head = f"{self.function} on {self.device}: {count or 'no'} launch{'es' * (count != 1)}"
+        return f"{self.function} on {self.device}: {count or 'no'} launch{'es' * (count != 1)}"
+
+    def __str__(self) -> str:
         reasons = [f"  {reason}" for reason in self.reasons]
-        return "\n".join([head, *reasons, *map(str, self.launches)])
+        return "\n".join([self._title, *reasons, *map(str, self.launches)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (number, each.kernel, each.ctas, each.threads, each.registers, each.shared_bytes)
+            for number, each in enumerate(self.launches[:_MOST_SHOWN], 1)
+        ]
+        columns = ("", "kernel", "CTAs", "threads", "registers", "shared bytes")
+        parts = [html.table(columns, rows)] if len(rows) > 1 else []
+        parts += [launch._repr_html_() for launch in self.launches[:_MOST_SHOWN]]
+        if len(self.launches) > _MOST_SHOWN:
+            parts.append(html.paragraph(f"and {len(self.launches) - _MOST_SHOWN} more: print it"))
+        return html.section(self._title, *map(html.paragraph, self.reasons), *parts)
+
+
+_MOST_SHOWN = 6
+"""Launches in a notebook."""
 
 
 def explain(function: Callable[..., Any], /, *arrays: object, **options: object) -> Explanation:

@@ -17,7 +17,7 @@ import numpy as np
 import cupyattn
 from cupyattn.benchmark.cases import Harness, Row, row_of
 from cupyattn.benchmark.command import Benchmark, Option
-from cupyattn.cli.recorder import attention_launch
+from cupyattn.cli.configurations import attention_launch
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.cupy_library import load_cupy

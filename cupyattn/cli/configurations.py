@@ -9,10 +9,16 @@ from dataclasses import asdict
 from difflib import get_close_matches
 
 from cupyattn.cli.arguments import integer
+from cupyattn.ops.attention.checks import checked_problem
+from cupyattn.ops.attention.forward import attention_forward
+from cupyattn.ops.attention.options import AttentionOptions, DropoutSeed
+from cupyattn.ops.attention.problem import AttentionArrays
 from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arch import TURING, Arch
+from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.device.recorder import Launch, LaunchRecorder
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -208,3 +214,24 @@ def compiled_kernel(specialisation: Specialisation, arch: Arch) -> Json:
 def spill_bytes(kernel: Json) -> int:
     """Return the bytes that a thread stores and loads because registers did not suffice."""
     return int(kernel["spill_store_bytes"] + kernel["spill_load_bytes"])
+
+
+def attention_launch(
+    arch: Arch,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: AttentionOptions,
+    *,
+    tensor_cores: bool = True,
+) -> Launch:
+    """Return the launch that ``attention(q, k, v, return_lse=True)`` makes on a GPU of `arch`.
+
+    The arrays may be NumPy's: their memory is not read.
+    """
+    operands = adopt(AttentionArrays(q, k, v))
+    problem = checked_problem(operands, options)
+    recorder = LaunchRecorder(arch, tensor_cores=tensor_cores)
+    attention_forward(recorder, problem, operands, seed=DropoutSeed(0), return_lse=True)
+    (launch,) = recorder.launches
+    return launch

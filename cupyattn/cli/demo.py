@@ -18,8 +18,12 @@ import numpy as np
 import cupyattn
 from cupyattn import reference
 from cupyattn.cli.arguments import Commands, add_json_option, integer
-from cupyattn.cli.configurations import compiled_kernel, configuration, spill_bytes
-from cupyattn.cli.recorder import attention_launch
+from cupyattn.cli.configurations import (
+    attention_launch,
+    compiled_kernel,
+    configuration,
+    spill_bytes,
+)
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
 from cupyattn.emulator import Checks, Report
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K

@@ -15,6 +15,7 @@ from cupyattn.kv_cache.arguments import as_count, as_switch, as_tokens, uncopied
 from cupyattn.kv_cache.pool import FREED, HELD, HERE, SWAPPED, Pool, Pools
 from cupyattn.kv_cache.prefix_index import Prefix
 from cupyattn.kv_cache.sequence import Sequence
+from cupyattn.runtime import html
 from cupyattn.runtime.errors import error, shown
 
 if TYPE_CHECKING:
@@ -121,6 +122,10 @@ def _require_index(pools: Pools, sequences: list[Sequence]) -> None:
 MOST_BLOCKS = 2**31 - 1  # ids are int32
 
 
+_MOST_SHOWN = 8
+"""Sequences in a notebook."""
+
+
 class BlockAllocator:
     """Blocks of a fixed pool, given to sequences of tokens and shared between them.
 
@@ -212,6 +217,43 @@ class BlockAllocator:
             f"<BlockAllocator of {self._num_blocks} blocks of {self._block_size} tokens: "
             f"{self.num_free} free, {self.num_used} used, {self.num_cached} cached>"
         )
+
+    def _repr_html_(self) -> str:
+        size = f"{self._num_blocks:,} blocks of {self._block_size} tokens"
+        return html.section(f"BlockAllocator of {size}", self._pool_html())
+
+    def _pool_html(self) -> str:
+        """Return the pool's blocks by their states, and its first sequences."""
+        with self._lock:
+            living = self._pools.living()
+            shared = {block for block, count in enumerate(self._refs) if count > 1}
+            unused = self._pool.available
+            cached = len(self._pool.cached)
+            rows = [
+                (
+                    f"{len(each)} tokens",
+                    sum(block >= 0 for block in each._ids),
+                    0 if each._state is SWAPPED else len(shared.intersection(each._ids)),
+                    each._state,
+                )
+                for each in living[:_MOST_SHOWN]
+            ]
+        used = self._num_blocks - unused - len(shared)
+        shares = [
+            html.Share("used by one", used, html.BLUE),
+            html.Share("shared", len(shared), html.VIOLET),
+            html.Share("cached", cached, html.ORANGE),
+            html.Share("free", unused - cached, html.GREY),
+        ]
+        parts = [html.bar(shares)]
+        if self._num_host_blocks:
+            host = f"{self._num_host_blocks - self.num_free_host:,} of {self._num_host_blocks:,}"
+            parts.append(html.paragraph(f"{host} blocks of host memory are used"))
+        if rows:
+            parts.append(html.table(("sequence", "blocks", "shared blocks", "state"), rows))
+        if len(living) > _MOST_SHOWN:
+            parts.append(html.paragraph(f"and {len(living) - _MOST_SHOWN:,} more sequences"))
+        return "".join(parts)
 
     @property
     def num_blocks(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cupyattn.functions import copy_blocks
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_copies, as_count, uncopied
@@ -17,8 +19,9 @@ from cupyattn.kv_cache.pool import Copy
 from cupyattn.kv_cache.sequence import Sequence
 from cupyattn.kv_cache.steps import CacheSteps
 from cupyattn.kv_cache.storage import Storage, as_format, require_library
+from cupyattn.runtime import html
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.errors import error, shown, size_text
 from cupyattn.runtime.fork import no_fork
 
 
@@ -311,6 +314,19 @@ class PagedKVCache(CacheSteps):
             f"<PagedKVCache of {blocks} blocks of {size} tokens in {layers} layers, {heads} heads, "
             f"{self._dtype}, {self.nbytes:,} bytes>"
         )
+
+    def _repr_html_(self) -> str:
+        layers, blocks, size, heads, _ = self.k.shape
+        counted = self.statistics()
+        known = {
+            "blocks": f"{blocks:,} of {size} tokens, in each of {layers} layers",
+            "keys and values": f"{heads} heads in {self._dtype}",
+            "size": size_text(self.nbytes) + (" on the GPU" if self._xp is not np else ""),
+            "empty slots in used blocks": f"{counted.fragmentation:.1%}",
+            "tokens found cached": f"{counted.prefix_hit_rate:.1%}",
+        }
+        pool = self.allocator._pool_html()
+        return html.section("PagedKVCache", html.facts(known), pool)
 
     @property
     def dtype(self) -> str:

@@ -11,7 +11,7 @@ from support.search import deep
 
 import cupyattn
 from cupyattn.cli import demo, main
-from cupyattn.cli.recorder import attention_launch
+from cupyattn.cli.configurations import attention_launch
 from cupyattn.emulator import SharedMemoryRaceError
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.runtime.arch import TURING

@@ -31,6 +31,7 @@ from cupyattn.ops.attention.modifiers import (
 from cupyattn.ops.attention.options import checked_q_offset
 from cupyattn.ops.attention.params import AttentionPlanner, step_of
 from cupyattn.ops.attention.problem import MAX_LENGTH, AttentionProblem
+from cupyattn.runtime import html
 from cupyattn.runtime.arrays import Array, Description, Operands, adopt, layouts_of, starts_of
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import integer, require_item_alignment
@@ -167,7 +168,7 @@ def block_lists(
 
 
 class BlockMask:
-    """A mask_mod and the tiles that it leaves: what `block_mask` returns.
+    """A mask_mod and the tiles that it leaves: what `block_mask` returns. Notebooks draw them.
 
     Attributes
     ----------
@@ -214,6 +215,64 @@ class BlockMask:
     def __repr__(self) -> str:
         sizes = zip(("B", "H", "Sq", "Sk"), self.shape, strict=True)
         return f"BlockMask({self.mask_mod!r}, {', '.join(f'{n}={size}' for n, size in sizes)})"
+
+    def _repr_html_(self) -> str:
+        """Draw the tiles of the first masks; several tiles are one cell where they are many."""
+        tiles = on_host(self.tiles)
+        counts = np.bincount(tiles.reshape(-1), minlength=3).tolist()
+        shares = [
+            html.Share(f"tiles {what}", counts[kind], colour)
+            for kind, what, colour in (
+                (2, "seen in full", html.BLUE),
+                (1, "seen in part", html.ORANGE),
+                (0, "skipped", "none"),
+            )
+        ]
+        masks = tiles.reshape(-1, *tiles.shape[2:])
+        drawn = masks[:_MOST_DRAWN]
+        for most in _CELLS:
+            span = -(-max(1, *tiles.shape[2:]) // most)
+            pictures = [
+                html.grid(_coarser(mask, span).tolist(), {2: html.BLUE, 1: html.ORANGE})
+                for mask in drawn
+            ]
+            if sum(map(len, pictures)) <= _MOST_CHARACTERS:
+                break
+        captions = [
+            f"batch {at // self.shape[1]}, head {at % self.shape[1]}" for at in range(len(drawn))
+        ]
+        batch, heads, queries, keys = self.shape
+        where = {
+            "queries, keys": f"{queries:,} down, {keys:,} to the right",
+            "batch, heads": f"{batch:,}, {heads:,}; 1 is for any",
+            "a cell": f"{TILE * span} queries and keys"
+            + ("; orange where its tiles are not the same" if span > 1 else ""),
+            "q_offset": "any" if self.q_offset is None else self.q_offset,
+            "not drawn": f"{len(masks) - len(drawn)} more" if len(masks) > len(drawn) else None,
+        }
+        title = f"BlockMask: {self.sparsity:.1%} of its tiles are skipped"
+        parts = (
+            html.side_by_side(zip(captions, pictures, strict=True)),
+            html.legend(shares),
+            html.facts(where),
+        )
+        return html.section(title, html.paragraph(repr(self.mask_mod)), *parts)
+
+
+_MOST_DRAWN = 4
+_CELLS = (96, 64, 44, 32, 22)
+"""The most cells along a side of a picture: as many as the limit of characters allows."""
+_MOST_CHARACTERS = 16_000
+
+
+def _coarser(tiles: np.ndarray, span: int) -> np.ndarray:
+    """Return one cell for span x span tiles: 0 where all are 0, 2 where all are 2, otherwise 1."""
+    down, across = (range(0, extent, span) for extent in tiles.shape)
+    least, most = (
+        reduce.reduceat(reduce.reduceat(tiles, down, axis=0), across, axis=1)
+        for reduce in (np.minimum, np.maximum)
+    )
+    return np.where(least == most, least, 1)
 
 
 ScoreModLike = ScoreMod | Callable[..., Any]

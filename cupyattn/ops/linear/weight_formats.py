@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.runtime import html
 from cupyattn.runtime.arrays import (
     ALIGNMENT,
     Array,
@@ -20,7 +21,7 @@ from cupyattn.runtime.arrays import (
     layouts_of,
     starts_of,
 )
-from cupyattn.runtime.errors import RefusalError, error, shown
+from cupyattn.runtime.errors import RefusalError, error, shown, size_text
 from cupyattn.runtime.plan import Output
 from cupyattn.runtime.records import Record, T, fields_of, given_of
 
@@ -419,6 +420,31 @@ class QuantizedWeight:
         return (
             f"<QuantizedWeight {self.format} {self.shape}, blocks of {self.block_size}, "
             f"{self.nbytes:,} bytes>"
+        )
+
+    def _repr_html_(self) -> str:
+        colours = html.BLUE, html.ORANGE, html.VIOLET, html.GREEN
+        shares = [
+            html.Share(f"bytes of {name}", array.nbytes, colour)
+            for (name, array), colour in zip(self.arrays.items(), colours, strict=False)
+        ]
+        items = self.outer * self.inner
+        of_float16 = self.nbytes / (2 * items)
+        arrays = [
+            (name, array.dtype.name, array.shape, array.nbytes)
+            for name, array in self.arrays.items()
+        ]
+        known = {
+            "shape": f"{self.shape} = {'(N, K)' if self.transposed else '(K, N)'}",
+            "blocks": f"{self.block_size} neighbours along K share a scale",
+            "size": f"{size_text(self.nbytes)}: {8 * self.nbytes / items:.2f} bits a weight, "
+            f"{of_float16:.0%} of float16",
+        }
+        return html.section(
+            f"QuantizedWeight {self.format}",
+            html.facts(known),
+            html.bar(shares),
+            html.table(("array", "dtype", "shape", "bytes"), arrays),
         )
 
     def _bounds(self, rows: Any) -> tuple[int, int, int]:
