@@ -12,6 +12,8 @@ import pytest
 import cupyattn
 from cupyattn import models
 from cupyattn.cli import main
+from cupyattn.models.checkpoints.writing import source_of, write_folder
+from cupyattn.models.loading import opened
 
 PROMPT = "The capital of France is"
 needs_weights = pytest.mark.skipif(
@@ -80,6 +82,22 @@ def test_its_chats(model):
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
     assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert model.tokenizer.encode(text)[-4:] == [1, 520, 9531, 198]
+
+
+@pytest.mark.deep
+@needs_weights
+def test_it_is_written_as_a_folder(model, tmp_path):
+    """With equal logits, and the tokenizer and the template of the file."""
+    pytest.importorskip("safetensors")
+    source = source_of(opened("smollm2"))
+    write_folder(model.weights, model.config, source, tmp_path / "new", model.tokenizer)
+    again = models.load(tmp_path / "new", xp=np)
+    ids = again.tokenizer.encode(PROMPT)
+    assert ids == model.tokenizer.encode(PROMPT) and again.config == model.config
+    np.testing.assert_array_equal(again.logits([ids]), model.logits([ids]))
+    chat = [{"role": "user", "content": "Hello"}]
+    written = (each.tokenizer.apply_chat_template(chat) for each in (again, model))
+    assert len({*written}) == 1
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
