@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
@@ -199,7 +200,17 @@ _COLUMNS = {
 }
 """Columns and what they mean; the names are short, so that a row is one line of 80 columns."""
 _COUNTED = 8  # columns; the others are simulated
-_SPARE = ("range", "length", "smem", "LSU", "spills")
+_SPARE = ("range", "length", "smem", "LSU", "spills", "TFLOP/s")
+_LONG = 40
+"""Characters of a row's name that leave room for the other columns in a line of 80."""
+_SHORTER = (
+    (r"\b([A-Z])_LINES=k", r"\1 "),
+    (r"\b(ACTIVATION|FORMAT)=", ""),
+    (r"float(?=\d)", "f"),
+    (r"\bscalar loads", "scalar"),
+    (r"\bscores by ", "scores x"),
+)
+"""Patterns in long names and what is written instead."""
 
 
 def show(result: Result, terminal: Terminal) -> None:
@@ -211,12 +222,20 @@ def show(result: Result, terminal: Terminal) -> None:
     for kernel, rows in groupby(result["rows"], key=itemgetter("kernel")):
         terminal.title(f"{kernel} on Turing ({result['machine']})")
         lines = [cells[: len(columns)] for row in rows for cells in _cells(row)]
+        if any(len(str(cells[0])) > _LONG for cells in lines):
+            lines = [(_shorter(str(name)), *cells) for name, *cells in lines]
         left_out += terminal.table(columns, lines, spare=_SPARE)
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.facts({name: _COLUMNS[name] for name in columns[1:]})
     terminal.left_out(left_out)
     for nothing in result["without_rows"]:
         terminal.verdict(False, f"  {nothing}")
+
+
+def _shorter(name: str) -> str:
+    for pattern, text in _SHORTER:
+        name = re.sub(pattern, text, name)
+    return name
 
 
 def _cells(row: Json) -> list[tuple[Cell, ...]]:
