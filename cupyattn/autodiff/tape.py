@@ -279,7 +279,8 @@ class Part(NamedTuple):
 
 def _assembled(parts: Sequence[Part], spec: Spec | None) -> Undescribed:
     """Return the sum of parts."""
-    assert spec is not None and spec.library is not None
+    assert spec is not None
+    assert spec.library is not None
     if _cover(parts, spec.shape):
         whole = spec.library.empty(spec.shape, spec.dtype)
         for key, gradient in parts:

@@ -223,7 +223,7 @@ def show(result: Result, terminal: Terminal) -> None:
         terminal.title(f"{kernel} on Turing ({result['machine']})")
         lines = [cells[: len(columns)] for row in rows for cells in _cells(row)]
         if any(len(str(cells[0])) > _LONG for cells in lines):
-            lines = [(_shorter(str(name)), *cells) for name, *cells in lines]
+            lines = [(shorter(str(name)), *cells) for name, *cells in lines]
         left_out += terminal.table(columns, lines, spare=_SPARE)
     terminal.title(f"NVRTC {result['nvrtc']}, nvdisasm {result['nvdisasm']}")
     terminal.facts({name: _COLUMNS[name] for name in columns[1:]})
@@ -232,7 +232,8 @@ def show(result: Result, terminal: Terminal) -> None:
         terminal.verdict(False, f"  {nothing}")
 
 
-def _shorter(name: str) -> str:
+def shorter(name: str) -> str:
+    """Abbreviate the name of a configuration."""
     for pattern, text in _SHORTER:
         name = re.sub(pattern, text, name)
     return name

@@ -74,7 +74,10 @@ def test_help_at_80_columns(command, monkeypatch, capsys):
         (("profile", "attention", "--softcap", "much"), "invalid float value: 'much'"),
         (("generate", "m", "--quantize", "nf5"), "quantised to 'nf4', 'int4', 'int8', 'file'; "),
         *(
-            ((*command, "m", "d", "--quantize", "nf4_nested"), "only files of bitsandbytes")
+            (
+                (*command, "m", "d", "--quantize", "nf4_nested"),
+                "only files of bitsandbytes have this format",
+            )
             for command in (("generate",), ("finetune",), ("merge", "--out", "o"))
         ),
         (("info", "more"), "unrecognized arguments: more"),
