@@ -1,6 +1,6 @@
-"""Gradients of functions on arrays: `vjp` and its relatives, and differentiable array operations.
+"""Gradients of functions: `cupyattn.vjp` and its relatives, and array operations with gradients.
 
-The array operations work on NumPy and CuPy arrays too, within `vjp` and outside of it.
+The array operations work on NumPy and CuPy arrays too, within `cupyattn.vjp` and outside of it.
 """
 
 from cupyattn.autodiff.operations import (

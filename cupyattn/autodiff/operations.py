@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.autodiff.tape import (
-    Part,
+    PartialGradient,
     Spec,
     Tape,
     TapeNode,
@@ -529,7 +529,7 @@ def getitem(x: Undescribed, key: Undescribed, /) -> Undescribed:
     spec, repeats = spec_of(raw(x)), _repeats(key)
     if repeats:
         return _recorded("getitem", (x,), result, (lambda g: _scattered(spec, key, g),))
-    return _recorded("getitem", (x,), result, (lambda g: Part(key, g),))
+    return _recorded("getitem", (x,), result, (lambda g: PartialGradient(key, g),))
 
 
 def _plain(key: Undescribed) -> Undescribed:

@@ -267,7 +267,7 @@ def _result_of(leaf: Any) -> _Result:
 
 
 class Pullback:
-    """The second result of `vjp`, which computes gradients of arrays from gradients of results."""
+    """The second result of `cupyattn.vjp`: it computes the gradients of the arguments."""
 
     def __init__(self, tape: Tape, arguments: Tree, wrt: tuple[str, ...], result: Tree) -> None:
         self._title = tape.title

@@ -152,9 +152,9 @@ class Traced:
             raise refusal_of_values(self, name)
         raise AttributeError(f"a traced array has no attribute {name!r}")
 
-    @property  # type: ignore[misc]  # for isinstance: a CuPy or a NumPy array
-    def __class__(self) -> type:
-        return type(self._value)
+    @property  # type: ignore[misc]  # isinstance(x, numpy.ndarray) holds; CuPy's operators would
+    def __class__(self) -> type:  # take the like for one of its arrays
+        return type(self._value) if library_of(self._value) is np else Traced
 
     __hash__ = object.__hash__
 
@@ -270,14 +270,14 @@ def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
     return gradient if gradient.dtype == spec.dtype else gradient.astype(spec.dtype)
 
 
-class Part(NamedTuple):
+class PartialGradient(NamedTuple):
     """A gradient of the elements that a key selects, each once; it is 0 elsewhere."""
 
     key: Undescribed
     gradient: Undescribed
 
 
-def _assembled(parts: Sequence[Part], spec: Spec | None) -> Undescribed:
+def _assembled(parts: Sequence[PartialGradient], spec: Spec | None) -> Undescribed:
     """Return the sum of parts."""
     assert spec is not None
     assert spec.library is not None
@@ -296,7 +296,7 @@ def _assembled(parts: Sequence[Part], spec: Spec | None) -> Undescribed:
     return whole
 
 
-def _cover(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
+def _cover(parts: Sequence[PartialGradient], shape: tuple[int, ...]) -> bool:
     """Tell whether parts are slices along one axis that fill an array without overlaps."""
     found: list[tuple[int, int]] = []
     axes = set()
@@ -350,11 +350,11 @@ def pull_back(
         if slots is None:
             slots = waiting[number] = {}
         before = slots.get(output)
-        if type(gradient) is Part and type(before) in (list, type(None)):
+        if type(gradient) is PartialGradient and type(before) in (list, type(None)):
             slots[output] = [*(before or ()), gradient]
             return
         spec = nodes[number].specs[output]
-        if type(gradient) is Part:
+        if type(gradient) is PartialGradient:
             gradient = _assembled([gradient], spec)
         if type(before) is list:
             before = _assembled(before, spec)

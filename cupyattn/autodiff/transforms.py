@@ -270,7 +270,7 @@ class custom_vjp:  # noqa: N801 (used as a function, as jax.custom_vjp is)
     A step whose gradient passes unchanged (a straight-through estimator):
 
     >>> import numpy as np, cupyattn
-    >>> rounded = cupyattn.customdifferentiated(lambda x: x.round())
+    >>> rounded = cupyattn.custom_vjp(lambda x: x.round())
     >>> rounded.defvjp(lambda x: (x.round(), None), lambda kept, dout: (dout,))
     >>> cupyattn.grad(lambda x: (3 * rounded(x)).sum())(np.array([0.2, 1.7]))
     array([3., 3.])

@@ -117,7 +117,7 @@ class FullWeights:
         )
 
     def identity(self) -> Json:
-        """Return what losses depend on except `arrays`; see `Trainable`."""
+        """Return what losses depend on except ``arrays``; see `Trainable`."""
         return {"the model's weights": DIGEST + self._began_with}
 
     def updated(self) -> None:

@@ -160,7 +160,7 @@ class LoraAdapters:
             place.fill(self.arrays[name])
 
     def identity(self) -> Json:
-        """Return what losses depend on except `arrays`; see `Trainable`."""
+        """Return what losses depend on except ``arrays``; see `Trainable`."""
         options = self.options
         return {
             "alpha": options.alpha,

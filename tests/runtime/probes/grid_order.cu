@@ -3,12 +3,12 @@
 
 extern "C" __global__ void probe_grid_order(int* rows_g, int* keys_g, const BackwardParams params) {
   const AttentionParams& attention = params.attention;
-  const Place rows = place_of_cta(attention, TILE, /*last_rows_first=*/true);
+  const TileCoordinates rows = coordinates_of_cta(attention, TILE, /*last_rows_first=*/true);
   if (blockIdx.x < attention.heads * params.batch * div_up(attention.sq, TILE)) {
     rows_g[2 * blockIdx.x] = rows.batch * attention.heads + rows.head;
     rows_g[2 * blockIdx.x + 1] = rows.first_row;
   }
-  const KeyPlace keys(attention, TILE);
+  const KeyTileCoordinates keys(attention, TILE);
   const int kv_heads = attention.heads / attention.group;
   if (blockIdx.x < kv_heads * params.batch * div_up(attention.sk, TILE)) {
     keys_g[2 * blockIdx.x] = keys.batch * kv_heads + keys.kv_head;
