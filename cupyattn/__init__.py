@@ -6,9 +6,9 @@
 (1, 5, 2, 8)
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: in NumPy, or by the kernels themselves on an
-emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, and
-`cupyattn.emulator` runs any kernel. Every name is imported when it is first used:
-``import cupyattn`` alone loads neither NumPy nor the functions.
+emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, `cupyattn.emulator` runs any
+kernel, and `cupyattn.testing` has what property tests need. Every name is imported when it is first
+used: ``import cupyattn`` alone loads neither NumPy nor the functions.
 """
 
 # The star import below is for type checkers alone.
@@ -110,7 +110,7 @@ __all__ = [
     "vjp",
 ]
 
-_MODULES = ("autodiff", "distributed", "emulator", "kv_cache", "models", "reference")
+_MODULES = ("autodiff", "distributed", "emulator", "kv_cache", "models", "reference", "testing")
 _HOMES = {
     **dict.fromkeys(
         (

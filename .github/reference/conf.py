@@ -32,6 +32,7 @@ MODULES = (
     "cupyattn.emulator",
     "cupyattn.turing",
     "cupyattn.kv_cache",
+    "cupyattn.testing",
 )
 CLASSES = {
     name: f"{module}.{name}"

@@ -52,11 +52,7 @@ def precision_of(dtype: DTypeLike) -> Precision:
 
 
 def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> float:
-    """Return the largest |actual - reference| / bound. It is at most 1 for a correct kernel.
-
-    The ratio is 0 where both are the same, also NaN or the same infinity. It is infinite where
-    exactly one is not finite, where they are different infinities, and where they differ and the
-    bound is 0. Without elements the result is 0.
+    """Return the largest of `error_ratios`. It is at most 1 for a correct kernel, and 0 of nothing.
 
     Examples
     --------
@@ -69,7 +65,20 @@ def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> fl
             f"actual has shape {actual.shape} and reference {reference.shape}; "
             "pass arrays of one shape: a broadcast comparison would hide a wrong one"
         )
-    same = (actual == reference) | (np.isnan(actual) & np.isnan(reference))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = np.where(same, 0.0, np.abs(actual - reference) / np.asarray(bound, np.float64))
-    return float(np.max(np.where(np.isnan(ratio), np.inf, ratio), initial=0.0))
+    return float(np.max(error_ratios(actual, reference, bound), initial=0.0))
+
+
+def error_ratios(actual: Float64, reference: Float64, bound: ArrayLike) -> Float64:
+    """Return |actual - reference| / bound of each element.
+
+    The ratio is 0 where both are the same, also NaN or the same infinity, and where the reference
+    is NaN and the bound infinite: nothing is promised there. It is infinite where otherwise exactly
+    one is not finite, where they are different infinities, and where they differ and the bound is
+    0.
+    """
+    limit = np.asarray(bound, np.float64)
+    nothing = np.isnan(reference)
+    same = (actual == reference) | (nothing & (np.isnan(actual) | np.isposinf(limit)))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        ratio = np.where(same, 0.0, np.abs(actual - reference) / limit)
+    return np.where(np.isnan(ratio), np.inf, ratio)

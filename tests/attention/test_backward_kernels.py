@@ -20,7 +20,6 @@ from support.strategies import (
     FRUGAL,
     LONGEST,
     RUN_TIME_OPTIONS,
-    AttentionProblem,
     attention_problems,
     every_option,
 )
@@ -38,6 +37,7 @@ from cupyattn.ops.attention.kernels.tensor_core.backward_dq import DQ
 from cupyattn.ops.attention.kernels.tensor_core.backward_summed_dbias import SUMMED_DBIAS
 from cupyattn.runtime.arrays import contiguous
 from cupyattn.runtime.tables import pairs
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -91,7 +91,7 @@ def test_flash_options_within_bounds_of_the_reference(deterministic, problem):
         **FRUGAL,
     )
 )
-def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem: AttentionProblem):
+def test_float_flash_within_bounds_of_the_reference(deterministic: bool, problem: AttentionCase):
     check(problem, "flash", deterministic=deterministic)
 
 
@@ -122,9 +122,9 @@ def test_float_flash_options_within_bounds_of_the_reference(deterministic, probl
 )
 def test_every_configuration_of_flash(dtype: str, head_dim: int, deterministic: bool):
     sq, sk = (250, 300) if isinstance(KERNELS, GpuArrays) else (150, 200)
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype,
-        drawn=(("causal", True),),
+        options=(("causal", True),),
     )  # fmt: skip
     check(problem, "flash", deterministic=deterministic)
 
@@ -133,7 +133,7 @@ def test_every_configuration_of_flash(dtype: str, head_dim: int, deterministic: 
 @pytest.mark.parametrize("large", [1e10, *deep(1e7, 1e8, 1e9, 1e30)])
 def test_float_weights_are_at_most_1_where_lse_has_no_digits(large: float, deterministic: bool):
     """Rows with a large finite bias on all keys have no exact gradients; other rows have."""
-    problem = AttentionProblem(B=1, Sq=70, Sk=70, H=1, G=1, D=24, Dv=40, dtype="float32")
+    problem = AttentionCase(B=1, Sq=70, Sk=70, H=1, G=1, D=24, Dv=40, dtype="float32")
     hidden = np.arange(70) % 3 == 0
     bias = np.where(hidden, -large, 0.0).astype(np.float32)[:, None].repeat(70, axis=1)
     dout, (q, k, v) = problem.gradients()[0], problem.arrays()
@@ -153,11 +153,11 @@ def test_float_weights_are_at_most_1_where_lse_has_no_digits(large: float, deter
 
 def with_every_option(
     dtype: str, *, bias: tuple[tuple[int, ...], str] | None = None, **sizes: int
-) -> AttentionProblem:
+) -> AttentionCase:
     """A problem for the kernels with all options at once, which the searches above compile."""
     sizes = {"B": 1, "Sq": 9, "Sk": 41, "H": 4, "G": 2, **sizes}
     drawn = (("causal", True), *every_option(dtype, sizes["H"], sizes["Sq"], sizes["Sk"], bias))
-    return AttentionProblem(**sizes, D=24, Dv=40, dtype=dtype, option_view="strided", drawn=drawn)
+    return AttentionCase(**sizes, D=24, Dv=40, dtype=dtype, option_view="strided", options=drawn)
 
 
 SHAPES = (2, 4, 9, 41), (1, 1, 1, 1), (4, 1, 41), (9, 1), (41,)
@@ -223,7 +223,7 @@ def test_rows_without_keys_have_no_gradient(options: dict[str, Any]):
 
 @pytest.mark.deep
 def test_dbias_of_no_axes_into_grads():
-    problem = AttentionProblem(B=1, Sq=4, Sk=5, H=1, G=1, D=24, Dv=40, dtype="float16")
+    problem = AttentionCase(B=1, Sq=4, Sk=5, H=1, G=1, D=24, Dv=40, dtype="float16")
     bias = np.array(0.5, np.float32)
     out, lse = reference.attention(*problem.arrays(), bias=bias)
     results = out.astype(np.float16), lse.astype(np.float32)
@@ -242,7 +242,7 @@ GPU_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # which an emulated kernel han
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_nan_in_the_bias_reaches_the_keys_of_its_row_and_no_others(dtype: str):
     """The NaN is in an even query, then in an odd one: two neighbours are packed together."""
-    problem = AttentionProblem(B=1, Sq=4, Sk=4, H=1, G=1, D=24, Dv=40, dtype=dtype)
+    problem = AttentionCase(B=1, Sq=4, Sk=4, H=1, G=1, D=24, Dv=40, dtype=dtype)
     bias = np.zeros((4, 4), np.float32)
     bias[[1, 2], [0, 1]] = GPU_NAN
     options = {"window_size": (1, 0), "bias": bias}
@@ -274,7 +274,7 @@ def enough(ctas: int) -> Iterator[None]:
         each.cache_clear()
 
 
-def problem_with(bias: tuple[int, ...], dtype: str = "float16", **drawn: Any) -> AttentionProblem:
+def problem_with(bias: tuple[int, ...], dtype: str = "float16", **drawn: Any) -> AttentionCase:
     """Two tiles of queries and three of keys, the last of each with one row; the shape's H, Sq, Sk
     may be None for all of them."""
     sizes = (2, 2, ROWS + 1, 2 * KEYS + 1)
@@ -283,8 +283,8 @@ def problem_with(bias: tuple[int, ...], dtype: str = "float16", **drawn: Any) ->
         for extent, full in zip(bias, sizes[4 - len(bias) :], strict=True)
     )
     options = (("bias", (shape, dtype)), *drawn.items())
-    return AttentionProblem(
-        B=2, Sq=sizes[2], Sk=sizes[3], H=2, G=1, D=24, Dv=40, dtype="float16", drawn=options
+    return AttentionCase(
+        B=2, Sq=sizes[2], Sk=sizes[3], H=2, G=1, D=24, Dv=40, dtype="float16", options=options
     )
 
 
@@ -325,7 +325,7 @@ EDGES = {
 def test_masks_that_end_one_score_within_a_tile(name: str):
     rows, options = EDGES[name]
     drawn = (("bias", ((rows, 3 * KEYS - 1), "float16")), *options.items())
-    problem = AttentionProblem(1, rows, 3 * KEYS - 1, 2, 1, 24, 40, "float16", drawn=drawn)
+    problem = AttentionCase(1, rows, 3 * KEYS - 1, 2, 1, 24, 40, "float16", options=drawn)
     with enough(1):
         check(problem, "flash")
 
@@ -364,9 +364,9 @@ def test_any_broadcast_is_within_the_bounds(sizes, head_dims, broadcasts, dtype,
     drawn |= (
         {"seqused_k": tuple(sk // n for n in range(1, batch + 1))} if "seqused_k" in options else {}
     )
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=batch, Sq=sq, Sk=sk, H=heads, G=kv_heads, D=head_dims[0], Dv=head_dims[1],
-        dtype="float16", drawn=tuple(drawn.items()),
+        dtype="float16", options=tuple(drawn.items()),
     )  # fmt: skip
     with enough(ctas):
         check(problem, "flash")
@@ -395,9 +395,9 @@ def test_reduced_dbias_has_the_same_bits_each_time(deterministic: bool):
 
 
 def test_packed_sequences_of_several_tiles():
-    dense = AttentionProblem(
+    dense = AttentionCase(
         B=5, Sq=ROWS + 1, Sk=KEYS + 1, H=2, G=1, D=64, Dv=64, dtype="float16",
-        drawn=(("causal", True), ("bias", ((ROWS + 1, KEYS + 1), "float32"))),
+        options=(("causal", True), ("bias", ((ROWS + 1, KEYS + 1), "float32"))),
     )  # fmt: skip
     # In scratch memory rows of the second follow the few rows of the first, and they see keys.
     problem = VarlenProblem(

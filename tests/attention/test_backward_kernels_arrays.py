@@ -28,7 +28,6 @@ from support.strategies import (
     ALL_AT_ONCE,
     FRUGAL,
     RUN_TIME_OPTIONS,
-    AttentionProblem,
     attention_problems,
     every_option,
 )
@@ -37,6 +36,7 @@ import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.emulator import Report
 from cupyattn.ops.attention import values
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -54,7 +54,7 @@ SETS = wider(ALL_AT_ONCE[:1], ({}, {"bias": "own", "sinks": "own"}))
         **FRUGAL,
     )
 )
-def test_the_same_bits_from_run_to_run(problem: AttentionProblem):
+def test_the_same_bits_from_run_to_run(problem: AttentionCase):
     arrays, options = inputs(problem)
     first, second = (run(arrays, options, "flash", deterministic=True) for _ in range(2))
     for name, gradient in first.items():
@@ -66,9 +66,9 @@ def test_the_same_bits_from_run_to_run(problem: AttentionProblem):
 @pytest.mark.parametrize("head_dim", [64, 136])
 def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
     """More tiles of keys than run at once in one order; a bias of a row sums over all queries."""
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=2, Sq=1100, Sk=2100, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
-        drawn=(("bias", ((2100,), "float32")), ("sinks", "float32")),
+        options=(("bias", ((2100,), "float32")), ("sinks", "float32")),
     )  # fmt: skip
     arrays, options = inputs(problem)
     first, *others = (run(arrays, options, "flash", deterministic=True) for _ in range(6))
@@ -88,7 +88,7 @@ def test_the_same_bits_where_many_ctas_add_to_a_row(head_dim: int, dtype: str):
 def test_deterministic_calls_add_nothing_atomically(dtype: str, deterministic: bool, atomic: bool):
     """All launches of a call together, with a bias summed over batch, heads and queries."""
     drawn = (("causal", True), *every_option(dtype, 4, 9, 41, bias=((41,), dtype)))
-    problem = AttentionProblem(2, 9, 41, 4, 2, 24, 40, dtype, option_view="strided", drawn=drawn)
+    problem = AttentionCase(2, 9, 41, 4, 2, 24, 40, dtype, option_view="strided", options=drawn)
     arrays, options = inputs(problem)
     report = Report()
     with cupyattn.backend("emulator", report=report):
@@ -108,7 +108,7 @@ def test_deterministic_calls_add_nothing_atomically(dtype: str, deterministic: b
         largest=66,
     )
 )
-def test_views_equal_copies(problem: AttentionProblem):
+def test_views_equal_copies(problem: AttentionCase):
     """Views of every kind of array: (B, S, H, D), (B, H, Sq), and arrays of options."""
     arrays, options = inputs(problem)
     options["deterministic"] = True
@@ -205,7 +205,7 @@ def _memory_with_view(of: np.ndarray) -> tuple[Any, Any]:
 @pytest.mark.parametrize("implementation", ["flash", "naive"])
 def test_accumulating_rounds_once(implementation: str):
     """An addend below half a unit of what is there would vanish if it were rounded first."""
-    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=24, Dv=40, dtype="float16")
+    problem = AttentionCase(B=1, Sq=3, Sk=1, H=1, G=1, D=24, Dv=40, dtype="float16")
     (_, *arrays), _ = inputs(problem)
     dout = np.full_like(arrays[3], 2.0**-12)
     dv = KERNELS.put(np.ones((1, 1, 1, 40), np.float16))
@@ -224,10 +224,10 @@ def test_accumulating_rounds_once(implementation: str):
 )
 def test_empty_problems_have_gradients_of_zero(empty: dict[str, int], accumulate: bool):
     extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 24, "Dv": 40, **empty}
-    problem = AttentionProblem(
+    problem = AttentionCase(
         **extents,
         dtype="float16",
-        drawn=(("causal", True), ("bias", ((extents["Sk"],), "float32"))),
+        options=(("causal", True), ("bias", ((extents["Sk"],), "float32"))),
     )
     arrays, options = inputs(problem)
     options["sinks"] = np.zeros(extents["H"], np.float32)
@@ -273,9 +273,9 @@ def test_bias_and_mask_read_four_keys_at_a_time(
         drawn["bias"] = ((batches, 2, 70, keys), bias_dtype)
     if masked or bias_dtype is None:
         drawn["mask"] = (70, keys)
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=2, Sq=70, Sk=keys, H=2, G=1, D=head_dim, Dv=head_dim_v, dtype="float16",
-        drawn=tuple(drawn.items()),
+        options=tuple(drawn.items()),
     )  # fmt: skip
     if not accumulate or bias_dtype is None:
         check(problem, "flash", deterministic=deterministic)
@@ -308,7 +308,7 @@ def without_digits() -> st.SearchStrategy[dict[str, Any]]:
 @examples(4)
 @given(options=without_digits())
 def test_no_weight_exceeds_one_where_lse_has_no_digits(dtype, deterministic, options):
-    problem = AttentionProblem(B=1, Sq=40, Sk=72, H=2, G=2, D=24, Dv=40, dtype=dtype)
+    problem = AttentionCase(B=1, Sq=40, Sk=72, H=2, G=2, D=24, Dv=40, dtype=dtype)
     out, lse = reference.attention(*problem.arrays(), **options)
     results = out.astype(dtype), lse.astype(np.float32)
     dout, _ = problem.gradients()
@@ -325,7 +325,7 @@ def test_no_weight_exceeds_one_where_lse_has_no_digits(dtype, deterministic, opt
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_row_with_the_lowest_bias_on_every_key_gives_zero_gradients(dtype: str, broadcast: bool):
     """In log2 its lse is -inf, as that of a row without keys. A sink of -inf has weight 0 too."""
-    problem = AttentionProblem(B=1, Sq=5, Sk=9, H=2, G=2, D=24, Dv=40, dtype=dtype)
+    problem = AttentionCase(B=1, Sq=5, Sk=9, H=2, G=2, D=24, Dv=40, dtype=dtype)
     bias = np.zeros((5, 1 if broadcast else 9), np.float32)
     bias[2] = np.finfo(np.float32).min
     options = {"bias": bias, "sinks": np.full(2, -np.inf, np.float32)}

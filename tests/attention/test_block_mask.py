@@ -23,12 +23,12 @@ from support.modifiers import (
     ragged,
 )
 from support.search import deep, examples, mostly_deep, wider
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, MaskMod, attention, attention_backward, block_mask, reference
 from cupyattn.emulator import Checks, Report
 from cupyattn.runtime.outputs import round_into
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 class TileMask:
     """A problem with options, and bools that hide scores of it."""
 
-    problem: AttentionProblem
+    problem: AttentionCase
     seen: np.ndarray
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -133,9 +133,9 @@ def cases(draw, dtype: str, head_dim: int) -> TileMask:
     longer = [(97, 260), (200, 200), (16, 330)] if dtype == "float16" else [(97, 160)]
     sq, sk = draw(st.sampled_from(lengths + longer))
     group, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (1, 2)]))
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=draw(st.integers(1, 2)), Sq=sq, Sk=sk, H=group * kv_heads, G=kv_heads, D=head_dim,
-        Dv=head_dim, dtype=dtype, drawn=(), seed=draw(st.integers(0, 3)),
+        Dv=head_dim, dtype=dtype, options=(), seed=draw(st.integers(0, 3)),
     )  # fmt: skip
     broadcast = draw(st.tuples(st.booleans(), st.booleans()))
     batch, heads = (1 if b else n for b, n in zip(broadcast, (problem.B, problem.H), strict=True))
@@ -177,8 +177,8 @@ def test_gradients_within_the_bounds_of_the_mask(kind, deterministic, data):
 @pytest.mark.parametrize("kind", [HALF, *deep((FLOAT,))], ids=str)
 def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
     dtype, head_dim = kind
-    problem = AttentionProblem(
-        B=1, Sq=130, Sk=70, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, drawn=()
+    problem = AttentionCase(
+        B=1, Sq=130, Sk=70, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, options=()
     )
     ratios = TileMask(problem, masked_tiles((1, 4, 130, 70), 64, 1)).backward_ratios()
     assert max(ratios.values()) <= 1, ratios
@@ -186,7 +186,7 @@ def test_gradients_where_heads_of_a_group_have_masks_of_their_own(kind):
 
 def test_a_window_cuts_tiles_that_the_mask_leaves_whole():
     """Whole tiles of a list lie before the window's edge, at it and after it."""
-    problem = AttentionProblem(B=1, Sq=290, Sk=310, H=2, G=1, D=8, Dv=8, dtype="float16", seed=2)
+    problem = AttentionCase(B=1, Sq=290, Sk=310, H=2, G=1, D=8, Dv=8, dtype="float16", seed=2)
     seen = masked_tiles((1, 2, 290, 310), 128, 3, full=0.4)
     seen[:, 0, :128, :128], seen[:, 0, 128:256, 128:], seen[:, 0, 256:] = True, True, True
     seen[:, 0, 128:256, :128] = np.arange(128) % 2 == 0
@@ -285,7 +285,7 @@ def few_tiles(sq: int, sk: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_lists_that_are_made_in_steps(dtype):
-    keys = TileMask(AttentionProblem(1, 16, LONG, 1, 1, 8, 8, dtype), few_tiles(16, LONG))
+    keys = TileMask(AttentionCase(1, 16, LONG, 1, 1, 8, 8, dtype), few_tiles(16, LONG))
     ratios = keys.forward_ratios()
     assert max(ratios.values()) <= 1, ratios
 
@@ -293,7 +293,7 @@ def test_lists_that_are_made_in_steps(dtype):
 @pytest.mark.parametrize("dtype", deep("float16", "float32"))
 def test_gradients_of_lists_that_are_made_in_steps(dtype):
     for sq, sk in ((16, LONG), (LONG, 16)):
-        case = TileMask(AttentionProblem(1, sq, sk, 1, 1, 8, 8, dtype), few_tiles(sq, sk))
+        case = TileMask(AttentionCase(1, sq, sk, 1, 1, 8, 8, dtype), few_tiles(sq, sk))
         ratios = case.backward_ratios(deterministic=True)
         assert max(ratios.values()) <= 1, ratios
 
@@ -376,9 +376,9 @@ def biased_cases(draw: st.DrawFn) -> TileMask:
     sq, sk = draw(st.sampled_from(lengths))
     heads, kv_heads = draw(st.sampled_from([(4, 2), (2, 2)]))
     head_dim = draw(st.sampled_from(wider([8], [24, 128, 200])))
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=2, Sq=sq, Sk=sk, H=heads, G=kv_heads, D=head_dim, Dv=head_dim, dtype="float16",
-        drawn=(), seed=draw(st.integers(0, 3)),
+        options=(), seed=draw(st.integers(0, 3)),
     )  # fmt: skip
     everywhere = (2, heads, sq, sk)
     of_mask = draw(st.tuples(st.booleans(), st.booleans()))
@@ -427,8 +427,8 @@ class Biased(PackedBlocks):
     def given(self) -> dict[str, Any]:
         return {**super().given(), "bias": self.bias}
 
-    def options(self) -> dict[str, Any]:
-        return {**super().options(), "bias": self.bias}
+    def keywords(self) -> dict[str, Any]:
+        return {**super().keywords(), "bias": self.bias}
 
 
 @pytest.mark.parametrize("each", [False, *deep(True)], ids=["one mask", "a mask each"])

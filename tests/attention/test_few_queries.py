@@ -16,13 +16,7 @@ from support.devices import KERNELS, placed
 from support.paged import keys_shared, multiprocessors
 from support.recording_device import device_array
 from support.search import Search, deep, examples, wider
-from support.strategies import (
-    FRUGAL,
-    LONGEST,
-    RUN_TIME_OPTIONS,
-    AttentionProblem,
-    attention_problems,
-)
+from support.strategies import FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 
 import cupyattn
 from cupyattn import reference
@@ -32,6 +26,7 @@ from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.choice import LEAST_DECODED_KEYS
 from cupyattn.ops.attention.kernels.decode import TENSOR_CORES, TILE_KEYS
 from cupyattn.runtime.device.recorder import LaunchRecorder
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -54,9 +49,9 @@ def decoded(*, wherever: bool = True) -> Iterator[None]:
     attention_forward._plan.cache_clear()
 
 
-def run(problem: AttentionProblem, **options: object) -> tuple[np.ndarray, np.ndarray]:
+def run(problem: AttentionCase, **options: object) -> tuple[np.ndarray, np.ndarray]:
     """Run one problem on the kernels; returns out and lse as NumPy arrays."""
-    options = problem.options() | options
+    options = problem.keywords() | options
     results = cupyattn.attention(
         *map(KERNELS.put, problem.arrays()),
         **{name: placed(KERNELS, value) for name, value in options.items()},
@@ -66,9 +61,9 @@ def run(problem: AttentionProblem, **options: object) -> tuple[np.ndarray, np.nd
     return out, lse
 
 
-def ratio(problem: AttentionProblem, out: np.ndarray, lse: np.ndarray) -> float:
+def ratio(problem: AttentionCase, out: np.ndarray, lse: np.ndarray) -> float:
     """The largest error over its bound, that of the tiles and weights of decoding."""
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     exact = reference.attention(*arrays, **options)
     bounds = reference.attention_bound(
         *arrays,
@@ -88,7 +83,7 @@ def few(**more: Any) -> Any:
     )  # fmt: skip
 
 
-def check(problem: AttentionProblem, count: int) -> None:
+def check(problem: AttentionCase, count: int) -> None:
     """The kernels of decoding run wherever they have the call, and stay within the bounds."""
     with decoded(), multiprocessors(count):
         assert ratio(problem, *run(problem)) <= 1
@@ -102,7 +97,7 @@ def check(problem: AttentionProblem, count: int) -> None:
     count=st.integers(1, 8),
 )
 @examples(6, deep=20)
-def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
+def test_within_bounds_of_the_reference(problem: AttentionCase, count: int):
     """Keys of any length and view, queries at any positions, splits of any number."""
     check(problem, count)
 
@@ -116,7 +111,7 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
     count=st.integers(1, 8),
 )
 @examples(4)
-def test_options_within_bounds_of_the_reference(problem: AttentionProblem, count: int):
+def test_options_within_bounds_of_the_reference(problem: AttentionCase, count: int):
     check(problem, count)
 
 
@@ -126,13 +121,13 @@ def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype
     """Bit for bit: the same tiles by the same warps."""
     head_dim = {"float16": 64, "float32": 24}[dtype]
     batch, blocks, sq = (data.draw(st.integers(1, most)) for most in (3, 9, 4))
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=batch, Sq=sq, Sk=32 * blocks, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype,
-        drawn=(("causal", True),
+        options=(("causal", True),
                ("seqused_k", tuple(data.draw(st.integers(0, 32 * blocks)) for _ in range(batch)))),
     )  # fmt: skip
     q, k, v = problem.arrays()
-    used = problem.options()["seqused_k"]
+    used = problem.keywords()["seqused_k"]
     table = np.arange(batch * blocks, dtype=np.int32).reshape(batch, blocks)
     caches = (x.reshape(batch * blocks, 32, 2, head_dim) for x in (k, v))
     with multiprocessors(data.draw(st.integers(1, 4))):
@@ -146,7 +141,7 @@ def test_dense_is_paged_with_every_block_in_its_place(data: st.DataObject, dtype
         assert np.array_equal(found, KERNELS.get(expected))
 
 
-BASE = AttentionProblem(B=2, Sq=3, Sk=45, H=4, G=2, D=64, Dv=64, dtype="float16")
+BASE = AttentionCase(B=2, Sq=3, Sk=45, H=4, G=2, D=64, Dv=64, dtype="float16")
 ENDS = (16, 17, 31, 32, 33, 63, 65, 79)
 
 
@@ -173,7 +168,7 @@ def test_nan_after_the_keys_in_use_reaches_no_result(dtype: str, used: int):
     """The last tile begins at key 29: NaN lies within it, or before it."""
     head_dim = 64 if dtype == "float16" else 24
     problem = replace(
-        BASE, dtype=dtype, D=head_dim, Dv=head_dim, drawn=(("seqused_k", (used, 45)),)
+        BASE, dtype=dtype, D=head_dim, Dv=head_dim, options=(("seqused_k", (used, 45)),)
     )
     with decoded():
         out, lse = run(problem)
@@ -185,7 +180,7 @@ def test_nan_after_the_keys_in_use_reaches_no_result(dtype: str, used: int):
 
 
 def test_a_nan_in_use_is_seen_by_all_that_see_its_key():
-    problem = replace(BASE, drawn=(("causal", True),))
+    problem = replace(BASE, options=(("causal", True),))
     q, k, v = problem.arrays()
     v[1, 44] = np.nan
     with decoded():
@@ -267,7 +262,7 @@ def test_scores_as_low_as_float32_goes(dtype: str):
 )
 def test_k_and_v_are_read_once_in_whole_sectors(dtype: str, head_dim: int, group: int):
     """All that is moved stays within 5 % of K and V; the last tile of 5 keys is read as 16."""
-    problem = AttentionProblem(
+    problem = AttentionCase(
         B=1, Sq=1, Sk=800 * group + 5, H=2 * group, G=2, D=head_dim, Dv=head_dim, dtype=dtype
     )
     q, k, v = problem.arrays()

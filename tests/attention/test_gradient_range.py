@@ -18,7 +18,6 @@ import pytest
 from support.backward_runs import GRADIENTS, Arrays, error_ratios, inputs, run
 from support.devices import KERNELS
 from support.search import deep, mostly_deep
-from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
@@ -28,6 +27,7 @@ from cupyattn.ops.attention.reference.scores import ScoreBlocks
 from cupyattn.runtime import plan
 from cupyattn.runtime.arrays import array_within
 from cupyattn.runtime.device.cuda import CudaDevice
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -35,7 +35,7 @@ LARGEST = 65_504  # of float16
 
 
 @dataclass(frozen=True)
-class Beyond(AttentionProblem):
+class Beyond(AttentionCase):
     """Small q and k, large v and dout; v has larger ones where keys are not in use."""
 
     def arrays(self) -> Arrays:
@@ -106,7 +106,7 @@ SHAPES = {"": {}, "D 256": {"D": 256, "Dv": 256}, "scalar loads": {"D": 20, "Dv"
 
 
 def problem_of(options: str, shape: str = "", **more: Any) -> Beyond:
-    return replace(PROBLEM, drawn=OPTIONS[options], **SHAPES[shape], **more)
+    return replace(PROBLEM, options=OPTIONS[options], **SHAPES[shape], **more)
 
 
 def largest_of_scores(arrays: Arrays, options: dict[str, Any]) -> float:
@@ -157,7 +157,7 @@ def test_large_gradients_are_added_to_what_is_there(deterministic: bool):
 def test_packed_sequences(head_dim: int, deterministic: bool):
     """Each has its own power of two, and some have no queries or no keys."""
     problem = VarlenProblem(
-        Uneven(*(5, 140, 150, 4, 2, head_dim, head_dim, "float16"), drawn=(("causal", True),)),
+        Uneven(*(5, 140, 150, 4, 2, head_dim, head_dim, "float16"), options=(("causal", True),)),
         queries=(5, 140, 0, 33, 70),
         keys=(20, 150, 7, 0, 65),
         spare=3,
@@ -169,7 +169,7 @@ def test_packed_sequences(head_dim: int, deterministic: bool):
 def test_packed_sequences_have_the_powers_of_two_of_their_keys_in_use():
     """However large V is after them."""
     problem = VarlenProblem(
-        Beyond(*(3, 20, 33, 4, 2, 64, 64, "float16"), drawn=(("seqused_k", (9, 33, 5)),)),
+        Beyond(*(3, 20, 33, 4, 2, 64, 64, "float16"), options=(("seqused_k", (9, 33, 5)),)),
         queries=(20, 5, 0),
         keys=(33, 20, 7),
     )

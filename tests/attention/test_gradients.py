@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.base_problem import BASE, EVERY_OPTION
 from support.devices import unchanged
-from support.strategies import AttentionProblem
+from support.strategies import BASE, EVERY_OPTION
 
 from cupyattn import AttentionGrads, attention, attention_backward, reference
+from cupyattn.testing import AttentionCase
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -39,7 +39,7 @@ def test_grads_are_written_or_added_to(accumulate, given_names):
 
 def test_grads_of_half_are_added_before_rounding():
     """An addend below half a unit of what is there would vanish if it were rounded first."""
-    problem = AttentionProblem(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
+    problem = AttentionCase(B=1, Sq=3, Sk=1, H=1, G=1, D=2, Dv=2, dtype="float16")
     arrays = problem.arrays()
     results = attention(*arrays, return_lse=True)
     dout = np.full_like(results[0], 2.0**-12)

@@ -12,15 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.backward_runs import check as check_backward
-from support.devices import KERNELS
+from support.devices import KERNELS, Probe
 from support.forward_runs import check
 from support.grid_order import DEVICES, HEAD_DIMS, Grid, causal_problem
 from support.paged import PackedProblem as PackedPrompts
 from support.paged import multiprocessors
-from support.probes import Probe
 from support.recording_device import device_array
 from support.search import deep, examples
-from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
@@ -34,6 +32,7 @@ from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Planner, run
 from cupyattn.runtime.spec import Pointer, Scalar
+from cupyattn.testing import AttentionCase
 
 LEAST_OF_PLAIN = 0.88  # of the TFLOP/s of a plain call, which has twice the scores
 T4 = DeviceTraits(75, 40)
@@ -183,8 +182,8 @@ def test_every_tile_is_had_once_and_longest_ones_first(batch, kv_heads, group, t
         assert order.tolist() == expected
 
 
-CAUSAL = AttentionProblem(
-    B=2, Sq=140, Sk=140, H=4, G=2, D=64, Dv=64, dtype="float16", drawn=(("causal", True),)
+CAUSAL = AttentionCase(
+    B=2, Sq=140, Sk=140, H=4, G=2, D=64, Dv=64, dtype="float16", options=(("causal", True),)
 )
 
 
@@ -196,7 +195,7 @@ CAUSAL = AttentionProblem(
         CAUSAL,
         *deep(
             replace(CAUSAL, dtype="float32"),
-            replace(CAUSAL, H=6, D=192, Dv=192, drawn=(*CAUSAL.drawn, ("sinks", "float32"))),
+            replace(CAUSAL, H=6, D=192, Dv=192, options=(*CAUSAL.options, ("sinks", "float32"))),
         ),
     ],
     ids=str,

@@ -17,20 +17,14 @@ from support.backward_runs import run as gradients_of
 from support.devices import DTYPES, FLOAT_DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
 from support.forward_runs import TEACHING, check, run
 from support.search import deep, examples, wider
-from support.strategies import (
-    EITHER_HALF,
-    FRUGAL,
-    LONGEST,
-    RUN_TIME_OPTIONS,
-    AttentionProblem,
-    attention_problems,
-)
+from support.strategies import EITHER_HALF, FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.kernels.float32.forward import FLASH as FLASH_F32
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import FLASH
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -52,7 +46,7 @@ DIMS_OF_DTYPES = {
 PLAIN_DTYPES = wider(["float16", "float32"], ["bfloat16"])
 
 
-def of_plain_dtypes(**sizes: Any) -> st.SearchStrategy[AttentionProblem]:
+def of_plain_dtypes(**sizes: Any) -> st.SearchStrategy[AttentionCase]:
     return st.one_of(
         *(
             attention_problems(head_dims=DIMS_OF_DTYPES[dtype], dtypes=(dtype,), **sizes)
@@ -83,7 +77,7 @@ def test_flash_within_bounds_of_the_reference(head_dims: tuple[int, int], data: 
         **FRUGAL,
     )
 )
-def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
+def test_flash_options_within_bounds_of_the_reference(problem: AttentionCase):
     check(problem, "flash")
 
 
@@ -96,7 +90,7 @@ def test_flash_options_within_bounds_of_the_reference(problem: AttentionProblem)
         **FRUGAL,
     )
 )
-def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem):
+def test_float32_flash_within_bounds_of_the_reference(problem: AttentionCase):
     check(problem, "flash")
 
 
@@ -110,7 +104,7 @@ def test_float32_flash_within_bounds_of_the_reference(problem: AttentionProblem)
         **FRUGAL,
     )
 )
-def test_float32_flash_options_within_bounds_of_the_reference(problem: AttentionProblem):
+def test_float32_flash_options_within_bounds_of_the_reference(problem: AttentionCase):
     check(problem, "flash")
 
 
@@ -126,8 +120,8 @@ def test_float32_flash_options_within_bounds_of_the_reference(problem: Attention
 def test_every_configuration_of_flash(head_dim: int, dtype: str, drawn: tuple[str, Any]):
     """Several tiles of queries and of keys; a tile's size decides on the keys' random words."""
     sq, sk = (300, 430) if isinstance(KERNELS, GpuArrays) else (130, 200)
-    problem = AttentionProblem(
-        B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, drawn=(drawn,)
+    problem = AttentionCase(
+        B=1, Sq=sq, Sk=sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, options=(drawn,)
     )
     check(problem, "flash")
 
@@ -151,7 +145,7 @@ def test_dropout_of_less_than_a_bit(dropout_p: float, dropped: bool, dtype: str)
 )
 def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]):
     """A maximum of -1e10 is rounded by hundreds: P must be as right as with a bias of -inf."""
-    problem = AttentionProblem(1, 40, 101, 1, 1, *dims, dtype=dtype)
+    problem = AttentionCase(1, 40, 101, 1, 1, *dims, dtype=dtype)
     arrays = problem.arrays()
     hidden = np.where(np.arange(101) < 60, 0, -np.inf).astype(np.float32)
     exact, _ = reference.attention(*arrays, bias=hidden)
@@ -168,9 +162,7 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("head_dim", [255, *deep(1, 16, 63, 65, 127, 129)])
 def test_head_dims(dtype: str, head_dim: int):
-    problem = AttentionProblem(
-        B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype=dtype
-    )
+    problem = AttentionCase(B=1, Sq=33, Sk=41, H=2, G=1, D=head_dim, Dv=257 - head_dim, dtype=dtype)
     check(problem, "flash")
 
 
@@ -179,7 +171,7 @@ def test_long_sequences(dtype: str):
     """Thousands of keys (hundreds on the emulator): many tiles, sums of many terms."""
     sq, sk = (129, 5000) if isinstance(KERNELS, GpuArrays) else (17, 700)
     for dims in DIMS_OF_DTYPES[dtype]:
-        problem = AttentionProblem(1, sq, sk, 2, 1, *dims, dtype, drawn=(("causal", True),))
+        problem = AttentionCase(1, sq, sk, 2, 1, *dims, dtype, options=(("causal", True),))
         check(problem, "flash")
 
 
@@ -187,7 +179,7 @@ def test_long_sequences(dtype: str):
 @pytest.mark.parametrize("implementation", ["flash", *TEACHING])
 def test_more_heads_than_the_grid_has_rows(implementation: str):
     """B * H beyond 65,535, the limit of a grid's second axis."""
-    problem = AttentionProblem(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
+    problem = AttentionCase(B=2, Sq=2, Sk=3, H=40_000, G=40_000, D=2, Dv=2, dtype="float16")
     check(problem, implementation)
     if implementation != "tiled":
         check_backward(problem, implementation)
@@ -207,7 +199,7 @@ def test_batch_integers_of_any_width_and_stride(problem, integer_dtype, stride):
     offsets = np.zeros(problem.B * abs(stride), integer_dtype)[::stride]
     offsets[:] = rng.integers(-3, problem.Sk + 3, problem.B)
     q, k, v = (KERNELS.put(array) for array in problem.arrays())
-    options = problem.options()
+    options = problem.keywords()
     together = cupyattn.attention(
         q, k, v, q_offset=KERNELS.put(offsets), seqused_k=KERNELS.put(used), **options
     )
@@ -225,12 +217,12 @@ def test_batch_integers_of_any_width_and_stride(problem, integer_dtype, stride):
 
 @examples(4, deep=30)
 @given(problem=of_plain_dtypes(options=RUN_TIME_OPTIONS, crowd=FRUGAL["crowd"]))
-def test_views_equal_copies_bit_for_bit(problem: AttentionProblem):
+def test_views_equal_copies_bit_for_bit(problem: AttentionCase):
     """Vector and scalar loads bring the same numbers."""
     out, lse = run(problem, "flash")
     copies = [KERNELS.put(np.ascontiguousarray(array)) for array in problem.arrays()]
     copied_out, copied_lse = cupyattn.attention(
-        *copies, **placed(problem.options()), return_lse=True
+        *copies, **placed(problem.keywords()), return_lse=True
     )
     assert_array_equal(out, KERNELS.get(copied_out))
     assert_array_equal(lse, KERNELS.get(copied_lse))
@@ -256,7 +248,7 @@ def test_results_are_written_into_any_strides(implementation, data):
     problem = data.draw(WRITTEN[implementation])
     arrays = [KERNELS.put(array) for array in problem.arrays()]
     options = {
-        **placed(problem.options()), "return_lse": True, "implementation": implementation
+        **placed(problem.keywords()), "return_lse": True, "implementation": implementation
     }  # fmt: skip
     expected_out, expected_lse = cupyattn.attention(*arrays, **options)
 
@@ -281,12 +273,12 @@ def test_results_are_written_into_any_strides(implementation, data):
 SQ, SK, GROUP = 70, 131, 2
 
 
-def two_groups(dtype: str, **drawn: Any) -> AttentionProblem:
+def two_groups(dtype: str, **drawn: Any) -> AttentionCase:
     """Two query heads on each of two key-value heads, several tiles, ragged ends."""
     head_dim, head_dim_v = DIMS_OF_DTYPES[dtype][0]
-    return AttentionProblem(
+    return AttentionCase(
         B=1, Sq=SQ, Sk=SK, H=2 * GROUP, G=2, D=head_dim, Dv=head_dim_v, dtype=dtype,
-        drawn=tuple(drawn.items()),
+        options=tuple(drawn.items()),
     )  # fmt: skip
 
 

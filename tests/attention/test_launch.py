@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.devices import dtype_of
 from support.recording_device import Recorder, backward_call, device_array, launched
-from support.strategies import dtype_of
 
 from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward
 from cupyattn.ops.attention import checks as attention_checks

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.search import deep
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import emulator, reference
@@ -18,6 +17,7 @@ from cupyattn.runtime.arch import TURING, Arch, arch_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.spec import Specialisation
+from cupyattn.testing import AttentionCase
 
 pytestmark = pytest.mark.nvrtc
 
@@ -47,7 +47,7 @@ def test_scores_take_two_steps_at_once_from_sm_80_on(arch: Arch, monkeypatch):
         return ptx
 
     run_code_of(arch, monkeypatch, noted)
-    problem = AttentionProblem(B=1, Sq=40, Sk=70, H=2, G=1, D=88, Dv=64, dtype="float16")
+    problem = AttentionCase(B=1, Sq=40, Sk=70, H=2, G=1, D=88, Dv=64, dtype="float16")
     q, k, v = problem.arrays()
     dout, _ = problem.gradients()
     with cupyattn.backend("emulator"):

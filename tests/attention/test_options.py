@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.base_problem import ANGLES, BASE, DV, EVERY_OPTION, POSITIONS, SK, SQ, B, D, H
 from support.devices import unchanged
-from support.strategies import AttentionProblem
+from support.strategies import ANGLES, BASE, DV, EVERY_OPTION, POSITIONS, SK, SQ, B, D, H
 
 from cupyattn import (
     AttentionGrads,
@@ -31,6 +30,7 @@ from cupyattn import (
     rope,
 )
 from cupyattn.ops.attention.expressions import evaluator
+from cupyattn.testing import AttentionCase
 
 PLAIN = reference.attention(*BASE.arrays())[0].astype(np.float32)
 
@@ -262,7 +262,7 @@ def test_numbers_of_any_kind(name, other_first):
     plain, other = KINDS[name]
     # A length of its own, so that nothing was called before.
     sk = 20 + 2 * list(KINDS).index(name) + other_first
-    problem = AttentionProblem(B=1, Sq=5, Sk=sk, H=4, G=2, D=8, Dv=6)
+    problem = AttentionCase(B=1, Sq=5, Sk=sk, H=4, G=2, D=8, Dv=6)
     arrays, (dout, _) = problem.arrays(), problem.gradients()
     results = reference.attention(*arrays, **plain)
     exact = (*results, *reference.attention_backward(dout, *arrays, *results, **plain)[:3])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.paged import LENGTHS, PagedProblem, multiprocessors, on_emulator, on_kernels
+from support.paged import PagedProblem, multiprocessors, on_emulator, on_kernels
 from support.recording_device import device_array
 from support.search import deep, examples, mostly_deep, wider
 
@@ -18,6 +18,7 @@ from cupyattn import reference
 from cupyattn.ops.attention.paged import WHOLE_KEYS
 from cupyattn.ops.attention.reference.cache_formats import dequantise, quantise
 from cupyattn.ops.attention.reference.quantised import quantisation_error
+from cupyattn.testing.cache import CACHE_LENGTHS
 
 pytestmark = pytest.mark.nvrtc
 
@@ -35,7 +36,7 @@ def paged_problems(
         left = draw(st.sampled_from((0, 1, 15, 16, 40, 100, None)))
         options.append(("window_size", (left, draw(st.sampled_from((0, 2, None))))))
     return PagedProblem(
-        lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=5))),
+        lengths=tuple(draw(st.lists(st.sampled_from(CACHE_LENGTHS), min_size=1, max_size=5))),
         Sq=draw(st.integers(1, most_tokens)),
         G=draw(st.integers(1, 2)),
         group=draw(st.integers(1, most_group)),

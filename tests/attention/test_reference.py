@@ -106,7 +106,7 @@ def one_row(q, k, v, b, h, i, options):
 
 def check_against_loops(problem):
     q, k, v = problem.arrays()
-    options = problem.options()
+    options = problem.keywords()
     out, lse = attention(q, k, v, **options)
     assert out.shape == (problem.B, problem.Sq, problem.H, problem.Dv)
     assert lse.shape == (problem.B, problem.H, problem.Sq)
@@ -125,12 +125,12 @@ def test_random_options_match_scalar_loops(problem):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_matches_scalar_loops(name):
-    problems = attention_problems(options=[name], **SMALL).filter(lambda p: p.drawn)
+    problems = attention_problems(options=[name], **SMALL).filter(lambda p: p.options)
 
     @settings(max_examples=20 if Search.deep else 6, database=None)
     @given(problems)
     def check(problem):
-        assert [drawn for drawn, _ in problem.drawn] == [name] or name == "rotary"
+        assert [drawn for drawn, _ in problem.options] == [name] or name == "rotary"
         check_against_loops(problem)
 
     check()
@@ -140,10 +140,10 @@ def test_each_option_matches_scalar_loops(name):
 @given(attention_problems(largest=40))
 def test_block_size_does_not_matter(problem):
     q, k, v = problem.arrays()
-    whole = attention(q, k, v, **problem.options())
+    whole = attention(q, k, v, **problem.keywords())
     for size in (1, 3 * max(1, problem.Sk), 7 * max(1, problem.Sk) + 1):
         with mock.patch.object(scores, "SCORES_PER_BLOCK", size):
-            parts = attention(q, k, v, **problem.options())
+            parts = attention(q, k, v, **problem.keywords())
         for actual, expected in zip(parts, whole, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-13)
 

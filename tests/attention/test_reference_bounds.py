@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from support.devices import DTYPES, dtype_of
 from support.search import examples
-from support.strategies import AttentionProblem, attention_problems, softmax_problems
+from support.strategies import attention_problems
 
 from cupyattn.ops.attention.reference.dense import AttentionGrads
 from cupyattn.reference import (
@@ -29,6 +29,7 @@ from cupyattn.reference import (
     softmax_backward_bound,
     softmax_bound,
 )
+from cupyattn.testing import AttentionCase, softmax_cases
 
 TILE = 16
 SMALLEST = 2.0**-126  # below it, float32 results are flushed
@@ -62,7 +63,7 @@ class SimulatedKernel:
     precision, one rounding at the store. The fields from p_dtype on are for planting bugs.
     """
 
-    problem: AttentionProblem
+    problem: AttentionCase
     options: dict[str, Any]
     work: type = np.float32
     p_dtype: Any = None
@@ -243,7 +244,7 @@ class SimulatedKernel:
 
 def forward_ratios(problem, kernel):
     """Largest error / bound of the kernel's out and lse."""
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     exact = attention(*arrays, **options)
     bounds = attention_bound(*arrays, dtype=problem.dtype, tile_k=TILE, **options)
     return dict(zip(("out", "lse"), map(error_ratio, kernel.forward(), exact, bounds), strict=True))
@@ -251,7 +252,7 @@ def forward_ratios(problem, kernel):
 
 def backward_ratios(problem, kernel, ignore_dlse=False):
     """Largest error / bound of each of the kernel's gradients, from a rounded out and lse."""
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     dout, dlse = problem.gradients()
     out, lse = attention(*arrays, **options)
     results = out.astype(dtype_of(problem.dtype)), lse.astype(np.float32)
@@ -276,7 +277,7 @@ def check_within(ratios):
 def test_in_float64_the_simulation_is_the_reference(problem):
     q, k, v = problem.arrays()
     dout, dlse = problem.gradients()
-    options = problem.options()
+    options = problem.keywords()
     kernel = SimulatedKernel(problem, options, work=np.float64)
     out, lse = attention(q, k, v, **options)
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
@@ -291,7 +292,7 @@ def test_in_float64_the_simulation_is_the_reference(problem):
 @examples(40, deep=200)
 @given(attention_problems(dtypes=DTYPES))
 def test_right_kernels_stay_within_their_bounds(problem):
-    kernel = SimulatedKernel(problem, problem.options())
+    kernel = SimulatedKernel(problem, problem.keywords())
     check_within(forward_ratios(problem, kernel))
     check_within(backward_ratios(problem, kernel))
 
@@ -313,10 +314,10 @@ def test_bounds_are_near_the_errors_of_right_kernels(dtype, spread):
     """No result's largest error is beyond its bound, or below a 500th of it."""
     largest = {}
     for seed, (sq, drawn) in enumerate(USUAL):
-        problem = AttentionProblem(
-            1, sq, 150, 4, 2, 64, 64, dtype, spread=spread, seed=seed, drawn=drawn
+        problem = AttentionCase(
+            1, sq, 150, 4, 2, 64, 64, dtype, spread=spread, seed=seed, options=drawn
         )
-        kernel = SimulatedKernel(problem, problem.options())
+        kernel = SimulatedKernel(problem, problem.keywords())
         for ratios in (forward_ratios(problem, kernel), backward_ratios(problem, kernel)):
             for name, ratio in ratios.items():
                 largest[name] = max(largest.get(name, 0.0), ratio)
@@ -433,8 +434,8 @@ BACKWARD_BUGS = (
 
 
 def with_bug(dtype, bug, *drawn):
-    problem = AttentionProblem(2, 50, 70, 4, 2, 64, 64, dtype, seed=3, drawn=drawn)
-    right, wrong = (SimulatedKernel(problem, problem.options()) for _ in range(2))
+    problem = AttentionCase(2, 50, 70, 4, 2, 64, 64, dtype, seed=3, options=drawn)
+    right, wrong = (SimulatedKernel(problem, problem.keywords()) for _ in range(2))
     bug(wrong)
     return problem, right, wrong
 
@@ -469,7 +470,7 @@ def test_ignored_dlse_is_rejected(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_bug_in_one_element_is_rejected(dtype):
     """Each bound is of an element: one out of all that is off by twice its bound is found."""
-    problem = AttentionProblem(1, 5, 6, 2, 1, 8, 8, dtype)
+    problem = AttentionCase(1, 5, 6, 2, 1, 8, 8, dtype)
     arrays = problem.arrays()
     out, lse = attention(*arrays)
     out_bound, lse_bound = attention_bound(*arrays, dtype=dtype, tile_k=TILE)
@@ -484,7 +485,7 @@ def test_a_bug_in_one_element_is_rejected(dtype):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("least", [-1e4, -65504.0, -3e38])
 def test_masks_written_as_a_large_bias_do_not_blunt_the_bound(dtype, least):
-    problem = AttentionProblem(1, 20, 40, 2, 1, 64, 64, dtype)
+    problem = AttentionCase(1, 20, 40, 2, 1, 64, 64, dtype)
     q, k, v = problem.arrays()
     bias = np.where(np.arange(40) < 30, 0, least).astype(np.float32)
     dout, dlse = problem.gradients()
@@ -507,7 +508,7 @@ def test_masks_written_as_a_large_bias_do_not_blunt_the_bound(dtype, least):
 
 
 @examples(20, deep=60)
-@given(softmax_problems(dtypes=DTYPES))
+@given(softmax_cases(dtypes=DTYPES))
 def test_softmax_stays_within_its_bounds(problem):
     x, dout = problem.x(), problem.dout()
     m = x.astype(np.float32).max(axis=-1, keepdims=True, initial=-np.inf)
@@ -537,7 +538,7 @@ def test_softmax_bugs_are_rejected(dtype):
 
 
 def test_rows_without_keys_have_to_be_exact():
-    problem = AttentionProblem(1, 3, 2, 2, 1, 8, 8, drawn=(CAUSAL,))
+    problem = AttentionCase(1, 3, 2, 2, 1, 8, 8, options=(CAUSAL,))
     arrays = problem.arrays()
     _, lse = attention(*arrays, causal=True)
     out_bound, lse_bound = attention_bound(*arrays, dtype="float32", tile_k=TILE, causal=True)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from support.search import Search, examples
-from support.strategies import OPTIONS, AttentionProblem, attention_problems
+from support.strategies import OPTIONS, attention_problems
 
 from cupyattn.ops.attention.reference import scores
 from cupyattn.reference import attention, attention_backward
+from cupyattn.testing import AttentionCase
 
 SHARDABLE = ("causal", "softmax_scale", "window_size", "q_offset", "seqused_k", "alibi_slopes")
 SHARDABLE += ("softcap", "sinks")
@@ -27,7 +28,7 @@ def assert_grads_close(actual, expected, **tolerances):
 def gradients(problem):
     """Float64 inputs of a problem, what its loss weights, and the gradients of that loss."""
     q, k, v = (x.astype(np.float64) for x in problem.arrays())
-    options = problem.options()
+    options = problem.keywords()
     for name in {"bias", "sinks"} & options.keys():
         options[name] = options[name].astype(np.float64)
     out, lse = attention(q, k, v, **options)
@@ -85,7 +86,7 @@ def test_random_options_match_finite_differences(problem):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_matches_finite_differences(name):
-    problems = attention_problems(options=[name], **SMALL).filter(lambda p: p.drawn)
+    problems = attention_problems(options=[name], **SMALL).filter(lambda p: p.options)
 
     @settings(max_examples=20 if Search.deep else 6, database=None)
     @given(problems)
@@ -104,7 +105,7 @@ def test_every_element_matches_finite_differences():
         ("dropout_p", 0.4),
         ("rotary", (4, 1)),
     )
-    problem = AttentionProblem(1, 3, 4, 2, 1, 3, 2, dtype="float64", seed=1, drawn=drawn)
+    problem = AttentionCase(1, 3, 4, 2, 1, 3, 2, dtype="float64", seed=1, options=drawn)
     inputs, weights, grads = gradients(problem)
     h = 1e-5
     for name, grad in zip(("q", "k", "v", "bias", "sinks"), grads, strict=True):
@@ -123,7 +124,7 @@ def test_parts_of_the_keys_give_parts_of_the_gradients(problem):
     """Keys split in two: results merge by lse; with the merged out and lse, gradients add up."""
     q, k, v = problem.arrays()
     dout, dlse = problem.gradients()
-    options = {"q_offset": problem.Sk - problem.Sq} | problem.options()
+    options = {"q_offset": problem.Sk - problem.Sq} | problem.keywords()
     out, lse = attention(q, k, v, **options)
     whole = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
 
@@ -155,7 +156,7 @@ def test_parts_of_the_keys_give_parts_of_the_gradients(problem):
 
 
 def test_given_out_and_lse_are_used():
-    problem = AttentionProblem(1, 4, 5, 2, 1, 3, 3, dtype="float64")
+    problem = AttentionCase(1, 4, 5, 2, 1, 3, 3, dtype="float64")
     _, (dout, _), grads = gradients(problem)
     q, k, v = problem.arrays()
     out, lse = attention(q, k, v)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support import backward_runs, forward_runs
 from support.devices import KERNELS, placed
-from support.rotary import CHUNK, RotaryProblem
 from support.search import Search, deep, examples, wider
-from support.strategies import FRUGAL, RUN_TIME_OPTIONS, attention_problems
+from support.strategies import CHUNK, FRUGAL, RUN_TIME_OPTIONS, RotaryProblem, attention_problems
 from support.varlen import VarlenProblem
 
 import cupyattn
@@ -35,9 +34,9 @@ def rotary_problems(
     )
     of = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
     if drawn.D >= 2 * CHUNK and draw(st.booleans()):
-        positions, _ = dict(drawn.drawn)["rotary"]
+        positions, _ = dict(drawn.options)["rotary"]
         pairs = CHUNK * draw(st.integers(1, drawn.D // (2 * CHUNK)))
-        of["drawn"] = tuple({**dict(drawn.drawn), "rotary": (positions, pairs)}.items())
+        of["options"] = tuple({**dict(drawn.options), "rotary": (positions, pairs)}.items())
     return RotaryProblem(
         **of,
         interleaved=draw(st.booleans()),
@@ -53,12 +52,12 @@ FLOAT_DIMS = wider([(24, 40)], [(64, 64), (5, 8)])
 # Phi-2 rotates 32 of its 80 features.
 PHI = RotaryProblem(
     B=2, Sq=21, Sk=70, H=4, G=2, D=80, Dv=80, dtype="float16",
-    drawn=(("causal", True), ("rotary", (70, 16))),
+    options=(("causal", True), ("rotary", (70, 16))),
 )  # fmt: skip
 # The head dims of the searches in float32, whose kernels are there.
-NARROW = {"D": 24, "Dv": 40, "drawn": (("causal", True), ("rotary", (70, 8)))}
+NARROW = {"D": 24, "Dv": 40, "options": (("causal", True), ("rotary", (70, 8)))}
 OFFSETS = (("causal", True), ("q_offset", (3, 40)), ("seqused_k", (70, 33)), ("rotary", (70, 16)))
-FEW = replace(PHI, Sq=2, Sk=300, D=64, Dv=64, drawn=(("causal", True), ("rotary", (300, 24))))
+FEW = replace(PHI, Sq=2, Sk=300, D=64, Dv=64, options=(("causal", True), ("rotary", (300, 24))))
 
 
 @examples(5, deep=14)
@@ -89,18 +88,18 @@ def test_float_gradients_within_bounds_of_the_reference(problem):
     backward_runs.check(problem, "flash", deterministic=True)
 
 
-@pytest.mark.parametrize("drawn", [PHI.drawn, OFFSETS], ids=["from the end", "offsets"])
+@pytest.mark.parametrize("drawn", [PHI.options, OFFSETS], ids=["from the end", "offsets"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_rotary_equals_rope_and_then_attention(dtype, interleaved, drawn):
     """Bit for bit: rotated q and k are rounded as rope rounds them."""
-    problem = replace(PHI, dtype=dtype, interleaved=interleaved, drawn=drawn)
+    problem = replace(PHI, dtype=dtype, interleaved=interleaved, options=drawn)
     _equals_rope_and_attention(problem)
 
 
 def test_queries_after_the_first_tile_are_at_later_positions():
     drawn = (("q_offset", 5), ("rotary", (135, 16)))
-    problem = replace(PHI, B=1, Sq=130, Sk=16, H=1, G=1, drawn=drawn)
+    problem = replace(PHI, B=1, Sq=130, Sk=16, H=1, G=1, options=drawn)
     _equals_rope_and_attention(problem)
 
 
@@ -115,7 +114,7 @@ def _equals_rope_and_attention(problem: RotaryProblem) -> None:
     found = forward_runs.run(problem, "flash")
     q, k = map(KERNELS.put, problem.turned())
     v = KERNELS.put(problem.arrays()[2])
-    options = {name: placed(KERNELS, value) for name, value in problem.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in problem.keywords().items()}
     del options["rotary"]
     expected = cupyattn.attention(q, k, v, **options, return_lse=True)
     for actual, wanted in zip(found, expected, strict=True):
@@ -130,7 +129,7 @@ def test_other_options_go_with_it():
         "score + turn[h][k_idx % 2]",
         python=lambda score, b, h, i, j, turn: score + turn[h, j % 2], turn=KERNELS.put(turn),
     )}  # fmt: skip
-    options = {**PHI.options(), "bias": PHI.normal("bias", (21, 70)), "dropout_p": 0.25, "seed": 7}
+    options = {**PHI.keywords(), "bias": PHI.normal("bias", (21, 70)), "dropout_p": 0.25, "seed": 7}
     found = cupyattn.attention(
         *map(KERNELS.put, (q, k, v)), return_lse=True, **own,
         **{name: placed(KERNELS, value) for name, value in options.items()},
@@ -147,7 +146,7 @@ def test_other_options_go_with_it():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradients_are_added_to_what_is_there(dtype, interleaved):
     """In arrays of any strides, in one rounding."""
-    problem = replace(PHI, dtype=dtype, interleaved=interleaved, drawn=OFFSETS)
+    problem = replace(PHI, dtype=dtype, interleaved=interleaved, options=OFFSETS)
     arrays, options = backward_runs.inputs(problem)
     before = {
         name: 50 * problem.normal(name, (*x.shape[:2], 2, *x.shape[2:]))[:, :, 1]
@@ -161,7 +160,7 @@ def test_gradients_are_added_to_what_is_there(dtype, interleaved):
 def test_keys_behind_those_in_use_get_no_gradient():
     """Also where no position of the tables is theirs."""
     drawn = (("seqused_k", (33, 20)), ("q_offset", 3), ("rotary", (33, 16)))
-    arrays, options = backward_runs.inputs(replace(PHI, drawn=drawn))
+    arrays, options = backward_runs.inputs(replace(PHI, options=drawn))
     grads = backward_runs.run(arrays, options, "flash")
     assert grads["dk"][0, :33].any()
     for b, used in enumerate((33, 20)):
@@ -171,7 +170,7 @@ def test_keys_behind_those_in_use_get_no_gradient():
 def test_a_workspace_is_all_the_memory_that_it_takes():
     """As much as the error says, both ways: on tensor cores queries are rotated in registers."""
     q, k, v = map(KERNELS.put, PHI.arrays())
-    options = {name: placed(KERNELS, value) for name, value in PHI.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in PHI.keywords().items()}
     size = k.nbytes
     short = KERNELS.put(np.zeros(size - 16, np.uint8))
     with pytest.raises(ValueError, match=f"needs {size}, "):
@@ -190,13 +189,13 @@ def test_a_workspace_is_all_the_memory_that_it_takes():
     [
         ({}, True),
         ({"dtype": "float32", **NARROW}, False),
-        ({"drawn": (("rotary", (70, 12)),)}, False),  # no whole chunks, but of neighbours
-        ({"drawn": (("rotary", (70, 12)),), "interleaved": True}, True),
+        ({"options": (("rotary", (70, 12)),)}, False),  # no whole chunks, but of neighbours
+        ({"options": (("rotary", (70, 12)),), "interleaved": True}, True),
         ({"spare": 3}, False),
-        ({"Sq": 2, "Sk": 300, "D": 64, "Dv": 64, "drawn": (("rotary", (300, 24)),)}, False),
+        ({"Sq": 2, "Sk": 300, "D": 64, "Dv": 64, "options": (("rotary", (300, 24)),)}, False),
         *deep(
             ({"dtype": "float32"}, False),
-            ({"Sq": 2, "Sk": 300, "drawn": (("rotary", (300, 16)),)}, False),
+            ({"Sq": 2, "Sk": 300, "options": (("rotary", (300, 16)),)}, False),
         ),
     ],
 )
@@ -259,7 +258,7 @@ def test_tables_that_are_too_short(rows, changed, message, values_unchecked):
 )
 def test_queries_that_see_no_key_need_no_position(dtype, drawn, checks):
     positions = 43 if drawn[0][0] == "window_size" else 70
-    problem = replace(PHI, Sq=75, dtype=dtype, drawn=(*drawn, ("rotary", (positions, 16))))
+    problem = replace(PHI, Sq=75, dtype=dtype, options=(*drawn, ("rotary", (positions, 16))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cupyattn.ops.attention.checks.checks_values", lambda _: checks)
         forward_runs.check(problem, "flash")
@@ -287,7 +286,7 @@ def test_tables_as_long_as_they_have_to_be(options):
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_no_keys_need_no_tables(dtype):
     drawn = (("seqused_k", (0, 0)), ("rotary", (0, 16)))
-    backward_runs.check(replace(PHI, dtype=dtype, drawn=drawn), "flash")
+    backward_runs.check(replace(PHI, dtype=dtype, options=drawn), "flash")
 
 
 def test_positions_in_arrays_outside_of_the_tables_give_nan(values_unchecked):
@@ -303,15 +302,17 @@ def test_positions_in_arrays_outside_of_the_tables_give_nan(values_unchecked):
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_no_pairs_are_no_rotation(dtype):
-    problem = replace(PHI, dtype=dtype, drawn=(("rotary", (70, 0)),))
-    plain = replace(problem, drawn=())
+    problem = replace(PHI, dtype=dtype, options=(("rotary", (70, 0)),))
+    plain = replace(problem, options=())
     for actual, wanted in zip(
         forward_runs.run(problem, "flash"), forward_runs.run(plain, "flash"), strict=True
     ):
         assert_array_equal(actual, wanted)
 
 
-@pytest.mark.parametrize("shape", [{"Sq": 0}, {"Sk": 0, "drawn": (("q_offset", 0), PHI.drawn[1])}])
+@pytest.mark.parametrize(
+    "shape", [{"Sq": 0}, {"Sk": 0, "options": (("q_offset", 0), PHI.options[1])}]
+)
 def test_empty_arrays(shape):
     problem = replace(PHI, **shape)
     out, _ = forward_runs.run(problem, "flash")
@@ -326,14 +327,16 @@ def test_empty_arrays(shape):
 PACKED = VarlenProblem(
     RotaryProblem(
         B=4, Sq=40, Sk=70, H=4, G=2, D=24, Dv=40, dtype="float16",
-        drawn=(("causal", True), ("q_offset", (30, 5, 0, 0)), ("seqused_k", (70, 20, 33, 0)),
+        options=(("causal", True), ("q_offset", (30, 5, 0, 0)), ("seqused_k", (70, 20, 33, 0)),
                ("rotary", (70, 8))),
     ),
     queries=(40, 0, 13, 7), keys=(70, 31, 33, 0), spare=3,
 )  # fmt: skip
 PACKED_PHI = replace(
     PACKED,
-    dense=replace(PACKED.dense, D=80, Dv=80, drawn=(*PACKED.dense.drawn[:3], ("rotary", (70, 16)))),
+    dense=replace(
+        PACKED.dense, D=80, Dv=80, options=(*PACKED.dense.options[:3], ("rotary", (70, 16)))
+    ),
 )
 each_packed = pytest.mark.parametrize(
     "packed", [PACKED, *deep(PACKED_PHI)], ids=["narrow", "of 80"]
@@ -355,7 +358,7 @@ def packed_problems(draw: st.DrawFn, dtypes: tuple[str, ...]) -> VarlenProblem:
 
 def run_packed(problem: VarlenProblem, **more: object) -> tuple[np.ndarray, np.ndarray]:
     arrays = map(KERNELS.put, problem.arrays())
-    options = {name: placed(KERNELS, value) for name, value in problem.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in problem.keywords().items()}
     out, lse = cupyattn.attention_varlen(
         *arrays, *problem.longest, return_lse=True, **options, **more
     )
@@ -388,15 +391,15 @@ def test_sequences_without_queries_or_keys(packed, dtype, interleaved):
 @each_packed
 def test_the_last_query_is_at_the_last_key(packed):
     """By default, in each sequence for itself."""
-    drawn = packed.dense.drawn[::3]  # without q_offset and seqused_k
-    problem = replace(packed, dense=replace(packed.dense, drawn=drawn), queries=(40, 31, 13, 0))
+    drawn = packed.dense.options[::3]  # without q_offset and seqused_k
+    problem = replace(packed, dense=replace(packed.dense, options=drawn), queries=(40, 31, 13, 0))
     assert problem.ratio(*run_packed(problem)) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32", "bfloat16")])
 def test_packed_queries_that_see_no_key_need_no_position(dtype, values_unchecked):
     """By default the first of more queries than keys are before position 0."""
-    dense = replace(PACKED.dense, dtype=dtype, drawn=PACKED.dense.drawn[::3])
+    dense = replace(PACKED.dense, dtype=dtype, options=PACKED.dense.options[::3])
     problem = replace(PACKED, dense=dense, queries=(40, 31, 13, 7), keys=(30, 31, 5, 0))
     assert problem.ratio(*run_packed(problem)) <= 1
     ratios = problem.backward_ratios(problem.run_backward())
@@ -429,5 +432,5 @@ def test_wild_bounds_touch_nothing_outside(packed, bounds, values_unchecked):
     """The emulator's checks of addresses would say so; values are not looked at here."""
     q, k, v, *_ = map(KERNELS.put, packed.arrays())
     wild = KERNELS.put(np.array(bounds, np.int32))
-    options = {name: placed(KERNELS, value) for name, value in packed.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in packed.keywords().items()}
     cupyattn.attention_varlen(q, k, v, wild, wild, 40, 70, **options)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.forward_runs import split
 from support.search import mostly_deep
-from support.split_keys import split
 
 import cupyattn
 from cupyattn import reference

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import KERNELS
-from support.forward_runs import check, ratios_of, run
+from support.forward_runs import check, ratios_of, run, split
 from support.modifiers import Expression
 from support.paged import multiprocessors
 from support.recording_device import device_array
 from support.search import deep, examples, wider
-from support.split_keys import split
 from support.strategies import (
     EITHER_HALF,
     FRUGAL,
     LONGEST,
     RUN_TIME_OPTIONS,
-    AttentionProblem,
     attention_problems,
     every_option,
 )
@@ -32,6 +30,7 @@ from cupyattn.ops.attention.choice import LEAST_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as float_row
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.runtime.device.recorder import LaunchRecorder
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -53,7 +52,7 @@ def some(**more: Any) -> Any:
     least_keys=st.sampled_from((1, 64, 100)),
 )
 @examples(6, deep=20)
-def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, least_keys: int):
+def test_within_bounds_of_the_reference(problem: AttentionCase, into: int, least_keys: int):
     """Wherever parts end, with and without keys; of any length, in any view."""
     with split(into, least_keys):
         check(problem, "flash")
@@ -68,7 +67,7 @@ def test_within_bounds_of_the_reference(problem: AttentionProblem, into: int, le
     into=st.integers(2, 5),
 )
 @examples(4, deep=12)
-def test_options_within_bounds_of_the_reference(problem: AttentionProblem, into: int):
+def test_options_within_bounds_of_the_reference(problem: AttentionCase, into: int):
     with split(into):
         check(problem, "flash")
 
@@ -83,7 +82,7 @@ def test_expressions_within_the_bounds_of_what_they_stand_for(of):
     assert max(ratios.values()) <= 1, ratios
 
 
-BASE = AttentionProblem(B=2, Sq=20, Sk=300, H=2, G=1, D=64, Dv=64, dtype="float16")
+BASE = AttentionCase(B=2, Sq=20, Sk=300, H=2, G=1, D=64, Dv=64, dtype="float16")
 LONG = replace(BASE, B=1, Sq=17, Sk=3000)
 
 
@@ -91,16 +90,16 @@ LONG = replace(BASE, B=1, Sq=17, Sk=3000)
     "problem",
     [
         LONG,
-        replace(LONG, Sq=200, Sk=1500, drawn=(("causal", True),)),
+        replace(LONG, Sq=200, Sk=1500, options=(("causal", True),)),
         *deep(
             replace(LONG, dtype="float32"),
-            replace(LONG, B=2, drawn=(("causal", True), ("seqused_k", (3000, 40)))),
-            replace(LONG, drawn=(("window_size", (1200, 30)), ("sinks", "float32"))),
+            replace(LONG, B=2, options=(("causal", True), ("seqused_k", (3000, 40)))),
+            replace(LONG, options=(("window_size", (1200, 30)), ("sinks", "float32"))),
         ),
     ],
     ids=str,
 )
-def test_long_keys_without_a_pin(problem: AttentionProblem):
+def test_long_keys_without_a_pin(problem: AttentionCase):
     """By the rule itself, on a device of eight multiprocessors."""
     with multiprocessors(8):
         check(problem, "flash")
@@ -112,7 +111,7 @@ def test_long_keys_without_a_pin(problem: AttentionProblem):
 def test_nan_behind_the_keys_in_use_never_leaks(dtype: str, used: int, sinks: bool):
     """Nor from scratch memory of parts that no CTA has."""
     drawn = (("seqused_k", (used, 300)), *((("sinks", "float32"),) if sinks else ()))
-    problem = replace(BASE, dtype=dtype, drawn=drawn)
+    problem = replace(BASE, dtype=dtype, options=drawn)
     with split(5):
         out, lse = run(problem, "flash")
     assert max(ratios_of(problem, (out, lse), "flash").values()) <= 1
@@ -129,7 +128,7 @@ def test_rows_that_see_no_key_of_a_part_that_others_see(dtype: str):
     Slopes depend on the positions of each batch element's queries.
     """
     drawn = (("causal", True), ("q_offset", (-30, 100)), *every_option(dtype, 2, 130, 300))
-    problem = replace(BASE, Sq=130, D=24, Dv=24, dtype=dtype, drawn=drawn, option_view="strided")
+    problem = replace(BASE, Sq=130, D=24, Dv=24, dtype=dtype, options=drawn, option_view="strided")
     with split(5):
         check(problem, "flash")
 
@@ -139,12 +138,12 @@ def test_windows_whose_ends_lie_in_different_parts(dtype: str):
     """A part begins before the tiles that a window leaves whole, or after them."""
     problem = replace(BASE, B=1, Sq=140, D=24, Dv=24, dtype=dtype)
     with split(3):
-        check(replace(problem, drawn=(("window_size", (70, 40)),)), "flash")
+        check(replace(problem, options=(("window_size", (70, 40)),)), "flash")
 
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_results_are_the_same_in_every_run(dtype: str):
-    problem = replace(BASE, dtype=dtype, drawn=(("causal", True),))
+    problem = replace(BASE, dtype=dtype, options=(("causal", True),))
     with split(3):
         first, again = run(problem, "flash"), run(problem, "flash")
     assert all(map(np.array_equal, first, again))

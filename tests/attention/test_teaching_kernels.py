@@ -17,12 +17,13 @@ from support.backward_runs import inputs
 from support.devices import DTYPES, KERNELS, GpuArrays
 from support.forward_runs import TEACHING, check, run
 from support.search import deep, examples, mostly_deep, wider
-from support.strategies import FRUGAL, VIEWS, AttentionProblem, attention_problems
+from support.strategies import FRUGAL, VIEWS, attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads
 from cupyattn.emulator import Report
 from cupyattn.runtime.source import source_root
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -31,7 +32,7 @@ OPTIONS = ("causal", "softmax_scale")
 HEAD_DIMS = wider([(24, 40)], [(7, 33), (64, 64), (1, 1), (40, 24), (80, 136), (256, 256)])
 
 
-def problems(**sizes: Any) -> st.SearchStrategy[AttentionProblem]:
+def problems(**sizes: Any) -> st.SearchStrategy[AttentionCase]:
     """Problems with every option of these kernels, in every kind of view."""
     drawn: dict[str, Any] = {
         "head_dims": HEAD_DIMS, "dtypes": wider(("float16", "float32"), ("bfloat16",)),
@@ -43,13 +44,13 @@ def problems(**sizes: Any) -> st.SearchStrategy[AttentionProblem]:
 @pytest.mark.parametrize("implementation", TEACHING)
 @examples(6, deep=40)
 @given(problem=problems())
-def test_forward_within_bounds_of_the_reference(implementation: str, problem: AttentionProblem):
+def test_forward_within_bounds_of_the_reference(implementation: str, problem: AttentionCase):
     check(problem, implementation)
 
 
 @examples(6, deep=40)
 @given(problem=problems())
-def test_backward_within_bounds_of_the_reference(problem: AttentionProblem):
+def test_backward_within_bounds_of_the_reference(problem: AttentionCase):
     backward_runs.check(problem, "naive")
 
 
@@ -61,7 +62,7 @@ def test_backward_within_bounds_of_the_reference(problem: AttentionProblem):
     ),
 )  # fmt: skip
 def test_head_dims_within_bounds(implementation: str, dtype: str, head_dim: int):
-    problem = AttentionProblem(1, 33, 41, 2, 1, head_dim, 257 - head_dim, dtype)
+    problem = AttentionCase(1, 33, 41, 2, 1, head_dim, 257 - head_dim, dtype)
     check(problem, implementation)
     if implementation == "naive":
         backward_runs.check(problem, "naive")
@@ -74,18 +75,18 @@ def test_long_sequences_within_bounds(implementation: str, dtype: str):
     on_gpu = isinstance(KERNELS, GpuArrays)
     sq, sk = (129, 5000) if on_gpu else (17, 300)
     check(
-        AttentionProblem(1, sq, sk, 2, 1, 24, 40, dtype, drawn=(("causal", True),)), implementation
+        AttentionCase(1, sq, sk, 2, 1, 24, 40, dtype, options=(("causal", True),)), implementation
     )
     if implementation == "naive":
         sq, sk = (1500, 2000) if on_gpu else (70, 100)
-        problem = AttentionProblem(1, sq, sk, 2, 1, 24, 40, dtype, drawn=(("causal", True),))
+        problem = AttentionCase(1, sq, sk, 2, 1, 24, 40, dtype, options=(("causal", True),))
         backward_runs.check(problem, "naive")
 
 
 @pytest.mark.parametrize("implementation", TEACHING)
 def test_rows_without_keys_give_zeros_and_minus_infinity(implementation: str):
     """Causal, with more queries than keys: the first queries see nothing."""
-    problem = AttentionProblem(1, 40, 33, 2, 1, 24, 40, "float16", drawn=(("causal", True),))
+    problem = AttentionCase(1, 40, 33, 2, 1, 24, 40, "float16", options=(("causal", True),))
     out, lse = run(problem, implementation)
     assert (out[:, :7] == 0).all()
     assert (lse[..., :7] == -np.inf).all()
@@ -94,7 +95,7 @@ def test_rows_without_keys_give_zeros_and_minus_infinity(implementation: str):
 
 def test_rows_without_keys_have_no_gradient():
     """Whatever is in their dout."""
-    problem = AttentionProblem(1, 40, 33, 2, 1, 24, 40, "float16", drawn=(("causal", True),))
+    problem = AttentionCase(1, 40, 33, 2, 1, 24, 40, "float16", options=(("causal", True),))
     (dout, *arrays), options = inputs(problem)
     dout[:, :7] = np.nan
     grads = backward_runs.run((dout, *arrays), options, "naive")
@@ -111,7 +112,7 @@ def test_rows_without_keys_have_no_gradient():
 )
 def test_empty_problems_have_empty_results_and_zero_gradients(implementation, empty):
     extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 24, "Dv": 40, **empty}
-    problem = AttentionProblem(**extents, dtype="float16")
+    problem = AttentionCase(**extents, dtype="float16")
     out, lse = run(problem, implementation)
     assert (out == 0).all()
     assert (lse == -np.inf).all()
@@ -129,7 +130,7 @@ def test_empty_problems_have_empty_results_and_zero_gradients(implementation, em
 @pytest.mark.parametrize("implementation", TEACHING)
 def test_a_nan_reaches_the_rows_that_see_it_and_no_others(implementation: str):
     """A query's NaN reaches its row; a key's the rows from it on."""
-    problem = AttentionProblem(1, 70, 70, 1, 1, 24, 40, "float32", drawn=(("causal", True),))
+    problem = AttentionCase(1, 70, 70, 1, 1, 24, 40, "float32", options=(("causal", True),))
     q, k, v = problem.arrays()
     for array, rows in ((q, np.arange(70) == 40), (k, np.arange(70) >= 40)):
         before = array[0, 40, 0, 3].copy()
@@ -143,7 +144,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others(implementation: str):
 
 def test_no_weight_exceeds_one_where_lse_has_no_digits():
     """Scores of 1e10: exp(s - lse) of a score that lse's rounding is below would overflow."""
-    problem = AttentionProblem(1, 40, 70, 1, 1, 24, 40, "float32", drawn=(("softmax_scale", 1e9),))
+    problem = AttentionCase(1, 40, 70, 1, 1, 24, 40, "float32", options=(("softmax_scale", 1e9),))
     (dout, *arrays), options = inputs(problem)
     arrays[4] = np.nextafter(arrays[4], np.float32(-np.inf))  # lse, one unit too small
     grads = backward_runs.run((dout, *arrays), options, "naive")
@@ -154,7 +155,7 @@ def test_no_weight_exceeds_one_where_lse_has_no_digits():
 
 def test_every_gradient_has_one_writer_and_no_atomics():
     """Two CTAs would store the same, but add it twice to what is there."""
-    arrays, options = inputs(AttentionProblem(1, 9, 41, 4, 2, 24, 40, "float16"))
+    arrays, options = inputs(AttentionCase(1, 9, 41, 4, 2, 24, 40, "float16"))
     report = Report()
     with cupyattn.backend("emulator", report=report):
         grads = cupyattn.attention_backward(*arrays, **options, implementation="naive")
@@ -213,7 +214,7 @@ def test_every_option_of_attention_is_either_taken_or_refused():
 
 @pytest.mark.parametrize("implementation", TEACHING)
 def test_a_window_that_is_causal_order_is_taken(implementation: str):
-    q, k, v = map(KERNELS.put, AttentionProblem(1, 9, 9, 1, 1, 24, 40, "float16").arrays())
+    q, k, v = map(KERNELS.put, AttentionCase(1, 9, 9, 1, 1, 24, 40, "float16").arrays())
     window = cupyattn.attention(q, k, v, window_size=(None, 0), implementation=implementation)
     causal = cupyattn.attention(q, k, v, causal=True, implementation=implementation)
     assert_array_equal(KERNELS.get(window), KERNELS.get(causal))

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from support.base_problem import EVERY_OPTION
 from support.devices import KERNELS, SENTINEL
 from support.search import deep, examples, wider
-from support.strategies import EITHER_HALF, FRUGAL, RUN_TIME_OPTIONS, AttentionProblem
+from support.strategies import EITHER_HALF, EVERY_OPTION, FRUGAL, RUN_TIME_OPTIONS
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn.ops.attention.reference.varlen import sequences
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
 KINDS = {"option_views": FRUGAL["option_views"]}
 HEAD_DIMS = wider([(64, 64), (24, 40)], [(5, 8), (88, 80), (128, 128), (192, 72), (256, 256)])
 RAGGED = VarlenProblem(
-    AttentionProblem(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
-                     drawn=(("causal", True),)),
+    AttentionCase(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
+                     options=(("causal", True),)),
     queries=(5, 140, 0, 33),
     keys=(20, 150, 7, 33),
 )  # fmt: skip
@@ -158,7 +158,7 @@ def test_nan_stays_in_its_sequence():
 def test_the_reference_is_a_loop_of_dense_calls(name):
     """Options that count sequences, dropout's mask and mask_mod, count them from the first."""
     lengths_q, lengths_k = (5, 0, 3), (7, 4, 6)
-    dense = AttentionProblem(B=3, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
+    dense = AttentionCase(B=3, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
     problem = VarlenProblem(dense, lengths_q, lengths_k)
     options = dict(EVERY_OPTION[name])
     if name == "bias":
@@ -198,7 +198,7 @@ def test_wild_bounds_touch_nothing_outside(bounds, values_unchecked):
 
 
 PROBLEM = VarlenProblem(
-    AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6), queries=(5, 2), keys=(3, 7)
+    AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6), queries=(5, 2), keys=(3, 7)
 )
 NAMES = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
 RUNS = ("reference", "emulator")

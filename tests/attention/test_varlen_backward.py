@@ -19,13 +19,13 @@ from support.strategies import (
     FRUGAL,
     OPTION_SETS,
     RUN_TIME_OPTIONS,
-    AttentionProblem,
     every_option,
 )
 from support.varlen import VarlenProblem, varlen_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, MaskMod, ScoreMod, attention_varlen, attention_varlen_backward
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -90,7 +90,7 @@ class PackedExpressions(VarlenProblem):
     def given(self) -> dict[str, Any]:
         return {**self.expressions(), "q_offset": self.offsets}
 
-    def options(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         i, j = np.arange(self.longest[0])[:, None], np.arange(self.longest[1])
         mask = np.zeros((self.dense.B, 1, *self.longest), bool)
         of_q, of_k = self.documents()
@@ -109,8 +109,8 @@ class PackedExpressions(VarlenProblem):
 
 KINDS = {"option_views": FRUGAL["option_views"], "spreads": (1.0,)}
 RAGGED = VarlenProblem(
-    AttentionProblem(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
-                     drawn=(("causal", True),)),
+    AttentionCase(B=4, Sq=140, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16",
+                     options=(("causal", True),)),
     queries=(5, 140, 0, 33),
     keys=(20, 150, 7, 0),
     spare=3,
@@ -124,7 +124,7 @@ FLOAT = VarlenProblem(
     spare=3,
 )
 SHORT = VarlenProblem(
-    replace(FLOAT.dense, B=2, Sq=9, Sk=20, H=1, G=1, drawn=()), queries=(9, 5), keys=(20, 0)
+    replace(FLOAT.dense, B=2, Sq=9, Sk=20, H=1, G=1, options=()), queries=(9, 5), keys=(20, 0)
 )
 
 
@@ -139,7 +139,7 @@ SHORT = VarlenProblem(
 @examples(4, deep=20)
 def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, otherwise: bool):
     """Calls with dropout, here those with every option, take two kernels of scores."""
-    deterministic = ("dropout_p" in dict(problem.dense.drawn)) != otherwise
+    deterministic = ("dropout_p" in dict(problem.dense.options)) != otherwise
     ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
     assert max(ratios.values()) <= 1, ratios
 
@@ -156,7 +156,7 @@ def test_each_sequence_is_within_the_dense_bounds(problem: VarlenProblem, otherw
 @examples(3, deep=16)
 def test_float32(problem: VarlenProblem, otherwise: bool):
     """Calls with dropout take two kernels of scores, others one."""
-    deterministic = ("dropout_p" in dict(problem.dense.drawn)) != otherwise
+    deterministic = ("dropout_p" in dict(problem.dense.options)) != otherwise
     ratios = problem.backward_ratios(problem.run_backward(deterministic=deterministic))
     assert max(ratios.values()) <= 1, ratios
 
@@ -190,7 +190,7 @@ def test_gradients_are_added_to_what_is_there(problem, deterministic):
     dense = problem.dense
     bias = (dense.H, dense.Sq, dense.Sk), dense.dtype
     drawn = every_option(dense.dtype, dense.H, dense.Sq, dense.Sk, bias)
-    dense = replace(dense, drawn=drawn, option_view="strided")
+    dense = replace(dense, options=drawn, option_view="strided")
     problem = replace(problem, dense=dense)
     plain = problem.run_backward(deterministic=deterministic)
     there = {name: np.full(x.shape, 0.5, x.dtype) for name, x in plain.items()}

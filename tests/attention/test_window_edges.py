@@ -15,9 +15,9 @@ from support.backward_runs import placed, run
 from support.devices import KERNELS
 from support.forward_runs import check
 from support.search import deep, mostly_deep
-from support.strategies import AttentionProblem
 
 import cupyattn
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -32,9 +32,9 @@ NARROW = (24, 40)
 
 def problem(dtype: str, head_dim: int | tuple[int, int], sq: int, sk: int, **drawn):
     head_dim, head_dim_v = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    return AttentionProblem(
+    return AttentionCase(
         B=1, Sq=sq, Sk=sk, H=1, G=1, D=head_dim, Dv=head_dim_v, dtype=dtype,
-        drawn=(("q_offset", 0), *drawn.items()),
+        options=(("q_offset", 0), *drawn.items()),
     )  # fmt: skip
 
 
@@ -96,10 +96,8 @@ def test_no_gradient_of_a_row_without_keys_whatever_its_dout(
     dout_of_nothing: float,
 ):
     """seqused_k = 0 in one sequence of two: its dout and keys reach nothing."""
-    two = AttentionProblem(
-        2, 40, 70, 2, 1, *head_dims, dtype=dtype, drawn=(("seqused_k", (0, 70)),)
-    )
-    arrays, options = two.arrays(), two.options()
+    two = AttentionCase(2, 40, 70, 2, 1, *head_dims, dtype=dtype, options=(("seqused_k", (0, 70)),))
+    arrays, options = two.arrays(), two.keywords()
     dout, _ = two.gradients()
     dout[0] = dout_of_nothing
     out, lse = cupyattn.attention(*map(KERNELS.put, arrays), **placed(options), return_lse=True)

@@ -15,11 +15,12 @@ from support.devices import without_tensor_cores
 from support.forward_runs import run as run_forward
 from support.paged import PagedProblem, on_kernels
 from support.search import examples, mostly_deep, wider
-from support.strategies import FRUGAL, AttentionProblem, attention_problems
+from support.strategies import FRUGAL, attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.ops.attention.kernels import float32
+from cupyattn.testing import AttentionCase
 
 pytestmark = pytest.mark.nvrtc
 
@@ -30,10 +31,10 @@ def kernels_of_such_a_device():
         yield
 
 
-def forward_ratio(problem: AttentionProblem) -> float:
+def forward_ratio(problem: AttentionCase) -> float:
     """The largest error over the bound of weights that stay in float32."""
     found = run_forward(problem, "flash")
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     row = float32.forward.flash_row(75, problem.D, problem.Dv)
     bounds = reference.attention_bound(
         *arrays, dtype="float16", tile_k=row.tile_k, float32_weights=True, **options
@@ -42,7 +43,7 @@ def forward_ratio(problem: AttentionProblem) -> float:
     return max(reference.error_ratio(*each) for each in zip(found, exact, bounds, strict=True))
 
 
-def backward_ratio(problem: AttentionProblem, **more: Any) -> float:
+def backward_ratio(problem: AttentionCase, **more: Any) -> float:
     """The largest error of a gradient over that bound."""
     arrays, options = inputs(problem)
     found = run_backward(arrays, options, "flash", **more)
@@ -58,21 +59,21 @@ DRAWN = attention_problems(
 
 @given(problem=DRAWN)
 @examples(3, deep=16)
-def test_forward_within_bounds_of_the_reference(problem: AttentionProblem):
+def test_forward_within_bounds_of_the_reference(problem: AttentionCase):
     assert forward_ratio(problem) <= 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @given(problem=DRAWN)
 @examples(3, deep=12)
-def test_backward_within_bounds_of_the_reference(deterministic: bool, problem: AttentionProblem):
+def test_backward_within_bounds_of_the_reference(deterministic: bool, problem: AttentionCase):
     assert backward_ratio(problem, deterministic=deterministic) <= 1
 
 
-BASE = AttentionProblem(B=2, Sq=37, Sk=90, H=4, G=2, D=24, Dv=40, dtype="float16")
+BASE = AttentionCase(B=2, Sq=37, Sk=90, H=4, G=2, D=24, Dv=40, dtype="float16")
 EVERY_OPTION = replace(
     BASE, B=1, Sk=70,
-    drawn=(("causal", True), ("mask", (37, 70)), ("bias", ((4, 1, 70), "float16")),
+    options=(("causal", True), ("mask", (37, 70)), ("bias", ((4, 1, 70), "float16")),
            ("alibi_slopes", ((4,), "float32", 1)), ("softcap", 2.0), ("sinks", "float16"),
            ("dropout_p", 0.5)),
 )  # fmt: skip
@@ -132,5 +133,5 @@ def _on_such_a_device(problem: PagedProblem, arrays: tuple[np.ndarray, ...]) -> 
 
 
 def test_keys_are_split_where_few_queries_see_many():
-    problem = AttentionProblem(B=1, Sq=2, Sk=300, H=2, G=1, D=64, Dv=64, dtype="float16")
+    problem = AttentionCase(B=1, Sq=2, Sk=300, H=2, G=1, D=64, Dv=64, dtype="float16")
     assert forward_ratio(problem) <= 1

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import CUPY, EMULATED, NUMPY, EmulatedArrays, placed
-from support.strategies import AttentionProblem, attention_problems
+from support.strategies import attention_problems
 
 import cupyattn
 from cupyattn import AttentionGrads, attention, attention_backward, softmax, softmax_backward, vjp
+from cupyattn.testing import AttentionCase
 
 EMULATED_DEEP = (pytest.mark.deep, pytest.mark.nvrtc)
-PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, drawn=(("causal", True),))
+PROBLEM = AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, options=(("causal", True),))
 
 
 def assert_all_equal(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
@@ -30,7 +31,7 @@ def assert_all_equal(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None
 
 @given(problem=attention_problems(largest=20), return_lse=st.booleans(), use_lse=st.booleans())
 def test_attention_is_its_forward_and_its_backward(problem, return_lse, use_lse):
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     dout, dlse = problem.gradients()
     result, pullback = vjp(attention, *arrays, **options, return_lse=return_lse)
     out, lse = attention(*arrays, **options, return_lse=True)

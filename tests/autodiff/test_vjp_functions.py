@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import NUMPY, kernels_only
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import attention, attention_backward, softmax, softmax_backward, vjp
 from cupyattn.runtime import differentiable as rules
 from cupyattn.runtime.differentiable import differentiable
+from cupyattn.testing import AttentionCase
 
-PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
+PROBLEM = AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
 Q, K, V = (x.astype(np.float32) for x in PROBLEM.arrays())
 DOUT, DLSE = PROBLEM.gradients()
 X = np.random.default_rng(0).standard_normal((3, 9), dtype=np.float32)
@@ -76,7 +76,7 @@ def assert_differentiated_as_its_call(
     function: Callable[..., Any],
     options: dict[str, Any],
     side: Any,
-    problem: AttentionProblem = PROBLEM,
+    problem: AttentionCase = PROBLEM,
 ) -> None:
     arrays, dout = [side.put(x) for x in problem.arrays()], side.put(problem.gradients()[0])
     result, pullback = vjp(function, *arrays)

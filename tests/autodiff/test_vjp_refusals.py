@@ -14,7 +14,6 @@ import pytest
 from numpy.testing import assert_array_equal
 from support.bad_input.every_function import every_function
 from support.recording_device import device_array
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import (
@@ -27,8 +26,9 @@ from cupyattn import (
     vjp,
 )
 from cupyattn.runtime import differentiable as rules
+from cupyattn.testing import AttentionCase
 
-PROBLEM = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
+PROBLEM = AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6)
 Q, K, V = (x.astype(np.float32) for x in PROBLEM.arrays())
 DOUT = PROBLEM.gradients()[0]
 BIAS = PROBLEM.normal("bias", (5, 7)).astype(np.float32)

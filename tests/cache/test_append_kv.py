@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.appends import POSITIONS, AppendProblem
 from support.devices import KERNELS, dtype_of, everywhere
+from support.paged import POSITIONS, AppendProblem
 from support.search import deep, examples, mostly_deep, wider
 
 import cupyattn

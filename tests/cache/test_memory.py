@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.appends import AppendProblem
-from support.paged import PagedProblem, multiprocessors, on_emulator, scales_of
+from support.paged import AppendProblem, PagedProblem, multiprocessors, on_emulator, scales_of
 from support.search import deep, mostly_deep
 
 import cupyattn

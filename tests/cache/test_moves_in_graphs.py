@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.appends import AppendProblem
+from support.paged import AppendProblem
 
 import cupyattn
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.appends import AppendProblem
 from support.devices import everywhere
+from support.paged import AppendProblem
 
 import cupyattn
 from cupyattn.ops.cache.kernels import AppendArrays, CopyArrays, GatherArrays

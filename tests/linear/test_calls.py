@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import everywhere
-from support.linear_problems import LinearCase, exact
+from support.linear_problems import LinearProblem, exact
 from support.quantised_weights import made_up
 from support.recording_device import Recorder
 from support.search import deep
@@ -40,7 +40,7 @@ def made(recorder):
 
 def launch_forward(case, saved=False, **more):
     recorder = Recorder(np.empty)
-    x, w, b = case.inputs()
+    x, w, b = case.arrays()
     operands = adopt(LinearArrays(x, w, b=b, **more))
     call = forward_call(operands, case.activation, saved, None)
     return recorder, run(recorder, forward_plan(call, recorder.traits), operands)
@@ -48,7 +48,7 @@ def launch_forward(case, saved=False, **more):
 
 def launch_backward(case, saved=True, **more):
     recorder = Recorder(np.empty)
-    x, w, b = case.inputs()
+    x, w, b = case.arrays()
     dout = case.normal("dout", *case.M, case.N)
     z = case.normal("z", *case.M, case.width) if saved and case.activation else None
     operands = adopt(LinearBackwardArrays(dout, x, w, b=b, preactivation=z, **more))
@@ -58,7 +58,7 @@ def launch_backward(case, saved=True, **more):
 
 @pytest.mark.parametrize(("rows", "entry"), [(1, "thin"), (16, "thin"), (17, "forward")])
 def test_one_launch_forward(rows, entry):
-    case = LinearCase((rows,), 64, 64, activation="relu")
+    case = LinearProblem((rows,), 64, 64, activation="relu")
     recorder, results = launch_forward(case, saved=True)
     assert recorder.entries == [f"linear_{entry}_f32"]
     assert results.out.shape == results.preactivation.shape == (rows, 64)
@@ -67,27 +67,27 @@ def test_one_launch_forward(rows, entry):
 
 def test_given_out_is_used():
     out = np.zeros((40, 64), np.float32)
-    recorder, results = launch_forward(LinearCase((40,), 64, 64), out=out)
+    recorder, results = launch_forward(LinearProblem((40,), 64, 64), out=out)
     assert results.out is out
     assert not recorder.allocated
 
 
 @pytest.mark.parametrize(("outer", "tile"), [(64, 64), (640, 128)])
 def test_large_tiles_for_results_of_many(outer, tile):
-    recorder, _ = launch_forward(LinearCase((1024,), 8, outer))
+    recorder, _ = launch_forward(LinearProblem((1024,), 8, outer))
     (launch,) = recorder.launches
     assert dict(launch.specialisation.macros)["TILE_M"] == tile
     assert launch.grid[0] == -(-1024 // tile) * -(-outer // 64)
 
 
 def test_backward_with_a_preactivation_has_four_launches():
-    recorder, results = launch_backward(LinearCase((40,), 64, 64, activation="silu"))
+    recorder, results = launch_backward(LinearProblem((40,), 64, 64, activation="silu"))
     assert recorder.entries == ["linear_dx_f32", "linear_dw_f32", "linear_db_f32", "column_sums"]
     assert (results.dx.shape, results.dw.shape, results.db.shape) == ((40, 64), (64, 64), (64,))
 
 
 def test_backward_without_a_preactivation_computes_it_in_the_workspace():
-    case = LinearCase((40,), 64, 64, activation="swiglu", biased=False)
+    case = LinearProblem((40,), 64, 64, activation="swiglu", biased=False)
     recorder, _ = launch_backward(case, saved=False)
     assert recorder.entries == ["linear_forward_f32", "linear_dx_f32", "linear_dw_f32"]
     first, dx, _ = recorder.launches
@@ -98,8 +98,8 @@ def test_backward_without_a_preactivation_computes_it_in_the_workspace():
 
 
 def test_a_workspace_makes_allocations_unnecessary():
-    case = LinearCase((40,), 64, 64, "bfloat16", "gelu")
-    x, w, b = case.inputs()
+    case = LinearProblem((40,), 64, 64, "bfloat16", "gelu")
+    x, w, b = case.arrays()
     grads = {"dx": np.zeros_like(x), "dw": np.zeros_like(w), "db": np.zeros_like(b)}
     with pytest.raises(
         ValueError, match=r"workspace has 100 bytes; this call needs (\d+)"
@@ -112,7 +112,7 @@ def test_a_workspace_makes_allocations_unnecessary():
 
 
 def test_accumulate_starts_new_gradients_at_zero():
-    case = LinearCase((5,), 8, 8, accumulate=True)
+    case = LinearProblem((5,), 8, 8, accumulate=True)
     dw = np.ones((8, 8), np.float32)
     _, results = launch_backward(case, dw=dw)
     assert results.dw is dw
@@ -121,19 +121,19 @@ def test_accumulate_starts_new_gradients_at_zero():
 
 
 def test_equal_calls_share_a_plan():
-    first, second = (launch_forward(LinearCase((40,), 64, 64))[0] for _ in range(2))
+    first, second = (launch_forward(LinearProblem((40,), 64, 64))[0] for _ in range(2))
     assert first.launches[0].specialisation is second.launches[0].specialisation
     assert first.launches[0].arguments[-1] is second.launches[0].arguments[-1]
 
 
-CASE = LinearCase((70,), 24, 40, turned=True)
+CASE = LinearProblem((70,), 24, 40, transposed=True)
 CASES = [
     CASE,
-    replace(CASE, turned=False),
+    replace(CASE, transposed=False),
     replace(CASE, dtype="float16"),
-    replace(CASE, dtype="float16", turned=False),
+    replace(CASE, dtype="float16", transposed=False),
     replace(CASE, dtype="float16", M=(0,)),
-    *deep(replace(CASE, view="odd"), replace(CASE, dtype="float16", activation="swiglu")),
+    *deep(replace(CASE, view="sliced"), replace(CASE, dtype="float16", activation="swiglu")),
     *deep(replace(CASE, dtype="bfloat16", activation="gelu")),
 ]
 
@@ -145,7 +145,7 @@ def strides(array: Any, *, turned: bool) -> tuple[int, int]:
     return (item, rows * item) if turned else (columns * item, item)
 
 
-def ratio(dw: Any, case: LinearCase, arrays: Any) -> float:
+def ratio(dw: Any, case: LinearProblem, arrays: Any) -> float:
     """The largest error of dw over its bound."""
     expected = reference.linear_backward(*map(exact, arrays), activation=case.activation).dw
     bound = reference.linear_backward_bound(*arrays, dtype=case.dtype, activation=case.activation)
@@ -155,13 +155,13 @@ def ratio(dw: Any, case: LinearCase, arrays: Any) -> float:
 @everywhere
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_new_dw_has_the_order_of_w(side, case):
-    x, w, b = case.inputs()
+    x, w, b = case.arrays()
     dout = case.normal("dout", *case.M, case.N)
     given = [side.put(array) for array in (dout, x, w, b)]
     dw = cupyattn.linear_backward(*given, activation=case.activation).dw
     assert dw.shape == w.shape
     assert dw.dtype == w.dtype
-    assert dw.strides == strides(dw, turned=case.turned)
+    assert dw.strides == strides(dw, turned=case.transposed)
     assert ratio(side.get(dw), case, (dout, x, w, b)) <= 1
 
 
@@ -169,8 +169,8 @@ def test_new_dw_has_the_order_of_w(side, case):
 @pytest.mark.parametrize("turned", [False, True])
 def test_given_dw_keeps_its_order(side, turned):
     """A given dw may have the other order than w. A new dw next to a given dx has that of w."""
-    case = replace(CASE, turned=turned)
-    x, w, b = case.inputs()
+    case = replace(CASE, transposed=turned)
+    x, w, b = case.arrays()
     dout = case.normal("dout", 70, 40)
     given = [side.put(array) for array in (dout, x, w, b)]
     plain = cupyattn.linear_backward(*given)
@@ -205,7 +205,7 @@ def _loss(side, given):
 
 @everywhere
 def test_cross_entropy_gives_dw_in_the_order_of_w(side):
-    x, w, _ = CASE.inputs()
+    x, w, _ = CASE.arrays()
     given = side.put(x), side.put(w)
     (dloss, lse), labels = _loss(side, given)
     plain, into = (

@@ -11,9 +11,15 @@ import pytest
 from hypothesis import given
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, without_tensor_cores
-from support.linear_problems import LinearCase, backward_ratio, forward_ratio, linear_cases, put
+from support.linear_problems import (
+    LinearProblem,
+    backward_ratio,
+    forget_plans,
+    forward_ratio,
+    linear_problems,
+    put,
+)
 from support.search import deep, examples, mostly_deep
-from support.tensor_core_linear import forget_plans
 
 import cupyattn
 from cupyattn import LinearGrads
@@ -30,19 +36,19 @@ KINDS = [
 
 @pytest.mark.deep
 @examples(4)
-@given(case=linear_cases(KINDS))
-def test_forward_within_bounds_of_the_reference(case: LinearCase):
+@given(case=linear_problems(KINDS))
+def test_forward_within_bounds_of_the_reference(case: LinearProblem):
     assert forward_ratio(case)[0] <= 1
 
 
 @pytest.mark.deep
 @examples(3)
-@given(case=linear_cases(KINDS))
-def test_backward_within_bounds_of_the_reference(case: LinearCase):
+@given(case=linear_problems(KINDS))
+def test_backward_within_bounds_of_the_reference(case: LinearProblem):
     assert backward_ratio(case) <= 1
 
 
-CASE = LinearCase((70,), 40, 72, residual=True)
+CASE = LinearProblem((70,), 40, 72, residual=True)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ CASE = LinearCase((70,), 40, 72, residual=True)
 def test_activations_are_within_bounds(dtype, activation):
     case = replace(CASE, dtype=dtype, activation=activation, spread=2.0)
     assert forward_ratio(case)[0] <= 1
-    assert backward_ratio(replace(case, turned=True)) <= 1
+    assert backward_ratio(replace(case, transposed=True)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -80,7 +86,7 @@ def test_activations_are_within_bounds(dtype, activation):
 )
 def test_sizes_around_tiles_are_within_bounds(sizes, turned):
     rows, inner, outer = sizes
-    case = LinearCase((rows,), inner, outer, activation="gelu_tanh", turned=turned)
+    case = LinearProblem((rows,), inner, outer, activation="gelu_tanh", transposed=turned)
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
@@ -97,7 +103,7 @@ def test_sizes_around_tiles_are_within_bounds(sizes, turned):
 def test_few_rows(rows, dtype, activation, turned):
     """Whole vectors, several passes over K by all warps, a ragged end of K and of the columns."""
     for inner, outer in ((520, 40), (133, 35)):
-        case = LinearCase((rows,), inner, outer, dtype, activation, turned, residual=True)
+        case = LinearProblem((rows,), inner, outer, dtype, activation, turned, residual=True)
         assert forward_ratio(case)[0] <= 1
 
 
@@ -122,7 +128,7 @@ def large_tiles(monkeypatch):
     ],
 )
 def test_large_tiles_are_within_bounds(dtype, activation, turned, large_tiles):
-    case = LinearCase((150,), 24, 136, dtype, activation, turned, seed=3)
+    case = LinearProblem((150,), 24, 136, dtype, activation, turned, seed=3)
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
@@ -132,15 +138,15 @@ def test_large_tiles_are_within_bounds(dtype, activation, turned, large_tiles):
 def test_empty_axes_give_the_bias_and_zero_gradients(sizes, dtype):
     """A sum of nothing is 0: out is the bias, through the activation."""
     rows, inner, outer = sizes
-    case = LinearCase((rows,), inner, outer, dtype, "gelu_tanh")
+    case = LinearProblem((rows,), inner, outer, dtype, "gelu_tanh")
     assert forward_ratio(case)[0] <= 1
     for accumulate in (False, True):
         assert backward_ratio(replace(case, accumulate=accumulate)) <= 1
 
 
 def test_gradients_repeat_their_bits():
-    case = LinearCase((130,), 8, 64)
-    x, w, b = map(put, case.inputs())
+    case = LinearProblem((130,), 8, 64)
+    x, w, b = map(put, case.arrays())
     given = put(case.normal("dout", 130, 64)), x, w, b
     first, second = (cupyattn.linear_backward(*given, activation="gelu_tanh") for _ in range(2))
     for a, again in zip(first, second, strict=True):
@@ -149,8 +155,8 @@ def test_gradients_repeat_their_bits():
 
 def test_results_are_written_in_place():
     """Results go into slices, dw into the transpose of an array. Nothing else is written."""
-    case = LinearCase((5,), 9, 11)
-    x, w, b = map(put, case.inputs())
+    case = LinearProblem((5,), 9, 11)
+    x, w, b = map(put, case.arrays())
     wide, kept = (KERNELS.put(np.full((5, 20), 77, np.float32)) for _ in range(2))
     given = wide[:, :11], kept[:, 2:13]
     results = cupyattn.linear(x, w, b, activation="gelu_tanh", return_preactivation=True, out=given)
@@ -175,7 +181,7 @@ def test_results_are_written_in_place():
 
 def test_nan_around_the_arrays_stays_out():
     """NaN surrounds every row of the arrays."""
-    case = LinearCase((33,), 13, 21, view="odd", activation="gelu_tanh")
+    case = LinearProblem((33,), 13, 21, view="sliced", activation="gelu_tanh")
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
@@ -207,10 +213,10 @@ def require_frugal(report: Report, wasteful: set[str]) -> None:
 )
 @pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
 def test_forward_wastes_no_memory_access(rows, turned, dtype):
-    case = LinearCase((rows,), 256, 64, dtype, "gelu_tanh", turned)
+    case = LinearProblem((rows,), 256, 64, dtype, "gelu_tanh", turned)
     report = Report()
     with cupyattn.backend("emulator", report=report):
-        cupyattn.linear(*case.inputs(), activation="gelu_tanh")
+        cupyattn.linear(*case.arrays(), activation="gelu_tanh")
     require_frugal(report, set())
     assert report.sector_efficiency == 1
 
@@ -219,8 +225,8 @@ def test_forward_wastes_no_memory_access(rows, turned, dtype):
 @pytest.mark.parametrize("dtype", ["float32", *deep("bfloat16")])
 def test_backward_wastes_no_memory_access(turned, dtype):
     """Each thread of db stores eight sums of bfloat16 columns in two pieces of 16 bytes."""
-    case = LinearCase((64,), 64, 128, dtype, "gelu_tanh", turned)
-    x, w, b = case.inputs()
+    case = LinearProblem((64,), 64, 128, dtype, "gelu_tanh", turned)
+    x, w, b = case.arrays()
     dout, z = (case.normal(name, 64, 128) for name in ("dout", "z"))
     report = Report()
     with cupyattn.backend("emulator", report=report):
@@ -240,21 +246,23 @@ def test_backward_wastes_no_memory_access(turned, dtype):
 FLOAT16_KINDS = [("float16", name) for name in ("gelu_tanh", "swiglu", "relu", None)]
 
 
-TILES = LinearCase((70,), 24, 72, "float16", "swiglu", residual=True)
+TILES = LinearProblem((70,), 24, 72, "float16", "swiglu", residual=True)
 
 
-@pytest.mark.parametrize("case", [TILES, *deep(replace(TILES, turned=True, activation="geglu"))])
+@pytest.mark.parametrize(
+    "case", [TILES, *deep(replace(TILES, transposed=True, activation="geglu"))]
+)
 @without_tensor_cores()
-def test_tiles_without_tensor_cores(case: LinearCase):
+def test_tiles_without_tensor_cores(case: LinearProblem):
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
 
 @pytest.mark.deep
 @examples(14)
-@given(case=linear_cases(FLOAT16_KINDS))
+@given(case=linear_problems(FLOAT16_KINDS))
 @without_tensor_cores()
-def test_within_bounds_without_tensor_cores(case: LinearCase):
+def test_within_bounds_without_tensor_cores(case: LinearProblem):
     assert forward_ratio(case)[0] <= 1
     assert backward_ratio(case) <= 1
 
@@ -264,5 +272,5 @@ def test_within_bounds_without_tensor_cores(case: LinearCase):
 @without_tensor_cores()
 def test_few_rows_without_tensor_cores(rows: int, turned: bool):
     """One row has a kernel that never uses tensor cores; it splits a long K."""
-    case = LinearCase((rows,), 2056, 40, "float16", None, turned, residual=True)
+    case = LinearProblem((rows,), 2056, 40, "float16", None, turned, residual=True)
     assert forward_ratio(case)[0] <= 1

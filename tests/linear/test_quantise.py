@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import KERNELS, SENTINEL
+from support.devices import KERNELS, SENTINEL, dtype_of
 from support.quantised_weights import LARGE, MADE, made_up, moved, weights
 from support.search import deep, examples, mostly_deep, wider
-from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, without_tensor_cores
-from support.linear_problems import LinearCase, forward_ratio, forward_steps, put
+from support.linear_problems import LinearProblem, forward_ratio, forward_steps, put
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples, mostly_deep, wider
 
@@ -42,18 +42,18 @@ ACTIVATIONS = {1: "swiglu", 2: "gelu", 4: "relu", 8: "geglu", 16: "silu", 32: "g
 
 def case(
     rows: int, outer: int, inner: int, weights: str, activation: str | None = None, **options: Any
-) -> LinearCase:
+) -> LinearProblem:
     dtype = options.pop("dtype", "float16")
-    return LinearCase((rows,), inner, outer, dtype, activation, weights=weights, **options)
+    return LinearProblem((rows,), inner, outer, dtype, activation, weights=weights, **options)
 
 
-def steps_of(problem: LinearCase, traits: DeviceTraits) -> tuple[str, ...]:
+def steps_of(problem: LinearProblem, traits: DeviceTraits) -> tuple[str, ...]:
     """Return the kernels of a call."""
-    steps = forward_steps(*problem.inputs(), problem.activation, traits)
+    steps = forward_steps(*problem.arrays(), problem.activation, traits)
     return tuple(step.specialisation.spec.entry for step in steps)
 
 
-def require_right(problem: LinearCase) -> None:
+def require_right(problem: LinearProblem) -> None:
     assert forward_ratio(problem)[0] <= 1
 
 
@@ -67,7 +67,7 @@ def test_every_format(rows, weights):
     """K takes several iterations and ends within a span; N has a tail; all options are on."""
     inner = 2048 + (256 if weights == "q4_k" else FORMATS[weights].block_size or 32)
     activation = next(kind for limit, kind in ACTIVATIONS.items() if rows <= limit)
-    view = "odd" if rows == 5 else "contiguous"  # scalar loads
+    view = "sliced" if rows == 5 else "contiguous"  # scalar loads
     problem = case(rows, 37, inner, weights, activation, residual=True, view=view)
     assert steps_of(problem, DeviceTraits(75, 2))[0] == "linear_quantised_thin"
     require_right(problem)
@@ -102,7 +102,7 @@ def test_drawn_problems(data):
         data.draw(st.integers(1, 90)),
         unit * data.draw(st.sampled_from((1, 2, 3, 4, 5, 9))),
         weights,
-        view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
+        view=data.draw(st.sampled_from(("contiguous", "padded", "sliced"))),
         biased=data.draw(st.booleans()),
         residual=data.draw(st.booleans()),
         block_size=None if weights == "q4_k" else data.draw(st.sampled_from((None, 32))),
@@ -121,7 +121,7 @@ def test_long_k_is_split_and_repeats_its_bits(problem):
     traits = KERNELS.device.traits
     assert steps_of(problem, traits) == ("linear_quantised_thin", "linear_thin_merge")
     require_right(problem)
-    arrays = tuple(map(put, problem.inputs()))
+    arrays = tuple(map(put, problem.arrays()))
     first, second = (
         KERNELS.get(cupyattn.linear(*arrays, activation=problem.activation)) for _ in range(2)
     )
@@ -141,7 +141,7 @@ def test_float32_arithmetic(rows, dtype, weights):
 
 
 @pytest.mark.parametrize(("weights", "block_size"), [OTHER_BLOCKS[0], *deep(*OTHER_BLOCKS[1:])])
-@pytest.mark.parametrize("view", ["odd", *deep("contiguous")])
+@pytest.mark.parametrize("view", ["sliced", *deep("contiguous")])
 def test_float16_without_tensor_cores(view, weights, block_size):
     inner = -(-576 // block_size) * block_size
     problem = case(1, 35, inner, weights, "gelu", view=view, block_size=block_size)
@@ -259,7 +259,7 @@ def test_least_and_largest_codes_are_within_bounds(dtype):
     ],
 )
 def test_codes_are_read_once_in_vectors_without_bank_conflicts(rows, weights, dtype):
-    x, w, b = case(rows, 192, 1024, weights, dtype=dtype).inputs()
+    x, w, b = case(rows, 192, 1024, weights, dtype=dtype).arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.linear(x, w, b)

@@ -13,10 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import KERNELS, choose, without_tensor_cores
-from support.linear_problems import LinearCase, backward_ratio, forward_ratio, forward_steps, put
+from support.linear_problems import (
+    LinearProblem,
+    backward_ratio,
+    forget_plans,
+    forward_ratio,
+    forward_steps,
+    put,
+    tensor_core_alone,
+)
 from support.quantised_weights import of_usual_size
 from support.search import deep, examples
-from support.tensor_core_linear import forget_plans, tensor_core_alone
 
 import cupyattn
 from cupyattn import QuantizedWeight, reference
@@ -38,8 +45,8 @@ T4 = DeviceTraits(75, 40)
 
 def case(
     rows: int, outer: int, inner: int, weights: str, activation: str | None = None, **options: Any
-) -> LinearCase:
-    return LinearCase((rows,), inner, outer, "float16", activation, weights=weights, **options)
+) -> LinearProblem:
+    return LinearProblem((rows,), inner, outer, "float16", activation, weights=weights, **options)
 
 
 # At the last row and column of a tile, before and after them; the sum in one k-tile and in
@@ -48,7 +55,7 @@ def case(
 FORWARD = [
     ("narrow", case(257, 129, 96, "nf4", "gelu_tanh", block_size=32, residual=True)),
     ("narrow", case(255, 72, 128, "int4", "swiglu", residual=True, view="padded")),
-    ("few", case(33, 35, 64, "q4_1", "gelu", view="odd", residual=True)),
+    ("few", case(33, 35, 64, "q4_1", "gelu", view="sliced", residual=True)),
     ("small", case(127, 65, 256, "q4_k", "silu")),
     ("small", case(260, 8, 64, "nf4")),  # CTAs whose rows do not exist
     *deep(
@@ -60,7 +67,7 @@ FORWARD = [
         ("narrow", case(31, 128, 576, "int8", "gelu", residual=True)),
         ("narrow", case(257, 72, 96, "int8", block_size=32)),
         ("small", case(128, 128, 160, "q4_1", "swiglu", residual=True)),
-        ("narrow", case(256, 127, 256, "q4_k", "geglu", view="odd")),
+        ("narrow", case(256, 127, 256, "q4_k", "geglu", view="sliced")),
         ("narrow", case(2, 1, 64, "int4", block_size=32, seed=1)),
     ),
 ]
@@ -84,17 +91,20 @@ def test_the_codebook_of_nf4_is_rounded_to_the_nearest_float16():
 # w whose rows of codes are its rows: the product of dx, as people call it themselves. Its sum is
 # over rows of codes, as many as there are; its columns are whole runs of codes.
 ACROSS = [
-    ("narrow", case(65, 160, 33, "nf4", turned=True, biased=False)),
-    ("few", case(3, 256, 70, "q4_k", "gelu", turned=True, residual=True)),
+    ("narrow", case(65, 160, 33, "nf4", transposed=True, biased=False)),
+    ("few", case(3, 256, 70, "q4_k", "gelu", transposed=True, residual=True)),
     # The residual and the result have different strides and alignments.
-    ("small", case(3, 64, 33, "int8", turned=True, biased=False, view="odd", residual=True)),
+    ("small", case(3, 64, 33, "int8", transposed=True, biased=False, view="sliced", residual=True)),
     *deep(
-        ("small", case(130, 96, 31, "int4", turned=True, block_size=32, residual=True)),
-        ("small", case(70, 64, 40, "nf4", turned=True, biased=False, view="padded", residual=True)),
-        ("small", case(16, 96, 2, "int8", turned=True, biased=False, seed=1)),
-        ("narrow", case(257, 32, 64, "q4_1", "swiglu", turned=True, view="odd")),
-        ("narrow", case(70, 1056, 40, "int8", turned=True, block_size=32)),
-        ("small", case(129, 128, 65, "nf4", "geglu", turned=True, residual=True)),
+        ("small", case(130, 96, 31, "int4", transposed=True, block_size=32, residual=True)),
+        (
+            "small",
+            case(70, 64, 40, "nf4", transposed=True, biased=False, view="padded", residual=True),
+        ),
+        ("small", case(16, 96, 2, "int8", transposed=True, biased=False, seed=1)),
+        ("narrow", case(257, 32, 64, "q4_1", "swiglu", transposed=True, view="sliced")),
+        ("narrow", case(70, 1056, 40, "int8", transposed=True, block_size=32)),
+        ("small", case(129, 128, 65, "nf4", "geglu", transposed=True, residual=True)),
     ),
 ]
 
@@ -112,10 +122,13 @@ BACKWARD = [
         ("narrow", case(1, 70, 96, "int8", biased=False, accumulate=True)),
         ("few", case(65, 33, 256, "q4_k", "silu", given=False)),
         ("few", case(7, 200, 192, "nf4", "relu", accumulate=True)),
-        ("small", case(257, 40, 96, "q4_1", "relu", view="odd")),
-        ("narrow", case(33, 64, 96, "nf4", "geglu", turned=True, block_size=32, accumulate=True)),
+        ("small", case(257, 40, 96, "q4_1", "relu", view="sliced")),
+        (
+            "narrow",
+            case(33, 64, 96, "nf4", "geglu", transposed=True, block_size=32, accumulate=True),
+        ),
         ("small", case(16, 264, 384, "int4", given=False)),
-        ("narrow", case(31, 96, 65, "int8", "gelu_tanh", turned=True, biased=False)),
+        ("narrow", case(31, 96, 65, "int8", "gelu_tanh", transposed=True, biased=False)),
     ),
 ]
 
@@ -126,14 +139,14 @@ def test_backward(shape, problem):
         assert 0 < backward_ratio(problem) <= 1
 
 
-def launches_of(problem: LinearCase, traits: DeviceTraits) -> tuple[tuple[str, int], ...]:
+def launches_of(problem: LinearProblem, traits: DeviceTraits) -> tuple[tuple[str, int], ...]:
     """Return the kernels of a forward on a device, with their grids."""
     with tensor_core_alone():
-        steps = forward_steps(*problem.inputs(), problem.activation, traits)
+        steps = forward_steps(*problem.arrays(), problem.activation, traits)
     return tuple((step.specialisation.label, step.ctas) for step in steps)
 
 
-def steps_of(problem: LinearCase) -> tuple[str, ...]:
+def steps_of(problem: LinearProblem) -> tuple[str, ...]:
     """Return the kernels of a forward on a T4."""
     return tuple(label.partition("[")[0] for label, _ in launches_of(problem, T4))
 
@@ -142,7 +155,7 @@ def steps_of(problem: LinearCase) -> tuple[str, ...]:
     "problem",
     [
         case(70, 72, 2048, "nf4", "geglu", residual=True),
-        *deep(case(17, 64, 2051, "int4", turned=True)),
+        *deep(case(17, 64, 2051, "int4", transposed=True)),
         *deep(case(130, 264, 2304, "q4_k", biased=False), case(65, 33, 4128, "int8", "silu")),
     ],
     ids=str,
@@ -156,14 +169,14 @@ def test_a_long_sum_of_few_results_is_split(problem):
 @pytest.mark.parametrize("shape", ["few", *deep("narrow", "small")])
 def test_sum_split_in_three_is_within_bounds(shape):
     """Four places are reserved for three parts; the last stays empty."""
-    problem = case(70, 64, 1536, "nf4", turned=True, biased=False)
+    problem = case(70, 64, 1536, "nf4", transposed=True, biased=False)
     with KERNELS.running(), tensor_core_alone(shape, splits=3):
         assert 0 < forward_ratio(problem)[0] <= 1
 
 
 def test_split_sum_has_no_empty_part():
     """16416 items in 32 parts of whole runs would leave two without any."""
-    problem = case(40, 32, 16416, "int8", turned=True, biased=False)
+    problem = case(40, 32, 16416, "int8", transposed=True, biased=False)
     assert steps_of(problem) == ("linear_product_quantised", "linear_split_sums")
     with KERNELS.running(), tensor_core_alone():
         assert 0 < forward_ratio(problem)[0] <= 1
@@ -172,7 +185,7 @@ def test_split_sum_has_no_empty_part():
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "problem",
-    [case(256, 256, 64, "nf4", "gelu"), case(256, 512, 200, "nf4", turned=True, biased=False)],
+    [case(256, 256, 64, "nf4", "gelu"), case(256, 512, 200, "nf4", transposed=True, biased=False)],
     ids=str,
 )
 def test_tuned_tiling_is_used(problem, monkeypatch):
@@ -209,8 +222,8 @@ def test_drawn_problems(data):
         inner,
         weights,
         activation,
-        turned=turned,
-        view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
+        transposed=turned,
+        view=data.draw(st.sampled_from(("contiguous", "padded", "sliced"))),
         residual=data.draw(st.booleans()),
         biased=data.draw(st.booleans()),
         accumulate=data.draw(st.booleans()),
@@ -280,14 +293,14 @@ def test_scales_of_all_sizes(weights, scale):
     """Scales go from the least float16 to one that makes the largest float16 weights."""
     problem = case(65, 40, 128, weights, block_size=None if weights == "int8" else 32)
     problem = replace(problem, biased=False, spread=2.0**-10 if scale > 1 else 1.0)
-    x, w, _ = problem.inputs()
+    x, w, _ = problem.arrays()
     first = w.scales[..., 0] if w.scales.ndim == 3 else w.scales
     first[...] = scale / (128 if weights == "int8" else 1)
     assert ratio_of(x, w) <= 1
 
 
 def test_linear_gelu_and_vjp_accept_a_quantised_weight():
-    x, w, b = case(65, 40, 128, "nf4", "gelu_tanh").inputs()
+    x, w, b = case(65, 40, 128, "nf4", "gelu_tanh").arrays()
     with cupyattn.backend("reference"):
         out, pullback = cupyattn.vjp(cupyattn.linear_gelu, x, w, b)
         dx, dw, db = pullback(out)
@@ -299,7 +312,7 @@ def test_linear_gelu_and_vjp_accept_a_quantised_weight():
 def test_linear_cross_entropy_accepts_a_quantised_weight():
     """Chunks give the loss of all logits and the dx of their gradient."""
     rng = np.random.default_rng(0)
-    x, w, _ = case(130, 72, 128, "nf4").inputs()
+    x, w, _ = case(130, 72, 128, "nf4").arrays()
     x, labels = put(x / 8), KERNELS.put(rng.integers(0, 72, 130).astype(np.int32))
     w, dloss = put(w), KERNELS.put(np.ones((), np.float32))
     with KERNELS.running(), tensor_core_alone("small"):
@@ -337,8 +350,10 @@ LEAST = {False: 0.65, True: 0.88}
 )
 def test_no_bank_conflicts_and_few_sectors(shape, weights, turned):
     inner, outer = (256, 512) if turned else (512, 256)
-    case = LinearCase((256,), inner, outer, "float16", None, turned, weights=weights, biased=False)
-    x, w, _ = case.inputs()
+    case = LinearProblem(
+        (256,), inner, outer, "float16", None, turned, weights=weights, biased=False
+    )
+    x, w, _ = case.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
         cupyattn.linear(x, w, activation=None if turned else "gelu_tanh")
@@ -360,26 +375,26 @@ def float32_alone() -> Iterator[None]:
 
 def float_case(
     rows: int, outer: int, inner: int, weights: str, activation: str | None = None, **options: Any
-) -> LinearCase:
+) -> LinearProblem:
     dtype = options.pop("dtype", "float32")
-    return LinearCase((rows,), inner, outer, dtype, activation, weights=weights, **options)
+    return LinearProblem((rows,), inner, outer, dtype, activation, weights=weights, **options)
 
 
 FLOAT_PROBLEMS = [
     float_case(70, 65, 64, "nf4", "gelu", residual=True),
-    float_case(65, 128, 31, "int8", "swiglu", turned=True, view="odd"),
+    float_case(65, 128, 31, "int8", "swiglu", transposed=True, view="sliced"),
     float_case(64, 33, 256, "q4_k", accumulate=True),
     # A second group of eight tiles of rows, and whole tiles of columns.
     float_case(530, 64, 64, "int4", block_size=32, accumulate=True),
     *deep(
-        float_case(1, 64, 35, "int8", turned=True, biased=False),
-        float_case(65, 128, 31, "nf4", "swiglu", turned=True, view="odd"),
+        float_case(1, 64, 35, "int8", transposed=True, biased=False),
+        float_case(65, 128, 31, "nf4", "swiglu", transposed=True, view="sliced"),
         float_case(33, 40, 96, "int4", "swiglu", dtype="bfloat16"),
-        float_case(129, 72, 32, "q4_1", "relu", view="odd", residual=True),
+        float_case(129, 72, 32, "q4_1", "relu", view="sliced", residual=True),
         float_case(16, 129, 576, "int8", "gelu", dtype="bfloat16", residual=True),
-        float_case(70, 512, 33, "q4_k", "gelu", turned=True, dtype="bfloat16"),
-        float_case(40, 160, 7, "q4_1", turned=True, accumulate=True),
-        float_case(31, 96, 65, "int4", "relu", turned=True, given=False),
+        float_case(70, 512, 33, "q4_k", "gelu", transposed=True, dtype="bfloat16"),
+        float_case(40, 160, 7, "q4_1", transposed=True, accumulate=True),
+        float_case(31, 96, 65, "int4", "relu", transposed=True, given=False),
     ),
 ]
 
@@ -420,9 +435,9 @@ def test_drawn_problems_in_float32(data):
         inner,
         weights,
         activation,
-        turned=turned,
+        transposed=turned,
         dtype=data.draw(st.sampled_from(("float32", "bfloat16"))),
-        view=data.draw(st.sampled_from(("contiguous", "padded", "odd"))),
+        view=data.draw(st.sampled_from(("contiguous", "padded", "sliced"))),
         residual=data.draw(st.booleans()),
         biased=data.draw(st.booleans()),
         accumulate=data.draw(st.booleans()),
@@ -438,8 +453,8 @@ def test_drawn_problems_in_float32(data):
 def test_float32_has_no_bank_conflicts(turned):
     """Each entry of the codebook has a separate bank."""
     inner, outer = (64, 256) if turned else (256, 64)
-    problem = float_case(128, outer, inner, "nf4", turned=turned, biased=False)
-    x, w, _ = problem.inputs()
+    problem = float_case(128, outer, inner, "nf4", transposed=turned, biased=False)
+    x, w, _ = problem.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.linear(x, w)

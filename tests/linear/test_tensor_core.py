@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import linear_problems
+from support import linear_problems as problems
 from support.devices import EMULATED, KERNELS
 from support.linear_problems import (
-    LinearCase,
+    LinearProblem,
     backward_ratio,
     forward_ratio,
     forward_steps,
-    linear_cases,
+    linear_problems,
+    tensor_core_alone,
 )
 from support.search import deep, examples
-from support.tensor_core_linear import tensor_core_alone
 
 import cupyattn
 from cupyattn import emulator
@@ -38,27 +38,27 @@ pytestmark = pytest.mark.nvrtc
 T4 = DeviceTraits(75, 40)
 
 
-def case(rows, outer, inner, activation=None, **options) -> LinearCase:
-    return LinearCase((rows,), inner, outer, "float16", activation, **options)
+def case(rows, outer, inner, activation=None, **options) -> LinearProblem:
+    return LinearProblem((rows,), inner, outer, "float16", activation, **options)
 
 
 # At the last row and column of a tile, before and after them; the sum in one k-tile, in several,
 # with a ragged first one; loads and stores by vectors, by items, or one of each; rows that lie
 # apart, and backwards.
 FORWARD = [
-    ("wide", case(257, 200, 72, "gelu_tanh", turned=True, residual=True)),
+    ("wide", case(257, 200, 72, "gelu_tanh", transposed=True, residual=True)),
     ("wide", case(255, 96, 104, "swiglu", residual=True)),
-    ("narrow", case(255, 127, 31, "relu", turned=True, view="odd", residual=True)),
+    ("narrow", case(255, 127, 31, "relu", transposed=True, view="sliced", residual=True)),
     ("small", case(260, 8, 8)),  # CTAs whose rows do not exist
     *deep(
         ("short", case(127, 192, 16, "relu", view="padded")),
-        ("small", case(129, 136, 40, "gelu", turned=True, biased=False)),
-        ("wide", case(256, 193, 64, turned=True, residual=True)),
-        ("wide", case(3, 104, 24, "geglu", turned=True, view="padded")),
+        ("small", case(129, 136, 40, "gelu", transposed=True, biased=False)),
+        ("wide", case(256, 193, 64, transposed=True, residual=True)),
+        ("wide", case(3, 104, 24, "geglu", transposed=True, view="padded")),
         ("narrow", case(257, 129, 33, "silu", biased=False)),
-        ("narrow", case(31, 33, 1, "swiglu", view="odd")),
+        ("narrow", case(31, 33, 1, "swiglu", view="sliced")),
         ("small", case(127, 56, 96, "geglu", residual=True)),
-        ("short", case(129, 200, 88, "silu", turned=True, residual=True)),
+        ("short", case(129, 200, 88, "silu", transposed=True, residual=True)),
     ),
 ]
 
@@ -73,26 +73,26 @@ def test_forward(shape, problem):
     "problem",
     [
         case(70, 72, 2048, "geglu", residual=True),
-        *deep(case(65, 33, 2050, "silu", turned=True)),
-        *deep(case(130, 264, 2056, turned=True, residual=True, biased=False)),
+        *deep(case(65, 33, 2050, "silu", transposed=True)),
+        *deep(case(130, 264, 2056, transposed=True, residual=True, biased=False)),
     ],
     ids=str,
 )
 def test_a_forward_of_few_results_and_a_long_sum_is_split(problem):
     with tensor_core_alone():
-        assert len(forward_steps(*problem.inputs(), problem.activation, T4)) == 2
+        assert len(forward_steps(*problem.arrays(), problem.activation, T4)) == 2
     with KERNELS.running(), tensor_core_alone():
         assert 0 < forward_ratio(problem)[0] <= 1
 
 
 BACKWARD = [
-    ("narrow", case(70, 129, 33, "silu", turned=True, accumulate=True)),
+    ("narrow", case(70, 129, 33, "silu", transposed=True, accumulate=True)),
     ("small", case(130, 136, 40, "swiglu", accumulate=True)),
     *deep(
-        ("wide", case(64, 200, 264, "gelu", turned=True)),
+        ("wide", case(64, 200, 264, "gelu", transposed=True)),
         ("wide", case(33, 264, 193, accumulate=True)),
         ("narrow", case(40, 128, 264, biased=False)),
-        ("small", case(31, 33, 7, "geglu", turned=True, view="odd")),
+        ("small", case(31, 33, 7, "geglu", transposed=True, view="sliced")),
         ("short", case(16, 136, 200, "gelu_tanh", view="padded")),
     ),
 ]
@@ -108,7 +108,7 @@ def test_backward(shape, problem):
 @pytest.mark.parametrize(("rows", "columns"), [(2048, 40), *deep((4099, 33))])
 def test_a_long_sum_is_split(rows, columns, turned):
     """The parts are added in order."""
-    problem = case(rows, columns, 72, "relu", turned=turned, accumulate=True)
+    problem = case(rows, columns, 72, "relu", transposed=turned, accumulate=True)
     with KERNELS.running(), tensor_core_alone():
         assert 0 < backward_ratio(problem) <= 1
 
@@ -125,7 +125,7 @@ def test_sum_split_in_three_is_within_bounds():
 @pytest.mark.deep
 def test_drawn_problems(shape, data):
     kinds = [("float16", name) for name in (None, "gelu_tanh", "swiglu")]
-    problem = data.draw(linear_cases(kinds, rows=(1, 31, 65, 127, 129, 255, 257)))
+    problem = data.draw(linear_problems(kinds, rows=(1, 31, 65, 127, 129, 255, 257)))
     with KERNELS.running(), tensor_core_alone(shape):
         assert forward_ratio(problem)[0] <= 1
         assert backward_ratio(problem) <= 1
@@ -135,7 +135,7 @@ def test_drawn_problems(shape, data):
 def test_reversed_rows_give_the_same_result(name):
     """Strides below zero: offsets are counted from the lowest address of a tile."""
     problem = case(130, 72, 40, residual=True)
-    x, w, b = problem.inputs()
+    x, w, b = problem.arrays()
     arrays = {"x": x, "w": w, "residual": problem.normal("residual", 130, 72)}
     arrays["out"] = np.zeros((130, 72), np.float16)
     expected = _linear(arrays, b)
@@ -145,7 +145,7 @@ def test_reversed_rows_give_the_same_result(name):
 
 def test_reversed_gated_columns_give_the_same_result():
     """The lowest address is in the half that comes second."""
-    x, w, b = case(70, 72, 40, "swiglu", turned=True).inputs()
+    x, w, b = case(70, 72, 40, "swiglu", transposed=True).arrays()
     reversed_w = w.T[::-1].copy()[::-1].T
     with KERNELS.running(), tensor_core_alone("small"):
         expected, found = (
@@ -167,7 +167,7 @@ def _linear(arrays, b):
 def test_nan_affects_only_its_row_and_column():
     """NaN in the last row of x and the last column of w appears only there."""
     problem = case(130, 72, 40)
-    x, w, b = problem.inputs()
+    x, w, b = problem.arrays()
     x[129], w[:, 71] = np.nan, np.nan
     arrays = {"x": x, "w": w, "residual": np.zeros((130, 72), np.float16)}
     found = np.isnan(_linear({**arrays, "out": np.zeros((130, 72), np.float16)}, b))
@@ -266,7 +266,7 @@ def test_products_use_m16n8k16_from_sm_80_on(of_backward, arch, shape, monkeypat
 
     monkeypatch.setattr(emulated, "_module", module)
     monkeypatch.setattr(emulated.EmulatedDevice, "arch", arch)
-    monkeypatch.setattr(linear_problems, "KERNELS", EMULATED)
+    monkeypatch.setattr(problems, "KERNELS", EMULATED)
     with EMULATED.running(), tensor_core_alone("wide"):
         if of_backward:
             assert 0 < backward_ratio(case(40, 72, 104)) <= 1
@@ -300,11 +300,11 @@ def require_frugal(report: Report) -> None:
 )
 def test_forward_wastes_no_memory_access(shape, activation, turned):
     """The last tiles of a gated result are stored by 8 bytes a lane: whole sectors all the same."""
-    case = LinearCase((272,), 96, 192, "float16", activation, turned, residual=True)
+    case = LinearProblem((272,), 96, 192, "float16", activation, turned, residual=True)
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
         cupyattn.linear(
-            *case.inputs(),
+            *case.arrays(),
             residual=case.normal("residual", 272, 192),
             activation=activation,
             return_preactivation=True,
@@ -323,8 +323,8 @@ def test_backward_wastes_no_memory_access(shape, turned):
     beyond a tile's last row read a part of a sector.
     """
     inner, outer = (192, 256) if turned else (256, 192)
-    case = LinearCase((96,), inner, outer, "float16", "silu", turned)
-    x, w, b = case.inputs()
+    case = LinearProblem((96,), inner, outer, "float16", "silu", turned)
+    x, w, b = case.arrays()
     dout, z = (case.normal(name, 96, outer) for name in ("dout", "z"))
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone(shape):
@@ -333,8 +333,8 @@ def test_backward_wastes_no_memory_access(shape, turned):
 
 
 def test_no_memory_access_is_wasted_by_parts_of_a_long_sum():
-    case = LinearCase((2048,), 64, 128, "float16", biased=False)
-    x, w, _ = case.inputs()
+    case = LinearProblem((2048,), 64, 128, "float16", biased=False)
+    x, w, _ = case.arrays()
     report = Report()
     with cupyattn.backend("emulator", report=report), tensor_core_alone():
         cupyattn.linear_backward(case.normal("dout", 2048, 128), x, w)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import DTYPES, EMULATED, KERNELS, everywhere, kernels_only, unchanged
+from support.devices import DTYPES, EMULATED, KERNELS, dtype_of, everywhere, kernels_only, unchanged
 from support.search import deep, examples
-from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn import reference

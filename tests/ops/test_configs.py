@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.strategies import dtype_of
+from support.devices import dtype_of
 
 from cupyattn.ops.attention.kernels import decode, float32, tensor_core
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers

@@ -470,7 +470,7 @@ def wrong_calls(draw: st.DrawFn) -> tuple[Call, str]:
     """A random valid call, wrong in one way."""
     problem = draw(attention_problems(head_dims=((8, 8), (6, 4)), largest=7))
     q, k, v = problem.arrays()
-    options = problem.options()
+    options = problem.keywords()
     out = np.full((problem.B, problem.Sq, problem.H, problem.Dv), SENTINEL, q.dtype)
     lse = full(problem.B, problem.H, problem.Sq)
     call = Call(cupyattn.attention, {"q": q, "k": k, "v": v}, **options)

@@ -12,7 +12,7 @@ from hypothesis import given
 from numpy.testing import assert_array_equal
 from support.devices import DTYPES, KERNELS, dtype_of, everywhere, unchanged
 from support.search import deep
-from support.strategies import AttentionProblem, attention_problems, softmax_problems
+from support.strategies import attention_problems
 
 import cupyattn
 import cupyattn.functions
@@ -20,6 +20,7 @@ from cupyattn import attention, attention_backward, reference, softmax_backward
 from cupyattn import softmax as softmax_forward
 from cupyattn.ops.attention.bounds import cpu_attention_bound
 from cupyattn.reference import error_ratio
+from cupyattn.testing import AttentionCase, softmax_cases
 
 
 def round_to(exact: np.ndarray, dtype: Any) -> np.ndarray:
@@ -37,10 +38,10 @@ def round_to(exact: np.ndarray, dtype: Any) -> np.ndarray:
 
 @given(attention_problems(dtypes=DTYPES, largest=40))
 def test_numpy_attention_is_within_its_bound_and_gradients_are_rounded_once(
-    problem: AttentionProblem,
+    problem: AttentionCase,
 ):
     q, k, v = problem.arrays()
-    options = problem.options()
+    options = problem.keywords()
     dout, dlse = problem.gradients()
     dtype = dtype_of(problem.dtype)
     exact_out, exact_lse = reference.attention(q, k, v, **options)
@@ -63,7 +64,7 @@ def test_numpy_attention_is_within_its_bound_and_gradients_are_rounded_once(
             assert_array_equal(gradient, round_to(getattr(exact, name), array.dtype))
 
 
-@given(softmax_problems(dtypes=DTYPES))
+@given(softmax_cases(dtypes=DTYPES))
 def test_numpy_softmax_is_the_references_rounded_once(problem):
     x, dout = problem.x(), problem.dout()
     with unchanged(x, dout):
@@ -79,7 +80,7 @@ def test_numpy_softmax_is_the_references_rounded_once(problem):
 @pytest.mark.parametrize("return_lse", [False, *deep(True)])
 @pytest.mark.parametrize("dims", [(64, 64), *deep(((40, 24),), ((1, 3),))], ids=str)
 def test_shapes_and_dtypes_of_results(side, dtype, return_lse, dims):
-    problem = AttentionProblem(B=2, Sq=5, Sk=7, H=6, G=2, D=dims[0], Dv=dims[1], dtype=dtype)
+    problem = AttentionCase(B=2, Sq=5, Sk=7, H=6, G=2, D=dims[0], Dv=dims[1], dtype=dtype)
     arrays = [side.put(array) for array in problem.arrays()]
     with unchanged(*arrays):
         results = attention(*arrays, return_lse=return_lse, implementation="tiled")

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.devices import KERNELS
+from support.devices import KERNELS, dtype_of
 from support.search import mostly_deep
-from support.strategies import dtype_of
 
 import cupyattn
 from cupyattn.emulator import Report

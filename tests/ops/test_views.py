@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import CUPY, DTYPES, NUMPY, SENTINEL, dtype_of, everywhere, placed, unchanged
-from support.strategies import OPTIONS, RUN_TIME_OPTIONS, AttentionProblem, attention_problems
+from support.strategies import OPTIONS, RUN_TIME_OPTIONS, attention_problems
 
 from cupyattn import attention, attention_backward, softmax_backward
 from cupyattn import softmax as softmax_forward
+from cupyattn.testing import AttentionCase
 
 
-def options_of(side: Any, problem: AttentionProblem) -> dict[str, Any]:
-    return {name: placed(side, value) for name, value in problem.options().items()}
+def options_of(side: Any, problem: AttentionCase) -> dict[str, Any]:
+    return {name: placed(side, value) for name, value in problem.keywords().items()}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,9 @@ def test_views_equal_copies(side, options, data):
 
 
 @given(attention_problems(largest=20))
-def test_backward_of_views_equals_backward_of_copies(problem: AttentionProblem):
+def test_backward_of_views_equals_backward_of_copies(problem: AttentionCase):
     arrays = dout, *qkv = (problem.gradients()[0], *problem.arrays())
-    options = problem.options()
+    options = problem.keywords()
     results = attention(*qkv, **options, return_lse=True)
     of_views = attention_backward(*arrays, *results, **options)
     of_copies = attention_backward(*map(np.ascontiguousarray, arrays), *results, **options)
@@ -56,7 +57,7 @@ def test_backward_of_views_equals_backward_of_copies(problem: AttentionProblem):
 @everywhere
 def test_options_may_be_views_too(side):
     """Strided, reversed and broadcast seqused_k and q_offset (and on NumPy the rest)."""
-    problem = AttentionProblem(B=3, Sq=4, Sk=6, H=4, G=2, D=8, Dv=8)
+    problem = AttentionCase(B=3, Sq=4, Sk=6, H=4, G=2, D=8, Dv=8)
     arrays = [side.put(array) for array in problem.arrays()]
     used, offsets = np.array([9, 4, 9, 1, 9, 6])[::-2], np.broadcast_to(np.int32(2), (3,))
     options = {"seqused_k": used, "q_offset": offsets}
@@ -83,7 +84,7 @@ def _copied(value: Any) -> Any:
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_out_is_written_and_returned(side, return_lse):
     """Into contiguous arrays, and into views whose surroundings stay as they are."""
-    problem = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, drawn=(("causal", True),))
+    problem = AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=6, options=(("causal", True),))
     arrays = [side.put(array) for array in problem.arrays()]
     options = options_of(side, problem)
     expected = attention(*arrays, **options, return_lse=True)
@@ -186,7 +187,7 @@ class Capsule:
 def test_arrays_of_other_libraries_come_in_without_a_copy(foreign):
     import cupy
 
-    problem = AttentionProblem(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=8, view="transposed")
+    problem = AttentionCase(B=2, Sq=5, Sk=7, H=4, G=2, D=8, Dv=8, view="transposed")
     arrays = [CUPY.put(array) for array in problem.arrays()]
     used = cupy.array([6, 3], np.int32)
     expected = attention(*arrays, seqused_k=used)
@@ -246,7 +247,7 @@ def test_torch_tensors_on_the_cpu_are_refused():
 def test_empty_attention(side, empty, dtype):
     """No keys give zeros and -inf; nothing else is there to be computed."""
     extents = {"B": 2, "Sq": 3, "Sk": 5, "H": 4, "G": 2, "D": 8, "Dv": 6, **empty}
-    problem = AttentionProblem(**extents, dtype=dtype)
+    problem = AttentionCase(**extents, dtype=dtype)
     arrays = [side.put(array) for array in problem.arrays()]
     out_shape = tuple(extents[letter] for letter in ("B", "Sq", "H", "Dv"))
     lse_shape = tuple(extents[letter] for letter in ("B", "H", "Sq"))

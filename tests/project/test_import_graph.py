@@ -52,6 +52,7 @@ ROOMS = {
     "turing": {"runtime", "registry", "emulator"},
     "explanation": {"runtime", "turing"},
     "": {"runtime", "functions", "autodiff", "kv_cache", "emulator", "explanation"},
+    "testing": {"", "runtime", "reference", "ops.attention", "ops.norms"},
     "distributed": {"", "runtime"},
     "models": {"", "runtime", "distributed", "kv_cache", "ops.linear"},
     "cli": {

@@ -32,6 +32,7 @@ PUBLIC = (
     "cupyattn.turing",
     "cupyattn.models",
     "cupyattn.models.training",
+    "cupyattn.testing",
 )
 INSTALL = """\
 import sys

@@ -13,12 +13,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from support.devices import DTYPES, KERNELS, dtype_of, everywhere
 from support.recording_device import device_array
 from support.search import deep, examples, wider
-from support.strategies import lay_out
 
 import cupyattn
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, reference
 from cupyattn.emulator import Report
 from cupyattn.ops.rope import kernels
+from cupyattn.testing import lay_out
 
 LENGTH = 40
 VIEWS = ("contiguous", "packed", "transposed", "sliced", "reversed")

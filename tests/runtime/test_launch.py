@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
-from support.base_problem import BASE, EVERY_OPTION, SQ, B, D, H
 from support.devices import SENTINEL, kernels_only, placed
 from support.files_of_a_call import in_new_process
 from support.recording_device import Recorder, backward_call, device_array, launched
+from support.strategies import BASE, EVERY_OPTION, SQ, B, D, H
 
 import cupyattn
 from cupyattn import (

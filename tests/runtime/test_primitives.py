@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
-from support.devices import DTYPES, dtype_of
-from support.probes import Probe
+from support.devices import DTYPES, Probe, dtype_of
 
 from cupyattn import reference
 from cupyattn.ops.attention.structs import (

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.strategies import AttentionProblem
 
 from cupyattn import attention, attention_backward, vjp
 from cupyattn.runtime.device.cuda import device_count
+from cupyattn.testing import AttentionCase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(device_count() < 2, reason="fewer than two GPUs")]
-PROBLEM = AttentionProblem(B=2, Sq=130, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16")
+PROBLEM = AttentionCase(B=2, Sq=130, Sk=150, H=4, G=2, D=64, Dv=64, dtype="float16")
 
 
-def on_device(ordinal: int, problem: AttentionProblem = PROBLEM) -> list[Any]:
+def on_device(ordinal: int, problem: AttentionCase = PROBLEM) -> list[Any]:
     """Return q, k, v and dout on a device."""
     import cupy
 
@@ -85,7 +85,7 @@ def test_both_devices_and_several_streams_at_once():
     """Eight concurrent calls, on two streams of each device, have the results of single calls."""
     import cupy
 
-    problems = [AttentionProblem(B=2, Sq=500, Sk=700, H=4, G=2, D=64, Dv=64, dtype="float16",
+    problems = [AttentionCase(B=2, Sq=500, Sk=700, H=4, G=2, D=64, Dv=64, dtype="float16",
                                  seed=seed) for seed in range(8)]  # fmt: skip
     arrays = [on_device(place % 2, problem) for place, problem in enumerate(problems)]
     for ordinal in range(2):

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import DTYPES, KERNELS, everywhere, placed
+from support.devices import DTYPES, KERNELS, dtype_of, everywhere, placed
 from support.search import deep, examples
-from support.strategies import SoftmaxProblem, dtype_of, softmax_problems
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.softmax.kernels import HELD
 from cupyattn.runtime.tables import pairs
+from cupyattn.testing import SoftmaxCase, softmax_cases
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -31,7 +31,7 @@ PLAIN = [
 ]  # fmt: skip
 
 
-def require_softmax_within_bounds(problem: SoftmaxProblem) -> None:
+def require_softmax_within_bounds(problem: SoftmaxCase) -> None:
     x = problem.x()
     out = KERNELS.get(cupyattn.softmax(KERNELS.put(x)))
     bound = reference.softmax_bound(x, dtype=problem.dtype)
@@ -45,8 +45,8 @@ def require_softmax_within_bounds(problem: SoftmaxProblem) -> None:
 
 @pytest.mark.deep
 @examples(6)
-@given(problem=softmax_problems(dtypes=DTYPES))
-def test_softmax_of_any_rows_is_within_bounds(problem: SoftmaxProblem):
+@given(problem=softmax_cases(dtypes=DTYPES))
+def test_softmax_of_any_rows_is_within_bounds(problem: SoftmaxCase):
     require_softmax_within_bounds(problem)
 
 
@@ -55,7 +55,7 @@ def test_softmax_of_any_rows_is_within_bounds(problem: SoftmaxProblem):
     [*PLAIN, *deep(*(c for c in pairs((*LENGTHS, *SHORTER), DTYPES, (1, 5)) if c not in PLAIN))],
 )
 def test_row_lengths_around_the_tables_limits(length: int, dtype: str, rows: int):
-    problem = SoftmaxProblem((rows, length), dtype, spread=3.0, masked=rows > 1, seed=1)
+    problem = SoftmaxCase((rows, length), dtype, spread=3.0, masked=rows > 1, seed=1)
     require_softmax_within_bounds(problem)
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 from support import devices
 from support.devices import KERNELS, dtype_of
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import AttentionGrads, reference
 from cupyattn.runtime.outputs import round_into
+from cupyattn.testing import AttentionCase
 
 GRADIENTS = AttentionGrads._fields
 
 Arrays = tuple[np.ndarray, ...]
 
 
-def inputs(problem: AttentionProblem) -> tuple[Arrays, dict[str, Any]]:
+def inputs(problem: AttentionCase) -> tuple[Arrays, dict[str, Any]]:
     """(dout, q, k, v, out, lse) and the options, dlse among them, as NumPy arrays."""
     dout, dlse = problem.gradients()
-    options = problem.options()
+    options = problem.keywords()
     out, lse = reference.attention(*problem.arrays(), **options)
     results = (
         round_into(None, out, dtype_of(problem.dtype)),
@@ -71,7 +71,7 @@ def error_ratios(
     }
 
 
-def check(problem: AttentionProblem, implementation: str, **more: Any) -> None:
+def check(problem: AttentionCase, implementation: str, **more: Any) -> None:
     arrays, options = inputs(problem)
     grads = run(arrays, options, implementation, **more)
     ratios = error_ratios(grads, arrays, options, float32_weights=implementation == "naive")

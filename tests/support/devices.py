@@ -4,8 +4,9 @@ Arrays go there with their strides and come back as NumPy. The kernel tests run 
 GPU if there is one, else the emulator. The public functions' promises are tried on every side
 (`everywhere`, with conftest's fixture `side`).
 
-Also the dtypes that tests go through (the only list of them), devices without tensor cores, and
-calls that use a given configuration instead of the usual one.
+Also the dtypes that tests go through (the only list of them), devices without tensor cores, calls
+that use a given configuration instead of the usual one, and small kernels that each try one thing
+of the CUDA sources (tests/runtime/probes).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -33,8 +35,9 @@ from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.tensor_cores import TensorCores
+from cupyattn.runtime.plan import launch
 from cupyattn.runtime.source import read_unit, source_root
-from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Specialisation
 from cupyattn.runtime.tuning import Choices
 
 SENTINEL = 77.0
@@ -218,3 +221,31 @@ FLOAT_DTYPES = ("float32", "bfloat16")
 def dtype_of(name: str) -> np.dtype[Any]:
     """NumPy's dtype of that name, bfloat16 included."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+
+
+PROBES = Path(__file__).resolve().parent.parent / "runtime" / "probes"
+
+
+class Probe:
+    """A probe kernel: `run` copies NumPy arguments to the device and those it writes back."""
+
+    def __init__(self, name: str, *parameters: Parameter, threads: int = 128, **macros: Any):
+        self.spec = KernelSpec(
+            entry=f"probe_{name}",
+            source=str(PROBES / f"{name}.cu"),
+            parameters=parameters,
+        )
+        self.specialisation = self.spec.specialise(threads=threads, **macros)
+
+    def run(self, ctas: int, *arguments: Any) -> list[np.ndarray]:
+        pointers = [isinstance(parameter, Pointer) for parameter in self.spec.parameters]
+        passed = [
+            KERNELS.put(argument) if is_pointer and argument is not None else argument
+            for argument, is_pointer in zip(arguments, pointers, strict=True)
+        ]
+        launch(KERNELS.device, self.specialisation, ctas, passed)
+        return [
+            KERNELS.get(argument)
+            for argument, parameter in zip(passed, self.spec.parameters, strict=True)
+            if isinstance(parameter, Pointer) and not parameter.const
+        ]

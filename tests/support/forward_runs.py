@@ -1,41 +1,47 @@
-"""Runs of the forward kernels, and their errors over the reference's derived bounds."""
+"""Runs of the forward kernels, with split keys too, and their errors over the derived bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
+import pytest
 from support.devices import FLOAT_DTYPES, KERNELS, placed
-from support.strategies import AttentionProblem
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.ops.attention import choice
+from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as flash_f32_row
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
+from cupyattn.testing import AttentionCase
 
 TEACHING = ("naive", "tiled")
 
 
-def run(problem: AttentionProblem, implementation: str) -> tuple[np.ndarray, np.ndarray]:
+def run(problem: AttentionCase, implementation: str) -> tuple[np.ndarray, np.ndarray]:
     """Run one problem on the device; returns out and lse as NumPy arrays."""
     arrays = [KERNELS.put(array) for array in problem.arrays()]
-    options = {name: placed(KERNELS, value) for name, value in problem.options().items()}
+    options = {name: placed(KERNELS, value) for name, value in problem.keywords().items()}
     out, lse = cupyattn.attention(
         *arrays, **options, return_lse=True, implementation=implementation
     )
     return KERNELS.get(out), KERNELS.get(lse)
 
 
-def check(problem: AttentionProblem, implementation: str) -> None:
+def check(problem: AttentionCase, implementation: str) -> None:
     """Run one problem: out and lse are within their bounds."""
     ratios = ratios_of(problem, run(problem, implementation), implementation)
     assert max(ratios.values()) <= 1, ratios
 
 
 def ratios_of(
-    problem: AttentionProblem, found: tuple[np.ndarray, np.ndarray], implementation: str
+    problem: AttentionCase, found: tuple[np.ndarray, np.ndarray], implementation: str
 ) -> dict[str, float]:
     """The errors of out and lse over their bounds."""
-    arrays, options = problem.arrays(), problem.options()
+    arrays, options = problem.arrays(), problem.keywords()
     tile_k = min(TILED_TILE_K, flash_row(75, problem.D, problem.Dv).tile_k)
     assert tile_k <= flash_f32_row(75, problem.D, problem.Dv).tile_k
     exact = reference.attention(*arrays, **options)
@@ -50,3 +56,16 @@ def ratios_of(
         name: reference.error_ratio(*each)
         for name, *each in zip(("out", "lse"), found, exact, bounds, strict=True)
     }
+
+
+@contextmanager
+def split(into: int, least_keys: int = 1) -> Iterator[None]:
+    """Let every dense forward split its keys; parts are whole tiles, of so many keys at least."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "num_splits", lambda *_: into)
+        for module in (choice, attention_forward):
+            patch.setattr(module, "LEAST_KEYS", least_keys)
+        patch.setattr(choice, "_decodes_faster", lambda *_: False)
+        attention_forward._plan.cache_clear()  # a plan is remembered for its problem
+        yield
+    attention_forward._plan.cache_clear()

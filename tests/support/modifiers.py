@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from support.devices import KERNELS
-from support.strategies import AttentionProblem
 from support.varlen import VarlenProblem
 
 import cupyattn
 from cupyattn import BlockMask, MaskMod, ScoreMod, block_mask, reference
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.runtime.outputs import round_into
+from cupyattn.testing import AttentionCase
 
 Put = Callable[[np.ndarray], Any]
 CAP = 2.0
@@ -34,8 +34,8 @@ class Expression:
     """A problem whose scores expressions change, and the options that change them alike."""
 
     def __init__(self, dtype: str, head_dim: int, *, Sq: int = 37, Sk: int = 133) -> None:  # noqa: N803
-        self.problem = AttentionProblem(
-            B=2, Sq=Sq, Sk=Sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, drawn=()
+        self.problem = AttentionCase(
+            B=2, Sq=Sq, Sk=Sk, H=2, G=1, D=head_dim, Dv=head_dim, dtype=dtype, options=()
         )
         rng = np.random.default_rng(Sq)
         # Views with gaps, backwards, and without axes.
@@ -162,13 +162,13 @@ class PackedBlocks(VarlenProblem):
     def given(self) -> dict[str, Any]:
         return {"mask_mod": blocks_of(self.seen), "causal": self.causal}
 
-    def options(self) -> dict[str, Any]:
+    def keywords(self) -> dict[str, Any]:
         window = {"window_size": (None, 0)} if self.causal else {}
         return {"mask": self.seen, **window}
 
 
-def ragged(dtype: str, head_dim: int, seed: int = 0, **lengths: int) -> AttentionProblem:
+def ragged(dtype: str, head_dim: int, seed: int = 0, **lengths: int) -> AttentionCase:
     """The dense problem of the longest of three sequences."""
-    return AttentionProblem(
-        B=3, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, drawn=(), seed=seed, **lengths
+    return AttentionCase(
+        B=3, H=4, G=2, D=head_dim, Dv=head_dim, dtype=dtype, options=(), seed=seed, **lengths
     )

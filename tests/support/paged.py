@@ -1,6 +1,7 @@
-"""Paged caches for tests: random lengths, blocks anywhere in the pool, NaN in what is not used.
+"""Paged caches for tests: runs of attention over them, and calls of append_kv.
 
-Queries are one row for each sequence, or packed sequences with different numbers of them.
+Queries are one row for each sequence, or packed sequences with different numbers of them. A call of
+append_kv has its arguments, and the contents that it must leave.
 """
 
 from __future__ import annotations
@@ -12,132 +13,47 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.devices import KERNELS, dtype_of
+from support.devices import KERNELS, SENTINEL, dtype_of
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention import paged as decode
 from cupyattn.ops.attention.choice import MAX_QUERIES
-from cupyattn.ops.attention.reference.cache_formats import quantise
-from cupyattn.ops.attention.reference.paged import gathered
-from cupyattn.ops.attention.reference.quantised import (
-    dequantised_attention_bound,
-    stored_attention_bound,
-)
 from cupyattn.runtime.device.cuda import device_count
 from cupyattn.runtime.device.emulated import EmulatedDevice
-
-# One token, a tile's and a block's ends, a CTA's unit, and past a few of them.
-LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)
+from cupyattn.testing import PagedCase, expected
 
 
 @dataclass(frozen=True)
-class PagedProblem:
-    """A call of paged attention, its data drawn by `seed`.
-
-    A sequence's slots are anywhere in the pool; all others hold NaN, and entries of the table that
-    may not be read are wild. With `bits` the caches are integers, of values of V whose size differs
-    from token to token, those of unused slots random, and scales NaN there; scales of one head lie
-    side by side.
-    """
-
-    lengths: tuple[int, ...]
-    Sq: int
-    G: int
-    group: int
-    D: int
-    dtype: str
-    block_size: int = 16
-    options: tuple[tuple[str, Any], ...] = ()
-    seed: int = 0
-    bits: int | None = None
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return self.G * self.group
+class PagedProblem(PagedCase):
+    """A call of paged attention, run by the kernels; scales follow the first five arrays."""
 
     @property
     def decoded(self) -> bool:
         """Tell whether the kernel for few queries is used."""
         return self.Sq <= MAX_QUERIES
 
-    def queries_of(self, b: int) -> int:
-        """Query tokens of a sequence."""
-        return self.Sq
-
     def keywords(self) -> dict[str, Any]:
-        """The options; slopes and sinks are drawn, and lie two items apart."""
-        rng = np.random.default_rng(self.seed + 1)
-        keywords = dict(self.options)
-        for name in ("alibi_slopes", "sinks"):
-            if name in keywords:
-                keywords[name] = rng.standard_normal(2 * self.heads).astype(np.float32)[::2]
-        return keywords
+        """The options without scales."""
+        given = super().keywords()
+        return {name: value for name, value in given.items() if not name.endswith("_scales")}
 
     def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
-        """q, k_cache, v_cache, block_table, seqlens_k; `order` draws another place in the pool.
+        """q, k_cache, v_cache, block_table, seqlens_k; with `bits` k_scales and v_scales follow.
 
-        With `bits` k_scales and v_scales follow.
+        `order` draws another place in the pool.
         """
-        rng, dtype = np.random.default_rng(self.seed), dtype_of(self.dtype)
-        size, batch = self.block_size, len(self.lengths)
-        columns = max(1, *(-(-length // size) for length in self.lengths)) + 1
-        num_blocks = batch * columns + 1
-        q = rng.standard_normal((batch, self.Sq, self.heads, self.D)).astype(dtype)
-        ids = np.random.default_rng((self.seed, order)).permutation(num_blocks)
-        table = np.full((batch, columns), 2**30, np.int32)
-        caches = np.full((2, num_blocks, size, self.G, self.D), np.nan, dtype)
-        left = (dict(self.options).get("window_size") or (None, None))[0]
-        for b, length in enumerate(self.lengths):
-            queries = self.queries_of(b)
-            seen_from = 0 if left is None else max(0, length - queries - left)
-            if queries == 0:
-                continue
-            tokens = rng.standard_normal((2, length, self.G, self.D)).astype(dtype)
-            if self.bits is not None:
-                tokens[1] *= np.exp2(rng.integers(-12, 4, (length, self.G, 1))).astype(dtype)
-            for column in range(-(-length // size)):
-                at, end = column * size, min((column + 1) * size, length)
-                if end <= seen_from:
-                    table[b, column] = -1
-                    continue
-                table[b, column] = block = ids[b * columns + column]
-                caches[:, block, : end - at] = tokens[:, at:end]
-        lengths = np.array(self.lengths, np.int32)
-        if self.bits is None:
-            return q, *caches, table, lengths
-        return self._stored(q, caches, table, lengths)
+        return self.stored(order)
 
-    def _stored(self, q: np.ndarray, caches: np.ndarray, *others: np.ndarray) -> Any:
-        """Quantise the caches; what is not used is NaN, and becomes anything."""
-        assert self.bits is not None
-        used = ~np.isnan(caches).any(axis=-1)
-        stored, scales = quantise(np.where(used[..., None], caches, 0), self.bits)
-        least, most = (-127, 128) if self.bits == 8 else (0, 256)
-        wild = np.random.default_rng(self.seed + 2).integers(least, most, stored.shape)
-        stored = np.where(used[..., None], stored, wild.astype(stored.dtype))
-        side_by_side = np.full(scales.swapaxes(2, 3).shape, np.nan, np.float32).swapaxes(2, 3)
-        side_by_side[...] = np.where(used, scales, np.float32(np.nan))
-        return q, *stored, *others, *side_by_side
+    def packed(self) -> dict[str, Any]:
+        """The options that say where packed queries are."""
+        return {}
 
     def ratio(self, out: np.ndarray, lse: np.ndarray, arrays: tuple[np.ndarray, ...]) -> float:
         """The largest error over its bound."""
-        exact = reference.paged_attention(*arrays[:5], **scales_of(arrays), **self.keywords())
-        caches = [(arrays[1], *arrays[5:6]), (arrays[2], *arrays[6:])]
-        k, v = (gathered(cache, *arrays[3:5], *scales) for cache, *scales in caches)
-        options = {"seqused_k": arrays[4], **self.keywords()}
-        bounds: Any = reference.attention_bound(
-            arrays[0], k, v, dtype=self.dtype, tile_k=16, **options
-        )
-        if self.bits is not None:
-            stored = (gathered(arrays[i], *arrays[3:5]) for i in (1, 2, 5, 6))
-            bound_of = stored_attention_bound if self.decoded else dequantised_attention_bound
-            more = bound_of(arrays[0], *stored, **options)
-            bounds = tuple(a + b for a, b in zip(bounds, more, strict=True))
-        return max(
-            reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True)
-        )
+        options = {**scales_of(arrays), **self.keywords(), **self.packed()}
+        want = expected(cupyattn.paged_attention, *arrays[:5], **options, return_lse=True)
+        return max(reference.error_ratio(*each) for each in zip((out, lse), *want, strict=True))
 
 
 def scales_of(arrays: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
@@ -204,8 +120,11 @@ class PackedProblem(PagedProblem):
         """cu_seqlens_q."""
         return np.cumsum((0, *self.queries), dtype=np.int32)
 
-    def arrays(self, order: int = 0) -> tuple[np.ndarray, ...]:
-        q, *others = super().arrays(order)
+    def packed(self) -> dict[str, Any]:
+        return {"cu_seqlens_q": self.bounds, "max_seqlen_q": self.Sq}
+
+    def stored(self, order: int = 0) -> tuple[np.ndarray, ...]:
+        q, *others = super().stored(order)
         rows = [q[b, : self.queries[b]] for b in range(len(self.queries))]
         after = np.full((self.spare, *q.shape[2:]), np.nan, q.dtype)
         return np.concatenate([*rows, after]), *others
@@ -218,16 +137,6 @@ class PackedProblem(PagedProblem):
                 own = slice(b, b + 1)
                 rows = slice(begin, end)
                 yield rows, (q[None, rows], k, v, table[own], lengths[own], *scales)
-
-    def ratio(self, out: np.ndarray, lse: np.ndarray, arrays: tuple[np.ndarray, ...]) -> float:
-        """The largest error of any sequence over its bound."""
-        return max(
-            (
-                super(PackedProblem, self).ratio(out[None, rows], lse[None, :, rows], own)
-                for rows, own in self.sequences(arrays)
-            ),
-            default=0.0,
-        )
 
     def call(self, arrays: tuple[np.ndarray, ...], **more: Any) -> Any:
         """Run the kernels on the GPU, if there is one, otherwise on the emulator."""
@@ -243,3 +152,156 @@ class PackedProblem(PagedProblem):
         """Call paged_attention where the arrays are; out and lse."""
         given = {"cu_seqlens_q": self.bounds, **self.keywords(), **scales_of(arrays), **more}
         return cupyattn.paged_attention(*arrays[:5], max_seqlen_q=self.Sq, return_lse=True, **given)
+
+
+Memory = dict[str, Any]
+"""Arrays by name; the caches and the packed q, k and v are views of what is here."""
+POSITIONS = 40
+"""Rows of the tables."""
+
+
+@dataclass(frozen=True)
+class AppendProblem:
+    """A call, its data drawn by `seed`: slices of packed q, k and v, and of pools of K and V."""
+
+    tokens: tuple[int, ...]
+    H: int
+    G: int
+    D: int
+    dtype: str
+    bits: int | None = None
+    """Bits of a stored item; None for a cache of the tokens' dtype."""
+    half: int | None = None
+    """Pairs that are rotated, q's too; None without a rotation."""
+    interleaved: bool = False
+    table: str = "float32"
+    integers: str = "int32"
+    block_size: int = 4
+    margin: int = 0
+    """Items by which the tokens miss the alignment of vectors."""
+    seed: int = 0
+
+    @property
+    def cache_dtype(self) -> np.dtype:
+        """The dtype of the caches' arrays."""
+        names = {8: "int8", 4: "uint8", None: self.dtype}
+        return dtype_of(names[self.bits])
+
+    def memory(self) -> Memory:
+        """Draw the arrays; caches and scales hold a number that stays where nothing is written."""
+        rng, dtype = np.random.default_rng(self.seed), dtype_of(self.dtype)
+        total = int(np.prod(self.tokens))
+        num_blocks = -(-total // self.block_size) + 2
+        heads, stored = self.H + 2 * self.G, self.D // 2 if self.bits == 4 else self.D
+        flat = np.zeros(self.margin + total * heads * self.D, dtype)
+        flat[self.margin :] = rng.standard_normal(total * heads * self.D)
+        slots = rng.permutation(num_blocks * self.block_size)[:total]
+        slots[rng.random(total) < 0.2] = -1
+        blocks = num_blocks, 2, self.block_size, self.G
+        memory: Memory = {
+            "flat": flat,
+            "pool": np.full((*blocks, stored), SENTINEL, self.cache_dtype),
+            "slot_mapping": slots.reshape(self.tokens).astype(self.integers),
+        }
+        if self.bits:
+            memory["scales"] = np.full(blocks, SENTINEL, np.float32)
+        if self.half is not None:
+            cos, sin = cupyattn.rope_tables(POSITIONS, 2 * self.half, dtype=self.table)
+            positions = rng.integers(0, POSITIONS, self.tokens).astype(self.integers)
+            memory |= {"cos": cos, "sin": sin, "positions": positions}
+        return memory
+
+    def views(self, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, and its options."""
+        packed = self._packed(memory)
+        q, k, v = (
+            packed[..., first : first + count, :]
+            for first, count in ((0, self.H), (self.H, self.G), (self.H + self.G, self.G))
+        )
+        caches = [memory["pool"][:, i] for i in (0, 1)]
+        options: dict[str, Any] = {}
+        if self.bits:
+            options |= {name: memory["scales"][:, i] for i, name in enumerate(SCALES)}
+        if self.half is not None:
+            rotary = cupyattn.Rotary(memory["cos"], memory["sin"], self.interleaved)
+            options |= {"q": q, "rotary": rotary, "positions": memory["positions"]}
+        return [*caches, k, v, memory["slot_mapping"]], options
+
+    def _packed(self, memory: Memory) -> Any:
+        return memory["flat"][self.margin :].reshape(*self.tokens, self.H + 2 * self.G, self.D)
+
+    def call(self, memory: Memory) -> None:
+        """Make the call."""
+        arguments, options = self.views(memory)
+        cupyattn.append_kv(*arguments, **options)
+
+    def appended(self, memory: Memory) -> Memory:
+        """Return the contents after the call, on the GPU if there is one, or on the emulator."""
+        placed = {name: KERNELS.put(a) for name, a in memory.items()}
+        with KERNELS.running():
+            self.call(placed)
+        return {name: KERNELS.get(array) for name, array in placed.items()}
+
+    def ratio(self, found: Memory, given: Memory) -> float:
+        """The largest error over its bound; infinite where bits had to be the same, and are not."""
+        (_, _, k, v, slots), options = self.views(given)
+        rotation: dict[str, Any] = {}
+        if self.half is not None:
+            rotation = {"rotary": options["rotary"][:2], "positions": options["positions"].ravel(),
+                        "interleaved": self.interleaved}  # fmt: skip
+        same = [self._tokens_are_same(found, given)]
+        ratios = []
+        for index, (tokens, rotated) in enumerate(((k, rotation), (v, {}))):
+            flat = tokens.reshape(-1, self.G, self.D)
+            written = slots.ravel() >= 0
+            at = np.divmod(slots.ravel()[written], self.block_size)
+            cache = found["pool"][:, index]
+            scales = found["scales"][:, index] if self.bits else None
+            exact, bound = flat.astype(float), 0.0
+            if rotated:
+                exact = reference.rotated(flat, *rotated["rotary"], rotated["positions"],
+                                          interleaved=self.interleaved)  # fmt: skip
+            elif self.bits:
+                stored, expected = reference.quantise(flat[written], self.bits)
+                same += [np.array_equal(cache[at], stored),
+                         np.array_equal(scales[at], expected, equal_nan=True)]  # fmt: skip
+            if self.bits:  # a head that is not all finite is read back as NaN
+                exact = np.where(np.isfinite(exact).all(axis=-1, keepdims=True), exact, np.nan)
+            bound = reference.append_kv_bound(flat, self.cache_dtype.name, **rotated)
+            values = cache[at] if scales is None else reference.dequantise(cache[at], scales[at])
+            ratios.append(reference.error_ratio(values, exact[written], bound[written]))
+            same += [_untouched(cache, at), scales is None or _untouched(scales, at)]
+        return max(ratios) if all(same) else np.inf
+
+    def _tokens_are_same(self, found: Memory, given: Memory) -> bool:
+        """k, v and all of q but the rotated features stay; those are within their bound."""
+        after, before = self._packed(found), self._packed(given)
+        kept = _equal(after[..., self.H :, :], before[..., self.H :, :])
+        q, before = (packed[..., : self.H, :] for packed in (after, before))
+        if self.half is None:
+            return kept and _equal(q, before)
+        q, before = (x.reshape(1, -1, self.H, self.D) for x in (q, before))
+        where = given["positions"].ravel()
+        tables, way = (given["cos"], given["sin"]), {"interleaved": self.interleaved}
+        exact = reference.rope(before, *tables, where, **way)
+        bound = reference.rope_bound(before, *tables, where, dtype=self.dtype, **way)
+        rest = slice(2 * self.half, None)
+        return (
+            kept
+            and reference.error_ratio(q, exact, bound) <= 1
+            and _equal(q[..., rest], before[..., rest])
+        )
+
+
+SCALES = ("k_scales", "v_scales")
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a.astype(float), b.astype(float), equal_nan=True)
+
+
+def _untouched(array: np.ndarray, at: tuple[np.ndarray, np.ndarray]) -> bool:
+    """Tell whether all but some slots are unchanged."""
+    rest = np.ones(array.shape[:2], bool)
+    rest[at] = False
+    return bool((array[rest] == np.array(SENTINEL, array.dtype)).all())

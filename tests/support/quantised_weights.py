@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from support.strategies import dtype_of
+from support.devices import dtype_of
 
 from cupyattn import QuantizedWeight
 from cupyattn.ops.linear.weight_formats import FORMATS, pieces

@@ -52,7 +52,6 @@ QUICK = (
 )
 NOT_QUICK = (
     "emulator/test_budget",
-    "project/test_collection",
     "runtime/test_compile",
     "runtime/test_folders",
     "runtime/test_fork.py::test_child_imports",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.bigram import STEPS, trained
 from support.devices import KERNELS
 from support.search import mostly_deep
 from support.tiny_models import TINY
+from support.training import STEPS, trained
 
 from cupyattn import models
 from cupyattn.models.checkpoints import writing

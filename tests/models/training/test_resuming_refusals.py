@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.bigram import STEPS, trained
 from support.search import Search
 from support.tiny_models import TINY
+from support.training import STEPS, trained
 
 from cupyattn import models
 from cupyattn.models.training import checkpoint

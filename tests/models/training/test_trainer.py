@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from support.bigram import Bigram, counting
 from support.devices import everywhere
 from support.tiny_models import TINY, ByteTokenizer
+from support.training import Bigram, counting
 
 from cupyattn import models
 from cupyattn.models.training.batches import (

@@ -1,0 +1,544 @@
+"""The expected result and the error bound of each function, from the reference and its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cupyattn
+from cupyattn import reference
+from cupyattn.ops.attention.choice import MAX_QUERIES
+from cupyattn.ops.attention.modifiers import arrays_of, python_function
+from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.ops.attention.reference.quantised import (
+    dequantised_attention_bound,
+    stored_attention_bound,
+)
+from cupyattn.ops.attention.reference.varlen import score_index, sequences
+from cupyattn.ops.norms.reference import rounded_sum
+from cupyattn.runtime.errors import error
+from cupyattn.testing.arrays import NumpyArray
+
+TILE_KEYS = 16
+"""Keys of the shortest tile of any kernel, which gives a bound for all kernels."""
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class ExpectedResult(NamedTuple):
+    """The exact result of a call, and how far from it a result may be.
+
+    Attributes
+    ----------
+    result : array in float64, or tuple of these and None
+        The exact result, with the structure of the call's result.
+    bound : array in float64, or tuple of these and None
+        For each element, the largest error of a kernel in the dtype of the arrays.
+    """
+
+    result: Any
+    bound: Any
+
+
+Rule = Callable[..., ExpectedResult]
+
+
+def _first(results: Iterable[Any], bounds: Iterable[Any], several: bool) -> ExpectedResult:
+    """Return all results and bounds of a call, or the first ones alone."""
+    results, bounds = tuple(results), tuple(bounds)
+    return ExpectedResult(results, bounds) if several else ExpectedResult(results[0], bounds[0])
+
+
+def _score_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of attention as the reference takes them."""
+    taken = {name: value for name, value in options.items() if value is not None}
+    if "score_mod" in taken:
+        raise error(
+            NotImplementedError,
+            "score_mod",
+            "there are no bounds for scores that an expression changes",
+            "compare with options that have the same effect, or derive a bound of your own",
+        )
+    mask_mod = taken.get("mask_mod")
+    if mask_mod is not None:
+        given: Any = SimpleNamespace(**arrays_of("mask_mod", mask_mod))
+        taken["mask_mod"] = python_function("mask_mod", mask_mod, given)
+    seed = taken.get("seed")
+    if isinstance(seed, cupyattn.DropoutSeed):
+        taken |= {"seed": seed.seed, "dropout_start": seed[1:]}
+    return taken
+
+
+def _attention_bound(
+    q: NumpyArray, k: NumpyArray, v: NumpyArray, teaching: bool, options: dict[str, Any]
+) -> tuple[NumpyArray, NumpyArray]:
+    return reference.attention_bound(
+        q, k, v, dtype=q.dtype, tile_k=TILE_KEYS, float32_weights=teaching, **options
+    )
+
+
+def _attention(
+    *arrays: NumpyArray, return_lse: bool = False, implementation: str = "flash", **given: Any
+) -> ExpectedResult:
+    options = _score_options(given)
+    q, k, v = arrays
+    bounds = _attention_bound(q, k, v, implementation != "flash", options)
+    return _first(reference.attention(q, k, v, **options), bounds, return_lse)
+
+
+def _attention_backward(
+    *arrays: NumpyArray, implementation: str = "flash", deterministic: bool = False, **given: Any
+) -> ExpectedResult:
+    options = _score_options(given)
+    dout, q, k, v, out, lse = arrays
+    bounds = reference.attention_backward_bound(
+        *(dout, q, k, v, out, lse),
+        dtype=q.dtype,
+        float32_weights=implementation == "naive",
+        **options,
+    )
+    return ExpectedResult(reference.attention_backward(dout, q, k, v, out, lse, **options), bounds)
+
+
+def _attention_varlen(
+    *arrays: Any,
+    return_lse: bool = False,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    **given: Any,
+) -> ExpectedResult:
+    options = _score_options(given)
+    q, k, v, cu_seqlens_q, cu_seqlens_k = arrays[:5]
+    out, lse = reference.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
+    for rows, keys, own in sequences(cu_seqlens_q, cu_seqlens_k, options):
+        errors = _attention_bound(q[None, rows], k[None, keys], v[None, keys], False, own)
+        bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
+    others = _rows_of_no_sequence(cu_seqlens_q, len(out))
+    out[others], lse[:, others] = np.nan, np.nan
+    return _first((out, lse), bounds, return_lse)
+
+
+def _rows_of_no_sequence(cu_seqlens: NumpyArray, total: int) -> NumpyArray:
+    rows = np.arange(total)
+    return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
+
+
+def _attention_varlen_backward(
+    *arrays: Any,
+    dlse: NumpyArray | None = None,
+    deterministic: bool = False,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    **given: Any,
+) -> ExpectedResult:
+    options = _score_options(given)
+    dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = arrays[:8]
+    exact = reference.attention_varlen_backward(*arrays[:8], dlse=dlse, **options)
+    bounds = {
+        name: np.full(gradient.shape, np.inf)
+        if name in ("dq", "dk", "dv")
+        else np.full(gradient.shape, _TINY)  # items that no sequence has are 0
+        for name, gradient in exact._asdict().items()
+        if gradient is not None
+    }
+    for b, (rows, keys, own) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k, options)):
+        errors = reference.attention_backward_bound(
+            *(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], out[None, rows]),
+            lse[None, :, rows],
+            dtype=q.dtype,
+            dlse=None if dlse is None else dlse[None, :, rows],
+            **own,
+        )
+        for name, place in (("dq", rows), ("dk", keys), ("dv", keys)):
+            bounds[name][place] = getattr(errors, name)[0]
+        if "dbias" in bounds:
+            lengths = rows.stop - rows.start, keys.stop - keys.start
+            bounds["dbias"][score_index(bounds["dbias"].shape, b, *lengths)] += errors.dbias
+        if "dsinks" in bounds:
+            bounds["dsinks"] += errors.dsinks
+    for name, cu_seqlens in (("dq", cu_seqlens_q), ("dk", cu_seqlens_k), ("dv", cu_seqlens_k)):
+        gradient = getattr(exact, name)
+        gradient[_rows_of_no_sequence(cu_seqlens, len(gradient))] = np.nan
+    return ExpectedResult(exact, cupyattn.AttentionGrads(**bounds))
+
+
+def _paged_attention(
+    *arrays: NumpyArray,
+    return_lse: bool = False,
+    cu_seqlens_q: NumpyArray | None = None,
+    max_seqlen_q: int = 1,
+    **given: Any,
+) -> ExpectedResult:
+    options = {name: value for name, value in given.items() if value is not None}
+    results = reference.paged_attention(*arrays, cu_seqlens_q=cu_seqlens_q, **options)
+    q, *cache = arrays
+    if cu_seqlens_q is None:
+        few = q.shape[1] <= MAX_QUERIES
+        return _first(results, _paged_bound(q, *cache, few=few, **options), return_lse)
+    out, lse = results
+    bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
+    k_cache, v_cache, table, lengths = cache
+    slopes = options.get("alibi_slopes")
+    for b, (begin, end) in enumerate(pairwise(cu_seqlens_q)):
+        if begin == end:  # its table may have nothing
+            continue
+        own, rows = slice(b, b + 1), slice(begin, end)
+        if slopes is not None and slopes.ndim == 2:
+            options["alibi_slopes"] = slopes[own]
+        errors = _paged_bound(
+            q[None, rows], k_cache, v_cache, table[own], lengths[own], few=False, **options
+        )
+        bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
+    others = _rows_of_no_sequence(cu_seqlens_q, len(out))
+    out[others], lse[:, others] = np.nan, np.nan
+    return _first(results, bounds, return_lse)
+
+
+def _paged_bound(
+    q: NumpyArray,
+    k_cache: NumpyArray,
+    v_cache: NumpyArray,
+    table: NumpyArray,
+    lengths: NumpyArray,
+    *,
+    few: bool,
+    k_scales: NumpyArray | None = None,
+    v_scales: NumpyArray | None = None,
+    **options: Any,
+) -> tuple[NumpyArray, NumpyArray]:
+    options["seqused_k"] = lengths
+    k = gathered(k_cache, table, lengths, k_scales)
+    v = gathered(v_cache, table, lengths, v_scales)
+    bounds = _attention_bound(q, k, v, False, options)
+    if k_scales is None or v_scales is None:
+        return bounds
+    stored = (gathered(each, table, lengths) for each in (k_cache, v_cache, k_scales, v_scales))
+    bound_of = stored_attention_bound if few else dequantised_attention_bound
+    more = bound_of(q, *stored, **options)
+    return bounds[0] + more[0], bounds[1] + more[1]
+
+
+def _merge_attention(*arrays: NumpyArray) -> ExpectedResult:
+    out_a, lse_a, out_b, lse_b = arrays
+    bounds = reference.merge_attention_bound(out_a, lse_a, out_b, lse_b)
+    return ExpectedResult(reference.merge_attention(out_a, lse_a, out_b, lse_b), bounds)
+
+
+def _exact(array: Any) -> Any:
+    """Return an array in float64; a quantised weight as it is."""
+    if array is None or isinstance(array, cupyattn.QuantizedWeight):
+        return array
+    return array.astype(np.float64)
+
+
+def _linear(
+    x: NumpyArray,
+    w: Any,
+    b: NumpyArray | None = None,
+    *,
+    residual: NumpyArray | None = None,
+    activation: str | None = None,
+    return_preactivation: bool = False,
+) -> ExpectedResult:
+    arrays = x, w, b, residual
+    results = reference.linear(*map(_exact, arrays), activation=activation)
+    bounds = reference.linear_bound(*arrays, activation=activation, dtype=x.dtype)
+    if activation is None:
+        results, bounds = (results[0], None), (bounds[0], None)  # type: ignore[assignment]
+    return _first(results, bounds, return_preactivation)
+
+
+def _linear_backward(
+    *arrays: Any, activation: str | None = None, preactivation: NumpyArray | None = None
+) -> ExpectedResult:
+    exact = reference.linear_backward(
+        *map(_exact, arrays), activation=activation, preactivation=_exact(preactivation)
+    )
+    bounds = reference.linear_backward_bound(
+        *arrays, activation=activation, preactivation=preactivation, dtype=arrays[1].dtype
+    )
+    return ExpectedResult(exact, bounds)
+
+
+def _linear_gelu(*arrays: Any, approximate: str = "tanh", **options: Any) -> ExpectedResult:
+    return _linear(*arrays, activation=_gelu_kind(approximate), **options)
+
+
+def _linear_gelu_backward(
+    *arrays: Any, approximate: str = "tanh", **options: Any
+) -> ExpectedResult:
+    return _linear_backward(*arrays, activation=_gelu_kind(approximate), **options)
+
+
+def _gelu_kind(approximate: str) -> str:
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def _softmax_rule(name: str) -> Rule:
+    def rule(x: NumpyArray, *, axis: int = -1, **options: Any) -> ExpectedResult:
+        rows = np.moveaxis(x, axis, -1)
+        limit = getattr(reference, f"{name}_bound")
+        result = getattr(reference, name)(rows, **options)
+        if name == "logsumexp":
+            return ExpectedResult(result, limit(rows, **options))
+        both = result, limit(rows, dtype=x.dtype, **options)
+        return ExpectedResult(*(np.moveaxis(each, -1, axis) for each in both))
+
+    return rule
+
+
+def _softmax_backward_rule(name: str) -> Rule:
+    gradient = getattr(reference, f"{name}_backward")
+    limit = getattr(reference, f"{name}_backward_bound")
+
+    def rule(
+        dout: NumpyArray,
+        out: NumpyArray,
+        *,
+        axis: int = -1,
+        scale: float = 1.0,
+        bias: NumpyArray | None = None,
+    ) -> ExpectedResult:
+        rows = np.moveaxis(dout, axis, -1), np.moveaxis(out, axis, -1)
+        dx = np.moveaxis(gradient(*rows, scale=scale), -1, axis)
+        dx_bound = np.moveaxis(limit(*rows, scale=scale, dtype=out.dtype), -1, axis)
+        if bias is None:
+            return ExpectedResult(dx, dx_bound)
+        ds, terms = gradient(dout, out), limit(dout, out, dtype="float32")
+        dbias = reference.broadcast_sums(ds, bias.shape)
+        dbias_bound = reference.broadcast_sums_bound(ds, terms, bias.shape, dtype=bias.dtype)
+        grads = cupyattn.SoftmaxGrads
+        return ExpectedResult(grads(dx, dbias), grads(dx_bound, dbias_bound))
+
+    return rule
+
+
+def _logsumexp_backward(
+    dout: NumpyArray, x: NumpyArray, out: NumpyArray, *, axis: int = -1, **options: Any
+) -> ExpectedResult:
+    arrays = dout, np.moveaxis(x, axis, -1), out
+    dx = reference.logsumexp_backward(*arrays, **options)
+    limit = reference.logsumexp_backward_bound(*arrays, dtype=x.dtype, **options)
+    return ExpectedResult(np.moveaxis(dx, -1, axis), np.moveaxis(limit, -1, axis))
+
+
+def _norm(
+    x: NumpyArray,
+    weight: NumpyArray | None,
+    bias: NumpyArray | None,
+    residual: NumpyArray | None,
+    return_stats: bool,
+    **options: Any,
+) -> ExpectedResult:
+    options["eps"] = float(np.float32(options["eps"]))  # kernels take a float32
+    total = x if residual is None else rounded_sum(x, residual)
+    out, _, mean, rstd = reference.norm(total, None, weight, bias, **options)
+    limits = reference.norm_bound(total, weight, bias, dtype=x.dtype, **options)
+    results, bounds = [out], [limits[0]]
+    if residual is not None:
+        results, bounds = [*results, total], [*bounds, np.zeros(total.shape)]
+    if return_stats and options["centred"]:
+        results, bounds = [*results, mean], [*bounds, limits[1]]
+    if return_stats:
+        results, bounds = [*results, rstd], [*bounds, limits[2]]
+    return _first(results, bounds, residual is not None or return_stats)
+
+
+def _layer_norm(
+    x: NumpyArray,
+    weight: NumpyArray | None = None,
+    bias: NumpyArray | None = None,
+    *,
+    residual: NumpyArray | None = None,
+    eps: float = 1e-5,
+    return_stats: bool = False,
+) -> ExpectedResult:
+    return _norm(x, weight, bias, residual, return_stats, centred=True, eps=eps)
+
+
+def _rms_norm(
+    x: NumpyArray,
+    weight: NumpyArray | None = None,
+    *,
+    residual: NumpyArray | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    return_stats: bool = False,
+) -> ExpectedResult:
+    offset = {"weight_offset": weight_offset}
+    return _norm(x, weight, None, residual, return_stats, centred=False, eps=eps, **offset)
+
+
+def _layer_norm_backward(
+    dout: NumpyArray,
+    x: NumpyArray,
+    weight: NumpyArray | None,
+    mean: NumpyArray,
+    rstd: NumpyArray,
+    *,
+    bias: NumpyArray | None = None,
+    dtotal: NumpyArray | None = None,
+) -> ExpectedResult:
+    arrays = dout, x, dtotal, weight, bias, mean, rstd
+    grads = cupyattn.LayerNormGrads
+    limits = reference.norm_backward_bound(*arrays, dtype=x.dtype)
+    return ExpectedResult(grads(*reference.norm_backward(*arrays)), grads(*limits))
+
+
+def _rms_norm_backward(
+    dout: NumpyArray,
+    x: NumpyArray,
+    weight: NumpyArray | None,
+    rstd: NumpyArray,
+    *,
+    weight_offset: float = 0.0,
+    dtotal: NumpyArray | None = None,
+) -> ExpectedResult:
+    arrays = dout, x, dtotal, weight, None, None, rstd
+    exact = reference.norm_backward(*arrays, weight_offset=weight_offset)
+    limits = reference.norm_backward_bound(*arrays, dtype=x.dtype, weight_offset=weight_offset)
+    grads = cupyattn.RMSNormGrads
+    return ExpectedResult(grads(*exact[:2]), grads(*limits[:2]))
+
+
+def _gelu(x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
+    return _activation(x, _gelu_kind(approximate))
+
+
+def _gelu_backward(dout: NumpyArray, x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
+    return _activation_backward(dout, x, _gelu_kind(approximate))
+
+
+def _activation(x: NumpyArray, kind: str = "silu") -> ExpectedResult:
+    limit = reference.activation_bound(x, kind, dtype=x.dtype)
+    return ExpectedResult(reference.activation(x, kind), limit)
+
+
+def _activation_backward(dout: NumpyArray, x: NumpyArray, kind: str = "silu") -> ExpectedResult:
+    limit = reference.activation_backward_bound(dout, x, kind, dtype=x.dtype)
+    return ExpectedResult(reference.activation_backward(dout, x, kind), limit)
+
+
+def _geglu(*arrays: NumpyArray | None, approximate: str = "none") -> ExpectedResult:
+    return _gated(*arrays, kind=_gelu_kind(approximate))
+
+
+def _geglu_backward(*arrays: NumpyArray | None, approximate: str = "none") -> ExpectedResult:
+    return _gated_backward(*arrays, kind=_gelu_kind(approximate))
+
+
+def _gated(gate: Any, up: Any = None, *, kind: str = "silu") -> ExpectedResult:
+    if up is None:
+        gate, up = np.split(gate, 2, axis=-1)
+    limit = reference.gated_bound(gate, up, kind, dtype=gate.dtype)
+    return ExpectedResult(reference.gated(gate, up, kind), limit)
+
+
+def _gated_backward(dout: Any, gate: Any, up: Any = None, *, kind: str = "silu") -> ExpectedResult:
+    packed = up is None
+    if packed:
+        gate, up = np.split(gate, 2, axis=-1)
+    exact = reference.gated_backward(dout, gate, up, kind)
+    limits = reference.gated_backward_bound(dout, gate, up, kind, dtype=gate.dtype)
+    both = (
+        cupyattn.GatedGrads(np.concatenate(each, axis=-1)) if packed else cupyattn.GatedGrads(*each)
+        for each in (exact, limits)
+    )
+    return ExpectedResult(*both)
+
+
+def _dropout(
+    x: NumpyArray, p: float, seed: int | None, *, residual: NumpyArray | None = None
+) -> ExpectedResult:
+    chosen = 0 if seed is None else seed  # p is 0 then
+    limit = reference.dropout_bound(x, p, chosen, residual, dtype=x.dtype)
+    return ExpectedResult(reference.dropout(x, p, chosen, residual), limit)
+
+
+def _rope(
+    x: Any,
+    cos: NumpyArray,
+    sin: NumpyArray,
+    *,
+    positions: NumpyArray | None = None,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> ExpectedResult:
+    if isinstance(x, tuple):
+        options = {"positions": positions, "interleaved": interleaved, "inverse": inverse}
+        each = [_rope(array, cos, sin, **options) for array in x]  # type: ignore[arg-type]
+        return ExpectedResult(*map(tuple, zip(*each, strict=True)))
+    at = np.arange(x.shape[1]) if positions is None else positions
+    arrays = x, cos, -sin if inverse else sin, at
+    limit = reference.rope_bound(*arrays, dtype=x.dtype, interleaved=interleaved)
+    return ExpectedResult(reference.rope(*arrays, interleaved=interleaved), limit)
+
+
+def _rope_backward(*arrays: Any, inverse: bool = False, **options: Any) -> ExpectedResult:
+    return _rope(*arrays, inverse=not inverse, **options)
+
+
+def _embedding(table: NumpyArray, ids: NumpyArray) -> ExpectedResult:
+    result = reference.embedding(table, ids)
+    return ExpectedResult(result, np.zeros(result.shape))
+
+
+def _embedding_backward(dout: NumpyArray, table: NumpyArray, ids: NumpyArray) -> ExpectedResult:
+    arrays = dout, len(table), ids
+    limit = reference.embedding_backward_bound(*arrays, dtype=table.dtype)
+    return ExpectedResult(reference.embedding_backward(*arrays), limit)
+
+
+def _cross_entropy(
+    logits: NumpyArray, labels: NumpyArray, *, return_lse: bool = False, **options: Any
+) -> ExpectedResult:
+    bounds = reference.cross_entropy_bound(logits, labels, **options)
+    return _first(reference.cross_entropy(logits, labels, **options), bounds, return_lse)
+
+
+def _cross_entropy_backward(*arrays: NumpyArray, **options: Any) -> ExpectedResult:
+    limit = reference.cross_entropy_backward_bound(*arrays, dtype=arrays[1].dtype, **options)
+    return ExpectedResult(reference.cross_entropy_backward(*arrays, **options), limit)
+
+
+RULES: dict[str, Rule] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "attention_varlen": _attention_varlen,
+    "attention_varlen_backward": _attention_varlen_backward,
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "dropout": _dropout,
+    "embedding": _embedding,
+    "embedding_backward": _embedding_backward,
+    "geglu": _geglu,
+    "geglu_backward": _geglu_backward,
+    "gelu": _gelu,
+    "gelu_backward": _gelu_backward,
+    "layer_norm": _layer_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "linear": _linear,
+    "linear_backward": _linear_backward,
+    "linear_gelu": _linear_gelu,
+    "linear_gelu_backward": _linear_gelu_backward,
+    "log_softmax": _softmax_rule("log_softmax"),
+    "log_softmax_backward": _softmax_backward_rule("log_softmax"),
+    "logsumexp": _softmax_rule("logsumexp"),
+    "logsumexp_backward": _logsumexp_backward,
+    "merge_attention": _merge_attention,
+    "paged_attention": _paged_attention,
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "rope": _rope,
+    "rope_backward": _rope_backward,
+    "silu": _activation,
+    "silu_backward": _activation_backward,
+    "softmax": _softmax_rule("softmax"),
+    "softmax_backward": _softmax_backward_rule("softmax"),
+    "swiglu": _gated,
+    "swiglu_backward": _gated_backward,
+}
