@@ -154,6 +154,11 @@ def device_of(operands: Operands) -> Device | None:
     return (_choice.get() or _from_environment()).device
 
 
+def kernels_run_numpy_arrays() -> bool:
+    """Tell whether calls on NumPy arrays run kernels here, on the emulator."""
+    return (_choice.get() or _from_environment()).device is not None
+
+
 @contextmanager
 def running_on(device: Device) -> Iterator[None]:
     """Run NumPy arrays on any device, such as one that records launches."""

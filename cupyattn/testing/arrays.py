@@ -20,7 +20,7 @@ EDGES = (0, 1, 7, 8, 13, 31, 32, 33, 53, 63, 64, 65, 97, 127, 128, 129, 255, 256
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-class Case:
+class PastableCase:
     """A dataclass that is printed without the fields that have their defaults."""
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ def lay_out(x: NumpyArray, view: str) -> NumpyArray:
     """
     if view not in VIEWS:
         raise ValueError(f"view is {view!r}; allowed are {', '.join(VIEWS)}; choose one of them")
-    if view == "contiguous":
+    if view == "contiguous" or (view == "broadcast" and x.ndim == 1):
         return np.ascontiguousarray(x)
     if view == "broadcast":
         return np.broadcast_to(x[:1].copy(), x.shape)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.testing.arrays import (
     SEEDS,
-    Case,
     NumpyArray,
+    PastableCase,
     lay_out,
     lay_out_option,
     lengths,
@@ -39,7 +39,7 @@ def not_a_multiple_of_three(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 @dataclass(frozen=True, repr=False)
-class AttentionCase(Case):
+class AttentionCase(PastableCase):
     """A call of `cupyattn.attention`. The fields determine the arrays.
 
     Parameters
@@ -153,7 +153,7 @@ class AttentionCase(Case):
 
 
 @dataclass(frozen=True, repr=False)
-class PackedCase(Case):
+class PackedCase(PastableCase):
     """A call of `cupyattn.attention_varlen`. The fields determine the arrays.
 
     q, k and v are slices of wider arrays.

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from cupyattn import reference
 from cupyattn.runtime.arrays import dtype_of
-from cupyattn.testing.arrays import SEEDS, Case, NumpyArray
+from cupyattn.testing.arrays import SEEDS, NumpyArray, PastableCase
 
 CACHE_LENGTHS = (0, 1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 129, 300)
 """One token, the ends of tiles and blocks, the unit of a CTA, and several of them."""
 
 
 @dataclass(frozen=True, repr=False)
-class PagedCase(Case):
+class PagedCase(PastableCase):
     """A call of `cupyattn.paged_attention`. The fields determine the arrays.
 
     The blocks of a sequence are anywhere in the pool. All other slots hold NaN, and entries of the

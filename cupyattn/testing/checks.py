@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import cupyattn
+from cupyattn.runtime.backend import kernels_run_numpy_arrays
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.precision import error_ratios
-from cupyattn.testing.rules import RULES, ExpectedResult, Rule
+from cupyattn.testing.rules import NUMPY_RULES, RULES, ExpectedResult, Rule
 
 _MEMORY = ("out", "grads", "dlogits", "workspace")
 """Options that say where results are written."""
@@ -56,8 +57,10 @@ def expected(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> E
 
     Notes
     -----
-    The bounds follow from the roundings of the kernels: each family of ``cupyattn.ops`` derives its
-    own in ``bounds.py``. They hold for any order of the sums, on the emulator and on every GPU.
+    The bounds follow from the roundings: each family of ``cupyattn.ops`` derives its own in
+    ``bounds.py``. They hold for any order of the sums. CuPy arrays, and NumPy arrays within
+    ``backend("emulator")``, get the bounds of the kernels. Other NumPy arrays get those of the
+    arithmetic in NumPy, which is in float64 or in float32.
 
     Examples
     --------
@@ -71,7 +74,7 @@ def expected(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> E
     >>> out.shape, lse.shape
     ((1, 5, 2, 8), (1, 2, 5))
     """
-    rule = _rule_of(function)
+    rule = _rule_of(function, arrays)
     given = tuple(map(on_host, arrays))
     named = {name: on_host(value) for name, value in options.items() if name not in _MEMORY}
     if named.pop("accumulate", False):
@@ -121,7 +124,7 @@ def on_host(value: Any) -> Any:
     if isinstance(value, tuple):
         items = map(on_host, value)
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value).__module__.partition(".")[0] == "cupy":
+    if _on_gpu(value):
         return value.get()
     if isinstance(value, cupyattn.BlockMask):
         return on_host(value.mask_mod)
@@ -137,16 +140,24 @@ def on_host(value: Any) -> Any:
     return value
 
 
-def _rule_of(function: Any) -> Rule:
+def _rule_of(function: Any, arrays: tuple[Any, ...]) -> Rule:
+    """Return the rule of a function, for where its arrays are."""
     name = getattr(function, "__name__", "")
-    if name in RULES and function is getattr(cupyattn, name):
-        return RULES[name]
-    raise error(
-        NotImplementedError,
-        f"no bounds for {name or function!r}",
-        f"functions with bounds are {', '.join(sorted(RULES))}",
-        "pass one of these functions of cupyattn itself, or derive a bound of your own",
-    )
+    if name not in RULES or function is not getattr(cupyattn, name):
+        raise error(
+            NotImplementedError,
+            f"no bounds for {name or function!r}",
+            f"functions with bounds are {', '.join(sorted(RULES))}",
+            "pass one of these functions of cupyattn itself, or derive a bound of your own",
+        )
+    by_kernels = any(map(_on_gpu, arrays)) or kernels_run_numpy_arrays()
+    return RULES[name] if by_kernels else NUMPY_RULES.get(name, RULES[name])
+
+
+def _on_gpu(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_on_gpu, value))
+    return type(value).__module__.partition(".")[0] == "cupy"
 
 
 def assert_within_bounds(result: Any, reference: Any, bound: Any) -> None:

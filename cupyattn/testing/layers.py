@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import cupyattn
 from cupyattn.runtime.arrays import dtype_of
-from cupyattn.testing.arrays import SEEDS, Case, NumpyArray, lay_out, normal
+from cupyattn.testing.arrays import SEEDS, NumpyArray, PastableCase, lay_out, normal
 
 ROW_LENGTHS = (0, 1, 2, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025)
 SIZES = (1, 2, 7, 8, 13, 24, 31, 32, 33, 40, 63, 64, 65, 72, 97, 128, 129)
@@ -21,7 +21,7 @@ DTYPES = ("float16", "float32")
 
 
 @dataclass(frozen=True, repr=False)
-class SoftmaxCase(Case):
+class SoftmaxCase(PastableCase):
     """A call of `cupyattn.softmax`, `cupyattn.log_softmax` or `cupyattn.logsumexp`.
 
     The fields determine the arrays.
@@ -96,7 +96,7 @@ class SoftmaxCase(Case):
 
 
 @dataclass(frozen=True, repr=False)
-class NormCase(Case):
+class NormCase(PastableCase):
     """A call of `cupyattn.layer_norm` or `cupyattn.rms_norm`. The fields determine the arrays.
 
     Parameters
@@ -166,7 +166,7 @@ class NormCase(Case):
 
 
 @dataclass(frozen=True, repr=False)
-class LinearCase(Case):
+class LinearCase(PastableCase):
     """A call of `cupyattn.linear` or `cupyattn.linear_backward`. The fields determine the arrays.
 
     Parameters

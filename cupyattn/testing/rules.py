@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,6 +12,13 @@ import numpy as np
 
 import cupyattn
 from cupyattn import reference
+from cupyattn.ops.activations.bounds import (
+    cpu_activation_backward_bound,
+    cpu_activation_bound,
+    cpu_gated_backward_bound,
+    cpu_gated_bound,
+)
+from cupyattn.ops.attention.bounds import cpu_attention_bound
 from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.modifiers import arrays_of, python_function
 from cupyattn.ops.attention.reference.paged import gathered
@@ -19,6 +27,7 @@ from cupyattn.ops.attention.reference.quantised import (
     stored_attention_bound,
 )
 from cupyattn.ops.attention.reference.varlen import score_index, sequences
+from cupyattn.ops.linear.bounds import cpu_linear_backward_bound, cpu_linear_bound
 from cupyattn.ops.norms.reference import rounded_sum
 from cupyattn.runtime.errors import error
 from cupyattn.testing.arrays import NumpyArray
@@ -44,6 +53,8 @@ class ExpectedResult(NamedTuple):
 
 
 Rule = Callable[..., ExpectedResult]
+BoundOf = Callable[..., Any]
+"""A function of the reference that returns bounds."""
 
 
 def _first(results: Iterable[Any], bounds: Iterable[Any], several: bool) -> ExpectedResult:
@@ -72,20 +83,30 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def _attention_bound(
-    q: NumpyArray, k: NumpyArray, v: NumpyArray, teaching: bool, options: dict[str, Any]
+def _kernels_attention(
+    *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
     return reference.attention_bound(
-        q, k, v, dtype=q.dtype, tile_k=TILE_KEYS, float32_weights=teaching, **options
+        *arrays, dtype=arrays[0].dtype, tile_k=TILE_KEYS, float32_weights=teaching, **options
     )
 
 
+def _numpys_attention(
+    *arrays: NumpyArray, teaching: bool, **options: Any
+) -> tuple[NumpyArray, NumpyArray]:
+    return cpu_attention_bound(*arrays, dtype=arrays[0].dtype, **options)
+
+
 def _attention(
-    *arrays: NumpyArray, return_lse: bool = False, implementation: str = "flash", **given: Any
+    *arrays: NumpyArray,
+    bound_of: BoundOf = _kernels_attention,
+    return_lse: bool = False,
+    implementation: str = "flash",
+    **given: Any,
 ) -> ExpectedResult:
     options = _score_options(given)
     q, k, v = arrays
-    bounds = _attention_bound(q, k, v, implementation != "flash", options)
+    bounds = bound_of(q, k, v, teaching=implementation != "flash", **options)
     return _first(reference.attention(q, k, v, **options), bounds, return_lse)
 
 
@@ -105,6 +126,7 @@ def _attention_backward(
 
 def _attention_varlen(
     *arrays: Any,
+    bound_of: BoundOf = _kernels_attention,
     return_lse: bool = False,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
@@ -115,7 +137,7 @@ def _attention_varlen(
     out, lse = reference.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
     for rows, keys, own in sequences(cu_seqlens_q, cu_seqlens_k, options):
-        errors = _attention_bound(q[None, rows], k[None, keys], v[None, keys], False, own)
+        errors = bound_of(q[None, rows], k[None, keys], v[None, keys], teaching=False, **own)
         bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
     others = _rows_of_no_sequence(cu_seqlens_q, len(out))
     out[others], lse[:, others] = np.nan, np.nan
@@ -168,17 +190,19 @@ def _attention_varlen_backward(
 
 def _paged_attention(
     *arrays: NumpyArray,
+    bound_of: BoundOf = _kernels_attention,
     return_lse: bool = False,
     cu_seqlens_q: NumpyArray | None = None,
     max_seqlen_q: int = 1,
     **given: Any,
 ) -> ExpectedResult:
     options = {name: value for name, value in given.items() if value is not None}
+    of_cache = partial(_paged_bound, bound_of)
     results = reference.paged_attention(*arrays, cu_seqlens_q=cu_seqlens_q, **options)
     q, *cache = arrays
     if cu_seqlens_q is None:
         few = q.shape[1] <= MAX_QUERIES
-        return _first(results, _paged_bound(q, *cache, few=few, **options), return_lse)
+        return _first(results, of_cache(q, *cache, few=few, **options), return_lse)
     out, lse = results
     bounds = np.full(out.shape, np.inf), np.full(lse.shape, np.inf)
     k_cache, v_cache, table, lengths = cache
@@ -189,7 +213,7 @@ def _paged_attention(
         own, rows = slice(b, b + 1), slice(begin, end)
         if slopes is not None and slopes.ndim == 2:
             options["alibi_slopes"] = slopes[own]
-        errors = _paged_bound(
+        errors = of_cache(
             q[None, rows], k_cache, v_cache, table[own], lengths[own], few=False, **options
         )
         bounds[0][rows], bounds[1][:, rows] = errors[0][0], errors[1][0]
@@ -199,6 +223,7 @@ def _paged_attention(
 
 
 def _paged_bound(
+    bound_of: BoundOf,
     q: NumpyArray,
     k_cache: NumpyArray,
     v_cache: NumpyArray,
@@ -213,7 +238,7 @@ def _paged_bound(
     options["seqused_k"] = lengths
     k = gathered(k_cache, table, lengths, k_scales)
     v = gathered(v_cache, table, lengths, v_scales)
-    bounds = _attention_bound(q, k, v, False, options)
+    bounds: tuple[NumpyArray, NumpyArray] = bound_of(q, k, v, teaching=False, **options)
     if k_scales is None or v_scales is None:
         return bounds
     stored = (gathered(each, table, lengths) for each in (k_cache, v_cache, k_scales, v_scales))
@@ -240,25 +265,29 @@ def _linear(
     w: Any,
     b: NumpyArray | None = None,
     *,
+    bound_of: BoundOf = reference.linear_bound,
     residual: NumpyArray | None = None,
     activation: str | None = None,
     return_preactivation: bool = False,
 ) -> ExpectedResult:
     arrays = x, w, b, residual
     results = reference.linear(*map(_exact, arrays), activation=activation)
-    bounds = reference.linear_bound(*arrays, activation=activation, dtype=x.dtype)
+    bounds = bound_of(*arrays, activation=activation, dtype=x.dtype)
     if activation is None:
-        results, bounds = (results[0], None), (bounds[0], None)  # type: ignore[assignment]
+        return _first((results[0], None), (bounds[0], None), return_preactivation)
     return _first(results, bounds, return_preactivation)
 
 
 def _linear_backward(
-    *arrays: Any, activation: str | None = None, preactivation: NumpyArray | None = None
+    *arrays: Any,
+    bound_of: BoundOf = reference.linear_backward_bound,
+    activation: str | None = None,
+    preactivation: NumpyArray | None = None,
 ) -> ExpectedResult:
     exact = reference.linear_backward(
         *map(_exact, arrays), activation=activation, preactivation=_exact(preactivation)
     )
-    bounds = reference.linear_backward_bound(
+    bounds = bound_of(
         *arrays, activation=activation, preactivation=preactivation, dtype=arrays[1].dtype
     )
     return ExpectedResult(exact, bounds)
@@ -405,50 +434,52 @@ def _rms_norm_backward(
     return ExpectedResult(grads(*exact[:2]), grads(*limits[:2]))
 
 
-def _gelu(x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
-    return _activation(x, _gelu_kind(approximate))
+def _activation_rule(kind: str | None, bound_of: BoundOf) -> Rule:
+    def rule(x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
+        chosen = kind or _gelu_kind(approximate)
+        return ExpectedResult(reference.activation(x, chosen), bound_of(x, chosen, dtype=x.dtype))
+
+    return rule
 
 
-def _gelu_backward(dout: NumpyArray, x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
-    return _activation_backward(dout, x, _gelu_kind(approximate))
+def _activation_backward_rule(kind: str | None, bound_of: BoundOf) -> Rule:
+    def rule(dout: NumpyArray, x: NumpyArray, *, approximate: str = "none") -> ExpectedResult:
+        arguments = dout, x, kind or _gelu_kind(approximate)
+        exact = reference.activation_backward(*arguments)
+        return ExpectedResult(exact, bound_of(*arguments, dtype=x.dtype))
+
+    return rule
 
 
-def _activation(x: NumpyArray, kind: str = "silu") -> ExpectedResult:
-    limit = reference.activation_bound(x, kind, dtype=x.dtype)
-    return ExpectedResult(reference.activation(x, kind), limit)
+def _gated_rule(kind: str | None, bound_of: BoundOf) -> Rule:
+    def rule(
+        gate: NumpyArray, up: NumpyArray | None = None, *, approximate: str = "none"
+    ) -> ExpectedResult:
+        gate, up = np.split(gate, 2, axis=-1) if up is None else (gate, up)
+        arguments = gate, up, kind or _gelu_kind(approximate)
+        return ExpectedResult(reference.gated(*arguments), bound_of(*arguments, dtype=gate.dtype))
+
+    return rule
 
 
-def _activation_backward(dout: NumpyArray, x: NumpyArray, kind: str = "silu") -> ExpectedResult:
-    limit = reference.activation_backward_bound(dout, x, kind, dtype=x.dtype)
-    return ExpectedResult(reference.activation_backward(dout, x, kind), limit)
+def _gated_backward_rule(kind: str | None, bound_of: BoundOf) -> Rule:
+    def rule(
+        dout: NumpyArray,
+        gate: NumpyArray,
+        up: NumpyArray | None = None,
+        *,
+        approximate: str = "none",
+    ) -> ExpectedResult:
+        packed = up is None
+        gate, up = np.split(gate, 2, axis=-1) if up is None else (gate, up)
+        arguments = dout, gate, up, kind or _gelu_kind(approximate)
+        both = reference.gated_backward(*arguments), bound_of(*arguments, dtype=gate.dtype)
+        grads = cupyattn.GatedGrads
+        return ExpectedResult(
+            *(grads(np.concatenate(each, axis=-1)) if packed else grads(*each) for each in both)
+        )
 
-
-def _geglu(*arrays: NumpyArray | None, approximate: str = "none") -> ExpectedResult:
-    return _gated(*arrays, kind=_gelu_kind(approximate))
-
-
-def _geglu_backward(*arrays: NumpyArray | None, approximate: str = "none") -> ExpectedResult:
-    return _gated_backward(*arrays, kind=_gelu_kind(approximate))
-
-
-def _gated(gate: Any, up: Any = None, *, kind: str = "silu") -> ExpectedResult:
-    if up is None:
-        gate, up = np.split(gate, 2, axis=-1)
-    limit = reference.gated_bound(gate, up, kind, dtype=gate.dtype)
-    return ExpectedResult(reference.gated(gate, up, kind), limit)
-
-
-def _gated_backward(dout: Any, gate: Any, up: Any = None, *, kind: str = "silu") -> ExpectedResult:
-    packed = up is None
-    if packed:
-        gate, up = np.split(gate, 2, axis=-1)
-    exact = reference.gated_backward(dout, gate, up, kind)
-    limits = reference.gated_backward_bound(dout, gate, up, kind, dtype=gate.dtype)
-    both = (
-        cupyattn.GatedGrads(np.concatenate(each, axis=-1)) if packed else cupyattn.GatedGrads(*each)
-        for each in (exact, limits)
-    )
-    return ExpectedResult(*both)
+    return rule
 
 
 def _dropout(
@@ -515,10 +546,10 @@ RULES: dict[str, Rule] = {
     "dropout": _dropout,
     "embedding": _embedding,
     "embedding_backward": _embedding_backward,
-    "geglu": _geglu,
-    "geglu_backward": _geglu_backward,
-    "gelu": _gelu,
-    "gelu_backward": _gelu_backward,
+    "geglu": _gated_rule(None, reference.gated_bound),
+    "geglu_backward": _gated_backward_rule(None, reference.gated_backward_bound),
+    "gelu": _activation_rule(None, reference.activation_bound),
+    "gelu_backward": _activation_backward_rule(None, reference.activation_backward_bound),
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "linear": _linear,
@@ -535,10 +566,29 @@ RULES: dict[str, Rule] = {
     "rms_norm_backward": _rms_norm_backward,
     "rope": _rope,
     "rope_backward": _rope_backward,
-    "silu": _activation,
-    "silu_backward": _activation_backward,
+    "silu": _activation_rule("silu", reference.activation_bound),
+    "silu_backward": _activation_backward_rule("silu", reference.activation_backward_bound),
     "softmax": _softmax_rule("softmax"),
     "softmax_backward": _softmax_backward_rule("softmax"),
-    "swiglu": _gated,
-    "swiglu_backward": _gated_backward,
+    "swiglu": _gated_rule("silu", reference.gated_bound),
+    "swiglu_backward": _gated_backward_rule("silu", reference.gated_backward_bound),
 }
+"""The rule of each function, by its name: the bounds of kernels."""
+NUMPY_RULES: dict[str, Rule] = {
+    "attention": partial(_attention, bound_of=_numpys_attention),
+    "attention_varlen": partial(_attention_varlen, bound_of=_numpys_attention),
+    "paged_attention": partial(_paged_attention, bound_of=_numpys_attention),
+    "linear": partial(_linear, bound_of=cpu_linear_bound),
+    "linear_backward": partial(_linear_backward, bound_of=cpu_linear_backward_bound),
+    "linear_gelu": partial(_linear_gelu, bound_of=cpu_linear_bound),
+    "linear_gelu_backward": partial(_linear_gelu_backward, bound_of=cpu_linear_backward_bound),
+    "gelu": _activation_rule(None, cpu_activation_bound),
+    "gelu_backward": _activation_backward_rule(None, cpu_activation_backward_bound),
+    "silu": _activation_rule("silu", cpu_activation_bound),
+    "silu_backward": _activation_backward_rule("silu", cpu_activation_backward_bound),
+    "geglu": _gated_rule(None, cpu_gated_bound),
+    "geglu_backward": _gated_backward_rule(None, cpu_gated_backward_bound),
+    "swiglu": _gated_rule("silu", cpu_gated_bound),
+    "swiglu_backward": _gated_backward_rule("silu", cpu_gated_backward_bound),
+}
+"""The rules of functions that NumPy computes in float32, where no kernel runs."""

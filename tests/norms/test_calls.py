@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
-from support.devices import KERNELS, dtype_of
+from support.devices import KERNELS
 from support.search import deep, examples, wider
 
 import cupyattn
@@ -19,6 +19,7 @@ from cupyattn import LayerNormGrads, RMSNormGrads, reference
 from cupyattn.emulator import Report
 from cupyattn.ops.norms.kernels import BACKWARD_ROWS, FORWARD_ROWS
 from cupyattn.ops.norms.reference import rounded_sum
+from cupyattn.testing import NormCase
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -26,53 +27,9 @@ VIEWS = ("contiguous", "sliced", "transposed", "reversed", "broadcast")
 Array = NDArray[Any]
 
 
-def lay_out(x: Array, view: str) -> Array:
-    """Return x (B, S, N) in an array with the strides of a kind of view, surrounded by NaN.
-
-    "broadcast" repeats the first of the outer axis with stride 0, and is read-only.
-    """
-    outer, inner, length = x.shape
-    if view == "contiguous":
-        return np.ascontiguousarray(x)
-    if view == "sliced":  # rows that are aligned to an item only
-        result = np.full((outer, inner, length + 3), np.nan, x.dtype)[..., 1 : length + 1]
-    elif view == "transposed":
-        result = np.full((inner, outer, length), np.nan, x.dtype).transpose(1, 0, 2)
-    elif view == "reversed":
-        result = np.full((outer, 2 * inner, length), np.nan, x.dtype)[:, ::-2]
-    else:
-        return np.broadcast_to(x[:1].copy(), x.shape)
-    result[...] = x
-    return result
-
-
 @dataclass(frozen=True)
-class NormProblem:
-    """x has standard normal items times `spread`, plus `mean`; `arrays` names the optional ones."""
-
-    shape: tuple[int, int, int]
-    dtype: str = "float32"
-    centred: bool = True
-    arrays: tuple[str, ...] = ()
-    view: str = "contiguous"
-    mean: float = 0.0
-    spread: float = 1.0
-    eps: float = 1e-5
-    weight_offset: float = 0.0
-    seed: int = 0
-
-    def array(self, name: str) -> Array | None:
-        """One of the arrays, None if the problem is without it."""
-        needs = {"dtotal": "residual"}.get(name, name)
-        if needs in ("residual", "weight", "bias") and needs not in self.arrays:
-            return None
-        rng = np.random.default_rng([self.seed, *name.encode()])
-        if name in ("weight", "bias"):
-            return rng.standard_normal(self.shape[-1]).astype(dtype_of(self.dtype))
-        values = rng.standard_normal(self.shape)
-        if name == "x":
-            values = values * self.spread + self.mean
-        return lay_out(values.astype(dtype_of(self.dtype)), self.view)
+class NormProblem(NormCase):
+    """A call of a norm and of its backward, run by the kernels."""
 
     def forward(self) -> tuple[Array, ...]:
         """Return the kernels' out, the sum or x, mean (None if not centred) and rstd."""
@@ -167,7 +124,7 @@ def norm_problems(
         shape=(outer, draw(st.integers(0, 4)), draw(lengths)),
         dtype=dtype,
         centred=centred,
-        arrays=arrays,
+        given=arrays,
         view=draw(st.sampled_from(views if outer else ("contiguous",))),
         mean=draw(st.sampled_from((0.0, 100.0))),
         spread=draw(st.sampled_from((1.0, 8.0, 1e-3))),
@@ -396,7 +353,7 @@ def reported(problem: NormProblem) -> Report:
     [(11, 2048, "float16"), *deep((37, 768, "float16"), (37, 64, "float32"), (5, 8192, "float32"))],
 )
 def test_rows_in_registers_use_whole_sectors_without_bank_conflicts(rows, length, dtype):
-    report = reported(NormProblem((rows, 1, length), dtype, arrays=ALL))
+    report = reported(NormProblem((rows, 1, length), dtype, given=ALL))
     assert report.sector_efficiency == 1.0
     assert report.bank_conflict_ways == 1.0
     wide = [
@@ -408,7 +365,7 @@ def test_rows_in_registers_use_whole_sectors_without_bank_conflicts(rows, length
 
 def test_rows_read_twice_use_half_sectors_for_column_sums_alone():
     """Column sums in global memory are read and written as eight neighbouring floats."""
-    report = reported(NormProblem((5, 1, 20_480), "float16", arrays=ALL))
+    report = reported(NormProblem((5, 1, 20_480), "float16", given=ALL))
     assert report.bank_conflict_ways == 1.0
     wasteful = {a.efficiency for a in report.accesses if a.space == "global" and a.efficiency < 1}
     assert wasteful == {0.5}
@@ -416,7 +373,7 @@ def test_rows_read_twice_use_half_sectors_for_column_sums_alone():
 
 def test_every_item_is_read_and_written_once():
     """x and residual are read, out and the sum are written, and nothing else."""
-    problem = NormProblem((8, 1, 1024), "float16", arrays=("residual",))
+    problem = NormProblem((8, 1, 1024), "float16", given=("residual",))
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.layer_norm(problem.array("x"), residual=problem.array("residual"))
@@ -425,7 +382,7 @@ def test_every_item_is_read_and_written_once():
 
 
 def test_scalar_loads_where_rows_do_not_start_at_vectors():
-    problem = NormProblem((5, 1, 40), "float16", arrays=("weight",), view="sliced")
+    problem = NormProblem((5, 1, 40), "float16", given=("weight",), view="sliced")
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.rms_norm(problem.array("x"), np.ones(40, np.float16))

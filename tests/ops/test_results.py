@@ -66,7 +66,7 @@ def test_numpy_attention_is_within_its_bound_and_gradients_are_rounded_once(
 
 @given(softmax_cases(dtypes=DTYPES))
 def test_numpy_softmax_is_the_references_rounded_once(problem):
-    x, dout = problem.x(), problem.dout()
+    (x,), dout = problem.arrays(), problem.dout()
     with unchanged(x, dout):
         out = softmax_forward(x)
         dx = softmax_backward(dout, out)

@@ -52,7 +52,10 @@ ROOMS = {
     "turing": {"runtime", "registry", "emulator"},
     "explanation": {"runtime", "turing"},
     "": {"runtime", "functions", "autodiff", "kv_cache", "emulator", "explanation"},
-    "testing": {"", "runtime", "reference", "ops.attention", "ops.norms"},
+    "testing": {
+        *("", "runtime", "reference", "ops.activations", "ops.attention", "ops.linear"),
+        "ops.norms",
+    },
     "distributed": {"", "runtime"},
     "models": {"", "runtime", "distributed", "kv_cache", "ops.linear"},
     "cli": {
@@ -252,6 +255,15 @@ def test_heavy_imports_are_lazy():
     assert found == SUBCLASSING
     for path in NAMES.values():
         assert not SUBCLASSING.keys() & imports_at_import(path), path
+
+
+def test_packages_for_tests_are_imported_by_testing_alone():
+    importing = {
+        room_of(name)
+        for name, path in NAMES.items()
+        if {"hypothesis", "pytest"} & {imported.partition(".")[0] for imported in imports(path)}
+    }
+    assert importing == {"testing"}
 
 
 def test_cupy_is_imported_in_one_place():
