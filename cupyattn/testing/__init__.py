@@ -20,13 +20,13 @@ where each access, race and barrier is checked::
         assert_within_bounds(out, *expected(cupyattn.attention, *arrays, **options))
 
 A case is a frozen dataclass. A failing example that hypothesis prints can be pasted into a test as
-it is. Head dims, dtypes and sets of options are lists to draw from, because on the emulator each
-combination is a kernel to compile; lengths, views and data cost nothing.
+it is. Head dims, dtypes, sets of options and views are lists to draw from, because on the emulator
+their combinations are kernels to compile. Lengths and data need no compilation.
 
 The bounds are derived from the roundings of the kernels, not chosen: a result outside of its bound
 is a bug. To test a kernel of your own, use a bound that follows from its own roundings. If it
-computes what a function of this library computes, by sums of float32 in any order, then that
-function's bound is the right one.
+computes what a function of this library computes, in float32 and with sums in any order, that
+function's bound holds for it too.
 """
 
 from importlib.util import find_spec

@@ -45,7 +45,7 @@ class SoftmaxCase(PastableCase):
     causal : bool
         The option of that name.
     mask : tuple of int, optional
-        The shape of a mask, which broadcasts to x.
+        The shape of a mask, which broadcasts to x. All of some rows is hidden.
     bias : (tuple of int, str), optional
         The shape and dtype of a bias, which broadcasts to x.
 
@@ -89,7 +89,9 @@ class SoftmaxCase(PastableCase):
         if self.causal:
             options["causal"] = True
         if self.mask is not None:
-            options["mask"] = normal(self.seed, "mask", self.mask) > -1
+            mask = normal(self.seed, "mask", self.mask) > -1
+            mask[normal(self.seed, "hidden rows", self.mask[:-1]) > 1] = False
+            options["mask"] = mask
         if self.bias is not None:
             options["bias"] = normal(self.seed, "bias", *self.bias)
         return options
@@ -274,7 +276,7 @@ def softmax_cases(
     shape, dtype = (*leading, row), draw(st.sampled_from(tuple(dtypes)))
     broadcast = st.tuples(*(st.sampled_from(sorted({1, n})) for n in shape))
     values: dict[str, st.SearchStrategy[Any]] = {
-        "scale": st.sampled_from((0.5, -2.0)),
+        "scale": st.sampled_from((0.5, -2.0, 0.0)),
         "causal": st.just(True),
         "mask": broadcast,
         "bias": st.tuples(broadcast, st.sampled_from(sorted({dtype, "float32"}))),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from support.devices import DTYPES, KERNELS, dtype_of, everywhere, placed
+from support.devices import DTYPES, KERNELS, everywhere, placed
 from support.search import deep, examples
 
 import cupyattn
 from cupyattn import reference
 from cupyattn.ops.softmax.kernels import HELD
 from cupyattn.runtime.tables import pairs
-from cupyattn.testing import SoftmaxCase, softmax_cases
+from cupyattn.testing import SoftmaxCase, assert_within_bounds, expected, softmax_cases
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -31,16 +31,12 @@ PLAIN = [
 ]  # fmt: skip
 
 
-def require_softmax_within_bounds(problem: SoftmaxCase) -> None:
-    (x,) = problem.arrays()
+def require_softmax_within_bounds(case: SoftmaxCase) -> None:
+    (x,), dout = case.arrays(), case.dout()
     out = KERNELS.get(cupyattn.softmax(KERNELS.put(x)))
-    bound = reference.softmax_bound(x, dtype=problem.dtype)
-    assert reference.error_ratio(out, reference.softmax(x), bound) <= 1
-
-    dout = problem.dout()
-    dx = KERNELS.get(cupyattn.softmax_backward(KERNELS.put(dout), KERNELS.put(out)))
-    bound = reference.softmax_backward_bound(dout, out, dtype=problem.dtype)
-    assert reference.error_ratio(dx, reference.softmax_backward(dout, out), bound) <= 1
+    assert_within_bounds(out, *expected(cupyattn.softmax, x))
+    dx = cupyattn.softmax_backward(KERNELS.put(dout), KERNELS.put(out))
+    assert_within_bounds(dx, *expected(cupyattn.softmax_backward, dout, out))
 
 
 @pytest.mark.deep
@@ -94,107 +90,59 @@ def test_rows_without_an_entry_and_rows_with_a_nan():
     assert np.allclose(out[3], 1 / 300)
 
 
-class Problem(NamedTuple):
-    """Rows with options; `masked` and `biased` name the axes that these vary along."""
+def case_of(
+    shape: tuple[int, ...],
+    dtype: str,
+    masked: tuple[bool, ...] | None = None,
+    biased: tuple[bool, ...] | None = None,
+    **options: Any,
+) -> SoftmaxCase:
+    """Rows with a mask and a bias that vary along these axes."""
 
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    masked: tuple[bool, ...] | None = None
-    biased: tuple[bool, ...] | None = None
-    bias_dtype: str = "float32"
-    causal: bool = False
-    scale: float = 1.0
-    spread: float = 3.0
-    seed: int = 0
+    def narrowed(axes: tuple[bool, ...]) -> tuple[int, ...]:
+        return tuple(n if varies else 1 for n, varies in zip(shape, axes, strict=True))
 
-    def normal(self, number: int, dtype: str, *, rows: bool = False) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, number])
-        shape = self.shape[:-1] if rows else self.shape
-        return rng.standard_normal(shape).astype(dtype_of(dtype))
-
-    def x(self) -> np.ndarray:
-        return (self.normal(0, "float32") * self.spread).astype(dtype_of(self.dtype))
-
-    def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"scale": self.scale, "causal": self.causal}
-        if self.masked is not None:
-            mask = self.normal(1, "float32") < 0.7
-            mask[np.random.default_rng(self.seed).random(self.shape[:-1]) < 0.2] = False
-            options["mask"] = mask[narrowed(self.masked)]
-        if self.biased is not None:
-            options["bias"] = self.normal(2, self.bias_dtype)[narrowed(self.biased)]
-        return options
+    mask = None if masked is None else narrowed(masked)
+    bias = None if biased is None else (narrowed(biased), "float32")
+    return SoftmaxCase(shape, dtype, **{"spread": 3.0, **options}, mask=mask, bias=bias)
 
 
-def narrowed(axes: tuple[bool, ...]) -> tuple[slice, ...]:
-    """Return an index that keeps only the first item of axes that are False."""
-    return tuple(slice(None) if varies else slice(0, 1) for varies in axes)
-
-
-def ratios(problem: Problem) -> dict[str, float]:
-    """Return the error of every function of the family over its bound."""
-    x, options = problem.x(), problem.options()
+def require_options_within_bounds(case: SoftmaxCase) -> None:
+    """Assert it of every function of the family."""
+    (x,), dout, options = case.arrays(), case.dout(), case.keywords()
     on_device = {name: placed(KERNELS, value) for name, value in options.items()}
-    given_x, dtype, scale = KERNELS.put(x), problem.dtype, problem.scale
-    found = {}
+    given_x = KERNELS.put(x)
     for name in ("softmax", "log_softmax"):
-        out = getattr(cupyattn, name)(given_x, **on_device)
-        exact = getattr(reference, name)(x, **options)
-        bound = getattr(reference, f"{name}_bound")(x, dtype=dtype, **options)
-        found[name] = reference.error_ratio(KERNELS.get(out), exact, bound)
-        dout, host = problem.normal(3, dtype), KERNELS.get(out)
-        dx = getattr(cupyattn, f"{name}_backward")(KERNELS.put(dout), out, scale=scale)
-        exact = getattr(reference, f"{name}_backward")(dout, host, scale=scale)
-        bound = getattr(reference, f"{name}_backward_bound")(dout, host, dtype=dtype, scale=scale)
-        found[f"{name}_backward"] = reference.error_ratio(KERNELS.get(dx), exact, bound)
+        function, backward = getattr(cupyattn, name), getattr(cupyattn, f"{name}_backward")
+        out = function(given_x, **on_device)
+        assert_within_bounds(out, *expected(function, x, **options))
+        dx = backward(KERNELS.put(dout), out, scale=case.scale)
+        assert_within_bounds(dx, *expected(backward, dout, KERNELS.get(out), scale=case.scale))
     lse = cupyattn.logsumexp(given_x, **on_device)
-    exact, bound = reference.logsumexp(x, **options), reference.logsumexp_bound(x, **options)
-    found["logsumexp"] = reference.error_ratio(KERNELS.get(lse), exact, bound)
-    dout, host = problem.normal(4, "float32", rows=True), KERNELS.get(lse)
-    dx = cupyattn.logsumexp_backward(KERNELS.put(dout), given_x, lse, **on_device)
-    exact = reference.logsumexp_backward(dout, x, host, **options)
-    bound = reference.logsumexp_backward_bound(dout, x, host, dtype=dtype, **options)
-    found["logsumexp_backward"] = reference.error_ratio(KERNELS.get(dx), exact, bound)
-    return found
-
-
-def require_within_bounds(problem: Problem) -> None:
-    found = ratios(problem)
-    assert max(found.values()) <= 1, found
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    shape = (
-        *draw(st.lists(st.integers(1, 4), max_size=2)),
-        draw(st.sampled_from((1, 24, 33, 128, 200, 1024))),
-    )
-    axes = st.one_of(st.none(), st.tuples(*[st.booleans()] * len(shape)))
-    dtype = draw(st.sampled_from(DTYPES))
-    return Problem(
-        shape,
-        dtype,
-        draw(axes),
-        draw(axes),
-        draw(st.sampled_from(("float32", dtype))),
-        draw(st.booleans()),
-        draw(st.sampled_from((1.0, 0.125, -2.0, 0.0))),
-        draw(st.sampled_from((1.0, 20.0))),
-        draw(st.integers(0, 2**32 - 1)),
-    )
+    assert_within_bounds(lse, *expected(cupyattn.logsumexp, x, **options))
+    backward = cupyattn.logsumexp_backward
+    dout = np.random.default_rng(case.seed).standard_normal(x.shape[:-1], np.float32)
+    dx = backward(KERNELS.put(dout), given_x, lse, **on_device)
+    assert_within_bounds(dx, *expected(backward, dout, x, KERNELS.get(lse), **options))
 
 
 @pytest.mark.deep
 @examples(4)
-@given(problem=problems())
-def test_drawn_options_are_within_bounds(problem):
-    require_within_bounds(problem)
+@given(
+    case=softmax_cases(
+        dtypes=DTYPES,
+        row_lengths=(1, 24, 33, 128, 200, 1024),
+        options=("scale", "causal", "mask", "bias"),
+    )
+)
+def test_drawn_options_are_within_bounds(case):
+    require_options_within_bounds(case)
 
 
 FULL = (True, True)
 PROBLEMS = [
-    Problem((2, 3, 24), "float16"),
-    Problem(
+    case_of((2, 3, 24), "float16"),
+    case_of(
         (3, 4, 33), "bfloat16", (True, False, True), (False, True, True),
         causal=True, scale=-2.0, spread=20.0,
     ),
@@ -203,7 +151,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["bare", "full"])
 def test_bare_and_full_options_are_within_bounds(problem):
-    require_within_bounds(problem)
+    require_options_within_bounds(problem)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +166,7 @@ def test_bare_and_full_options_are_within_bounds(problem):
     ],
 )
 def test_long_rows(width, dtype, options):
-    require_within_bounds(Problem((3, width), dtype, **options))
+    require_options_within_bounds(case_of((3, width), dtype, **options))
 
 
 @everywhere
