@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.devices import DTYPES, dtype_of, unchanged
-from support.linear_problems import ACTIVATIONS, LinearCase, lay_out
+from support.linear_problems import ACTIVATIONS, LinearProblem
 
 import cupyattn
 from cupyattn import reference
@@ -24,6 +24,7 @@ from cupyattn.ops.linear.bounds import cpu_linear_backward_bound, cpu_linear_bou
 from cupyattn.ops.linear.cpu import HugePages, KeptWeights, kept_weights
 from cupyattn.reference import error_ratio
 from cupyattn.runtime.outputs import round_into
+from cupyattn.testing import lay_out
 
 KINDS = ("gelu", "gelu_tanh", "silu")
 FORWARD = {
@@ -70,7 +71,7 @@ cases = st.fixed_dictionaries(
         "kind": st.sampled_from(KINDS),
         "shape": shapes,
         "dtype": st.sampled_from(DTYPES),
-        "view": st.sampled_from(("contiguous", "padded", "odd")),
+        "view": st.sampled_from(("contiguous", "padded", "sliced")),
         "spread": st.sampled_from((1e-30, 0.1, 1.0, 4.0, 30.0)),
         "seed": st.integers(0, 2**32 - 1),
     }
@@ -158,14 +159,14 @@ def test_every_number_of_16_bits_is_rounded_once(kind, dtype):
 
 
 linear_cases = st.builds(
-    LinearCase,
+    LinearProblem,
     M=st.sampled_from([(0,), (1,), (2, 3), (17,), (3, 40)]),
     K=st.sampled_from((0, 1, 7, 64, 200)),
     N=st.sampled_from((1, 3, 33, 160)),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from(ACTIVATIONS),
-    turned=st.booleans(),
-    view=st.sampled_from(("contiguous", "padded", "odd")),
+    transposed=st.booleans(),
+    view=st.sampled_from(("contiguous", "padded", "sliced")),
     biased=st.booleans(),
     residual=st.booleans(),
     given=st.booleans(),
@@ -173,13 +174,13 @@ linear_cases = st.builds(
     seed=st.integers(0, 2**32 - 1),
 )
 quantised_cases = st.builds(
-    LinearCase,
+    LinearProblem,
     M=st.sampled_from([(1,), (2, 3), (20,)]),
     K=st.sampled_from((128, 256)),
     N=st.sampled_from((128, 384)),
     dtype=st.sampled_from(DTYPES),
     activation=st.sampled_from((None, "gelu", "swiglu")),
-    turned=st.booleans(),
+    transposed=st.booleans(),
     biased=st.booleans(),
     given=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
@@ -189,8 +190,8 @@ quantised_cases = st.builds(
 
 
 @given(st.one_of(linear_cases, quantised_cases), st.sampled_from((0, 2**30)))
-def test_linear_is_within_its_bound(case: LinearCase, kept_bytes: int):
-    x, w, b = case.inputs()
+def test_linear_is_within_its_bound(case: LinearProblem, kept_bytes: int):
+    x, w, b = case.arrays()
     residual = case.normal("residual", *case.M, case.N) if case.residual else None
     options = {"activation": case.activation}
     kept = case.activation is not None

@@ -21,6 +21,7 @@ from support.search import examples
 
 import cupyattn
 from cupyattn import reference, testing
+from cupyattn.ops.activations.bounds import cpu_activation_bound
 from cupyattn.runtime.backend import kernels_run_numpy_arrays
 from cupyattn.testing import (
     AttentionCase,
@@ -215,13 +216,17 @@ def test_each_function_with_bounds_is_tried_and_documented():
     assert {name.removesuffix("_backward") for name in backwards} <= set(RULES)
 
 
-def test_bounds_are_those_of_what_runs_the_call():
+def test_bounds_are_those_of_kernels_and_outside_of_the_emulator_of_numpy_too():
     x = np.linspace(-3, 3, 50, dtype=np.float32)
-    on_cpu = bound(cupyattn.silu, x)
+    larger = bound(cupyattn.silu, x)
     with cupyattn.backend("emulator"):
         of_kernels = bound(cupyattn.silu, x)
-    assert (on_cpu != of_kernels).any()
     assert np.array_equal(of_kernels, reference.activation_bound(x, "silu", dtype="float32"))
+    of_numpy = cpu_activation_bound(x, "silu", dtype="float32")
+    assert np.array_equal(larger, np.maximum(of_kernels, of_numpy))
+    assert (larger > of_numpy).any()
+    grads = bound(cupyattn.swiglu_backward, x, x, x)
+    assert isinstance(grads, cupyattn.GatedGrads) and (grads.dup > 0).all()
 
 
 @pytest.mark.gpu
