@@ -18,8 +18,7 @@ import cupyattn
 from cupyattn import LayerNormGrads, RMSNormGrads, reference
 from cupyattn.emulator import Report
 from cupyattn.ops.norms.kernels import BACKWARD_ROWS, FORWARD_ROWS
-from cupyattn.ops.norms.reference import rounded_sum
-from cupyattn.testing import NormCase
+from cupyattn.testing import NormCase, expected
 
 pytestmark = [pytest.mark.nvrtc, pytest.mark.usefixtures("kernels_run")]
 
@@ -63,39 +62,34 @@ def _put(array: Array | None) -> Any:
 
 def forward_ratios(problem: NormProblem, found: tuple[Array, ...]) -> dict[str, float]:
     """The largest error of each result of the forward, over its bound."""
-    out, total, mean, rstd = found
-    options = {"centred": problem.centred, "eps": float(np.float32(problem.eps))}
-    options["weight_offset"] = problem.weight_offset
-    weight, bias = problem.array("weight"), problem.array("bias")
-    exact_out, _, exact_mean, exact_rstd = reference.norm(total, None, weight, bias, **options)
-    bounds = reference.norm_bound(total, weight, bias, dtype=problem.dtype, **options)
-    ratios = {
-        "out": reference.error_ratio(out, exact_out, bounds[0]),
-        "rstd": reference.error_ratio(rstd, exact_rstd, bounds[2]),
+    options = {**problem.keywords(), "return_stats": True}
+    absent = {"total": "residual" not in problem.given, "mean": not problem.centred}
+    x, *others = problem.arrays()
+    x = found[1] if absent["total"] else x
+    want = expected(problem.function, x, *others, **options)
+    results = zip(("out", "total", "mean", "rstd"), found, strict=True)
+    named = [each for each in results if not absent.get(each[0])]
+    return {
+        name: reference.error_ratio(result, *each)
+        for (name, result), *each in zip(named, *want, strict=True)
     }
-    if mean is not None:
-        ratios["mean"] = reference.error_ratio(mean, exact_mean, bounds[1])
-    if (residual := problem.array("residual")) is not None:
-        exact = rounded_sum(problem.array("x"), residual)
-        ratios["total"] = 0.0 if np.array_equal(total, exact, equal_nan=True) else np.inf
-    return ratios
 
 
 def backward_ratios(
     problem: NormProblem, total: Array, mean: Array | None, rstd: Array, found: Any
 ) -> dict[str, float]:
     """Return the error of each gradient divided by its bound, for the backward's arguments."""
-    names = ("dout", "dtotal", "weight", "bias")
-    dout, dtotal, weight, bias = map(problem.array, names)
-    given = (dout, total, dtotal, weight, bias, mean, rstd)
-    exact = reference.norm_backward(*given, weight_offset=problem.weight_offset)
-    bounds = reference.norm_backward_bound(
-        *given, dtype=problem.dtype, weight_offset=problem.weight_offset
-    )
-    kind = LayerNormGrads if problem.centred else RMSNormGrads
+    dout, dtotal, weight, bias = map(problem.array, ("dout", "dtotal", "weight", "bias"))
+    if problem.centred:
+        kind, backward = LayerNormGrads, cupyattn.layer_norm_backward
+        want = expected(backward, dout, total, weight, mean, rstd, bias=bias, dtotal=dtotal)
+    else:
+        kind, backward = RMSNormGrads, cupyattn.rms_norm_backward
+        offset = problem.weight_offset
+        want = expected(backward, dout, total, weight, rstd, weight_offset=offset, dtotal=dtotal)
     assert type(found) is kind
     ratios = {}
-    for name, gradient, right, bound in zip(kind._fields, found, exact, bounds, strict=False):
+    for name, gradient, right, bound in zip(kind._fields, found, *want, strict=True):
         assert (gradient is None) == (right is None), name
         if gradient is not None:
             ratios[name] = reference.error_ratio(KERNELS.get(gradient), right, bound)
