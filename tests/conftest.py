@@ -218,7 +218,7 @@ def side(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """What the public functions take for the GPU."""
+    """The device that the public functions take for the GPU."""
     recorder = Recorder()
     backend_module = sys.modules["cupyattn.runtime.backend"]  # the function has its name
     monkeypatch.setattr(backend_module, "cuda_device", lambda ordinal: recorder)

@@ -397,13 +397,12 @@ def packed_cases(draw: st.DrawFn, **options: Any) -> PackedCase:
 def packed(draw: st.DrawFn, cases: st.SearchStrategy[AttentionCase]) -> PackedCase:
     """Draw a dense call, and the lengths of sequences that are packed in its place."""
     dense = draw(cases)
-    of_queries, of_keys = (
-        st.one_of(st.sampled_from((0, longest)), st.integers(0, longest))
-        for longest in (dense.Sq, dense.Sk)
-    )
-    return PackedCase(
-        dense,
-        queries=tuple(draw(of_queries) for _ in range(dense.B)),
-        keys=tuple(draw(of_keys) for _ in range(dense.B)),
-        spare=draw(st.sampled_from((0, 3))),
-    )
+    names = {name for name, _ in dense.options}
+    from_0 = "rotary" in names and not names & {"causal", "q_offset"}  # tables begin at position 0
+    queries = tuple(draw(_length(0, dense.Sq)) for _ in range(dense.B))
+    keys = tuple(draw(_length(least if from_0 else 0, dense.Sk)) for least in queries)
+    return PackedCase(dense, queries, keys, spare=draw(st.sampled_from((0, 3))))
+
+
+def _length(least: int, longest: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.sampled_from((least, longest)), st.integers(least, longest))

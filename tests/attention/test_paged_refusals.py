@@ -126,7 +126,7 @@ def test_packed_queries_of_caches_that_are_not_alike():
 
 
 def test_a_place_beyond_32_bits():
-    """Of rows that are odd bytes apart nothing larger than two bytes divides the strides."""
+    """Strides of rows that are odd bytes apart: nothing larger than two bytes divides them."""
     problem = PagedProblem(lengths=(20,), Sq=20, G=1, group=1, D=8, dtype="float16")
     q, k, v, table, lengths = problem.arrays()
     far = [

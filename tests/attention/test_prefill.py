@@ -132,7 +132,7 @@ def test_packed_queries_of_several_tiles(dtype, head_dim):
     ],
 )  # fmt: skip
 def test_the_bits_are_those_of_dense_attention(dtype, head_dim, block_size):
-    """The same kernel computes in the same order: only addresses differ."""
+    """One kernel computes both in one order: only addresses differ."""
     problem = replace(CHUNK, dtype=dtype, D=head_dim, block_size=block_size)
     q, k, v, table, lengths = arrays = problem.arrays()
     found = on_emulator(problem, arrays)

@@ -44,7 +44,7 @@ def precise_tanh(x):
 
 
 class Head(NamedTuple):
-    """What a kernel holds of one head: rotated q and k, v, base-2 scores, derivative's factors."""
+    """Values of one head in a kernel: rotated q and k, v, base-2 scores, derivative factors."""
 
     q: Any
     k: Any

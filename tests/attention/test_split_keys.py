@@ -151,7 +151,7 @@ def test_results_are_the_same_in_every_run(dtype: str):
 
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_dropout_is_that_of_keys_that_are_not_split(dtype: str):
-    """The same scores are kept: with values of 1 and no softmax to speak of, out counts them."""
+    """Kept scores are equal: with values of 1 and no softmax to speak of, out counts them."""
     q, k, v = replace(BASE, D=24, Dv=24, dtype=dtype).arrays()
     q[...], v[...] = 0, 1
     kept = []

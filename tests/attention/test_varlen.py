@@ -73,7 +73,7 @@ def test_float32(problem: VarlenProblem):
     ],
 )
 def test_the_bits_are_those_of_a_loop_over_sequences(dtype, head_dim, head_dim_v):
-    """The same kernels in the same order: nothing but addresses differs.
+    """Kernels and their order are equal: nothing but addresses differs.
 
     (But for tiles of 192 rows, which dense calls alone have, at head dims 33 to 40.)
     """

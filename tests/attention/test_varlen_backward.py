@@ -60,7 +60,7 @@ class PackedExpressions(VarlenProblem):
         return np.arange(self.dense.B) * 3 - 1
 
     def documents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each row of q and of k, in packed order."""
+        """Return an entry for each row of q and of k, in packed order."""
         totals = (sum(self.queries), sum(self.keys))
         q, k = (self.rng.integers(0, 3, total) for total in totals)
         return q, k

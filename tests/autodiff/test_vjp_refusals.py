@@ -76,7 +76,7 @@ def test_values_of_traced_arrays_are_refused(operation):
 
 
 def test_functions_of_cupy_are_refused():
-    """Of CuPy arrays without a GPU: their items are nowhere."""
+    """The arrays are described as CuPy's; there is no GPU, and no item is read."""
     cupy = pytest.importorskip("cupy")
     x = device_array(Q.shape, Q.dtype)
     for function in (cupy.asarray, cupy.asnumpy, lambda q: x.__setitem__(0, q)):

@@ -1,4 +1,4 @@
-"""What the emulator costs: how many operations a launch is, how they grow, and the CPU time.
+"""Costs of the emulator: how many operations a launch is, how they grow, and the CPU time.
 
 Calls are counted, which gives the same number on every computer, however busy. The budgets of CPU
 time are those of a 2-core virtual machine (2026-11-21), three times over: that holds on a slow

@@ -1,4 +1,4 @@
-"""What kernels are given (views, structures, threads), and bad input, which is refused."""
+"""Arguments of kernels (views, structures, threads), and bad input, which is refused."""
 
 from __future__ import annotations
 

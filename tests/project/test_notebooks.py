@@ -48,7 +48,7 @@ MOST_LINES = 30  # of a cell: what a reader takes in at once
 COMPILER = (12, 9)  # whose code was counted
 KEPT = "keep_output"  # the tag that nbstripout knows
 RECORDS = re.compile(r'\.github/figures|"profiles"')
-"""What a cell says that prints figures which the repository holds."""
+"""The text of a cell that prints figures which the repository holds."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

@@ -1,4 +1,4 @@
-"""What is built from the repository: wheel, sdist, editable install."""
+"""Packages that are built from the repository: wheel, sdist, editable install."""
 
 from __future__ import annotations
 

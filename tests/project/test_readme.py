@@ -1,4 +1,4 @@
-"""What README and CONTRIBUTING promise: commands, examples, tables, figures, links, length."""
+"""README and CONTRIBUTING: commands, examples, tables, figures, links, length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the suite promises of itself: options that meet, quick tests, runs without xdist.
+"""Promises of the suite: options that meet, quick tests, runs without xdist.
 
 pytest collects every test with only what ``pip install ".[test]"`` brings to each platform.
 """

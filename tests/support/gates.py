@@ -14,7 +14,7 @@ from cupyattn.runtime.spec import GATES_NVRTC, Specialisation
 from cupyattn.turing import DisassemblerError, analyse, disassembler_version
 
 MODEL_TOLERANCE = 0.03
-"""What the model's utilisation moves by when a compiler orders instructions otherwise."""
+"""Changes of the modelled utilisation when a compiler orders instructions otherwise."""
 
 
 class Limits(NamedTuple):

@@ -18,7 +18,7 @@ from cupyattn.ops.linear.weight_formats import FORMATS, pieces
 
 MADE = ("nf4", "int4", "int8")
 LARGE = {"int4": 1e3}
-"""What some weights are multiplied with, of a format that does not take all of float32."""
+"""Factors of some weights, in a format that does not hold all of float32."""
 PAIRED = ("int4", "q4_1", "q4_k")
 
 

@@ -47,7 +47,7 @@ OPTION_SETS: tuple[OptionSet, ...] = (
     {"bias": "float32", "alibi_slopes": "float32", "sinks": "float32"},
     {"bias": "own", "softcap": "", "sinks": "float32", "dropout_p": ""},
 )
-"""Of every two score options: both, either alone, and neither are in some set."""
+"""Any two score options: both, either alone, and neither are in some set."""
 
 ALL_AT_ONCE: tuple[OptionSet, ...] = (
     {"mask": "", "bias": "own", "alibi_slopes": "float32", "softcap": "", "sinks": "own",

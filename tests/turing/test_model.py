@@ -220,7 +220,7 @@ def test_where_no_cta_fits_nothing_is_done():
 
 
 def test_the_main_loop_is_the_one_without_masks():
-    """Of two loops with equal products the shorter one is the main loop, in any order."""
+    """The shorter of two loops with equal products is the main loop, in any order."""
     masked = assemble(*[("FMNMX", None)] * 4, ("HMMA", None), ("BRA", 0))
     full = [
         SassInstruction(0x100, "HMMA"),

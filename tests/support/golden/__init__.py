@@ -1,4 +1,4 @@
-"""What the golden vectors of the emulator are: kernels, inputs, and how they compare.
+"""Golden vectors of the emulator: kernels, inputs, and how they compare.
 
 ``capture.py`` runs the `case.Case`s on a GPU and writes ``recorded.npz``, which holds their output;
 ``tests/emulator/test_golden.py`` runs the same cases on the emulator.
