@@ -10,6 +10,8 @@ from cupyattn.autodiff.tape import (
     Tape,
     Traced,
     constant,
+    contiguous_axis,
+    dense,
     is_differentiable,
     is_traced,
     raw,
@@ -59,6 +61,11 @@ class Call:
             for name in visible
             if f"d{name}" in rule.required and name not in self._tuples
         }
+        self._axes = [
+            -1 if item is None else contiguous_axis(item)
+            for name in visible
+            for item in _items(known[name])
+        ]
         for parameter, result in rule.taken_from.items():
             if result in known:
                 known[parameter] = known[result]
@@ -97,7 +104,7 @@ class Call:
     def _by_name(self, gradients: list[Undescribed]) -> Keywords:
         """Name the gradients of the results; zeros where the backward cannot do without."""
         given: Keywords = {}
-        waiting = iter(map(_dense, gradients))
+        waiting = map(dense, gradients, self._axes)
         for name in self.visible:
             if name in self._tuples:
                 given[f"d{name}"] = tuple(
@@ -120,15 +127,6 @@ class Call:
                     "pass None there, or use the result only within stop_gradient",
                 )
         return given
-
-
-def _dense(gradient: Undescribed) -> Undescribed:
-    """Copy a gradient that is broadcast, as that of a sum is: kernels refuse strides of 0."""
-    if gradient is None:
-        return None
-    if any(n > 1 and not s for n, s in zip(gradient.shape, gradient.strides, strict=True)):
-        return gradient.copy()
-    return gradient
 
 
 def record_call(tape: Tape) -> Callable[[Rule, tuple[Any, ...], dict[str, Any]], Any]:
@@ -158,6 +156,8 @@ def record_call(tape: Tape) -> Callable[[Rule, tuple[Any, ...], dict[str, Any]],
         found = tape_of([item for value in every for item in _items(value)])
         if found is None:
             return rule.function(*args, **options)
+        if any(map(is_traced, _items(options.get("out")))):
+            raise found.refuse(f"passes a traced array as out= to {rule.name}", "leave out out=")
         names = (*rule.parameters, *[""] * len(args))  # too many: the function itself raises
         plain = [taken(name, value) for name, value in zip(names, args, strict=False)]
         plain_options = {name: taken(name, value) for name, value in options.items()}

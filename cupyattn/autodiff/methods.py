@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from cupyattn.autodiff.operations import (
     Axis,
     _along,
     _binary,
+    _constant,
     _library,
     _recorded,
     _same,
@@ -41,7 +43,15 @@ from cupyattn.autodiff.operations import (
     transpose,
     where,
 )
-from cupyattn.autodiff.tape import Traced, is_traced, library_of, raw, refuses_values, tape_of
+from cupyattn.autodiff.tape import (
+    Traced,
+    is_differentiable,
+    is_traced,
+    library_of,
+    raw,
+    refuses_values,
+    tape_of,
+)
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +61,9 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _reshape_method(self: Traced, *shape: Any) -> Any:
+def _reshape_method(self: Traced, *shape: Any, order: str = "C", **named: Any) -> Any:
+    _in_c_order(self, order)
+    shape = shape or (named.pop("shape"),)
     return reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
@@ -59,18 +71,18 @@ def _sum_method(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a method with the arguments of NumPy's and CuPy's, by position too."""
 
     def method(
-        self: Traced, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+        a: Traced, axis: Axis = None, dtype: Any = None, out: Any = None, keepdims: bool = False
     ) -> Any:
-        _require_defaults(self, function.__name__, dtype=dtype, out=out)
-        return function(self, axis, keepdims=bool(keepdims))
+        _require_defaults(a, function.__name__, dtype=dtype, out=out)
+        return function(a, axis, keepdims=bool(keepdims))
 
     return method
 
 
 def _extreme_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Traced, axis: Axis = None, out: Any = None, keepdims: bool = False) -> Any:
-        _require_defaults(self, function.__name__, out=out)
-        return function(self, axis, keepdims=bool(keepdims))
+    def method(a: Traced, axis: Axis = None, out: Any = None, keepdims: bool = False) -> Any:
+        _require_defaults(a, function.__name__, out=out)
+        return function(a, axis, keepdims=bool(keepdims))
 
     return method
 
@@ -97,7 +109,7 @@ def _length(self: Traced) -> int:
     return self.shape[0]
 
 
-def _copy(self: Traced) -> Any:
+def _copy(self: Traced, order: str = "C") -> Any:
     return _recorded("copy", (self,), self._value.copy(), (_same,))
 
 
@@ -139,13 +151,19 @@ def _operators() -> None:
         "T": property(transpose),
         "reshape": _reshape_method,
         "transpose": _transpose_method,
-        "ravel": lambda x: reshape(x, -1),
+        "ravel": _np_ravel,
+        "astype": lambda x, dtype, order="K", casting="unsafe", subok=True, copy=True: astype(
+            x, dtype
+        ),
         "copy": _copy,
+        "take": _np_take,
         **{each.__name__: _sum_method(each) for each in (sum, mean)},
         **{each.__name__: _extreme_method(each) for each in (max, min)},
-        **{each.__name__: _method(each) for each in (swapaxes, squeeze, astype, take)},
+        **{each.__name__: _method(each) for each in (swapaxes, squeeze)},
         **{
-            name: lambda x, axis=None, name=name: _along(name, x, axis)
+            name: lambda x, axis=None, out=None, keepdims=False, name=name: _along(
+                name, x, axis, out, keepdims
+            )
             for name in ("argmax", "argmin", "argsort", "any", "all")
         },
     }
@@ -183,6 +201,8 @@ def _ufunc(self: Traced, ufunc: Any, method: str, *inputs: Any, **options: Any) 
     name, tape = ufunc.__name__, tape_of([each for each in inputs if is_traced(each)]) or self._tape
     if options.get("out") is not None:
         raise tape.refuse(f"passes out= to numpy.{name}", "leave out out=")
+    if method == "__call__" and not options and not any(map(is_differentiable, inputs)):
+        return _constant(ufunc, *inputs)
     if method != "__call__" or options or (name not in _UFUNCS and name != "matmul"):
         did = name if method == "__call__" else f"{name}.{method}"
         extra = f" with {', '.join(options)}" if options else ""
@@ -200,28 +220,73 @@ def _like(name: str) -> Callable[..., Any]:
     return lambda x, *args, **options: getattr(_library(x), name)(raw(x), *args, **options)
 
 
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    **{
-        getattr(np, each.__name__): each
-        for each in (
-            *(where, transpose, swapaxes, moveaxis, expand_dims, squeeze, broadcast_to, sum, mean),
-            *(max, min, concatenate, stack, split, take),
+def _in_c_order(traced: Traced, order: str, allowed: str = "CK") -> None:
+    if order not in allowed:
+        raise traced._tape.refuse(f"passes order={order!r}", "leave out order=")
+
+
+def _np_reshape(a: Traced, /, shape: Any = None, order: str = "C", **options: Any) -> Any:
+    _in_c_order(a, order)
+    return reshape(a, shape if shape is not None else options.pop("newshape"), **options)
+
+
+def _np_ravel(a: Traced, order: str = "C") -> Any:
+    _in_c_order(a, order)
+    return reshape(a, -1)
+
+
+def _np_copy(a: Traced, order: str = "K", subok: bool = False) -> Any:
+    return _copy(a)
+
+
+def _np_take(
+    a: Any, indices: Any, axis: int | None = None, out: Any = None, mode: str = "raise"
+) -> Any:
+    traced = a if is_traced(a) else indices
+    if out is not None or mode != "raise":
+        raise traced._tape.refuse("passes out= or mode= to numpy.take", "leave them out")
+    return take(a, indices, axis)
+
+
+def _np_where(condition: Any, *choices: Any) -> Any:
+    if len(choices) != 2:
+        traced = next(each for each in (condition, *choices) if is_traced(each))
+        raise traced._tape.refuse(
+            "calls numpy.where with a condition alone", "pass where(condition, x, y)"
         )
-    },
-    np.reshape: lambda x, shape: reshape(x, shape),
-    np.pad: lambda x, pad_width, mode="constant": _padded(x, pad_width, mode),
-    np.dot: lambda x, y: _dot(x, y),
-    np.ravel: lambda x: reshape(x, -1),
-    np.copy: _copy,
-    np.shape: lambda x: x.shape,
-    np.ndim: lambda x: x.ndim,
-    np.size: lambda x: x.size,
+    return where(condition, *choices)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    np.where: _np_where,
+    np.sum: _sum_method(sum),
+    np.mean: _sum_method(mean),
+    np.max: _extreme_method(max),
+    np.min: _extreme_method(min),
+    np.concatenate: lambda arrays, /, axis=0: concatenate(arrays, axis),
+    np.stack: lambda arrays, axis=0: stack(arrays, axis),
+    np.split: lambda ary, indices_or_sections, axis=0: split(ary, indices_or_sections, axis),
+    np.take: _np_take,
+    np.transpose: lambda a, axes=None: transpose(a, axes),
+    np.swapaxes: lambda a, axis1, axis2: swapaxes(a, axis1, axis2),
+    np.moveaxis: lambda a, source, destination: moveaxis(a, source, destination),
+    np.expand_dims: lambda a, axis: expand_dims(a, axis),
+    np.squeeze: lambda a, axis=None: squeeze(a, axis),
+    np.broadcast_to: lambda array, shape: broadcast_to(array, shape),
+    np.reshape: _np_reshape,
+    np.pad: lambda array, pad_width, mode="constant": _padded(array, pad_width, mode),
+    np.dot: lambda a, b: _dot(a, b),
+    np.ravel: _np_ravel,
+    np.copy: _np_copy,
+    np.shape: lambda a: a.shape,
+    np.ndim: lambda a: a.ndim,
+    np.size: lambda a: a.size,
     **{
         getattr(np, name): _like(name)
         for name in ("zeros_like", "ones_like", "full_like", "empty_like")
     },
     **{
-        getattr(np, name): lambda x, axis=None, name=name: _along(name, x, axis)
+        getattr(np, name): lambda a, axis=None, name=name: _along(name, a, axis)
         for name in ("argmax", "argmin", "argsort", "any", "all")
     },
 }
@@ -251,13 +316,12 @@ def _function(self: Traced, function: Any, _types: Any, args: Any, options: Any)
             f"calls numpy.{function.__name__}, which has no derivative here,", _LISTED
         )
     try:
-        return found(*args, **options)
-    except TypeError as failure:
-        if "unexpected keyword" not in str(failure):
-            raise
+        inspect.signature(found).bind(*args, **options)
+    except TypeError:
         raise self._tape.refuse(
-            f"calls numpy.{function.__name__} with {', '.join(options)}", _LISTED
+            f"calls numpy.{function.__name__} with arguments that are not supported here", _LISTED
         ) from None
+    return found(*args, **options)
 
 
 _operators()

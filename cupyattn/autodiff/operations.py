@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,8 +76,12 @@ def _recorded(
                 parents.append((value._node, value._output))
                 kept.append(pull)
     assert tape is not None
-    if not kept or not is_float(result.dtype):
+    if not kept:
         return constant(result, tape)
+    if not is_float(result.dtype):
+        if result.dtype.kind in "biu":
+            return constant(result, tape)
+        raise tape.refuse(f"makes an array of {result.dtype} ({name})", "use floats")
     if len(kept) == 1:
         only = kept[0]
         node = TapeNode(name, tuple(parents), (spec_of(result),), lambda g: (only(g[0]),))
@@ -93,26 +97,26 @@ def _same(gradient: Undescribed) -> Undescribed:
     return gradient
 
 
-# Of two arguments: the gradients as functions of x, y and the result. Gradients of broadcast
-# arguments are summed later, by `fitted`.
+# The gradients of two arguments, from x, y and the result; `fitted` sums those of broadcast ones.
 _Rule = Callable[[Any, Any, Any], Gradient]
 
 
 def _power_base(x: Any, y: Any, _out: Any) -> Gradient:
+    library = _library_among((x, y))
     if not hasattr(y, "shape"):
         if y == 2:
             return lambda g: g * (2 * x)
-        return lambda g: g * (y * x ** (y - 1) if y else 0 * x)
-    library = _library_among((x, y))
+        return lambda g: g * (y * x ** (y - 1)) if y else library.zeros_like(g)
     return lambda g: g * library.where(y == 0, 0, y * x ** library.where(y == 0, 1, y - 1))
 
 
 def _power_exponent(x: Any, _y: Any, out: Any) -> Gradient:
     if not hasattr(x, "shape"):
-        factor = math.log(x) if x > 0 else 0.0
+        factor = math.log(x) if x > 0 else math.nan if x < 0 else 0.0
         return lambda g: g * out * factor
     library = _library_among((x, out))
-    return lambda g: g * out * library.log(library.where(x > 0, x, 1))
+    base = library.where(x == 0, 1, library.where(x < 0, np.nan, x)).astype(out.dtype)
+    return lambda g: g * out * library.log(base)
 
 
 def _chosen(compare: Callable[[Any, Any], Any]) -> tuple[_Rule, _Rule]:
@@ -146,8 +150,12 @@ _BINARY: dict[str, tuple[_Rule, _Rule]] = {
 }
 
 
+def _array(value: Undescribed) -> Undescribed:
+    return np.asarray(value) if isinstance(value, list) else value
+
+
 def _binary(name: str, x: Undescribed, y: Undescribed) -> Undescribed:
-    a, b = raw(x), raw(y)
+    a, b = _array(raw(x)), _array(raw(y))
     result = getattr(_library_among((x, y)), name)(a, b)
     if not (is_traced(x) or is_traced(y)):
         return result
@@ -197,8 +205,13 @@ def _constant(function: Callable[..., Any], *values: Undescribed, **options: Any
     return result if tape is None else constant(result, tape)
 
 
-def _along(name: str, x: Traced, axis: int | None) -> Undescribed:
-    return _constant(getattr(_library(x), name), x, axis=axis)
+def _along(
+    name: str, x: Traced, axis: int | None, out: object = None, keepdims: bool = False
+) -> Undescribed:
+    if out is not None:
+        raise x._tape.refuse(f"passes out= to {name}", "leave out out=")
+    options = {"keepdims": True} if keepdims else {}
+    return _constant(getattr(_library(x), name), x, axis=axis, **options)
 
 
 def _step(name: str, *values: Undescribed) -> Undescribed:
@@ -267,17 +280,22 @@ def minimum(x: Undescribed, y: Undescribed, /) -> Undescribed:
 
 def where(condition: Undescribed, x: Undescribed, y: Undescribed, /) -> Undescribed:
     """Elements of x where the condition is true, else of y."""
-    chosen, a, b = raw(condition), raw(x), raw(y)
-    result = _library_among((condition, x, y)).where(chosen, a, b)
+    library = _library_among((condition, x, y))
+    chosen, a, b = library.asarray(raw(condition)).astype(bool), _array(raw(x)), _array(raw(y))
+    result = library.where(chosen, a, b)
     if tape_of((condition, x, y)) is None:
         return result
-    pulls = (None, lambda g: g * chosen, lambda g: g * ~chosen.astype(bool))
+    pulls = (
+        None,
+        lambda g: library.where(chosen, g, g.dtype.type(0)),
+        lambda g: library.where(chosen, g.dtype.type(0), g),
+    )
     return _recorded("where", (condition, x, y), result, pulls)
 
 
 def matmul(x: Undescribed, y: Undescribed, /) -> Undescribed:
     """Matrix product, with broadcast batch axes, as numpy.matmul."""
-    a, b = raw(x), raw(y)
+    a, b = _array(raw(x)), _array(raw(y))
     result = _library_among((x, y)).matmul(a, b)
     if tape_of((x, y)) is None:
         return result
@@ -417,9 +435,12 @@ def mean(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Und
         return result
     shape, kept = x.shape, _kept(x.shape, axis)
     count = x.size // builtins.max(1, result.size)
-    return _recorded(
-        "mean", (x,), result, (lambda g: library.broadcast_to((g / count).reshape(kept), shape),)
-    )
+    wide = np.float32 if narrow(result.dtype) else result.dtype  # a count may exceed float16
+
+    def pull(g: Any) -> Any:
+        return library.broadcast_to((g.astype(wide) / count).reshape(kept), shape)
+
+    return _recorded("mean", (x,), result, (pull,))
 
 
 def max(x: Undescribed, /, axis: Axis = None, *, keepdims: bool = False) -> Undescribed:
@@ -451,18 +472,21 @@ def _kept(shape: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
     return tuple([1 if number in axes else extent for number, extent in enumerate(shape)])
 
 
-def concatenate(arrays: Sequence[Undescribed], /, axis: int = 0) -> Undescribed:
-    """Join arrays along an axis."""
+def concatenate(arrays: Iterable[Undescribed], /, axis: int | None = 0) -> Undescribed:
+    """Join arrays along an axis; with axis=None the flattened arrays."""
     return _joined("concatenate", arrays, axis)
 
 
-def stack(arrays: Sequence[Undescribed], /, axis: int = 0) -> Undescribed:
+def stack(arrays: Iterable[Undescribed], /, axis: int = 0) -> Undescribed:
     """Join arrays along a new axis."""
     return _joined("stack", arrays, axis)
 
 
-def _joined(name: str, arrays: Sequence[Undescribed], axis: int) -> Undescribed:
-    values = [raw(array) for array in arrays]
+def _joined(name: str, arrays: Iterable[Undescribed], axis: int | None) -> Undescribed:
+    arrays = list(arrays)
+    if axis is None:
+        arrays, axis = [reshape(array, -1) for array in arrays], 0
+    values = [_array(raw(array)) for array in arrays]
     result = getattr(_library_among(arrays), name)(values, axis=axis)
     if tape_of(arrays) is None:
         return result
@@ -485,6 +509,8 @@ def split(x: Undescribed, sections: int | Sequence[int], /, axis: int = 0) -> li
     library = _library_among((x,))
     values = library.split(raw(x), sections, axis=axis)
     tape = tape_of((x,))
+    if tape is not None and builtins.sum(v.shape[axis] for v in values) != x.shape[axis]:
+        raise tape.refuse("splits into parts that overlap", "use slices")
     if tape is None:
         return list(values)
     if not is_differentiable(x):
@@ -515,8 +541,11 @@ def pad(x: Undescribed, width: Undescribed, /) -> Undescribed:
 
 def take(x: Undescribed, indices: Undescribed, /, axis: int | None = None) -> Undescribed:
     """Select elements along an axis by integers; without an axis of the flattened array."""
+    indices = _plain(indices)
     if axis is None:
         return getitem(reshape(x, -1), indices)
+    if not -x.ndim <= axis < x.ndim:
+        raise IndexError(f"axis = {axis} of an array with {x.ndim} axes")
     return getitem(x, (*(slice(None),) * (axis % x.ndim), indices))
 
 
@@ -536,7 +565,12 @@ def _plain(key: Undescribed) -> Undescribed:
     if is_differentiable(key):
         raise refusal_of_values(key, "it is an index")
     key = raw(key)
-    return np.asarray(key) if isinstance(key, list) else key
+    if isinstance(key, np.ndarray) or library_of(key) is not None:
+        return key.copy()  # the caller may fill it again
+    if key is None or key is Ellipsis or isinstance(key, int | slice):
+        return key
+    found = np.asarray(key)
+    return found if found.size else found.astype(np.intp)
 
 
 def _repeats(key: Undescribed) -> bool:
@@ -548,6 +582,8 @@ def _repeats(key: Undescribed) -> bool:
 def _scattered(spec: Spec, key: Undescribed, gradient: Any) -> Any:
     """Return zeros with the gradient added at the selected elements."""
     library: Any = spec.library
+    if not gradient.size:
+        return zeros(spec)
     if library is np or spec.dtype.itemsize == 8:
         wide = np.float32 if narrow(spec.dtype) else spec.dtype
         whole = library.zeros(spec.shape, wide)

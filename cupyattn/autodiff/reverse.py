@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ import cupyattn.autodiff.methods  # noqa: F401 (it gives traced arrays their ope
 from cupyattn.autodiff.calls import Call, record_call
 from cupyattn.autodiff.tape import (
     Tape,
+    TapeNode,
     is_differentiable,
     is_float,
     is_traced,
@@ -171,20 +173,22 @@ def differentiated(
     given = (*arrays, tuple([options[name] for name in wrt]))
     traced = tree_map(partial(_traced, tape), given)
     named = dict(zip(wrt, traced[-1], strict=True))
+    # Before the call: the function may change the dictionaries and lists that it gets.
+    numbers = tree_map(lambda leaf: leaf._node if is_traced(leaf) else None, traced)
+    arguments = {name: leaves(value) for name, value in named.items()}
     try:
         returned = _run(tape, function, traced[:-1], {**options, **named})
         for number, used in tape.constant_inputs.items():
-            _require_constant(tape, number, used)
-        for name, value in named.items():
-            for leaf in leaves(value):
+            _require_constant(tape, number, used, returned)
+        for name, values in arguments.items():
+            for leaf in values:
                 _require_gradient(tape, name, leaf)
-        numbers = tree_map(lambda leaf: leaf._node if is_traced(leaf) else None, traced)
         pullback = Pullback(tape, numbers if wrt else numbers[:-1], wrt, returned)
         return tree_map(raw, returned), pullback
     finally:
         # The tape must not keep arrays alive: an error's traceback refers to it.
         tape.closed, tape.nodes, tape.refused = "after its function has returned", [], None
-        del traced, named
+        del traced, named, arguments
 
 
 def _traced(tape: Tape, value: object) -> object:
@@ -202,6 +206,15 @@ def _traced(tape: Tape, value: object) -> object:
             "gradients are of float16, bfloat16, float32 and float64",
             "pass real and imaginary part as two arrays",
         )
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        if isinstance(value, np.matrix | np.ma.MaskedArray):
+            raise error(
+                TypeError,
+                f"vjp of {tape.title} with a {type(value).__name__}",
+                "arguments are plain arrays",
+                "pass numpy.asarray of it",
+            )
+        value = value.view(np.ndarray)
     return tape.input(value) if is_float(dtype) or _is_foreign(value) else value
 
 
@@ -222,16 +235,30 @@ def _run(
     if tape.refused is not None:
         raise tape.refused
     for leaf in leaves(returned):
-        if is_traced(leaf) and leaf._tape is not tape:
+        if is_traced(leaf):
+            if leaf._tape is not tape:
+                raise tape.refuse(
+                    f"returns a traced array of {leaf._tape.title}",
+                    "pass that array to the inner function as an argument",
+                )
+        elif not _is_plain(leaf):
             raise tape.refuse(
-                f"returns a traced array of {leaf._tape.title}",
-                "pass that array to the inner function as an argument",
+                f"returns {type(leaf).__name__}, in which vjp does not find arrays",
+                "return arrays, or tuples, lists, dictionaries and NamedTuples of arrays",
             )
     return returned
 
 
-def _require_constant(tape: Tape, number: int, used: str) -> None:
-    if any((number, 0) in node.parents for node in tape.nodes):
+def _is_plain(leaf: object) -> bool:
+    """Tell whether a result has no traced arrays within it."""
+    if leaf is None or isinstance(leaf, int | float | complex | str | bytes):
+        return True
+    return library_of(leaf) is not None and leaf.dtype.kind != "O"  # type: ignore[attr-defined]
+
+
+def _require_constant(tape: Tape, number: int, used: str, returned: object) -> None:
+    returns = any(is_traced(leaf) and leaf._node == number for leaf in leaves(returned))
+    if returns or any((number, 0) in node.parents for node in tape.nodes):
         raise tape.refuse(
             f"uses an argument that {used}, in another place too",
             "pass stop_gradient(array) in the place without a gradient",
@@ -250,7 +277,8 @@ def _require_gradient(tape: Tape, name: str, leaf: object) -> None:
         )
 
 
-class _Result(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Result:
     """A result of the function: its node, and what its gradient has to be."""
 
     node: int | None
@@ -275,8 +303,10 @@ class Pullback:
         self._arguments = arguments
         self._wrt = wrt
         self._inputs = sum([node.pull is None for node in tape.nodes])
-        self._constant = frozenset(tape.constant_inputs)
+        self.constant = dict(tape.constant_inputs)
+        """Arguments by number that were passed where there is no gradient, and how."""
         self._result = tree_map(_result_of, result)
+        _prune(self._nodes, self._inputs, leaves(self._result))
         last = self._nodes[-1].pull if self._nodes else None
         alone = len(self._nodes) == self._inputs + 1 and isinstance(last, Call)
         self._call: Call | None = last if alone else None  # type: ignore[assignment]
@@ -290,12 +320,15 @@ class Pullback:
         if self._call is not None and not seeds:
             seeds = [(self._inputs, 0, None)]  # the backward is called with zeros
         found = pull_back(self._nodes, seeds, self._inputs, options)
+        called = self._call is not None and any(seed[0] == self._inputs for seed in seeds)
 
         def gradient(number: int | None) -> Any:
-            if number is None or number in self._constant:
+            if number is None or number in self.constant:
                 return None
-            if found[number] is not None or (self._call is not None and self._uses(number)):
+            if called and self._uses(number):
                 return found[number]
+            if found[number] is not None:
+                return _usable(found[number])
             (spec,) = self._nodes[number].specs
             assert spec is not None
             return zeros(spec, gradients[0])
@@ -334,6 +367,8 @@ class Pullback:
             raise self._misshapen(_described(given))
         if result.node is None:  # it does not depend on the arguments
             return
+        if is_traced(given):
+            raise given._tape.refuse("calls a pullback with a traced array", "differentiate once")
         if isinstance(given, int | float) and result.shape == ():
             given = np.full((), given, result.dtype)
         if not hasattr(given, "shape"):
@@ -386,6 +421,24 @@ class Pullback:
                 f"it takes the backward's own options, {', '.join(rule.backward_options)}",
                 "give vjp those of the call",
             )
+
+
+def _prune(nodes: list[TapeNode], inputs: int, results: list[_Result]) -> None:
+    """Drop what operations keep from which no result follows."""
+    needed = {result.node for result in results}
+    for number in range(len(nodes) - 1, inputs - 1, -1):
+        if number in needed:
+            needed.update([parent for parent, _ in nodes[number].parents])
+        else:
+            nodes[number] = TapeNode(nodes[number].name, (), nodes[number].specs, None)
+
+
+def _usable(gradient: Any) -> Any:
+    """Return a gradient as a contiguous array that its owner may write to."""
+    gradient = np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
+    if gradient.flags.c_contiguous and getattr(gradient.flags, "writeable", True):
+        return gradient
+    return gradient.copy(order="C")
 
 
 def _described(value: object) -> str:

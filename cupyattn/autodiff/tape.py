@@ -9,6 +9,7 @@ these functions from the last node to the first.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -23,6 +24,7 @@ from cupyattn.runtime.differentiable import names
 from cupyattn.runtime.errors import RefusalError, error
 
 _PACKAGE = str(Path(__file__).parents[1])
+_STANDARD = sysconfig.get_path("stdlib")
 _FAMILIES = "cupyattn.ops."
 _CONSTANT = -1
 
@@ -255,9 +257,8 @@ def narrow(dtype: np.dtype) -> bool:
     return dtype.itemsize == 2
 
 
-def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
-    """Sum a gradient over broadcast axes; give it the dtype of the array that it belongs to."""
-    shape = spec.shape
+def summed(gradient: Undescribed, shape: tuple[int, ...]) -> Undescribed:
+    """Sum a gradient over broadcast axes, in float32 if its dtype has 16 bits."""
     if gradient.shape != shape:
         extra = gradient.ndim - len(shape)
         axes = tuple(range(extra)) + tuple(
@@ -267,6 +268,12 @@ def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
         )
         wide = np.float32 if narrow(gradient.dtype) else gradient.dtype
         gradient = gradient.sum(axis=axes, dtype=wide).reshape(shape)
+    return gradient
+
+
+def fitted(gradient: Undescribed, spec: Spec) -> Undescribed:
+    """Sum a gradient over broadcast axes; give it the dtype of the array that it belongs to."""
+    gradient = summed(gradient, spec.shape)
     return gradient if gradient.dtype == spec.dtype else gradient.astype(spec.dtype)
 
 
@@ -361,6 +368,9 @@ def pull_back(
         if before is None or gradient is None:
             slots[output] = gradient if before is None else before
             return
+        assert spec is not None
+        if before.shape != gradient.shape:
+            before, gradient = summed(before, spec.shape), summed(gradient, spec.shape)
         if narrow(before.dtype):
             before = before.astype(np.float32)
         slots[output] = before + gradient
@@ -400,12 +410,12 @@ def refusal_of_values(traced: Traced, did: str) -> RefusalError:
     if name is not None:
         return traced._tape.refuse(
             f"calls {name}, which has no backward,",
-            "call it outside of the function, or pass it stop_gradient(array)",
+            "call it outside of the function",
         )
     return traced._tape.refuse(
         f"needs the values of a traced array ({did})",
-        "compute it outside of the function, or from stop_gradient(array); for CuPy arrays use "
-        "the functions of cupyattn.autodiff",
+        "compute it outside of the function; for CuPy arrays use the functions of "
+        "cupyattn.autodiff",
     )
 
 
@@ -429,13 +439,19 @@ def _function_without_backward() -> str | None:
     return None if found in names else found
 
 
+def _is_library(file: str) -> bool:
+    """Tell whether a file belongs to this package or to the standard library."""
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return file.startswith((_PACKAGE, "<frozen")) or standard
+
+
 def _location() -> str:
     """Return the line of the caller: the first one outside of this package and array libraries."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         library = frame.f_globals.get("__name__", "").partition(".")[0]
-        if not file.startswith(_PACKAGE) and library not in ("numpy", "cupy", "functools"):
+        if not _is_library(file) and library not in ("numpy", "cupy"):
             return f" ({Path(file).name}, line {frame.f_lineno})"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
@@ -476,3 +492,24 @@ def leaves_like(tree: Any, other: Any) -> list[Any]:
         pairs = zip(tree, other, strict=True)
         return [leaf for item, same in pairs for leaf in leaves_like(item, same)]
     return [other]
+
+
+def dense(gradient: Undescribed, axis: int = -1) -> Undescribed:
+    """Copy a gradient that is broadcast, or not contiguous along an axis: kernels refuse it."""
+    if gradient is None or not gradient.ndim:
+        return gradient
+    pairs = zip(gradient.shape, gradient.strides, strict=True)
+    repeats = any(extent > 1 and not stride for extent, stride in pairs)
+    jumps = gradient.shape[axis] > 1 and gradient.strides[axis] != gradient.itemsize
+    if not (repeats or jumps):
+        return gradient
+    return gradient.swapaxes(axis, -1).copy(order="C").swapaxes(axis, -1)
+
+
+def contiguous_axis(array: Undescribed) -> int:
+    """Return the axis along which the items of an array are adjacent, by default the last."""
+    if array.ndim and array.shape[-1] > 1 and array.strides[-1] != array.dtype.itemsize:
+        for axis, stride in enumerate(array.strides):
+            if stride == array.dtype.itemsize and array.shape[axis] > 1:
+                return axis
+    return -1

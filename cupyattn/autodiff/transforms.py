@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -10,6 +11,7 @@ from cupyattn.autodiff.reverse import Tree, differentiated, name_of
 from cupyattn.autodiff.tape import (
     Tape,
     constant,
+    dense,
     is_differentiable,
     is_float,
     is_traced,
@@ -63,9 +65,21 @@ def value_and_grad(
     (5.0, array([2., 4.]))
     """
     numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+    if not all(isinstance(number, int) for number in numbers):
+        raise error(
+            TypeError, f"argnums = {argnums!r}", "it is an integer or a tuple of integers",
+            "pass for example argnums=(0, 1)",
+        )  # fmt: skip
 
     @wraps(function)
     def value_and_gradient(*args: Any, **options: Any) -> tuple[Any, Any]:
+        if not all(-len(args) <= number < len(args) for number in numbers):
+            raise error(
+                TypeError,
+                f"{name_of(function)} was given {len(args)} arguments by position",
+                f"argnums = {argnums} names those with a gradient",
+                "pass these arguments by position",
+            )
         chosen = tuple([args[number] for number in numbers])
 
         def of_chosen(*arrays: Any) -> Any:
@@ -85,6 +99,14 @@ def value_and_grad(
             )
         one = _one_like(value)
         gradients = pullback((one, None) if has_aux else one)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if all(leaf is None for leaf in leaves(gradient)):
+                raise error(
+                    TypeError,
+                    f"argument {number} of {name_of(function)} has no gradient",
+                    "gradients are of arrays of float16, bfloat16, float32 and float64",
+                    "pass such an array, or other argnums",
+                )
         return result, gradients if isinstance(argnums, tuple) else gradients[0]
 
     return value_and_gradient
@@ -202,34 +224,57 @@ def checkpoint(function: Callable[..., Any], /) -> Callable[..., Any]:
             return function(*args, **options)
         given, plain = tree_map(raw, given), list(map(raw, flat))
         places = [number for number, leaf in enumerate(flat) if is_differentiable(leaf)]
-        returned = _outside(tape, function, rebuilt(given, plain))
-        results = leaves(returned)
-        floats = [n for n, leaf in enumerate(results) if is_float(getattr(leaf, "dtype", None))]
+        title = name_of(function)
+        structure: list[Any] = []
 
-        def again(*arrays: Any) -> tuple[Any, ...]:
+        def of_arrays(*arrays: Any) -> tuple[Any, ...]:
             values = list(plain)
             for place, array in zip(places, arrays, strict=True):
                 values[place] = array
             new_args, new_options = rebuilt(given, values)
-            found = leaves(function(*new_args, **new_options))
-            return tuple([found[number] for number in floats])
+            returned = function(*new_args, **new_options)
+            structure[:] = [tree_map(raw, returned)]
+            found = leaves(returned)
+            return tuple([leaf for leaf in found if is_float(getattr(leaf, "dtype", None))])
 
-        def pull(gradients: list[Undescribed]) -> tuple[Any, ...]:
-            arrays = tuple([plain[place] for place in places])
-            return differentiated(again, name_of(function), arrays)[1](tuple(gradients))
+        arrays = tuple([plain[place] for place in places])
+        with _suspended(tape):  # refusals are raised here; the recorded operations are dropped
+            _, pullback = differentiated(of_arrays, title, arrays)
+        kept = []
+        for number, place in enumerate(places):
+            if number in pullback.constant:
+                operand, used = flat[place], pullback.constant[number]
+                if tape.nodes[operand._node].pull is not None:
+                    raise tape.refuse(
+                        f"passes a computed array to {title}, where it {used},",
+                        "pass stop_gradient(array)",
+                    )
+                tape.constant_inputs[operand._node] = used
+            else:
+                kept.append(number)
+        del pullback
+        returned = structure.pop()
+        results = leaves(returned)
+        floats = [n for n, leaf in enumerate(results) if is_float(getattr(leaf, "dtype", None))]
 
-        return _recorded(tape, name_of(function), [flat[n] for n in places], returned, floats, pull)
+        def pull(gradients: list[Undescribed]) -> list[Any]:
+            found = differentiated(of_arrays, title, arrays)[1](tuple(gradients))
+            structure.clear()
+            return [found[number] for number in kept]
+
+        operands = [flat[places[number]] for number in kept]
+        return _recorded(tape, title, operands, returned, floats, pull)
 
     return checkpointed
 
 
-def _outside(tape: Tape, function: Callable[..., Any], given: Any) -> Any:
-    """Call a function that is not traced: the tape's arrays cannot be used meanwhile."""
-    args, options = given
+@contextmanager
+def _suspended(tape: Tape) -> Iterator[None]:
+    """Let the tape's arrays not be used: a function gets other arrays."""
     before, tape.closed = tape.closed, "that a checkpointed or custom function did not get"
     token = recorder.set(None)
     try:
-        return function(*args, **options)
+        yield
     finally:
         recorder.reset(token)
         tape.closed = before
@@ -297,32 +342,55 @@ class custom_vjp:  # noqa: N801 (used as a function, as jax.custom_vjp is)
                 f"calls {title}, which has no backward yet,", "call defvjp(forward, backward) first"
             )
         forward, backward = self._forward, self._backward
-        plain = rebuilt(args, list(map(raw, flat)))
-        returned, kept = _outside(tape, forward, (plain, {}))
+        with _suspended(tape):
+            pair = forward(*rebuilt(args, list(map(raw, flat))))
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise error(
+                TypeError,
+                f"the forward of {title} returned {type(pair).__name__}",
+                "it returns a tuple of two: the result, and what the backward needs",
+                "return (result, kept)",
+            )
+        returned, kept = pair
+        structure, empty = tree_map(lambda _: None, args), tree_map(lambda _: None, returned)
         places = [number for number, leaf in enumerate(flat) if is_differentiable(leaf)]
         shapes = [flat[number].shape for number in places]
         results = leaves(returned)
+        count = len(results)
         floats = [n for n, leaf in enumerate(results) if is_float(getattr(leaf, "dtype", None))]
         specs = [spec_of(results[number]) for number in floats]
 
         def pull(gradients: list[Undescribed]) -> list[Any]:
             douts = [
-                zeros(spec, plain) if gradient is None else gradient
+                zeros(spec) if gradient is None else dense(gradient)
                 for gradient, spec in zip(gradients, specs, strict=True)
             ]
-            given: list[Any] = [None] * len(results)
+            given: list[Any] = [None] * count
             for number, dout in zip(floats, douts, strict=True):
                 given[number] = dout
-            found = leaves_like(plain, backward(kept, rebuilt(returned, given)))
+            found = _of_arguments(title, structure, backward(kept, rebuilt(empty, given)))
             chosen = [found[number] for number in places]
             for gradient, shape in zip(chosen, shapes, strict=True):
-                if gradient is not None and tuple(gradient.shape) != shape:
+                if gradient is not None and getattr(gradient, "shape", None) != shape:
                     raise error(
                         ValueError,
-                        f"the backward of {title} returned a gradient of shape {gradient.shape}",
+                        f"the backward of {title} returned {_shown(gradient)} as a gradient",
                         f"the argument has shape {shape}",
                         "return a gradient of the argument's shape, or None",
                     )
             return chosen
 
         return _recorded(tape, title, [flat[n] for n in places], returned, floats, pull)
+
+
+def _of_arguments(title: str, structure: Tree, gradients: object) -> list[Any]:
+    """Return the gradients of the leaves of the arguments."""
+    if not isinstance(gradients, tuple) or len(gradients) != len(structure):
+        count = f" of {len(gradients)}" if isinstance(gradients, tuple) else ""
+        raise error(
+            TypeError,
+            f"the backward of {title} returned {type(gradients).__name__}{count}",
+            f"it returns a tuple of {len(structure)}, a gradient or None for each argument",
+            "return for example (dx,)",
+        )
+    return leaves_like(structure, gradients)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -151,7 +153,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
     "another function": (np.cumsum, "calls numpy.cumsum, which has no derivative here"),
     "another ufunc": (np.floor, "calls numpy.floor, which has no derivative"),
     "a reduction of a ufunc": (np.multiply.reduce, "calls numpy.multiply.reduce"),
-    "an option": (lambda x: np.sum(x, where=X > 0), "calls numpy.sum with where"),
+    "an option": (lambda x: np.sum(x, where=X > 0), "calls numpy.sum with arguments"),
     "an option of a ufunc": (lambda x: np.exp(x, where=X > 0), "calls numpy.exp with where"),
     "out=": (lambda x: np.add(x, 1, out=np.empty_like(X)), "passes out= to numpy.add"),
     "out= of a function": (lambda x: np.sum(x, out=np.empty(())), "passes out= to numpy.sum"),
@@ -164,7 +166,28 @@ REFUSALS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda x: cupyattn.softmax_backward(x, x), "calls softmax_backward, which has no backward",
     ),
     "a remainder": (lambda x: x % 2, r"values of a traced array \(mod\)"),
-    "out= of the library": (lambda x: cupyattn.gelu(x, out=x), "vjp of gelu with out="),
+    "out= of the library": (
+        lambda x: cupyattn.gelu(x, out=x), "passes a traced array as out= to gelu",
+    ),
+    "out= of a call of constants": (
+        lambda x: cupyattn.gelu(X.copy(), out=x), "passes a traced array as out= to gelu",
+    ),
+    "another container": (lambda x: deque([x * 2]), "returns deque, in which vjp does not find"),
+    "complex numbers": (lambda x: abs(x * 1j), "makes an array of complex128"),
+    "where of a condition": (np.where, "calls numpy.where with a condition alone"),
+    "arguments that are not supported": (
+        lambda x: np.sum(x, initial=3), "calls numpy.sum with arguments that are not supported",
+    ),
+    "an order": (lambda x: x.reshape(4, 3, order="F"), "passes order='F'"),
+    "a write in a checkpoint": (
+        lambda x: checkpoint(added)(x), "writes to a traced array",
+    ),
+    "a computed argument in a checkpoint": (
+        lambda x: checkpoint(lambda q, s: attention(q, q, q, alibi_slopes=s))(
+            x.reshape(1, 3, 1, 4), x[0, :1] * 2
+        ),
+        "passes a computed array to <lambda>, where it is alibi_slopes of attention",
+    ),
     "a computed argument without a gradient": (
         lambda x: attention(x.reshape(1, 3, 1, 4), *[X.reshape(1, 3, 1, 4)] * 2,
                             alibi_slopes=x[0, :1] * 2),
@@ -245,3 +268,29 @@ def test_an_argument_used_with_and_without_a_gradient_is_refused():
         vjp(function, q, np.ones(1))
     kept = vjp(lambda q, s: attention(q, q, q, alibi_slopes=stop_gradient(s)) * s, q, np.ones(1))
     assert kept[1](q)[1].shape == (1,)
+
+
+def test_an_argument_without_a_gradient_that_is_returned_is_refused():
+    q = np.random.default_rng(0).standard_normal((1, 3, 1, 4))
+    with pytest.raises(TypeError, match="uses an argument that is alibi_slopes of attention"):
+        vjp(lambda q, s: (attention(q, q, q, alibi_slopes=s), s), q, np.ones(1))
+
+
+@pytest.mark.parametrize("argnums", [[0, 1], 2, -3, "x"])
+def test_argnums_that_are_refused(argnums):
+    with pytest.raises(TypeError, match="argnums"):
+        grad(lambda x, y: (x * y).sum(), argnums=argnums)(X, Y)
+
+
+def test_a_number_has_no_gradient():
+    with pytest.raises(TypeError, match="argument 0 of <lambda> has no gradient"):
+        grad(lambda x: (x * X).sum())(2.0)
+
+
+@pytest.mark.parametrize("kind", [np.matrix, np.ma.MaskedArray])
+def test_subclasses_with_other_operators_are_refused(kind):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = kind(X)
+    with pytest.raises(TypeError, match="arguments are plain arrays"):
+        vjp(lambda x: x * 2, x)
