@@ -281,6 +281,8 @@ def test_dictionaries_step_each_of_their_arrays(side, step):
         (lambda p, g, m, v: p.update(w=None), TypeError, r"arrays of \['w'\]: param is None"),
         (lambda p, g, m, v: [tree.update(tied=tree["w"]) for tree in (p, g, m, v)], ValueError,
          r"param\['tied'\] is param\['w'\]; each array is updated once"),
+        (lambda p, g, m, v: [tree.update(tied=tree["w"][:]) for tree in (p, g, m, v)], ValueError,
+         r"\w+\['tied'\] overlaps \w+\['w'\] in memory; each array is updated once"),
     ],
 )  # fmt: skip
 def test_dictionaries_that_do_not_fit_change_nothing(step, change, kind, message):
@@ -292,6 +294,26 @@ def test_dictionaries_that_do_not_fit_change_nothing(step, change, kind, message
     with pytest.raises(kind, match=message):
         step(*trees, step=1)
     assert_array_equal(trees[0]["block"]["up"], before)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["param", "m", "v", None])
+def test_entries_of_dictionaries_share_no_items(side, name):
+    given = {}
+    for each in ("param", "grad", "m", "v"):
+        one, other = (side.put(np.ones((4, 16), np.float32)) for _ in range(2))
+        # The columns of one array have no common item.
+        columns = {"a": one[:, :8], "c": one[:, 8:]}
+        given[each] = {"a": one[:3], "c": one[1:]} if each == name else columns
+        if name is not None and each != name:
+            given[each] = {"a": one[:3], "c": other[1:]}
+    if name is None:
+        cupyattn.adamw_step(*given.values(), step=1)
+        assert (side.get(given["param"]["c"]) < 1).all()
+        return
+    with pytest.raises(ValueError, match=rf"^{name}\['c'\] overlaps {name}\['a'\] .* copy one"):
+        cupyattn.adamw_step(*given.values(), step=1)
+    assert (side.get(given["param"]["a"]) == 1).all()
 
 
 def test_one_dictionary_among_arrays_is_refused():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
@@ -22,12 +22,20 @@ from cupyattn.ops.optimizer.kernels import (
     run_eight_bit,
     run_norm,
 )
-from cupyattn.runtime.arrays import Array, adopt, exports_memory
+from cupyattn.runtime.arrays import (
+    Array,
+    adopt,
+    exports_memory,
+    layouts_of,
+    share_an_item,
+    span,
+)
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import fixes_of_results
 from cupyattn.runtime.elements import call_elements, require_elements
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import round_into
+from cupyattn.runtime.records import values_of
 
 Arrays: TypeAlias = "Array | dict[str, Any]"
 """An array, or a dictionary of such by name, also of dictionaries."""
@@ -93,8 +101,8 @@ def adamw_step(
         For different shapes, a last axis that is not contiguous, a param, m or v that is read-only
         or overlaps another array (grad may be param itself), or options out of range. Kernels also
         refuse arrays whose axes before the last leave more than four axes after merging. For
-        dictionaries of different keys, and an array that is two of the parameters. Dictionaries are
-        checked as a whole before anything is written.
+        dictionaries of different keys, and for arrays of two entries that share memory and are
+        written. Dictionaries are checked as a whole before anything is written.
     RuntimeError
         As `attention`.
 
@@ -136,6 +144,7 @@ def adamw_step(
         for path, arrays in records.items():
             with _entry(path):
                 require_elements(ADAMW, arrays)
+        _require_apart(records)
     else:
         records = {"": AdamwArrays(param, grad, m, v, scale)}
     for arrays in records.values():
@@ -213,10 +222,12 @@ def adamw_step_8bit(
         _eight_bit(EightBitArrays(param, grad, m, v, m_scales, v_scales, scale), numbers)()
         return
     given = dict(zip(EightBitArrays.FIELDS, (param, grad, m, v, m_scales, v_scales), strict=False))
+    records = {path: EightBitArrays(*(*each, scale)) for path, each in _entries(given)}
     updates = []
-    for path, each in _entries(given):
+    for path, arrays in records.items():
         with _entry(path):
-            updates.append(_eight_bit(EightBitArrays(*(*each, scale)), numbers))
+            updates.append(_eight_bit(arrays, numbers))
+    _require_apart(records)
     for update in updates:
         update()
 
@@ -255,6 +266,34 @@ def _entries(given: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
             )
         seen[id(arrays[0])] = path
         yield path, arrays
+
+
+def _require_apart(records: Mapping[str, AdamwArrays[Any] | EightBitArrays[Any]]) -> None:
+    """Raise ValueError if arrays of two entries that are written share an item."""
+    ranges = []
+    for path, record in records.items():
+        operands = adopt(record)
+        layouts = values_of(layouts_of(type(record), operands.description))
+        for name, layout, place in zip(record.FIELDS, layouts, operands.places, strict=True):
+            if name in WRITTEN and layout is not None:
+                start, end = span(layout)
+                ranges.append((place + start, place + end, place, path, name, layout))
+    ranges.sort(key=lambda each: each[:2])
+    before: list[Any] = []
+    for each in ranges:
+        start, _, place, path, name, layout = each
+        before = [other for other in before if other[1] > start]
+        for _, _, other_place, other_path, other_name, other_layout in before:
+            # Two entries' columns of one array have a common range, but no common item.
+            if path != other_path and share_an_item(other_layout, layout, place - other_place):
+                raise error(
+                    ValueError,
+                    f"{name}{path} overlaps {other_name}{other_path} in memory",
+                    "each array is updated once",
+                    "copy one, or leave one out of all dictionaries and add its gradient to that "
+                    "of the other",
+                )
+        before.append(each)
 
 
 def _matching(given: dict[str, Any], path: str) -> Iterator[tuple[str, tuple[Any, ...]]]:
