@@ -164,6 +164,7 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     *arrays
         Its arrays. Instead of an array you can pass ``(shape, dtype)``, for example
         ``((1, 4096, 32, 128), "float16")``. It means an array in C order, which is not allocated.
+        Arrays in a dictionary can be shapes too.
     **options
         Its options. Arrays among them can be shapes too.
 
@@ -234,6 +235,8 @@ def _stand_in(value: Any, devices: set[int]) -> object:
     if isinstance(value, tuple):
         items = [_stand_in(each, devices) for each in value]
         return value._make(items) if hasattr(value, "_make") else tuple(items)
+    if type(value) is dict:
+        return {key: _stand_in(each, devices) for key, each in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
         changed = {name: _stand_in(each, devices) for name, each in fields.items()}

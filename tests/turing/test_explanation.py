@@ -223,6 +223,12 @@ def test_arrays_on_a_gpu_are_explained_for_it():
     assert (out == 7).all()
 
 
+def test_shapes_in_dictionaries_are_arrays():
+    tree = {"a": ((8, 64), "float32"), "block": {"c": ((5,), "float32")}}
+    report = explain(cupyattn.adamw_step, tree, tree, tree, tree, step=1)
+    assert len(report.launches) == 2 and tree["a"] == ((8, 64), "float32")
+
+
 def test_the_row_has_the_macros():
     found = turing.row("attention_tiled", DTYPE="float32", HEAD_DIM=64)
     assert found.spec.entry == "attention_tiled"
