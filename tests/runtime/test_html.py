@@ -47,6 +47,13 @@ def causal(b, h, q, k):
     return k <= q
 
 
+@pytest.mark.parametrize("lengths", [(0, 100), (100, 0), (0, 0)])
+def test_a_block_mask_without_tiles_is_a_line_of_text(lengths):
+    text, pictures = shown(mask(causal, *lengths))
+    assert "it has no tiles" in text and f"Sq={lengths[0]}, Sk={lengths[1]}" in text
+    assert not pictures
+
+
 def test_tiles_of_a_block_mask_are_drawn():
     found = mask(causal, 100, 130, text="k_idx <= q_idx && x < 3")
     text, (picture,) = shown(found)

@@ -219,6 +219,9 @@ class BlockMask:
     def _repr_html_(self) -> str:
         """Draw the tiles of the first masks; several tiles are one cell where they are many."""
         tiles = on_host(self.tiles)
+        if not tiles.size:
+            title = "BlockMask: it has no tiles"
+            return html.section(title, html.paragraph(repr(self)))
         counts = np.bincount(tiles.reshape(-1), minlength=3).tolist()
         shares = [
             html.Share(f"tiles {what}", counts[kind], colour)
