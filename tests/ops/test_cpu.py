@@ -322,3 +322,23 @@ def test_attention_of_values_that_are_not_finite_is_the_references():
     out = cupyattn.attention(q, k, v, causal=True)
     exact, _ = reference.attention(q, k, v, causal=True)
     assert_array_equal(out, exact.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("largest", "options"),
+    [
+        (1e20, {}),
+        (1e20, {"softmax_scale": 1e-30}),
+        (1e18, {"softmax_scale": 1e3}),
+        (1e19, {"bias": np.full((5, 5), -3e38, np.float32)}),
+    ],
+)
+def test_attention_whose_scores_overflow_is_the_references(largest, options):
+    q, k, v = (abs(numbers((1, 5, 2, 8), "float32", 1.0, seed)) for seed in range(3))
+    q, k = q * np.float32(largest), k * np.float32(-largest)
+    out, lse = cupyattn.attention(q, k, v, **options, return_lse=True)
+    exact, exact_lse = reference.attention(q, k, v, **options)
+    assert_array_equal(out, exact.astype(np.float32))
+    with np.errstate(over="ignore"):
+        assert_array_equal(lse, exact_lse.astype(np.float32))
+    assert (out != 0).all()

@@ -4,7 +4,7 @@ The scores of a tile of queries and of all keys that some of them may see are co
 all query heads of a key-value head together: keys that causal order and the window hide from a
 whole tile are skipped, and no head is copied. `cupyattn.ops.attention.reference` defines the
 function. It computes float64 arrays, dropout and functions of scores, and calls with a result that
-is not finite.
+is not finite or with scores that may overflow.
 
 lse is computed in float64 from a row's maximum and sum. Keys and queries are rotated in float64 and
 rounded to float32. The bound is `cupyattn.ops.attention.bounds.cpu_attention_bound`.
@@ -28,6 +28,8 @@ _SCORES = 2**16
 """Scores computed at a time: a core's second cache holds them."""
 _FEWEST_ROWS = 32
 """Products of fewer rows are slow: a tile has so many, however many keys there are."""
+_LARGEST = 3e38
+"""Sums up to here, with their rounding errors, do not overflow in float32."""
 _BY_REFERENCE = ("dropout_p", "score_mod", "mask_mod")
 
 
@@ -50,9 +52,23 @@ def attention(
     with np.errstate(all="ignore"):
         for b in range(batch if heads else 0):
             _attend(blocks, b, out[b], lse[b])
-    if not np.isfinite(out).all() or np.isnan(lse).any() or np.isposinf(lse).any():
+    finite = np.isfinite(out).all() and not np.isnan(lse).any() and not np.isposinf(lse).any()
+    if not finite or (np.isneginf(lse).any() and _may_overflow(blocks)):
         return reference.attention(q, k, v, **options)
     return out, lse
+
+
+def _may_overflow(blocks: ScoreBlocks) -> bool:
+    """Tell whether a float32 score may be -inf although no key is hidden."""
+    with np.errstate(all="ignore"):
+        q, k = (float(np.abs(widened(x)).max(initial=0)) for x in (blocks.q, blocks.k))
+        most = q * k * blocks.q.shape[-1] * max(abs(blocks.scale), 1)
+        if blocks.rotary is not None:
+            most *= 2
+        if blocks.bias is not None:
+            bias = np.abs(widened(blocks.bias))
+            most += float(bias.max(initial=0, where=np.isfinite(bias)))
+    return not most <= _LARGEST
 
 
 def _attend(blocks: ScoreBlocks, b: int, out: Float32, lse: Float64) -> None:
