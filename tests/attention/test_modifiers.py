@@ -401,6 +401,16 @@ def test_expressions_have_the_value_that_the_compiler_gives_them(seed):
         assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=text)
 
 
+def test_integers_wrap_as_in_kernels():
+    q, k, v, _ = small("float32", 40, 40, 1, 8)
+    mask = MaskMod("((q_idx * 73856093) ^ (k_idx * 19349663)) % 7 != 0")
+    mod = ScoreMod("score + (q_idx - 7 << 28) * (k_idx + 5) / 1e9f + (q_idx * 1e8f < (int)1e20f)")
+    found = attention(*(KERNELS.put(x) for x in (q, k, v)), mask_mod=mask, score_mod=mod)
+    with cupyattn.backend("reference"):
+        expected = attention(q, k, v, mask_mod=mask, score_mod=mod)
+    assert_allclose(KERNELS.get(found), expected, rtol=2e-5, atol=2e-5)
+
+
 def test_a_score_mod_without_gradient_has_no_backward():
     q, k, v, dout = (KERNELS.put(x) for x in small("float16", 1, 4, 2, 8))
     out, lse = attention(q, k, v, return_lse=True)

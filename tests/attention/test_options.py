@@ -329,22 +329,42 @@ def test_expressions_mean_on_numpy_arrays_what_they_mean_in_c(text):
     np.testing.assert_allclose(*np.broadcast_arrays(found, EVALUATED[text]), rtol=1e-15)
 
 
+WRAPPED = {
+    "i * 73856093 ^ j * 19349663": (ROW * 73856093 ^ COL * 19349663).astype(np.int32),
+    "big * j * 2 > 0": np.zeros((9, 3)),
+    "(i + 2147483647) / 2": np.trunc((ROW + 2147483647).astype(np.int32) / 2),
+    "(1 << 31) / 3 + (1 << 31) % 3": np.int32(-(2**31 // 3) - 2),
+    "i * 1073741824 * 4l": np.int64((ROW * 2**30).astype(np.int32)) * 4,
+    "i * 2147483648": ROW * 2**31,
+    "i * (wide - 1)": ROW * (2**40 - 1),
+    "(int)wide + (int)1e10f - (int)NAN": 2**31 - 1,
+    "(i & 0xFFFFFFFF) * 0xFFFFFFFF": -ROW % 2**32,
+    "(i ? 1 << 30 : byte) * 4": np.where(ROW == 0, 4 * 255, 0),
+    "abs(-2147483647 - 1) < 0": 1,
+}
+
+
+@pytest.mark.parametrize("text", WRAPPED)
+def test_integers_have_the_types_of_c_and_wrap(text):
+    given = {"big": np.array(2**30, np.int32), "wide": np.array(2**40), "byte": np.array(255, "u1")}
+    function = evaluator(text, ("i", "j"), tuple(given), "float", NotImplementedError)
+    found = function(ROW, COL, **given)
+    assert_array_equal(*np.broadcast_arrays(found, np.float64(WRAPPED[text])))
+
+
 REFUSED = {
-    "score = 1": "'=' at 6",
-    "score; 2": "';' at 5",
     "__expf(score)": "'__expf' at 0",
     "score + erff(score)": "'erff' at 8",
-    "score * unknown": "'unknown' at 8",
     "score + 1u": "'1u' at 8",
     "score + 010": "'010' at 8",
-    "h++": r"'\+\+' at 1",
     "std::min(score, 1.f)": "'std' at 0",
-    "(score": "its end at 6",
-    "score score": "'score' at 6",
-    "min(h, 1, 2)": "',' at 8",
     "(unsigned)h": "'unsigned' at 1",
+    "score * (size_t)h": "'size_t' at 9",
+    "h and score": "'and' at 2",
+    "(h, score)": "',' at 2",
     "score % 2.f": "'%' of a float",
     "[&] { return score; }()": "'{' at 4",
+    "[&] { auto x = score; return x; }()": "'{' at 4",
     "(" * 5000 + "score" + ")" * 5000: "parts nested so deeply",
 }
 
@@ -354,6 +374,30 @@ def test_error_names_the_part_that_numpy_arrays_do_not_evaluate(text):
     message = f"^ScoreMod's expression has {REFUSED[text]}, which NumPy arrays do not evaluate; .*"
     with pytest.raises(NotImplementedError, match=message + "; give ScoreMod python= as well"):
         attention(*BASE.arrays(), score_mod=ScoreMod(text))
+
+
+MALFORMED = {
+    "score = 1": "unexpected '=' at line 1, column 7",
+    "score; 2": "unexpected ';' at line 1, column 6",
+    "score + foo": "unknown name 'foo' at line 1, column 9",
+    "score +\n (foo) * 2": "unknown name 'foo' at line 2, column 3",
+    "score +\n": "unexpected end at line 2, column 1",
+    "(score": "unexpected end at line 1, column 7",
+    "score score": "unexpected 'score' at line 1, column 7",
+    "score * * h": r"unexpected '\*' at line 1, column 9",
+    "score + 2x": "unexpected '2x' at line 1, column 9",
+    "h++": r"unexpected '\+\+' at line 1, column 2",
+    "min(h, 1, 2)": "min takes 2 arguments at line 1, column 9",
+    "expf()": r"unexpected '\)' at line 1, column 6",
+    "score if h else 1": "unexpected 'if' at line 1, column 7",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_error_shows_where_an_expression_is_no_cpp(text):
+    message = f"^ScoreMod's expression does not compile: {MALFORMED[text]}; it is an expression in "
+    with pytest.raises(ValueError, match=rf"{message}.* k_idx, t; mend it there:\n.*\n *\^$"):
+        attention(*BASE.arrays(), score_mod=ScoreMod(text, t=np.zeros(1, np.float32)))
 
 
 def test_python_replaces_an_expression_that_is_not_evaluated():

@@ -482,7 +482,7 @@ def _evaluator(given: ScoreMod | MaskMod, gradient: bool) -> Callable[..., np.nd
         )
 
     result = "bool" if is_mask else "float"
-    return evaluator(str(text), tuple(names), tuple(given.arrays), result, refused)
+    return evaluator(str(text), tuple(names), tuple(given.arrays), result, refused, whose)
 
 
 def _require_usable(kind: str, name: str, array: Any) -> None:
