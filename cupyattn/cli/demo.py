@@ -32,7 +32,7 @@ from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
 from cupyattn.runtime.annotations import Json, Undescribed
 from cupyattn.runtime.arch import TURING, Arch, tensor_cores_override
 from cupyattn.runtime.arrays import Array
-from cupyattn.runtime.compile import CompilationError
+from cupyattn.runtime.compile import CompilationError, nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.device.cuda import CudaDevice, cuda_device, device_count
 from cupyattn.runtime.device.recorder import Launch
@@ -171,6 +171,7 @@ def without_gpu(problem: DemoProblem, say: Say) -> Result:
     launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
     described = {}
     try:
+        nvrtc_version()  # raises RuntimeError without a compiler
         for name, launch in launches.items():
             say(f"compiling {_entry(launch)} for {TURING.real}, unless it is in the cache")
             described[name] = _describe(launch, TURING)
@@ -249,7 +250,7 @@ def _on_numpy(problem: DemoProblem, why: str, say: Say) -> Result:
         results = _attention(q, k, v, "tiled")  # whichever: it is the same there
     seconds = time.perf_counter() - began
     run = {
-        "implementation": "NumPy reference",
+        "implementation": "NumPy",
         "launch": None,
         "first_call_s": seconds,
         "seconds": seconds,
@@ -459,7 +460,7 @@ def _show_numpy(result: Result, terminal: Terminal) -> None:
     terminal.text(f"  no GPU here: ran in NumPy, {run['seconds'] * 1e3:.0f} ms")
     terminal.text(
         f"  NumPy computes in float32 and rounds once to {result['problem']['dtype']}; "
-        "the bound is the one that a kernel has to keep."
+        "the errors are compared with the bounds for kernels."
     )
     why = result["not_compiled_because"]
     terminal.text(f"  No kernel ran: {why.rpartition('; ')[0] or why}.")

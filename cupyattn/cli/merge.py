@@ -1,4 +1,4 @@
-"""``python -m cupyattn merge``: a model whose weights have taken its adapters over."""
+"""``python -m cupyattn merge``: write a model with its adapters merged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "merge",
-        help="write a model whose weights have taken its adapters over",
+        help="write a model with its adapters merged into the weights",
         description="Add LoRA adapters to the weights of their model, and write it to a separate "
         "folder of safetensors, which transformers reads too. Quantised weights are decoded, and "
         "results are rounded once.",

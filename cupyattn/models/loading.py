@@ -285,7 +285,7 @@ def _download(name: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         return "pass the path of a model that exists, or download one first"
     folder = name.partition("/")[2]
-    return f"run: huggingface-cli download {name} --local-dir {folder}, and pass {folder!r}"
+    return f"run: hf download {name} --local-dir {folder}, and pass {folder!r}"
 
 
 def _smollm2() -> Path:

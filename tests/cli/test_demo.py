@@ -129,9 +129,12 @@ def test_demo_without_a_compiler_runs_numpy_and_says_so(monkeypatch, capsys):
     def absent(*_):
         raise RuntimeError("NVRTC is not here; advice")
 
-    monkeypatch.setattr(demo, "compiled_kernel", absent)
+    monkeypatch.setattr(demo, "nvrtc_version", absent)
     assert main([*SMALL_DEMO]) == 0
-    printed = capsys.readouterr().out
+    printed, stages = capsys.readouterr()
+    assert "compiling" not in stages
+    assert re.search(r"^  NumPy +out", printed, re.MULTILINE)
+    assert "compared with the bounds for kernels" in " ".join(printed.split())
     assert "no GPU here: ran in NumPy" in printed
     assert "No kernel ran: NVRTC is not here." in printed
     assert re.search(r"pip install 'cupyattn\[cuda12\]'\n +for an NVIDIA GPU", printed)

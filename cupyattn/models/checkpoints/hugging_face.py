@@ -441,7 +441,7 @@ def read_object(path: Path) -> Json:
             f"{path.parent} has no {path.name}",
             "a model's folder has config.json, safetensors and mostly tokenizer.json, as "
             "transformers writes them",
-            f"run: huggingface-cli download NAME --local-dir {path.parent}, or pass a GGUF file",
+            f"run: hf download NAME --local-dir {path.parent}, or pass a GGUF file",
         ) from None
     if not isinstance(given, dict):
         raise damaged(str(path), "it is not a JSON object")
@@ -475,5 +475,5 @@ def _files(folder: Path) -> list[Path]:
         FileNotFoundError,
         f"{folder} has neither {_ONE} nor {_INDEX}",
         "the weights of a model must be in safetensors with one of these names",
-        f"run: huggingface-cli download NAME --local-dir {folder}",
+        f"run: hf download NAME --local-dir {folder}",
     )
