@@ -187,7 +187,8 @@ class Module:
         """
         if entry not in self.entries:
             raise LaunchError(
-                f"no kernel {entry!r:.60} in the module; it has {sorted(self.entries)}"
+                f"no kernel {entry!r:.60} in the module; it has {sorted(self.entries)}; "
+                'declare it extern "C" __global__, without which its name is mangled'
             )
         with self._lock:
             if entry not in self._programs:

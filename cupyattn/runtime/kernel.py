@@ -26,7 +26,13 @@ from cupyattn.runtime.arrays import (
     starts_of,
 )
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, integer, require_given, require_item_alignment
+from cupyattn.runtime.checks import (
+    fixes_of_results,
+    integer,
+    require_given,
+    require_item_alignment,
+    require_writable,
+)
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import MAX_GRID_X, Plan, Step, run
 from cupyattn.runtime.records import record_of, values_of
@@ -34,6 +40,7 @@ from cupyattn.runtime.source import bytes_of, path_of_text, read_unit
 from cupyattn.runtime.spec import KernelSpec, Parameter, Pointer, Scalar, Specialisation, inputs
 
 _MOST_THREADS = 1024  # of a CTA, on any GPU
+_OWN_MACROS = {"THREADS", "SHARED_BYTES", "BFLOAT16"}  # of `Specialisation.defines`
 
 
 class Kernel:
@@ -95,8 +102,9 @@ class Kernel:
     ``x.view(dtype)``.
 
     A call raises TypeError for arguments that do not fit, also for an array of another dtype than
-    the source declares, ValueError for arrays that are not contiguous and for a source that
-    includes a file without naming it, NotImplementedError for NumPy arrays outside the emulator,
+    the source declares, ValueError for numbers beyond their dtype, for arrays that are not
+    contiguous or writable, and for a source that includes a file without naming it,
+    NotImplementedError for NumPy arrays outside the emulator,
     RuntimeError with the compiler's log for a source that does not compile, and on the emulator the
     errors that `cupyattn.emulator.checks` lists.
 
@@ -134,9 +142,11 @@ class Kernel:
         entry: str | None = None,
         macros: Mapping[str, int | str] = MappingProxyType({}),
     ) -> None:
-        path = _path_of(source, entry)
+        _require_mapping("scalars", scalars, "the names of numbers to dtypes")
+        _require_mapping("macros", macros, "names to values")
+        path = _path_of(source, None if entry is None else _entry(entry))
         parameters = _parameters(inputs, outputs, scalars)
-        spec = KernelSpec(path.stem if entry is None else entry, str(path), parameters)
+        spec = KernelSpec(_entry(entry or path.stem), str(path), parameters)
         self._declared = _require_declared(spec, path, macros)
         self._fixes = fixes_of_results(*(each.name for each in spec.pointers if not each.const))
         self._record: Any = record_of(*(each.name for each in spec.pointers))
@@ -160,6 +170,8 @@ class Kernel:
         count = len(spec.pointers)
         for pointer, array in zip(spec.pointers, arguments, strict=False):
             require_given(pointer.name, array)
+            if not pointer.const:
+                require_writable(pointer.name, array)
         operands = adopt(self._record(*arguments[:count]), self._fixes)
         _check_arrays(self, operands.description)
         device = device_of(operands)
@@ -181,7 +193,7 @@ class Kernel:
 def _path_of(source: str | PathLike[str], entry: str | None) -> Path:
     """Return the path of a source: of its file, or one that is used for its text."""
     if isinstance(source, str) and ("\n" in source or "__global__" in source):
-        names = dict.fromkeys(name for name, _ in _declarations(_plain(source.encode())))
+        names = dict.fromkeys(each.name for each in _declarations(_plain(source.encode())))
         if entry is None and len(names) != 1:
             raise error(
                 ValueError,
@@ -190,15 +202,48 @@ def _path_of(source: str | PathLike[str], entry: str | None) -> Path:
                 "pass its name as entry=",
             )
         return path_of_text(entry or next(iter(names)), source)
-    path = Path(fspath(source)).resolve()
-    if not path.is_file():
+    named = fspath(source) if isinstance(source, str | PathLike) else source
+    if not isinstance(named, str):
         raise error(
-            FileNotFoundError,
-            f"{path} is no file",
-            "the source of a Kernel is a .cu file, or a string of CUDA C++",
-            "write it, or correct the path",
+            TypeError,
+            f"the source has type {type(named).__name__}",
+            "it is a path, or a string of CUDA C++",
+            "decode it with .decode()" if isinstance(named, bytes) else "pass one of these",
         )
-    return path
+    passed = shown(named)
+    with suppress(OSError, ValueError):  # a name that is too long, or has a null character
+        path = Path(named).resolve()
+        if path.is_file():
+            return path
+        passed = str(path)
+    what = "neither a file nor a source with __global__" if named is source else "no file"
+    raise error(
+        FileNotFoundError,
+        f"{passed} is {what}",
+        "the source of a Kernel is a .cu file, or a string of CUDA C++",
+        "write it, or correct the path",
+    )
+
+
+def _require_mapping(option: str, value: object, allowed: str) -> None:
+    if not isinstance(value, Mapping):
+        passed = f"{option} is {shown(value)}"
+        raise error(TypeError, passed, f"it maps {allowed}", "pass a dict of them")
+    for name in _OWN_MACROS & value.keys():
+        allowed = "a Kernel sets THREADS, SHARED_BYTES and BFLOAT16 itself"
+        fix = "pass threads= or shared_bytes=, or choose another name"
+        raise error(ValueError, f"{option} has {name}", allowed, fix)
+
+
+def _entry(entry: str) -> str:
+    if isinstance(entry, str) and entry.isidentifier():
+        return entry
+    raise error(
+        ValueError if isinstance(entry, str) else TypeError,
+        f"the entry is {shown(entry)}",
+        "it is the name of a __global__ function, by default the name of the file",
+        "pass its name as entry=",
+    )
 
 
 def _parameters(
@@ -209,7 +254,7 @@ def _parameters(
         raise error(
             ValueError, "outputs is empty", "a kernel writes into an array", "name it in outputs"
         )
-    by_value = [Scalar(name, np.dtype(scalars[name])) for name in _names("scalars", scalars)]
+    by_value = [_scalar(name, scalars[name]) for name in _names("scalars", scalars)]
     parameters: tuple[Parameter, ...] = (
         *inputs(*_names("inputs", read)),
         *map(Pointer, outputs),
@@ -224,6 +269,20 @@ def _parameters(
             "name each of them once, an array that is read and written in outputs",
         )
     return parameters
+
+
+def _scalar(name: str, dtype: DTypeLike) -> Scalar:
+    with suppress(TypeError, ValueError):
+        found = np.dtype(dtype_of(dtype) if isinstance(dtype, str) else dtype)
+        is_number = found.kind in "biufc" or (found.kind == "V" and found.type is not np.void)
+        if dtype is not None and is_number:  # NumPy takes None for float64
+            return Scalar(name, found, "pass a number in this range, or declare a wider type")
+    raise error(
+        TypeError,
+        f"the dtype of {name} is {shown(dtype)}",
+        "a scalar has the dtype of a number",
+        f"pass for example scalars={{{name!r}: 'int32'}}",
+    )
 
 
 def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:
@@ -307,10 +366,12 @@ _NOT_CODE = re.compile(
 _QUALIFIERS = re.compile(
     r"\b(__restrict__|__restrict|restrict|volatile|register|__grid_constant__|struct|std\s*::)"
 )
+_ATTRIBUTE = re.compile(r"\[\s*\[.*?\]\s*\]", re.DOTALL)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([^\n]*)$", re.MULTILINE)
-_ALIAS = re.compile(
-    r"^(?:using\s+(\w+)\s*=\s*([^;{}]*)|typedef\s+([^;{}]*?)\b(\w+)\s*);", re.MULTILINE
-)
+_ALIAS = re.compile(r"\b(?:using\s+(\w+)\s*=\s*([^;{}]*)|typedef\s+([^;{}]*?)\b(\w+)\s*);|([{}])")
+_BRACE = re.compile(r'(extern\s*"C"\s*)?\{|\}')
+_BEFORE = re.compile(r"[;{}]|^[ \t]*#[^\n]*\n", re.MULTILINE)
+"""The end of another declaration, or a line for the preprocessor."""
 _NOT_NAMES = {"__launch_bounds__", "__attribute__", "__declspec", "alignas", "__cluster_dims__"}
 _ITEMS = {
     **{name: name for name in ("bool", "float16", "bfloat16", "int64", "uint64")},
@@ -320,24 +381,50 @@ _ITEMS = {
     **{"uchar": "uint8", "ushort": "uint16", "uint": "uint32"},
 }
 """The dtypes of C types, those of the library's headers among them."""
+_CLOSING = {")": "(", ">": "<", "]": "[", "}": "{"}
 _NO_NAMES = {"*", "const", "float", "double", "bool", "signed", "unsigned", "char", "int", "long"}
 _INTEGER_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
 
 
 def _plain(source: bytes) -> str:
-    """Return a source without comments and the contents of quotes, and with joined lines."""
-    return _NOT_CODE.sub(" ", re.sub(r"\\\r?\n", "", source.decode(errors="replace")))
+    """Return a source without comments, attributes and quotes but "C", and with joined lines."""
+    joined = re.sub(r"\\\r?\n", "", source.decode(errors="replace"))
+    plain = _NOT_CODE.sub(lambda found: found[0] if found[0] == '"C"' else " ", joined)
+    return _ATTRIBUTE.sub(" ", plain)
 
 
-def _declarations(plain: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of the parameters of each ``__global__`` function."""
+class _Declaration(NamedTuple):
+    """A ``__global__`` function; `text` has its parameters. See `_is_mangled`."""
+
+    name: str
+    text: str
+    is_mangled: bool
+
+
+def _is_mangled(plain: str, start: int) -> bool:
+    """Tell whether the function with ``__global__`` at `start` is sure not to be extern "C"."""
+    if re.search(r"#[^\n]*\bextern\b", plain):  # a macro may have it
+        return False
+    opened: list[bool] = []
+    for brace in _BRACE.finditer(plain, 0, start):
+        if brace[0] != "}":
+            opened.append(brace[1] is not None)
+        elif opened:
+            opened.pop()
+    head = _BEFORE.split(plain[:start])[-1].split()
+    return not any(opened) and {"static", "void"}.issuperset(head)
+
+
+def _declarations(plain: str) -> Iterator[_Declaration]:
+    """Yield each ``__global__`` function."""
     for match in re.finditer(r"\b__global__\b", plain):
         found, start = None, match.end()
         while (opened := re.compile(r"[({;]").search(plain, start)) and opened[0] == "(":
             stop = _closing(plain, opened.end())
             name = re.search(r"(\w+)\s*$", plain[start : opened.start()])
             if name is not None and name[1] not in _NOT_NAMES:
-                found = name[1], plain[opened.end() : stop]
+                text = plain[opened.end() : stop]
+                found = _Declaration(name[1], text, _is_mangled(plain, match.start()))
             start = stop + 1
         if found is not None:
             yield found
@@ -361,10 +448,18 @@ def _require_declared(
     Return the declarations; None where there is none to read, for example from a macro.
     """
     plain = _plain(bytes_of(path))
-    if spec.entry not in dict(_declarations(plain)):
+    own = [each for each in _declarations(plain) if each.name == spec.entry]
+    if own and all(each.is_mangled for each in own):
+        raise error(
+            ValueError,
+            f'the source declares __global__ void {spec.entry}(...) without extern "C"',
+            "a Kernel is found by its name, which C++ changes",
+            f'write extern "C" __global__ void {spec.entry}(...)',
+        )
+    if not own:
         with suppress(OSError, ValueError):  # the first call reports what cannot be read
             plain = "\n".join(map(_plain, read_unit(path).texts.values()))
-    texts = sorted({text for name, text in _declarations(plain) if name == spec.entry})
+    texts = sorted({each.text for each in _declarations(plain) if each.name == spec.entry})
     if not texts or any("#" in text for text in texts):
         return (None,) * len(spec.parameters)
     types = _types(plain, macros)
@@ -384,7 +479,11 @@ def _require_declared(
 def _types(plain: str, macros: Mapping[str, int | str]) -> dict[str, str]:
     """Return the types that the source or the caller gives another name, each with one meaning."""
     found: dict[str, set[str]] = {}
-    aliases = ((a or d, b or c) for a, b, c, d in _ALIAS.findall(plain))
+    aliases, depth = [], 0
+    for a, b, c, d, brace in _ALIAS.findall(plain):
+        depth = max(depth + (brace == "{") - (brace == "}"), 0)
+        # A name within braces belongs to a namespace or class, and is not known here.
+        aliases += [] if brace else [(a or d, "?" if depth else b or c)]
     for name, meaning in (*_DEFINE.findall(plain), *aliases):
         found.setdefault(name, set()).add(meaning.strip())
     # A name with several meanings depends on conditions, and is not known here.
@@ -395,14 +494,23 @@ def _types(plain: str, macros: Mapping[str, int | str]) -> dict[str, str]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the texts of the parameters."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter in "(<[{") - (letter in ")>]}")
-        if letter == "," and not depth:
+    """Return the texts of the parameters, without their default values."""
+    parts, opened, is_default = [""], "", False
+    for word in re.findall(r"<<|<=|>=|->|.", text, re.DOTALL):
+        if word in _CLOSING:
+            start = opened.rfind(_CLOSING[word])
+            # > is an operator unless it closes <, and < is one if another bracket closes first.
+            if start >= 0 and (word != ">" or start == len(opened) - 1):
+                opened = opened[:start]
+        elif word in "(<[{":
+            opened += word
+        if word == "," and not opened:
             parts.append("")
-        else:
-            parts[-1] += letter
+            is_default = False
+        elif word == "=" and not opened:
+            is_default = True
+        elif not is_default:
+            parts[-1] += word
     found = [" ".join(part.split()) for part in parts]
     return [] if found in ([""], ["void"]) else found
 

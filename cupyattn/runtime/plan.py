@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from numbers import Integral, Real
+from operator import index as exact_integer
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple
 
@@ -16,7 +18,8 @@ import numpy as np
 
 from cupyattn.runtime.arrays import Array, Operands, address, array_within
 from cupyattn.runtime.device import Device
-from cupyattn.runtime.errors import error
+from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.fork import no_fork
 from cupyattn.runtime.records import R, Record, fields_of, slots_of, values_of
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, StructParameter
 from cupyattn.runtime.storage import VECTOR_BYTES
@@ -145,15 +148,64 @@ def _checks(spec: KernelSpec) -> tuple[tuple[int, ...], tuple[tuple[int, _Coerci
 
 
 def _number(parameter: Scalar) -> _Coercion:
-    kind = parameter.dtype.type
+    """Return the conversion of a number to its C type. It never changes the value silently."""
+    name, dtype, fix = parameter.name, parameter.dtype, parameter.fix
+    kind = dtype.type
 
-    def number(value: object) -> Any:
+    def integer(value: Any) -> Any:
         try:
-            return kind(value)
+            return kind(exact_integer(value))
         except OverflowError:
-            raise beyond(parameter.name, value, parameter.dtype) from None
+            raise beyond(name, value, dtype, fix=fix) from None
+        except TypeError:
+            raise _no_number(parameter, value, "an integer", "int") from None
 
-    return number
+    def boolean(value: Any) -> Any:
+        if type(value) in (bool, np.bool_) or (isinstance(value, Integral) and value in (0, 1)):
+            return kind(value)
+        raise _no_number(parameter, value, "a bool", "bool")
+
+    def real(value: Any) -> Any:
+        number, plain = value, type(value)
+        if plain is not float and plain is not int:
+            # The class Real comes last: asking for it takes a microsecond.
+            if not isinstance(value, (int, np.floating, np.integer, kind, Real)):
+                raise _no_number(parameter, value, "a real number", "float")
+            try:
+                number = float(value)
+            except OverflowError:  # of a fraction
+                raise beyond(name, value, dtype, reals, fix) from None
+        if -largest <= number <= largest or number != number or number in (math.inf, -math.inf):
+            return kind(number)
+        raise beyond(name, value, dtype, reals, fix)
+
+    if dtype.kind == "c":
+        return kind
+    if dtype.kind in "biu":
+        return boolean if dtype.kind == "b" else integer
+    largest = _largest(dtype)
+    reals = f"-{largest:g} to {largest:g}"
+    return real
+
+
+def _largest(dtype: np.dtype) -> float:
+    """Return the largest finite number of a dtype such as float32 or bfloat16."""
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).max)
+    with no_fork():
+        import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).max)
+
+
+def _no_number(parameter: Scalar, value: object, allowed: str, kind: str) -> TypeError:
+    name = parameter.name
+    return error(
+        TypeError,
+        f"{name} is {shown(value)} of type {type(value).__name__}",
+        f"kernels take {name} as {parameter.dtype.name}, {allowed}",
+        f"convert it with {kind}(...)",
+    )
 
 
 def _struct_check(entry: str, parameter: StructParameter) -> _Coercion:

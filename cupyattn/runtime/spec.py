@@ -22,10 +22,11 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number passed by value."""
+    """A number passed by value; `fix` is the advice for one that does not fit its dtype."""
 
     name: str
     dtype: np.dtype
+    fix: str = "split the problem over several calls"
 
 
 @dataclass(frozen=True)

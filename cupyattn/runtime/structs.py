@@ -80,15 +80,19 @@ def new_struct(dtype: np.dtype) -> np.ndarray:
     return np.zeros((), dtype).view(_CheckedStruct)
 
 
-def beyond(name: str, value: object, dtype: np.dtype) -> ValueError:
-    """Make the error for an integer that does not fit a kernel's type."""
-    holds = np.iinfo(dtype)
-    return error(
-        ValueError,
-        f"{name} = {shown(value)}",
-        f"kernels take {name} as {dtype.name}, {holds.min} to {holds.max}",
-        "split the problem over several calls",
-    )
+def beyond(
+    name: str,
+    value: object,
+    dtype: np.dtype,
+    allowed: str = "",
+    fix: str = "split the problem over several calls",
+) -> ValueError:
+    """Make the error for a number that does not fit a kernel's type."""
+    if not allowed:
+        holds = np.iinfo(dtype)
+        allowed = f"{holds.min} to {holds.max}"
+    passed = f"{name} = {shown(value)}"
+    return error(ValueError, passed, f"kernels take {name} as {dtype.name}, {allowed}", fix)
 
 
 class _CheckedStruct(np.ndarray):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import chain, repeat
 
 import pytest
 from support.processes import environment, run
@@ -287,7 +288,7 @@ def test_the_time_left_is_estimated_without_the_first_step_and_from_where_it_beg
 
 def test_the_bar_of_rich_shows_the_time_left(monkeypatch, capsys):
     pytest.importorskip("rich")
-    now = iter((0.0, 3700.0))
+    now = chain((0.0,), repeat(3700.0))
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("FORCE_COLOR", "1")

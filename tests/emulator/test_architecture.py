@@ -75,7 +75,7 @@ def test_the_assembler_agrees(older: int | None, target: int) -> None:
             nvrtc.load_nvrtc().compile(
                 b"k.cu", text.encode(), [], [f"-arch=sm_{architecture}"], ptx=False
             )
-        except nvrtc.SourceRejectedError as rejected:
+        except (nvrtc.SourceRejectedError, RuntimeError) as rejected:
             log = str(rejected)
             if "gpu-architecture" in log:
                 pytest.skip(f"this NVRTC does not compile for sm_{architecture} any more")

@@ -178,8 +178,7 @@ def test_a_model_is_loaded_without_stderr(monkeypatch):
 def test_folders_and_files_that_are_no_models(tmp_path):
     assert "there is no" in refusal(tmp_path / "nothing", FileNotFoundError)
     assert refusal("some-org/Model-1.5", FileNotFoundError).endswith(
-        "; run: hf download some-org/Model-1.5 --local-dir Model-1.5, and pass "
-        "'Model-1.5'"
+        "; run: hf download some-org/Model-1.5 --local-dir Model-1.5, and pass 'Model-1.5'"
     )
     assert "neither model.safetensors nor" in refusal(tmp_path, FileNotFoundError)
     (tmp_path / "model.safetensors").write_bytes(b"")

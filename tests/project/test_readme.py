@@ -66,6 +66,7 @@ def test_examples_run():
         exec(compile(example, "README.md", "exec"), names)
 
 
+@pytest.mark.filterwarnings("default")  # those of other libraries are not ours
 @pytest.mark.parametrize("number", range(len(recipes())))
 def test_recipes_run(number):
     """A recipe needs the library that it is about; the second goes on from the first."""

@@ -122,6 +122,18 @@ class Function:
         self.driver.calls.append((self.driver.current, "CuPy", *arguments))
 
 
+def test_a_kernel_without_extern_c_is_explained(monkeypatch):
+    driver = Driver(monkeypatch)
+
+    def missing(_):
+        raise RuntimeError("CUDA_ERROR_NOT_FOUND")
+
+    monkeypatch.setattr(driver.device._cupy.cuda.function.Module(), "get_function", missing)
+    message = r'no kernel .*\(CUDA_ERROR_NOT_FOUND\); .*; declare it extern "C" __global__'
+    with pytest.raises(RuntimeError, match=message):
+        cuda_module.CudaKernel(driver.device, SPEC.specialise(threads=64))
+
+
 def test_a_launch_goes_to_the_current_stream_of_the_kernels_device(monkeypatch):
     """This holds for every current device, which the launch does not change."""
     driver = Driver(monkeypatch)

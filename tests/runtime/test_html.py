@@ -18,6 +18,12 @@ from cupyattn.runtime import html
 SMALL = 20_000  # bytes
 
 
+@pytest.fixture(autouse=True)
+def masks_in_numpy(monkeypatch):
+    """Compute block masks without arrays in NumPy, also where there is a GPU."""
+    monkeypatch.setattr("cupyattn.ops.attention.block_mask.device_count", lambda: 0)
+
+
 def shown(value):
     """Return the words of an object's HTML, and its pictures; it is well formed and small."""
     text = value._repr_html_()

@@ -161,6 +161,7 @@ def test_numpy_arrays_need_the_emulator(source):
 
 
 X = np.zeros(64, np.float32)
+READ_ONLY = np.broadcast_to(np.float32(0), 64)
 CROOKED = np.zeros(260, np.uint8)[1:257].view(np.float32)
 
 
@@ -183,6 +184,20 @@ CROOKED = np.zeros(260, np.uint8)[1:257].view(np.float32)
         ),
         ((1, X, 5, 0, 64), TypeError, "y has type builtins.int"),
         ((1, X, X, 0, None), TypeError, "NoneType"),
+        *(
+            ((1, X, X, 0, n), TypeError, "n is .* of type .*; kernels take n as int32, an integer;")
+            for n in (0.5, np.float32(2), "7", b"5", [3], np.ones(2, int))
+        ),
+        *(
+            ((1, X, X, shift, 64), TypeError, "shift as float32, a real number; convert it with f")
+            for shift in ("1.5", b"1", 1j, X, None)
+        ),
+        ((1, X, X, 0, 2**31), ValueError, "n = 2147483648; .*; pass a number in this range, or"),
+        *(
+            ((1, X, X, shift, 64), ValueError, r"shift = .*float32, -3.40282e\+38 to .*; pass a n")
+            for shift in (1e300, -1e39, 10**400, np.float64(1e300))
+        ),
+        ((1, X, READ_ONLY, 0, 64), ValueError, "y is read-only; results are written into it; make"),
         ((1, X[::2], X, 0, 64), ValueError, r"x of shape \(32,\) has strides \(8,\); .*contiguous"),
         ((1, CROOKED, X, 0, 64), ValueError, "x starts 1 bytes into an item"),
         ((-1, X, X, 0, 64), ValueError, "ctas = -1; it is 0 to 2147483647"),
@@ -235,6 +250,16 @@ def test_numpy_and_cupy_arrays_are_not_mixed(source):
             "shift is a scalar of dtype float64; the source declares float shift, a number of "
             "float32; give it that dtype, 'shift': 'float32'",
         ),
+        ({"scalars": ["shift", "n"]}, TypeError, r"scalars is \['shift', 'n'\]; it maps the names"),
+        ({"scalars": {"shift": "float32", "n": None}}, TypeError, "dtype of n is None; a scalar"),
+        ({"scalars": {"shift": "float32", "n": "O"}}, TypeError, "dtype of n is 'O'; a scalar"),
+        ({"macros": ["ADD"]}, TypeError, r"macros is \['ADD'\]; it maps names to values"),
+        *(
+            ({"macros": {name: 3}}, ValueError, f"macros has {name}; a Kernel sets THREADS, SHARED")
+            for name in ("THREADS", "SHARED_BYTES", "BFLOAT16")
+        ),
+        ({"entry": 3}, TypeError, "the entry is 3; it is the name of a __global__ function"),
+        ({"entry": "../x"}, ValueError, r"the entry is '\.\./x'; it is the name"),
         ({"threads": 0}, ValueError, "threads = 0; it is 1 to 1024"),
         ({"threads": True}, TypeError, "threads is True"),
         ({"shared_bytes": 65537}, ValueError, "shared_bytes = 65537; it is 0 to 65536"),
@@ -273,6 +298,51 @@ def test_a_string_with_two_kernels_needs_the_entry():
         Kernel("float x;\n", **OPTIONS)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "__global__ void f({}) {{ }}",
+        "inline float g() {{ return 2; }}\n#define N 3\nstatic __global__ void f({}) {{ }}",
+        'extern "C" {{ void g(); }}\nnamespace a {{ __global__ void f({}) {{ }} }}',
+        '// extern "C"\nvoid __global__ f({}) {{ }}',
+    ],
+)
+def test_a_kernel_without_extern_c_is_refused(source, tmp_path):
+    text = source.format("const float* x, float* y")
+    (tmp_path / "f.cu").write_text(text)
+    for given in (text, tmp_path / "f.cu"):
+        with pytest.raises(
+            ValueError, match=r'without extern "C"; .*; write extern "C" __global__'
+        ):
+            Kernel(given, inputs=["x"], outputs=["y"], threads=32)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'extern "C" {{ struct S {{ int n; }}; __global__ void f({}) {{ }} }}',
+        'extern /* named */ "C" void __global__ f({}) {{ }}',
+        'extern "C" __global__ void f({});\n__global__ void f({}) {{ }}',
+        '#define BEGIN extern "C" {{\nBEGIN\n__device__ void g();\n__global__ void f({}) {{ }}\n}}',
+        "EXPORT __global__ void f({}) {{ }}",
+        '#define F __global__ void f({}) {{ }}\nextern "C" F',
+        'extern "C" __global__ [[maybe_unused]] void f({}) {{ }}',
+    ],
+)
+def test_a_kernel_that_may_be_extern_c_is_accepted(source):
+    parameters = "const float* x, float* y"
+    Kernel(source.format(parameters, parameters), inputs=["x"], outputs=["y"], threads=32)
+
+
+@pytest.mark.nvrtc
+def test_a_mangled_name_is_explained_at_the_call():
+    source = "#define HEAD __global__ void\nHEAD f(float* y) { }\n"
+    kernel = Kernel(source, entry="f", outputs=["y"], threads=32)
+    message = r"no kernel 'f' in the module; it has .*; declare it extern \"C\" __global__"
+    with cupyattn.backend("emulator"), pytest.raises(emulator.LaunchError, match=message):
+        kernel(1, X.copy())
+
+
 HEAD = 'extern "C" __global__ void __launch_bounds__(THREADS, 2) k'
 DECLARED = {
     "const float* x": "float32",
@@ -293,11 +363,27 @@ DECLARED = {
     "const float** x": None,
     "Pointer x": None,
     "View<float, 2> x": None,
+    "[[maybe_unused]] const float* x": "float32",
+    "const float* x [[maybe_unused]]": "float32",
+    "const float* x = nullptr": "float32",
+    "const int* x = at(1, 2)": "int32",
+    "const Inner* x": None,
+    "const Defined* x": None,
+    "const Both* x": None,
+    "const Outer* x": "int64",
 }
 ALIASES = """
 using Item = short;
 typedef double Number;
 #define Other Number
+namespace inner {
+using Inner = short;
+typedef float Defined;
+  using Both = short;
+struct Named { int n; };
+}
+  using Both = int;
+typedef long long Outer;
 #if ADD
 #define Either float
 #else
@@ -325,6 +411,18 @@ def test_a_float32_scalar_is_no_double():
         Kernel(source, outputs=["y"], scalars={"factor": "float32"}, threads=32)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["int n = 3", "int n = (1 < 2)", "int n = 1 << 3", "int n = A<1, 2>::n, int m = f(4, 5)"],
+)
+def test_default_values_are_no_part_of_a_declaration(text):
+    scalars = dict.fromkeys(["n", "m"] if " m " in text else ["n"], "int32")
+    Kernel(f"{HEAD}(float* y, {text}) {{ }}", outputs=["y"], scalars=scalars, threads=32)
+    scalars["n"] = "int64"
+    with pytest.raises(TypeError, match="declares int n, a number of int32"):
+        Kernel(f"{HEAD}(float* y, {text}) {{ }}", outputs=["y"], scalars=scalars, threads=32)
+
+
 def test_declarations_are_found_in_included_files(tmp_path):
     (tmp_path / "sums.cuh").write_text(SUMS)
     (tmp_path / "sums.cu").write_text('#include "sums.cuh"\n')
@@ -347,9 +445,24 @@ def test_a_declaration_by_a_macro_is_not_compared():
         kernel(1, X, X)
 
 
+@pytest.mark.parametrize("named", ["float x; " * 500, "a\0b", "none.cu"])
+def test_a_string_that_is_neither_a_file_nor_a_source(named):
+    with pytest.raises(FileNotFoundError, match="neither a file nor a source with __global__"):
+        Kernel(named, **OPTIONS)
+
+
+@pytest.mark.parametrize("given", [SUMS.encode(), 3, None])
+def test_a_source_of_another_type(given):
+    with pytest.raises(TypeError, match=r"the source has type .*; it is a path, or a string of"):
+        Kernel(given, **OPTIONS)
+
+
 def test_a_source_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.cu is no file; .*write it"):
         Kernel(tmp_path / "none.cu", **OPTIONS)
+    (tmp_path / "two-words.cu").write_text(SUMS)
+    with pytest.raises(ValueError, match=r"the entry is 'two-words'; .* pass its name as entry="):
+        Kernel(tmp_path / "two-words.cu", **OPTIONS)
 
 
 def test_repr(source):

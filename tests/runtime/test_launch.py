@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from cupyattn import (
     softmax,
     softmax_backward,
 )
-from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.plan import MAX_GRID_X, Output, Planner, Step, launch, run, typed
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import KernelSpec, Pointer, Scalar, Specialisation, StructParameter
@@ -407,8 +409,31 @@ def test_struct_fields_refuse_integers_that_do_not_fit():
 def test_values_refuse_integers_that_do_not_fit():
     spec = KernelSpec("copy", "copy.cu", (Scalar("count", np.dtype(np.int32)),))
     assert typed(spec, [2**31 - 1]) == [2**31 - 1]
+    assert typed(spec, [np.int64(-3)]) == [-3]
     with pytest.raises(ValueError, match="count = 2147483648; kernels take count as int32"):
         typed(spec, [2**31])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "taken", "refused"),
+    [
+        ("float32", (1, True, Fraction(1, 2), np.float64(0.5), np.int8(2), math.inf), "1"),
+        ("float16", (65504.0, -math.inf, np.float16(2)), 70000.0),
+        ("bfloat16", (1e38, dtype_of("bfloat16").type(2), math.inf), 1e39),
+        ("float64", (1e308, np.float32(0.5)), 10**400),
+        ("bool", (True, np.True_, 0, 1), 2),
+        ("uint8", (0, 255), -1),
+    ],
+)
+def test_values_take_numbers_that_fit_alone(dtype, taken, refused):
+    spec = KernelSpec("copy", "copy.cu", (Scalar("value", dtype_of(dtype)),))
+    for value in taken:
+        [converted] = typed(spec, [value])
+        assert converted.dtype == dtype_of(dtype)
+        assert converted == dtype_of(dtype).type(value)
+    assert dtype.startswith(("bool", "u")) or math.isnan(typed(spec, [math.nan])[0])
+    with pytest.raises((TypeError, ValueError), match=f"kernels take value as {dtype}, "):
+        typed(spec, [refused])
 
 
 def backward_arrays(**options: Any) -> tuple[Any, ...]:

@@ -205,7 +205,16 @@ class CudaKernel:
         # Not RawModule, which would read the file again: this code has been checked.
         module = cupy.cuda.function.Module()
         module.load(code)
-        self._function = module.get_function(specialisation.spec.entry)
+        entry = specialisation.spec.entry
+        try:
+            self._function = module.get_function(entry)
+        except RuntimeError as missing:  # CuPy's CUDADriverError is one
+            raise error(
+                RuntimeError,
+                f"no kernel {entry!r} in the module ({missing})",
+                "a kernel is found by its name, which C++ changes",
+                'declare it extern "C" __global__',
+            ) from missing
         self._address = self._function.ptr
         if specialisation.shared_bytes > _STATIC_LIMIT:
             driver.funcSetAttribute(
