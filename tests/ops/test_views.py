@@ -37,7 +37,18 @@ def test_views_equal_copies(side, options, data):
         of_views = attention(*views, **options, return_lse=True)
     of_copies = attention(*copies, **options, return_lse=True)
     for view, copy in zip(of_views, of_copies, strict=True):
-        assert_array_equal(side.get(view), side.get(copy))
+        if side is NUMPY:  # BLAS adds in another order for other strides
+            assert_nearly_equal(view, copy)
+        else:
+            assert_array_equal(side.get(view), side.get(copy))
+
+
+def assert_nearly_equal(actual, expected):
+    """Two results of float32 products, rounded to their dtype, differ by some of its units."""
+    tolerance = {2: 1.6e-2, 4: 1e-5, 8: 1e-12}[expected.dtype.itemsize]
+    wide = expected.astype(np.float64)
+    largest = np.abs(wide[np.isfinite(wide)]).max(initial=0)
+    assert_allclose(actual.astype(np.float64), wide, rtol=tolerance, atol=tolerance * largest)
 
 
 @given(attention_problems(largest=20))
