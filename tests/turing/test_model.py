@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from cupyattn import turing
 from cupyattn.turing import MACHINES, T4, Machine, sass
 from cupyattn.turing.analysis import code_figures
 from cupyattn.turing.counts import loop_figures
@@ -345,25 +344,3 @@ def test_products_of_tensor_cores_that_a_card_lacks_are_counted_and_not_played()
     assert lacking.utilisation is None and lacking.flop_per_cycle is None
     assert lacking.work_flop == there.work_flop == 2 * 4 * 2 * 16 * 8 * 8
     assert lacking.work_cycles > there.work_cycles
-
-
-# --- a row by its name and some macros
-
-
-def test_the_row_has_the_macros():
-    found = turing.row("attention_tiled", DTYPE="float32", HEAD_DIM=64)
-    assert found.spec.entry == "attention_tiled"
-    assert {"DTYPE": "float32", "HEAD_DIM": 64}.items() <= found.defines.items()
-
-
-@pytest.mark.parametrize(
-    ("entry", "macros", "message"),
-    [
-        ("attention_fwd", {}, "no kernel 'attention_fwd'; near it are .*attention"),
-        ("x", {}, "no kernel 'x'; .*lists them"),
-        ("attention_forward", {"HEAD_DIM": 63}, r"no row with \{'HEAD_DIM': 63\}; .*64"),
-    ],
-)
-def test_what_is_not_there_is_told(entry, macros, message):
-    with pytest.raises(ValueError, match=message):
-        turing.row(entry, **macros)
