@@ -59,13 +59,19 @@ def error_ratio(actual: ArrayLike, reference: ArrayLike, bound: ArrayLike) -> fl
     >>> error_ratio([1.0, np.nan, -np.inf], [1.5, np.nan, -np.inf], [1.0, 0.0, 0.0])
     0.5
     """
-    actual, reference = np.asarray(actual, np.float64), np.asarray(reference, np.float64)
+    actual, reference = in_float64(actual), in_float64(reference)
     if actual.shape != reference.shape:
         raise ValueError(
             f"actual has shape {actual.shape} and reference {reference.shape}; "
             "pass arrays of one shape: a broadcast comparison would hide a wrong one"
         )
     return float(np.max(error_ratios(actual, reference, bound), initial=0.0))
+
+
+def in_float64(array: ArrayLike) -> Float64:
+    """Return results in float64, without a warning for signalling NaNs in unwritten memory."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(array, np.float64)
 
 
 def error_ratios(actual: Float64, reference: Float64, bound: ArrayLike) -> Float64:

@@ -13,7 +13,7 @@ import cupyattn
 from cupyattn.runtime.backend import kernels_run_numpy_arrays
 from cupyattn.runtime.compile import nvrtc_version
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.precision import error_ratios
+from cupyattn.runtime.precision import error_ratios, in_float64
 from cupyattn.testing.rules import NUMPY_RULES, RULES, ExpectedResult
 
 _MEMORY = ("out", "grads", "dlogits", "workspace")
@@ -251,7 +251,7 @@ def _kind(value: Any) -> str:
 
 def _outside(name: str, result: Any, reference: Any, bound: Any) -> str:
     """Describe the worst element, or return nothing if all are within their bounds."""
-    actual, exact = (np.asarray(on_host(array), np.float64) for array in (result, reference))
+    actual, exact = (in_float64(on_host(array)) for array in (result, reference))
     if actual.shape != exact.shape:
         raise AssertionError(
             f"{name} has shape {actual.shape}, and the reference {exact.shape}: a broadcast "

@@ -303,6 +303,7 @@ def test_message_names_each_gradient_that_is_wrong():
 
 
 NAN, INF = np.nan, np.inf
+SIGNALLING_NAN = np.array(0x7FA00000, np.uint32).view(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -314,6 +315,7 @@ NAN, INF = np.nan, np.inf
         (NAN, 1.0, INF, False),
         (1.0, NAN, 1, False),
         (1.0, NAN, INF, True),  # of no sequence
+        (SIGNALLING_NAN, NAN, INF, True),  # memory that was never written
         (1.0, 1.0, 0, True),
         (1.0, 1.5, 0, False),
         (1.0, 1.5, 0.5, True),
