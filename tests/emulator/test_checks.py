@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.ptx import compile_module, kernel_text, line_of
 
@@ -492,6 +492,9 @@ def tracker(half_warps: bool) -> tuple[SharedMemoryTracker, SlicedBuffer]:
 
 @pytest.mark.parametrize("half_warps", [False, True])
 @given(seed=st.integers(0, 2**32), most_logged=st.sampled_from([1, 4, 512]))
+@example(seed=4550158, most_logged=1)  # an atomic update over the thread's own store
+@example(seed=101417, most_logged=512)  # a store after atomic updates of two threads, one ordered
+@example(seed=107167, most_logged=512)  # a load after such
 def test_the_first_race_is_found(half_warps, seed, most_logged):
     rng = np.random.default_rng(seed)
     found, storage = tracker(half_warps)

@@ -10,8 +10,9 @@ alone, a lane. Every unit counts epochs, one for each barrier it passes, and `se
 the last epoch of unit v that a barrier has made visible to unit w. What unit v did in epoch e is
 ordered before what unit w does now if e <= seen[block, w, v].
 
-`History` records the last write and the last read of every granule by each unit. A granule is the
-smallest size that the kernel accesses shared memory with. Most of these records would never be
+`History` records the last store of every granule, and its last read and its last atomic update by
+each unit: atomic updates are not ordered by one another. A granule is the smallest size that the
+kernel accesses shared memory with. Most of these records would never be
 looked at: a barrier of the whole block orders all that came before it. So accesses are logged
 first, and recorded (`settle`) only when one meets another since the block's last such barrier: each
 marks the granules that it touches. At the barrier the block's part of the log is forgotten.
@@ -146,6 +147,10 @@ class Threads(NamedTuple):
         return Threads(*(each[these] for each in self))
 
 
+Accesses = tuple[np.ndarray, np.ndarray]
+"""The unit and the record of earlier accesses, one of each granule."""
+
+
 class LoggedAccess(NamedTuple):
     """An access as it happened, in elements of `per` granules."""
 
@@ -191,10 +196,10 @@ class History:
         self.clocks = clocks
         self._lanes = lanes
         self.unit, self.units = clocks.unit, clocks.units
-        self.writer = np.zeros(count, np.int32)  # record of the last write, 0: none
+        self.writer = np.zeros(count, np.int32)  # record of the last store, 0: none
         self.writer_unit = np.zeros(count, np.int16)
-        self.by_atomic = np.zeros(count, bool)
         self.readers = np.zeros((count, self.units), np.int32)  # of the last read per unit
+        self.updaters: np.ndarray | None = None  # of the last atomic update per unit, if there are
         # Since a block's last barrier: who reads and writes, what is written and read, what is new
         # in the log.
         self._reading, self._writing = np.zeros((2, lanes.blocks), bool)
@@ -283,19 +288,28 @@ class History:
             if not current.all():
                 kept = current.take(threads.unit // self.units)
                 index, threads, now = index[kept], threads.chosen(kept), now[kept]
-            if access.is_write:
+            if not access.is_write:
+                self._record(self.readers, index, threads, now, access.lanes is not None)
+            elif access.atomic:
+                if self.updaters is None:
+                    self.updaters = np.zeros_like(self.readers)
+                self._record(self.updaters, index, threads, now)
+            else:
                 self.writer[index] = now * 64 + threads.who
                 self.writer_unit[index] = threads.own
-                self.by_atomic[index] = access.atomic
-            else:
-                self._record_read(index, threads, now, access.lanes is not None)
         self._clear()
 
-    def _record_read(
-        self, index: np.ndarray, threads: Threads, now: np.ndarray, collective: bool
+    def _record(
+        self,
+        table: np.ndarray,
+        index: np.ndarray,
+        threads: Threads,
+        now: np.ndarray,
+        collective: bool = False,
     ) -> None:
+        """Record the last access of each unit: reads, or atomic updates."""
         record = now * 64 + (COLLECTIVE if collective else threads.who)
-        readers = self.readers.reshape(-1)
+        readers = table.reshape(-1)
         cell = index * self.units + threads.own
         if self.unit == 1 and not collective:
             readers[cell] = record
@@ -360,7 +374,10 @@ class SharedMemoryTracker:
     def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
         """Return the size of the records for one block."""
         units = threads // (1 if program.partial_warp_barriers else 32)
-        return 4 * (-(-shared_bytes // program.shared_granule) * (units + 3) + units * units)
+        opcodes = (x.opcode.split(".") for x in program.instructions)
+        updates = any(root in ("atom", "red") and "shared" in parts for root, *parts in opcodes)
+        records = units * (2 if updates else 1) + 2
+        return 4 * (-(-shared_bytes // program.shared_granule) * records + units * units)
 
     # ------------------------------------------------------------------ accesses
     def _access(
@@ -452,51 +469,73 @@ class SharedMemoryTracker:
             np.unique(threads.lane[bad]),
         )
 
-    def _after_writes(
-        self, index: np.ndarray, unit: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which granules hold a write not yet visible, its record and its unit."""
+    def _stored(
+        self, index: np.ndarray, threads: Threads
+    ) -> tuple[np.ndarray, np.ndarray, Accesses]:
+        """Return which granules hold a store not yet visible, which the thread's own, and whose."""
         writer = self.history.writer.take(index)
         writer_unit = self.history.writer_unit.take(index)
-        visible = self.clocks.seen.reshape(-1).take(unit * self.clocks.units + writer_unit)
-        return (writer >> 6) > visible, writer, writer_unit
+        seen = self.clocks.seen.reshape(-1)
+        visible = seen.take(threads.unit * self.clocks.units + writer_unit)
+        own = (writer_unit == threads.own) & ((writer & WHO) == threads.who)
+        return (writer >> 6) > visible, own, (writer_unit, writer)
+
+    def _unseen(
+        self, table: np.ndarray, index: np.ndarray, threads: Threads, *, own: bool = True
+    ) -> tuple[np.ndarray, Accesses]:
+        """Return which granules have an access in a table not yet visible, and whose.
+
+        With `own`, a thread sees its own.
+        """
+        units = self.clocks.units
+        records = table.take(index, axis=0)
+        seen = self.clocks.seen.reshape(-1, units).take(threads.unit, axis=0)
+        unseen: Any = (records >> 6) > seen
+        row = np.arange(index.size)
+        if unseen.any():
+            if own:
+                unseen[row, threads.own] &= (records[row, threads.own] & WHO) != threads.who
+            # a read of the whole warp is over before any of its lanes goes on
+            warp_of_unit = np.arange(units) * self.clocks.unit // 32
+            same_warp = warp_of_unit == warp_of_unit.take(threads.own)[:, None]
+            unseen &= ~(same_warp & ((records & WHO) == COLLECTIVE))
+        first = unseen.argmax(1)
+        return unseen.any(1), (first, records[row, first])
 
     def _check_read(self, access: LoggedAccess, site: int) -> None:
         index, threads = self.history.granules(access, whole_warps=True)
-        bad, writer, writer_unit = self._after_writes(index, threads.unit)
-        if access.lanes is None or self.clocks.unit == 1:  # a thread sees its own write
-            bad &= (writer_unit != threads.own) | ((writer & WHO) != threads.who)
+        sees_own = access.lanes is None or self.clocks.unit == 1
+        bad, own, whose = self._stored(index, threads)
+        if sees_own:
+            bad &= ~own
         if bad.any():
-            self._race(index, threads, site, "reads", bad, writer_unit, writer, "written")
+            self._race(index, threads, site, "reads", bad, whose, "written")
+        self._check_updates(index, threads, site, "reads", own=sees_own)
 
     def _check_write(self, access: LoggedAccess, values: np.ndarray | None, site: int) -> None:
         index, threads = self.history.granules(access)
-        _, unit, own, who = threads
-        bad, writer, writer_unit = self._after_writes(index, unit)
+        bad, own, whose = self._stored(index, threads)
+        bad &= ~own
+        if bad.any() and values is not None:  # equal stores do not race with each other
+            granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
+            bad &= self.storage.views[self.granule].take(index) != granules
         if bad.any():
-            bad &= (writer_unit != own) | ((writer & WHO) != who)
-            if values is None:
-                bad &= ~self.history.by_atomic.take(index)
-            else:  # equal writes do not race with each other
-                granules = np.ascontiguousarray(values).reshape(-1).view(f"u{self.granule}")
-                bad &= self.storage.views[self.granule].take(index) != granules
-            if bad.any():
-                self._race(index, threads, site, "writes", bad, writer_unit, writer, "written")
-        units = self.clocks.units
-        readers = self.history.readers.take(index, axis=0)
-        unseen: Any = (readers >> 6) > self.clocks.seen.reshape(-1, units).take(unit, axis=0)
-        if unseen.any():
-            row = np.arange(index.size)
-            unseen[row, own] &= (readers[row, own] & WHO) != who
-            # a read of the whole warp is over before any of its lanes goes on
-            warp_of_unit = np.arange(units) * self.clocks.unit // 32
-            same_warp = warp_of_unit == warp_of_unit.take(own)[:, None]
-            unseen &= ~(same_warp & ((readers & WHO) == COLLECTIVE))
-            bad = unseen.any(1)
-            if bad.any():
-                reader_unit = unseen.argmax(1)
-                reader = readers[row, reader_unit]
-                self._race(index, threads, site, "writes", bad, reader_unit, reader, "read")
+            self._race(index, threads, site, "writes", bad, whose, "written")
+        if values is not None:
+            self._check_updates(index, threads, site, "writes")
+        bad, whose = self._unseen(self.history.readers, index, threads)
+        if bad.any():
+            self._race(index, threads, site, "writes", bad, whose, "read")
+
+    def _check_updates(
+        self, index: np.ndarray, threads: Threads, site: int, verb: str, *, own: bool = True
+    ) -> None:
+        """Refuse loads and stores that no barrier orders after another thread's atomic update."""
+        if self.history.updaters is None:
+            return
+        bad, whose = self._unseen(self.history.updaters, index, threads, own=own)
+        if bad.any():
+            self._race(index, threads, site, verb, bad, whose, "written")
 
     def _race(
         self,
@@ -505,10 +544,10 @@ class SharedMemoryTracker:
         site: int,
         verb: str,
         bad: np.ndarray,
-        other_unit: np.ndarray,
-        other: np.ndarray,
+        whose: Accesses,
         participle: str,
     ) -> None:
+        other_unit, other = whose
         first = int(np.argmax(bad))
         offset = int(index[first]) % self.stride * self.granule
         who = int(other[first]) & WHO
