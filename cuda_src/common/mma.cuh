@@ -6,6 +6,14 @@
 //   C, D (16 x 8):    c[0], c[1] = row g, columns 2t, 2t+1    c[2], c[3] = row g + 8, the same columns
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
 // mma.m16n8k16 (sm_80 or later) takes the A and B fragments of two such steps, one after the other.
+//
+// mma.m8n8k16 of int8 with int32 sums (PTX ISA, "Matrix fragments for mma.m8n8k16"), item i of a register in bits 8 i to
+// 8 i + 7:
+//   A (8 x 16, row):  a    = row g, columns 4t to 4t+3
+//   B (16 x 8, col):  b    = rows 4t to 4t+3, column g
+//   C, D (8 x 8):     c[0], c[1] = row g, columns 2t, 2t+1
+// An int8 row of 16 items has the bytes of a float16 row of 8, so ldmatrix (not its .trans) loads these fragments too. Two
+// such products, of rows 0-7 and of rows 8-15 of A, have the registers of one mma.m16n8k8.
 #pragma once
 
 #include "memory.cuh"
@@ -24,6 +32,24 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2]
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
+}
+
+// c += a b, exactly: int32 sums wrap around.
+__device__ __forceinline__ void mma_m8n8k16_s8(int (&c)[2], uint32 a, uint32 b) {
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+r"(c[0]), "+r"(c[1])
+               : "r"(a), "r"(b));
+}
+
+// Two of them with the same b and the registers of one mma.m16n8k8: a[0] and c[0..1] are rows 0-7, a[1] and c[2..3] are
+// rows 8-15.
+__device__ __forceinline__ void mma_m8n8k16_s8_pair(int (&c)[4], const uint32 (&a)[2], uint32 b) {
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+r"(c[0]), "+r"(c[1])
+               : "r"(a[0]), "r"(b));
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};"
+               : "+r"(c[2]), "+r"(c[3])
+               : "r"(a[1]), "r"(b));
 }
 
 // Load kCount 8x8 matrices of 16-bit items. Lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i. On Turing
