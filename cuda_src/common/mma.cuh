@@ -7,13 +7,13 @@
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
 // mma.m16n8k16 (sm_80 or later) takes the A and B fragments of two such steps, one after the other.
 //
-// mma.m8n8k16 of int8 with int32 sums (PTX ISA, "Matrix fragments for mma.m8n8k16"), item i of a register in bits 8 i to
-// 8 i + 7:
+// mma.m8n8k16 of int8 with int32 sums (PTX ISA, "Matrix fragments for mma.m8n8k16"), item i of a register in bits 8 i
+// to 8 i + 7:
 //   A (8 x 16, row):  a    = row g, columns 4t to 4t+3
 //   B (16 x 8, col):  b    = rows 4t to 4t+3, column g
 //   C, D (8 x 8):     c[0], c[1] = row g, columns 2t, 2t+1
-// An int8 row of 16 items has the bytes of a float16 row of 8, so ldmatrix (not its .trans) loads these fragments too. Two
-// such products, of rows 0-7 and of rows 8-15 of A, have the registers of one mma.m16n8k8.
+// An int8 row of 16 items has the bytes of a float16 row of 8, so ldmatrix (not its .trans) loads these fragments too.
+// Two such products, of rows 0-7 and of rows 8-15 of A, have the registers of one mma.m16n8k8.
 #pragma once
 
 #include "memory.cuh"

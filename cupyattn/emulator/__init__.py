@@ -71,22 +71,24 @@ How it behaves where a GPU leaves room
   does, with an error after `Checks.max_steps` steps.
 - `run` keeps what it has loaded, ``__device__`` variables included: a second run of the same PTX
   finds their values. `load` starts from the initial ones.
-- Sums of a matrix product are float32, in another order than hardware's. Approximate instructions
-  (``ex2.approx``) have other errors. So hardware may differ in the last bits. Where scores of
-  attention are about 1e7, for example, lse differs from an H200's by up to 3 units in the last
-  place, which is 3 in the exponent of a probability: gradients then differ completely. The
-  instructions are compared with vectors that an H200 recorded, from PTX for compute capability 7.5
-  through its driver: not from the machine code of a Turing device.
+- Sums of a float16 matrix product are float32, in another order than hardware's; those of integers
+  are exact. Approximate instructions (``ex2.approx``) have other errors. So hardware may differ in
+  the last bits. Where scores of attention are about 1e7, for example, lse differs from an H200's by
+  up to 3 units in the last place, which is 3 in the exponent of a probability: gradients then
+  differ completely. The instructions are compared with vectors that an H200 recorded, from PTX for
+  compute capability 7.5 through its driver: not from the machine code of a Turing device. Integer
+  products are compared with the text of the PTX ISA only.
 
 What it refuses
 ---------------
 Instructions that the ``.target`` lacks are refused, as a GPU's assembler does. So is PTX that the
-emulator does not run, by name and line and before anything has run: ``wmma``, ``mma`` of other
-shapes than m16n8k8 and m16n8k16 or of other types than float16, bfloat16 arithmetic (conversions
-run), ``cp.async``, ``mbarrier``, ``redux``, ``elect``, ``wgmma``, ``tcgen05``, clusters, textures
-and surfaces, video instructions (``vadd``), carry flags (``add.cc``), ``.ftz`` of float16, directed
-rounding of float64, clocks (``%clock``), calls through pointers, recursion, ``printf``, ``assert``,
-``malloc``, 32-bit addresses, and a variable whose initial value is an address, if a kernel uses it.
+emulator does not run, by name and line and before anything has run: ``wmma``, ``mma`` other than
+m16n8k8 and m16n8k16 of float16, m8n8k16 of 8-bit and m8n8k32 of 4-bit integers, bfloat16 arithmetic
+(conversions run), ``cp.async``, ``mbarrier``, ``redux``, ``elect``, ``wgmma``, ``tcgen05``,
+clusters, textures and surfaces, video instructions (``vadd``), carry flags (``add.cc``), ``.ftz``
+of float16, directed rounding of float64, clocks (``%clock``), calls through pointers, recursion,
+``printf``, ``assert``, ``malloc``, 32-bit addresses, and a variable whose initial value is an
+address, if a kernel uses it.
 
 What it costs
 -------------

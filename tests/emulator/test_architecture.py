@@ -25,6 +25,8 @@ FORMS = {
     75: [
         "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {f0,f1,f2,f3}, {r0,r1}, {r2}, "
         "{f0,f1,f2,f3}",
+        "mma.sync.aligned.m8n8k16.row.col.s32.s8.u8.s32 {r0,r1}, {r2}, {r3}, {r0,r1}",
+        "mma.sync.aligned.m8n8k32.row.col.satfinite.s32.u4.s4.s32 {r0,r1}, {r2}, {r3}, {r0,r1}",
         "ldmatrix.sync.aligned.m8n8.x1.shared.b16 {r0}, [s]", "tanh.approx.f32 f0, f1",
         "movmatrix.sync.aligned.m8n8.trans.b16 r0, r1", "ex2.approx.f16x2 r0, r1",
         "ld.global.L2::128B.u32 r0, [d0]",

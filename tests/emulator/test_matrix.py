@@ -1,10 +1,17 @@
 """Tensor-core instructions against the fragment tables of the PTX ISA, element by element."""
 
+import re
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
-from support.ptx import kernel_text
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.ptx import compile_module, kernel_text
+from support.search import examples
 
 from cupyattn import emulator
+from cupyattn.emulator import UnsupportedPTXError, WarpSyncError
 
 RNG = np.random.default_rng(4)
 LANES = range(32)
@@ -223,3 +230,248 @@ def test_fusion_keeps_the_meaning() -> None:
     for i, matrix in enumerate(want):
         got = d[:, 4 * i : 4 * i + 4]
         np.testing.assert_allclose(got, fragments(matrix, c_position, 4), rtol=1e-5, atol=1e-5)
+
+
+# Integers: PTX ISA, "Matrix fragments for mma.m8n8k16" and "... mma.m8n8k32".
+
+RANGES = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
+INT32 = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Chains of `steps` products of every A (`rows`, 8 x k) with every B (`columns`, k x 8)."""
+
+    a: str
+    b: str
+    saturates: bool = False
+    rows: int = 1
+    columns: int = 1
+    steps: int = 1
+    warps: int = 1  # of each block
+    blocks: int = 1
+
+    @property
+    def bits(self) -> int:
+        return int(self.a[1:])
+
+    @property
+    def k(self) -> int:
+        return 128 // self.bits
+
+    @property
+    def opcode(self) -> str:
+        limited = ".satfinite" if self.saturates else ""
+        return f"mma.sync.aligned.m8n8k{self.k}.row.col{limited}.s32.{self.a}.{self.b}.s32"
+
+    def text(self) -> str:
+        """Return a kernel: the registers of a lane lie together in a, b and c."""
+        n, steps, chains = self.rows + self.columns, self.steps, self.rows * self.columns
+        names = iter(range(1000))
+        a, b = ([f"%w{next(names)}" for _ in range(count * steps)]
+                for count in (self.rows, self.columns))  # fmt: skip
+        c = [f"%w{next(names)}" for _ in range(2 * chains)]
+        body = [
+            f".reg .b32 %w<{n * steps + 2 * chains}>;",
+            "mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mov.u32 %r3, %tid.x;",
+            "mad.lo.u32 %r60, %r1, %r2, %r3;",
+        ]
+        for array, registers in (("a", a), ("b", b), ("c", c)):
+            body.append(self._address(array, len(registers)))
+            body += [f"ld.global.u32 {x}, [%rd3+{4 * i}];" for i, x in enumerate(registers)]
+        for step in range(steps):
+            for row in range(self.rows):
+                for column in range(self.columns):
+                    d = ", ".join(c[2 * (row * self.columns + column) :][:2])
+                    left, right = a[row * steps + step], b[column * steps + step]
+                    body.append(f"{self.opcode} {{{d}}}, {{{left}}}, {{{right}}}, {{{d}}};")
+        body += [f"st.global.u32 [%rd3+{4 * i}], {x};" for i, x in enumerate(c)]
+        return kernel_text("\n".join(body), ".param .u64 a, .param .u64 b, .param .u64 c")
+
+    @staticmethod
+    def _address(array: str, count: int) -> str:
+        return f"ld.param.u64 %rd1, [{array}]; mul.wide.u32 %rd2, %r60, {4 * count}; " \
+               "add.s64 %rd3, %rd1, %rd2;"  # fmt: skip
+
+    def packed(self, matrices: np.ndarray) -> np.ndarray:
+        """Return (lanes, count) registers of matrices (count, warps, 8, k).
+
+        Item i of thread t of group g is column (k / 4) t + i of row g, lowest bits first.
+        """
+        count, warps = matrices.shape[:2]
+        items = self.k // 4
+        word = np.zeros((count, warps, 32), np.uint32)
+        for lane in LANES:
+            group, thread = divmod(lane, 4)
+            for i in range(items):
+                value = matrices[:, :, group, items * thread + i] & ((1 << self.bits) - 1)
+                word[:, :, lane] |= (value << (self.bits * i)).astype(np.uint32)
+        return np.ascontiguousarray(word.reshape(count, -1).T)
+
+    def check(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+        """Compare a run with int64 products.
+
+        A is (rows, steps, warps, 8, k), B (columns, steps, warps, 8, k), transposed, and C (rows,
+        columns, warps, 8, 8).
+        """
+        out = np.zeros((32 * a.shape[2], 2 * self.rows * self.columns), np.int32)
+        for lane in range(len(out)):
+            warp, (group, thread) = lane // 32, divmod(lane % 32, 4)
+            out[lane] = c[:, :, warp, group, 2 * thread : 2 * thread + 2].ravel()
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
+        arguments = [*map(self.packed, flat), out.view(np.uint32)]
+        emulator.run(self.text(), "k", self.blocks, 32 * self.warps, arguments)
+        want = c.astype(np.int64)
+        for step in range(self.steps):
+            left, right = a[:, None, step], b[None, :, step].swapaxes(-1, -2)
+            want = want + left @ right
+            want = want.clip(INT32.min, INT32.max) if self.saturates else want
+        want = want.astype(np.int32)  # wrapped
+        for lane in range(len(out)):
+            warp, (group, thread) = lane // 32, divmod(lane % 32, 4)
+            expected = want[:, :, warp, group, 2 * thread : 2 * thread + 2]
+            np.testing.assert_array_equal(out[lane], expected.ravel(), str(lane))
+
+
+def integers(problem: Integers, seed: int, extreme: bool) -> tuple[np.ndarray, ...]:
+    """Return operands: all of the range, or only its ends with C next to the limits of int32."""
+    rng = np.random.default_rng(seed)
+    warps = problem.warps * problem.blocks
+
+    def draw(kind: str, *shape: int) -> np.ndarray:
+        low, high = RANGES[kind]
+        if extreme:
+            return rng.choice(np.array([low, high]), shape)
+        return rng.integers(low, high + 1, shape)
+
+    a = draw(problem.a, problem.rows, problem.steps, warps, 8, problem.k)
+    b = draw(problem.b, problem.columns, problem.steps, warps, 8, problem.k)
+    shape = (problem.rows, problem.columns, warps, 8, 8)
+    c = rng.integers(INT32.min, INT32.max + 1, shape)
+    if extreme:
+        near = rng.integers(0, 1 << 20, shape)
+        c = np.where(rng.random(shape) < 0.5, INT32.min + near, INT32.max - near)
+    return a, b, c
+
+
+kinds = st.sampled_from(
+    [(a, b) for bits in (8, 4) for a in (f"s{bits}", f"u{bits}") for b in (f"s{bits}", f"u{bits}")]
+)
+small = st.integers(1, 3)
+products = st.builds(
+    lambda kind, *others: Integers(*kind, *others),
+    *(kinds, st.booleans(), small, small, small, small, st.integers(1, 2)),
+)
+
+
+@given(products, st.integers(0, 1 << 30), st.booleans())
+@example(Integers("s8", "u8", True, rows=2, columns=3, steps=2, warps=2, blocks=2), 0, True)
+@example(Integers("u4", "s4", False, rows=3, columns=2, steps=2), 1, True)
+@examples(20, deep=300)
+def test_integer_mma(problem: Integers, seed: int, extreme: bool) -> None:
+    problem.check(*integers(problem, seed, extreme))
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "start"),
+    [
+        ("s8", -128, -128, INT32.max - 16 * 2**14 + 1),  # the first product is one too many
+        ("s8", -128, 127, INT32.min),
+        ("u8", 255, 255, INT32.max - 5),
+        ("s4", -8, 7, INT32.min + 32 * 56 - 1),
+        ("u4", 15, 15, INT32.max),
+    ],
+)
+def test_sums_that_overflow_int32(kind: str, a: int, b: int, start: int, saturates: bool) -> None:
+    """Two products, then one of the other sign where there is one: limits hold step by step."""
+    problem = Integers(kind, kind, saturates, steps=3)
+    shape = (1, 3, 1, 8, problem.k)
+    left, right, c = np.full(shape, a), np.full(shape, b), np.full((1, 1, 1, 8, 8), start)
+    if kind[0] == "s":
+        right[:, 2] = -1 - b
+    problem.check(left, right, c)
+
+
+@pytest.mark.parametrize("kind", ["s8", "u8", "s4", "u4"])
+def test_long_chains_of_integers_are_exact(kind: str) -> None:
+    """Sums of odd numbers far above 2^24, which float32 would round."""
+    problem = Integers(kind, kind, steps=70)
+    high = RANGES[kind][1]
+    a, b = np.full((2, 1, 70, 1, 8, problem.k), high)
+    a[..., 0] -= 1
+    problem.check(a, b, np.zeros((1, 1, 1, 8, 8), int))
+
+
+def test_guarded_integer_mma() -> None:
+    """A guarded product is written on its own."""
+    problem = Integers("s8", "s8")
+    text = problem.text()
+    guarded = text.replace(problem.opcode, f"@%p1 {problem.opcode}")
+    guarded = guarded.replace("mov.u32 %r1, %ctaid.x;", "mov.u32 %r1, %ctaid.x; "
+                              "setp.eq.u32 %p1, %r1, 1;")  # fmt: skip
+    a, b, c = (np.arange(64, dtype=np.uint32).reshape(64, 1) for _ in range(3))
+    c = np.repeat(c, 2, 1)
+    plain = c.copy()
+    emulator.run(text, "k", 2, 32, [a, b, plain])
+    emulator.run(guarded, "k", 2, 32, [a, b, c])  # block 1 alone
+    np.testing.assert_array_equal(c[32:], plain[32:])
+    assert (c[:32] == np.arange(32)[:, None]).all() and (c[32:] != np.arange(32, 64)[:, None]).any()
+
+
+def test_integer_products_are_one_operation() -> None:
+    source = emulator.load(Integers("s8", "u8", rows=3, columns=4, steps=2).text())
+    assert source.program("k").source.count("matrix.multiply_integers(") == 1
+    limited = emulator.load(Integers("s8", "u8", True, rows=3, columns=4, steps=2).text())
+    assert limited.program("k").source.count("matrix.multiply_integers(") == 2  # each step's limits
+
+
+def test_wrappers_of_int8_products() -> None:
+    x, y = (RNG.integers(-128, 128, (rows, 64)).astype("i1") for rows in (16, 8))
+    module = compile_module("integer_mma.cu")
+    for steps in (1, 4):
+        out = np.zeros((2, 16, 8), "i4")
+        arguments = [x, y, out[0], out[1], np.int32(steps), np.int32(32)]
+        emulator.launch(module, "product_s8", 1, 32, arguments)
+        want = x[:, : 16 * steps].astype("i8") @ y[:, : 16 * steps].T.astype("i8")
+        np.testing.assert_array_equal(out, [want, want])
+
+
+def test_integer_mma_needs_whole_warps() -> None:
+    problem = Integers("u4", "u4")
+    text = problem.text().replace(
+        problem.opcode, f"setp.gt.u32 %p1, %r3, 20; @%p1 bra END;\n{problem.opcode}"
+    )
+    text = text.replace("  ret;", "END:\n  ret;")
+    with pytest.raises(WarpSyncError, match="needs all 32 lanes"):
+        emulator.run(text, "k", 1, 32, [np.zeros(64, "u4")] * 3)
+
+
+def test_unwritten_integer_fragments_spoil_sums() -> None:
+    problem = Integers("s8", "s8")
+    text = re.sub(r"ld\.global\.u32 %w0,.*", "", problem.text())  # A
+    c = np.zeros((32, 2), "u4")
+    emulator.run(text, "k", 1, 32, [np.zeros(32, "u4"), np.full(32, 0x01010101, "u4"), c])
+    assert c.all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("s8.s8", "s8.s4", "m8n8k16 of s8 and u8"),
+        ("m8n8k16", "m8n8k32", "m8n8k32 of s4 and u4"),
+        ("m8n8k16", "m16n8k16", "needs sm_80"),
+        ("m8n8k16", "m16n8k32", "needs sm_80"),
+        ("row.col", "row.row", "only"),
+        (".s32.s8", ".satfinite.satfinite.s32.s8", "only"),
+        ("row.col.s32.s8.s8.s32", "row.col.s32.b1.b1.s32.xor.popc", "only"),
+        ("{%w0}", "{%w0, %w1}", "m8n8k16 takes fragments of 2, 1, 1 and 2 registers"),
+        ("{%w2, %w3}, {%w0}", "{%w2}, {%w0}", "2, 1, 1 and 2 registers"),
+        (".target sm_75", ".target sm_70", "needs sm_75"),
+    ],
+)
+def test_integer_forms_that_are_refused(old: str, new: str, message: str) -> None:
+    text = Integers("s8", "s8").text()
+    assert old in text
+    with pytest.raises(UnsupportedPTXError, match=message):
+        emulator.run(text.replace(old, new), "k", 1, 32, [np.zeros(64, "u4")] * 3)

@@ -212,6 +212,59 @@ def test_joined_products_are_as_one_by_one(monkeypatch):
         assert (found[:, 8:].view(np.float32) == expected[:, 8:].view(np.float32)).all(), text
 
 
+class IntegerProducts(Products):
+    """Random PTX of integer ``mma``: registers 0 to 7 are A and B, 20 to 27 four accumulators."""
+
+    KINDS = (
+        "m8n8k16.row.col.s32.s8.s8.s32",
+        "m8n8k16.row.col.s32.u8.s8.s32",
+        "m8n8k16.row.col.satfinite.s32.s8.s8.s32",
+        "m8n8k32.row.col.s32.s4.s4.s32",
+    )
+
+    def product(self) -> str:
+        d = c = self.random.randrange(4)
+        if self.random.random() < 0.2:
+            d = self.random.randrange(4)
+        kind = self.KINDS[0] if self.random.random() < 0.7 else self.random.choice(self.KINDS)
+        d, c = (f"%r{20 + 2 * n}, %r{21 + 2 * n}" for n in (d, c))
+        return f"mma.sync.aligned.{kind} {{{d}}}, {{{self.pair()}}}, {{{self.pair()}}}, {{{c}}};"
+
+    def other(self) -> str:
+        r = [f"%r{20 + self.random.randrange(8)}" for _ in range(3)]
+        return self.random.choice(
+            (
+                f"add.u32 {r[0]}, {r[1]}, {r[2]};",
+                f"@%p0 mov.u32 {r[0]}, {r[1]};",
+                f"mov.b32 {self.pair()}, {r[0]};",
+                f"ld.global.u32 {self.pair()}, [%rd3+{4 * self.random.randrange(8)}];",
+                f"st.global.u32 [%rd3+{4 * self.random.randrange(16)}], {r[0]};",
+            )
+        )
+
+
+def execute_integer_products(text: str, seed: int) -> np.ndarray:
+    x = np.random.default_rng(seed).integers(0, 1 << 32, (32, 16)).astype(np.uint32)
+    loaded = (*range(8), *range(20, 28))
+    body = ["mov.u32 %r10, %tid.x; ld.param.u64 %rd1, [x];"]
+    body += ["mul.wide.u32 %rd2, %r10, 64; add.s64 %rd3, %rd1, %rd2;"]
+    body += [f"ld.global.u32 %r{r}, [%rd3+{4 * i}];" for i, r in enumerate(loaded)]
+    body += ["setp.gt.u32 %p0, %r20, %r21;", text]
+    body += [f"st.global.u32 [%rd3+{4 * i}], %r{r};" for i, r in enumerate(loaded)]
+    emulator.run(kernel_text("\n".join(body), ".param .u64 x"), "k", 1, 32, [x])
+    return x
+
+
+def test_joined_integer_products_are_as_one_by_one(monkeypatch):
+    for seed in range(100 if Search.deep else 20):
+        text = IntegerProducts(seed).text()
+        found = execute_integer_products(text, seed)
+        with monkeypatch.context() as patch:
+            one_by_one(patch)
+            expected = execute_integer_products(text + "\n", seed)
+        assert (found == expected).all(), text
+
+
 def test_a_tile_product_is_one_operation():
     """Two steps of k for four tiles that share A, spread between loads: one matmul, not eight."""
     lines = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyattn.emulator.codegen.generator import CodeGenerator, Lowering
-from cupyattn.emulator.codegen.operations import ACCUMULATORS, MMA_STEPS, fragments
+from cupyattn.emulator.codegen.operations import MMA_FORMS, fragments, mma_form
 from cupyattn.emulator.machine.barriers import barrier_fault
 from cupyattn.emulator.ptx.model import SIZE, Instruction, unsigned
 
@@ -158,37 +158,27 @@ def _move_matrix(gen: CodeGenerator, x: Instruction) -> None:
 
 
 def _multiply(gen: CodeGenerator, x: Instruction) -> None:
-    """One product by itself; those with float32 accumulators are mostly fused (`products`)."""
-    types = x.parts[-4:]
-    accumulator = types[0]
-    if (
-        x.parts[3] not in MMA_STEPS
-        or x.parts[-6:-4] != ("row", "col")
-        or types not in (("f16",) * 4, ("f32", "f16", "f16", "f32"))
-    ):
-        raise gen.unsupported(
-            x, "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators only"
-        )
-    steps, sums = MMA_STEPS[x.parts[3]], ACCUMULATORS // (1 + (accumulator == "f16"))
+    """One product by itself: float16 accumulators, and whatever `products` does not fuse."""
+    form = mma_form(x)
+    if form is None:
+        raise gen.unsupported(x, f"{MMA_FORMS} only")
     found = fragments(x)
-    if [len(names) for names in found] != [sums, 2 * steps, steps, sums]:
-        raise gen.unsupported(
-            x, f"{x.parts[3]} takes fragments of {sums}, {2 * steps}, {steps} and {sums} registers"
-        )
+    if tuple(map(len, found)) != form.registers:
+        wanted = "{}, {}, {} and {}".format(*form.registers)
+        raise gen.unsupported(x, f"{form.shape} takes fragments of {wanted} registers")
     d, a, b, c = found
     left = ", ".join(gen.value(name, "u4") for name in a)
     right = ", ".join(gen.value(name, "u4") for name in b)
-    dtype = "u4" if accumulator == "f16" else "f4"
-    start = ", ".join(gen.value(name, dtype) for name in c)
-    if accumulator == "f16":
-        gen.line(f"_v = matrix.multiply_half([{left}], [{right}], [{start}], {gen.mask}, {x.site})")
-    else:
-        gen.line(
-            f"_v = matrix.multiply([{left}], [{right}], [{start}], 1, {len(b)}, {gen.mask}, "
-            f"{x.site})"
-        )
+    start = ", ".join(gen.value(name, form.dtype) for name in c)
+    method, numbers = "multiply", f"1, {form.steps}, "
+    if form.is_integer:
+        method = "multiply_integers"
+        numbers = f"1, 1, {form.steps}, {form.a!r}, {form.b!r}, {form.saturates}, "
+    elif form.accumulator == "f16":
+        method, numbers = "multiply_half", ""
+    gen.line(f"_v = matrix.{method}([{left}], [{right}], [{start}], {numbers}{gen.mask}, {x.site})")
     for i, name in enumerate(d):
-        gen.assign(name, f"_v[{i}]", dtype)
+        gen.assign(name, f"_v[{i}]", form.dtype)
 
 
 WARP_LOWERINGS: dict[str, Lowering] = {

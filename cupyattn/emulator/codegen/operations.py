@@ -280,29 +280,108 @@ def _fits(gen: CodeGenerator, target: str, operands: list[str], operation: LaneO
     return True
 
 
-MMA_STEPS = {"m16n8k8": 1, "m16n8k16": 2}  # steps of k = 8
-ACCUMULATORS = 4  # registers of a lane that hold its part of C and D
-_TYPES = ("row", "col", "f32", "f16", "f16", "f32")
-_STEP = 3  # operands of a step: the low and the high rows of A, and B
+@dataclass(frozen=True)
+class MmaForm:
+    """A form of ``mma`` that the emulator runs.
+
+    Attributes
+    ----------
+    shape : str
+        Such as "m16n8k8".
+    a, b : str
+        The PTX types of A and B.
+    accumulator : str
+        The PTX type of C and D.
+    saturates : bool
+        Whether int32 sums are limited instead of wrapped (``.satfinite``).
+    """
+
+    shape: str
+    a: str
+    b: str
+    accumulator: str
+    saturates: bool = False
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether sums are int32, and exact."""
+        return self.accumulator == "s32"
+
+    @property
+    def steps(self) -> int:
+        """The number of products that the others are chains of: m16n8k8, m8n8k16 or m8n8k32."""
+        return 2 if self.shape == "m16n8k16" else 1
+
+    @property
+    def a_registers(self) -> int:
+        """The registers of A in a step; B has one."""
+        return 1 if self.is_integer else 2
+
+    @property
+    def sums(self) -> int:
+        """The registers of C, and of D."""
+        return 4 if self.accumulator == "f32" else 2
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which registers of C and D are stored."""
+        return "f4" if self.accumulator == "f32" else "u4"
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """The numbers of registers of D, A, B and C."""
+        return self.sums, self.a_registers * self.steps, self.steps, self.sums
+
+
+_BYTES, _NIBBLES = ("s8", "u8"), ("s4", "u4")
+_MMA_FORMS = {
+    f"mma.sync.aligned.{form.shape}.row.col{'.satfinite' * form.saturates}."
+    f"{form.accumulator}.{form.a}.{form.b}.{form.accumulator}": form
+    for form in (
+        *(MmaForm(shape, "f16", "f16", accumulator)
+          for shape in ("m16n8k8", "m16n8k16") for accumulator in ("f32", "f16")),
+        *(MmaForm(shape, a, b, "s32", saturates)
+          for shape, types in (("m8n8k16", _BYTES), ("m8n8k32", _NIBBLES))
+          for a in types for b in types for saturates in (False, True)),
+    )
+}  # fmt: skip
+MMA_FORMS = (
+    "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators, m8n8k16 of s8 and u8, "
+    "and m8n8k32 of s4 and u4"
+)
+"""The forms that run, for an error message."""
+
+
+def mma_form(x: Instruction) -> MmaForm | None:
+    """Return the form of an ``mma``; None if the emulator does not run it."""
+    return _MMA_FORMS.get(x.opcode)
 
 
 class MmaChain:
-    """A chain of ``mma``. Its operands: the accumulators to start from, then A, A, B a step."""
+    """A chain of ``mma``. Its operands: the accumulators to start from, then A and B of each step.
 
-    def __init__(self, site: int, steps: int) -> None:
+    Chains with the same A are one product with a wider B. Integer sums are exact in any order of
+    summation, so integer chains are also one product with a taller A, where every A meets every B.
+    """
+
+    def __init__(self, form: MmaForm, site: int, steps: int) -> None:
+        self.form = form
         self.site = site
         self.steps = steps
-        self.operands = ("f4",) * ACCUMULATORS + ("u4",) * (_STEP * steps)
-        self.result = "f4"
+        self.step = form.a_registers + 1  # operands of a step
+        self.operands = (form.dtype,) * form.sums + ("u4",) * (self.step * steps)
+        self.result = form.dtype
 
-    def followed_by(self, other: MmaChain) -> MmaChain:
-        """Return this product and one that goes on from its sums as one."""
-        return MmaChain(self.site, self.steps + other.steps)
+    def followed_by(self, other: MmaChain) -> MmaChain | None:
+        """Return this product and one that goes on from its sums as one; None if they cannot be."""
+        if other.form != self.form or self.form.saturates:  # each step limits its sums
+            return None
+        return MmaChain(self.form, self.site, self.steps + other.steps)
 
     def key(self, operands: Sequence[Row]) -> Hashable:
-        """Return what chains that can be one product have in common: A."""
-        steps = operands[ACCUMULATORS:]
-        return (MmaChain, *steps[0::_STEP], *steps[1::_STEP])
+        """Return what chains that can be one product have in common."""
+        common = (self.form, self.steps)
+        return common if self.form.is_integer else (*common, *self._left(operands))
 
     def write(
         self,
@@ -311,17 +390,62 @@ class MmaChain:
         results: Sequence[Sequence[Row]],
     ) -> None:
         """Write the products of chains with the same key."""
-        chains = [rows[ACCUMULATORS:] for rows in operands]
-        left = [a for i in range(0, len(chains[0]), _STEP) for a in chains[0][i : i + 2]]
-        right = [b for steps in chains for b in steps[2::_STEP]]
-        start = [row for rows in operands for row in rows[:ACCUMULATORS]]
+        for tall in _grids([(self._left(rows), self._right(rows)) for rows in operands]):
+            self._write_grid(gen, operands, results, tall)
+
+    def _left(self, operands: Sequence[Row]) -> tuple[Row, ...]:
+        steps = operands[self.form.sums :]
+        return tuple(row for i, row in enumerate(steps) if i % self.step < self.form.a_registers)
+
+    def _right(self, operands: Sequence[Row]) -> tuple[Row, ...]:
+        return tuple(operands[self.form.sums :][self.form.a_registers :: self.step])
+
+    def _write_grid(
+        self,
+        gen: CodeGenerator,
+        operands: Sequence[Sequence[Row]],
+        results: Sequence[Sequence[Row]],
+        grid: list[list[int]],
+    ) -> None:
+        """Write one product of chains by number: those of a row have A in common, of a column B."""
+        chains = [chain for chains in grid for chain in chains]
+        left = [a for chains in grid for a in self._left(operands[chains[0]])]
+        right = [b for chain in grid[0] for b in self._right(operands[chain])]
+        start = [row for chain in chains for row in operands[chain][: self.form.sums]]
+        form = self.form
+        if form.is_integer:
+            method = "multiply_integers"
+            numbers = f"{len(grid)}, {len(grid[0])}, {self.steps}, {form.a!r}, {form.b!r}, "
+            numbers += f"{form.saturates}"
+        else:
+            method, numbers = "multiply", f"{len(chains)}, {self.steps}"
         name = gen.temporary()
         gen.line(
-            f"{name} = matrix.multiply({gather(left, 'u4')}, {gather(right, 'u4')}, "
-            f"{gather(start, 'f4')}, {len(chains)}, {self.steps}, mask, {self.site})"
+            f"{name} = matrix.{method}({gather(left, 'u4')}, {gather(right, 'u4')}, "
+            f"{gather(start, form.dtype)}, {numbers}, mask, {self.site})"
         )
-        for index, row in enumerate(row for rows in results for row in rows):
+        for index, row in enumerate(row for chain in chains for row in results[chain]):
             row.expression, row.stack, row.index = f"{name}[{index}]", name, index
+
+
+def _grids(sides: Sequence[tuple[Hashable, Hashable]]) -> list[list[list[int]]]:
+    """Arrange the pairs (left, right) by number: grids of which each row meets every column.
+
+    Examples
+    --------
+    >>> _grids([("a", 0), ("a", 1), ("b", 1), ("b", 0), ("c", 1)])
+    [[[0, 1], [3, 2]], [[4]]]
+    """
+    order = {right: i for i, right in enumerate(dict.fromkeys(right for _, right in sides))}
+    rows: dict[Hashable, list[int]] = {}
+    for number, (left, _) in enumerate(sides):
+        rows.setdefault(left, []).append(number)
+    grids: dict[tuple[int, ...], list[list[int]]] = {}
+    for numbers in rows.values():
+        numbers.sort(key=lambda number: order[sides[number][1]])
+        columns = tuple(order[sides[number][1]] for number in numbers)
+        grids.setdefault(columns, []).append(numbers)
+    return list(grids.values())
 
 
 def fragments(x: Instruction) -> list[list[str]]:
@@ -331,20 +455,19 @@ def fragments(x: Instruction) -> list[list[str]]:
 
 def product_of(gen: CodeGenerator, x: Instruction) -> tuple[MmaChain, list[str], list[str]] | None:
     """Return an ``mma`` as a chain of one, its operands and its targets; None if it is no such."""
-    shape = x.parts[3] if len(x.parts) > 3 else ""
-    if x.root != "mma" or x.guard or shape not in MMA_STEPS or x.parts[4:] != _TYPES:
+    form = mma_form(x) if x.root == "mma" and not x.guard else None
+    if form is None or form.accumulator == "f16":
         return None
-    steps = MMA_STEPS[shape]
     found = fragments(x)
-    if [len(names) for names in found] != [ACCUMULATORS, 2 * steps, steps, ACCUMULATORS]:
+    if tuple(map(len, found)) != form.registers:
         return None
     d, a, b, c = found
     operands = [*c]
-    for step in range(steps):
-        operands += [a[2 * step], a[2 * step + 1], b[step]]
-    product = MmaChain(x.site, steps)
+    for step in range(form.steps):
+        operands += [*a[form.a_registers * step :][: form.a_registers], b[step]]
+    product = MmaChain(form, x.site, form.steps)
     registers = gen.function.registers
-    wanted = zip([*d, *operands], ("f4",) * len(d) + product.operands, strict=True)
+    wanted = zip([*d, *operands], (form.dtype,) * len(d) + product.operands, strict=True)
     if (
         len({*d}) < len(d)
         or any(name not in registers for name in d)

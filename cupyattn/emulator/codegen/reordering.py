@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 
 from cupyattn.emulator.codegen.generator import CodeGenerator
 from cupyattn.emulator.codegen.operations import (
-    ACCUMULATORS,
     LaneOperation,
     MmaChain,
     Row,
@@ -189,14 +188,17 @@ class Reordering:
         for free in self._free:
             before = free.operands[0].maker if free.operands else None
             if (
-                isinstance(free.operation, MmaChain)
-                and before is not None
-                and free.operands[:ACCUMULATORS] == before.results
-                and all(len(v.readers) == 1 and not v.wanted for v in before.results)
+                not isinstance(free.operation, MmaChain)
+                or before is None
+                or not isinstance(before.operation, MmaChain)
+                or free.operands[: len(before.results)] != before.results
+                or any(len(v.readers) > 1 or v.wanted for v in before.results)
             ):
-                assert isinstance(before.operation, MmaChain)
-                free.operation = before.operation.followed_by(free.operation)
-                free.operands[:ACCUMULATORS] = before.operands
+                continue
+            both = before.operation.followed_by(free.operation)
+            if both is not None:
+                free.operation = both
+                free.operands[: len(before.results)] = before.operands
                 for value in before.operands:
                     value.readers = [free if r is before else r for r in value.readers]
                 joined.add(before)

@@ -4,6 +4,10 @@ Fragment layouts are those of the PTX ISA, "Matrix fragments for mma.m16n8k8": w
 and t = lane % 4, an 8x8 matrix of 16-bit elements in one register holds row g, columns 2t and 2t +
 1. So the registers of a warp, in lane order, are the matrix in row-major order: an 8x8 view of the
 bytes. A (16x8) is two of them, rows 0-7 and 8-15; B (8x8) is one, transposed (row = column n).
+
+The same holds for integers ("Matrix fragments for mma.m8n8k16", "... mma.m8n8k32"): a row g of A
+(8x16 or 8x32) and a column g of B are 16 bytes, the registers of the lanes with that g, lowest item
+first.
 """
 
 from __future__ import annotations
@@ -19,6 +23,15 @@ from cupyattn.emulator.machine.lanes import Array, Lanes, Mask, over_lanes
 from cupyattn.emulator.machine.memory import SHARED_WINDOW, WINDOW_BYTES, SlicedBuffer
 from cupyattn.emulator.machine.races import SharedMemoryTracker
 from cupyattn.emulator.report import Report
+
+_INTEGERS = {  # by PTX type: the dtype of the bytes, items of a byte, the largest magnitude
+    "s8": (np.int8, 1, 128),
+    "u8": (np.uint8, 1, 255),
+    "s4": (np.int8, 2, 8),
+    "u4": (np.uint8, 2, 15),
+}
+_ROW = np.dtype(np.complex128)  # 16 bytes, which NumPy moves at once
+_EXACT = 1 << 24  # integers up to here are float32 numbers
 
 
 class MatrixOperations:
@@ -55,19 +68,37 @@ class MatrixOperations:
                 np.flatnonzero(active & partial[:, None]),
             )
 
+    def _packed(self, registers: Array | list[Array], count: int) -> np.ndarray:
+        """Return uint32 (count, blocks, threads) from a stack of registers."""
+        if isinstance(registers, np.ndarray) and registers.shape == (count, *self.shape):
+            return np.ascontiguousarray(registers)
+        packed = np.empty((count, *self.shape), np.uint32)
+        if isinstance(registers, list):
+            for i, register in enumerate(registers):
+                packed[i] = register
+        else:
+            packed[...] = registers
+        return packed
+
     def _fragments(self, registers: Array | list[Array], count: int) -> np.ndarray:
         """Return float32 (count, warps, 8, 8) from a stack of registers of packed float16 pairs."""
-        if isinstance(registers, np.ndarray) and registers.shape == (count, *self.shape):
-            packed = np.ascontiguousarray(registers)
-        else:
-            packed = np.empty((count, *self.shape), np.uint32)
-            if isinstance(registers, list):
-                for i, register in enumerate(registers):
-                    packed[i] = register
-            else:
-                packed[...] = registers
-        halves = HALF_TO_FLOAT.take(packed.view(np.uint16))
+        halves = HALF_TO_FLOAT.take(self._packed(registers, count).view(np.uint16))
         return halves.reshape(count, self.warps, 8, 8)
+
+    def _integers(
+        self, registers: Array | list[Array], count: int, steps: int, kind: str, dtype: np.dtype
+    ) -> np.ndarray:
+        """Return (warps, 8 count, k) numbers from a stack of registers of packed integers."""
+        of_bytes, items, _ = _INTEGERS[kind]
+        rows = self._packed(registers, count * steps).view(_ROW)
+        rows = rows.reshape(count, steps, self.warps, 8).transpose(2, 0, 3, 1)
+        packed = np.ascontiguousarray(rows).view(of_bytes).reshape(self.warps, 8 * count, -1)
+        if items == 1:
+            return packed.astype(dtype)
+        numbers = np.empty((*packed.shape, items), dtype)
+        numbers[..., 0] = (packed << 4) >> 4  # the sign too, if there is one
+        numbers[..., 1] = packed >> 4
+        return numbers.reshape(self.warps, 8 * count, -1)
 
     def multiply(
         self,
@@ -108,6 +139,66 @@ class MatrixOperations:
         # (warp, half, g, chain, t, pair) -> (chain, half, pair, warp, g, t)
         product = product.reshape(warps, 2, 8, chains, 4, 2).transpose(3, 1, 5, 0, 2, 4)
         result = np.ascontiguousarray(product).reshape(4 * chains, *self.shape)
+        if isinstance(c, list):
+            for i, start in enumerate(c):
+                result[i] += start
+        else:
+            result += c
+        return result
+
+    def multiply_integers(
+        self,
+        a: Array | list[Array],
+        b: Array | list[Array],
+        c: Array | list[Array],
+        rows: int,
+        columns: int,
+        steps: int,
+        a_type: str,
+        b_type: str,
+        saturates: bool,
+        mask: Mask,
+        site: int,
+    ) -> np.ndarray:
+        """Multiply chains of ``mma.m8n8k16`` or ``mma.m8n8k32`` of integers at once, exactly.
+
+        Stacks are as in `multiply`. The chains are all pairs of an A and a B.
+
+        Parameters
+        ----------
+        a, b : stack
+            The fragments of all steps of each A, and of each B.
+        c : stack
+            The accumulators that the chains start from, 2 of each, A after A.
+        rows, columns, steps : int
+            How many A and B there are, and the fragments of each.
+        a_type, b_type : str
+            "s8", "u8", "s4" or "u4".
+        saturates : bool
+            Limit the sums to the range of int32 instead of wrapping them around.
+
+        Returns
+        -------
+        (2 rows columns, blocks, threads) uint32 array
+            The accumulators, int32 bit patterns.
+        """
+        self._converged(mask, site, "mma.sync.aligned")
+        (_, items, most_a), (_, _, most_b) = _INTEGERS[a_type], _INTEGERS[b_type]
+        exact = 16 * items * steps * most_a * most_b <= _EXACT  # in float32, whatever the order
+        dtype = np.dtype(np.float32 if exact else np.float64)
+        left = self._integers(a, rows, steps, a_type, dtype)
+        right = self._integers(b, columns, steps, b_type, dtype)
+        product = left @ right.swapaxes(1, 2)
+        # (warp, row, g, column, t, pair) -> (row, column, pair, warp, g, t)
+        product = product.reshape(self.warps, rows, 8, columns, 4, 2).transpose(1, 3, 5, 0, 2, 4)
+        sums = product.astype(np.int32 if exact else np.int64, order="C")
+        sums = sums.reshape(2 * rows * columns, *self.shape)
+        if saturates:
+            limits = np.iinfo(np.int32)
+            start = self._packed(c, len(sums)).view(np.int32)
+            total = (sums + start.astype(np.int64)).clip(limits.min, limits.max)
+            return total.astype(np.uint32)
+        result = sums.view(np.uint32) if exact else sums.astype(np.uint32)
         if isinstance(c, list):
             for i, start in enumerate(c):
                 result[i] += start

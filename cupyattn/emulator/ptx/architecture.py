@@ -29,7 +29,7 @@ _NEEDED = [
     (80, r"cvt\..*f16x2"),
     (80, r".*\.relu\."),
     (80, r"(min|max)\..*(NaN|f16(x2)?$)"),
-    (80, r"mma\..*m16n8k16"),
+    (80, r"mma\..*m16n8k(16|32|64)"),
     (80, r"discard|prefetch\..*evict"),
     (80, r".*L2::(256B|cache_hint)"),
     (75, r".*L2::(64B|128B)"),
