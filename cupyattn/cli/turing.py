@@ -162,6 +162,7 @@ def _summary(loop: LoopFigures, machine: Machine) -> Json:
         "bound": _rounded(loop.bound),
         "binding_pipe": loop.binding_pipe,
         "utilisation": utilisation,
+        "of_integers": loop.of_integers,
         "tflops": None if rate is None else round(machine.tflops(rate), 1),
     }
 
@@ -196,7 +197,8 @@ _COLUMNS = {
     "one is the limit",
     "used": f"the utilisation in a simulation of one SM, a model with an error of up to +-{MARGIN}",
     "range": "lowest and highest utilisation over the times at which the SM's CTAs can start",
-    "TFLOP/s": "the rate of all SMs at that utilisation and the boost clock",
+    "TFLOP/s": "the rate of all SMs at that utilisation and the boost clock; of integer products "
+    "it is TOPS",
 }
 """Columns and what they mean; the names are short, so that a row is one line of 80 columns."""
 _COUNTED = 8  # columns; the others are simulated
@@ -247,6 +249,10 @@ def _cells(row: Json) -> list[tuple[Cell, ...]]:
     return [(*resources, *_loop_cells(loop)) for loop in loops]
 
 
+def _rate(loop: Json) -> str:
+    return f"{loop['tflops']:.1f}{' TOPS' if loop['of_integers'] else ''}"
+
+
 def _loop_cells(loop: Json) -> tuple[Cell, ...]:
     if loop["bound"] is None:
         return (loop["instructions"], loop["spill_bytes"], "", "no CTA fits", "", "", "")
@@ -261,5 +267,5 @@ def _loop_cells(loop: Json) -> tuple[Cell, ...]:
             if simulated is None
             else (f"{simulated['mean']:.3f}", f"{simulated['low']:.2f}-{simulated['high']:.2f}")
         ),
-        "" if loop["tflops"] is None else f"{loop['tflops']:.1f}",
+        "" if loop["tflops"] is None else _rate(loop),
     )

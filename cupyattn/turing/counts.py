@@ -51,9 +51,11 @@ class LoopFigures:
     work_cycles : float
         The work's share of those of its pipe.
     work_flop : float
-        The floating-point operations of that work, of all resident warps.
+        The operations of that work, of all resident warps.
     utilisation : Utilisation or None
         Simulated, for the main loop of a kernel.
+    of_integers : bool
+        Whether all of the work are products of integers on tensor cores.
     """
 
     start: int
@@ -69,6 +71,7 @@ class LoopFigures:
     work_cycles: float
     work_flop: float
     utilisation: Utilisation | None = None
+    of_integers: bool = False
 
     @property
     def flop_per_cycle(self) -> float | None:
@@ -129,5 +132,6 @@ def loop_figures(
             "issue": len(path) * resident / SUB_PARTITIONS,
         },
         work_cycles=busy(products),
-        work_flop=float(len(products) * resident * work.flop),
+        work_flop=float(sum(map(work.flop, products)) * resident),
+        of_integers=all(each.name == "IMMA" for each in products),
     )

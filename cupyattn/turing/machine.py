@@ -41,9 +41,10 @@ class Machine:
     shared_rate : float
         Bytes a cycle of shared memory and L1 together [1].
     hmma_f32, hmma_f16, imma : int
-        Intervals of HMMA.1688 with float32 and with float16 accumulators, and of IMMA.8816: 65
-        TFLOP/s of a T4 are 512 multiply-adds a cycle and SM; integers twice that [2]. The assembler
-        spaces HMMAs of a warp by the same 8 cycles. GeForce devices have 16 for hmma_f32 [2] [3];
+        Intervals of HMMA.1688 with float32 and with float16 accumulators, and of IMMA.8816 and
+        IMMA.8832: 65 TFLOP/s of a T4 are 512 multiply-adds a cycle and SM; 8-bit integers twice
+        that, 4-bit integers four times [2]. The assembler spaces HMMAs of a warp by at most these 8
+        cycles, IMMAs of both shapes by at most 4. GeForce devices have 16 for hmma_f32 [2] [3];
         without tensor cores a product takes 4.3 times as long as in FFMA, 275 [7], whatever its
         accumulators (assumed, and of IMMA too).
     fma, alu : int
@@ -57,6 +58,10 @@ class Machine:
         Cycles of the load/store unit for a SHFL: 32 lanes a cycle [4].
     hmma_latency : int
         Cycles until an HMMA's scoreboard is free: 14 to 18 for its results [5], and the release.
+    imma_latency : int
+        The same for IMMA.8816 and IMMA.8832: the assembler (NVRTC 12.9) spaces IMMAs that go on
+        from each other by 10 cycles, and HMMAs by the 14 of [5]; that the release takes as long
+        is assumed.
     xu_latency, other_latency : int
         The same for the special-function unit [3], and for other pipes with a scoreboard (assumed).
     shared_latency, l1_latency, global_latency : int
@@ -85,6 +90,7 @@ class Machine:
     xu: int = 8
     shuffle: int = 1
     hmma_latency: int = 20
+    imma_latency: int = 16
     xu_latency: int = 20
     other_latency: int = 14
     shared_latency: int = 19
@@ -96,7 +102,7 @@ class Machine:
     queue: int = 8
 
     def tflops(self, flop_per_cycle: float) -> float:
-        """Return the TFLOP/s of all SMs at so many operations in a cycle of one.
+        """Return the TFLOP/s of all SMs, of integers TOPS, at so many operations in a cycle of one.
 
         Examples
         --------
@@ -104,6 +110,11 @@ class Machine:
 
         >>> round(T4.tflops(2 * 512)), round(T4.tflops(2 * 64), 1)
         (65, 8.1)
+
+        Its tensor cores on 8-bit and 4-bit integers, in TOPS:
+
+        >>> round(T4.tflops(2 * 1024)), round(T4.tflops(2 * 2048))
+        (130, 261)
         """
         return self.multiprocessors * self.clock_mhz * 1e6 * flop_per_cycle / 1e12
 
@@ -204,6 +215,26 @@ def interval(instruction: SassInstruction, machine: Machine) -> int:
     }.get(pipe, 1)
 
 
+_PRODUCTS = {  # multiply-adds of a warp, by the shape in the opcode
+    "1688": 16 * 8 * 8,
+    "8816": 8 * 8 * 16,
+    "8832": 8 * 8 * 32,
+}
+
+
+def matrix_operations(instruction: SassInstruction) -> int:
+    """Return the operations, two for each multiply-add, of a product on tensor cores.
+
+    Examples
+    --------
+    >>> opcodes = ("HMMA.1688.F32", "IMMA.8816.S8.S8", "IMMA.8832.S4.S4.SAT")
+    >>> [matrix_operations(SassInstruction(0, opcode)) for opcode in opcodes]
+    [2048, 2048, 4096]
+    """
+    shapes = [_PRODUCTS[each] for each in instruction.modifiers if each in _PRODUCTS]
+    return 2 * (shapes[0] if shapes else _PRODUCTS["1688"])
+
+
 def service(instruction: SassInstruction, machine: Machine) -> int:
     """Return the cycles of the SM's load/store unit, 0 for instructions of other pipes."""
     pipe = pipe_of(instruction)
@@ -229,6 +260,8 @@ def latency(instruction: SassInstruction, machine: Machine) -> int:
             "LDL": machine.l1_latency,
             "LDG": machine.global_latency,
         }.get(pipe, machine.store_latency)
+    if instruction.name == "IMMA":
+        return machine.imma_latency
     return {"tensor": machine.hmma_latency, "xu": machine.xu_latency}.get(
         pipe, machine.other_latency
     )

@@ -25,6 +25,7 @@ from cupyattn.turing.machine import (
     barrier_warps,
     interval,
     latency,
+    matrix_operations,
     pipe_of,
     service,
 )
@@ -36,14 +37,16 @@ class LoopWork(NamedTuple):
 
     pipe: str
     does: Callable[[SassInstruction], bool]
-    flop: int
-    """Floating-point operations of one of them, of a warp."""
+    flop: Callable[[SassInstruction], int]
+    """Operations of one of them, of a warp."""
 
 
-MATRIX = LoopWork("tensor", lambda instruction: pipe_of(instruction) == "tensor", 2 * 16 * 8 * 8)
+MATRIX = LoopWork("tensor", lambda instruction: pipe_of(instruction) == "tensor", matrix_operations)
 """Products on tensor cores."""
 
-FFMA = LoopWork("fma", lambda instruction: instruction.name in ("FFMA", "FFMA32I"), 2 * WARP_SIZE)
+FFMA = LoopWork(
+    "fma", lambda instruction: instruction.name in ("FFMA", "FFMA32I"), lambda _: 2 * WARP_SIZE
+)
 """Products in float32; the pipe's other instructions are not the work."""
 
 # A forward branch over any of these is taken to fall through: `if (more) load the next tile`.

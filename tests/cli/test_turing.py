@@ -112,6 +112,19 @@ def test_text(modelled, capsys, monkeypatch):
     assert "a model with an error of up to +-0.05" in " ".join(printed.split())
 
 
+def test_rates_of_integers_are_tops(modelled, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    integers = replace(LOOP, work_flop=2 * LOOP.work_flop, of_integers=True)
+    monkeypatch.setattr(
+        turing, "analyse", lambda *_, **__: replace(PRODUCTS, loops=(MASKED, integers))
+    )
+    printed = output(capsys, "--head-dim", "96")
+    line = next(line for line in printed.splitlines() if line.startswith("  D 96  "))
+    assert line.split()[-3:] == ["0.50-0.75", "20.4", "TOPS"]
+    (row, *_) = json.loads(output(capsys, "--head-dim", "96", "--json"))["rows"]
+    assert (row["main"]["of_integers"], row["main"]["tflops"]) == (True, 20.4)
+
+
 def test_long_names_are_written_shorter():
     long = "256 x 192, scalar loads, W_LINES=kAlong, ACTIVATION=Gelu, BIAS=bfloat16, scores by 4"
     assert turing.shorter(long) == "256 x 192, scalar, W Along, Gelu, BIAS=bf16, scores x4"

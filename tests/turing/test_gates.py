@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from support import gates
 from support.gates import exceeded, limits_of, require_gates_tools
+from support.ptx import KERNELS as KERNEL_FOLDER
 from support.readme import ROOT
 from support.search import deep, mostly_deep
 
@@ -29,7 +30,7 @@ from cupyattn.ops.attention.kernels.tensor_core import backward_dkdv, backward_d
 from cupyattn.registry import KERNELS, catalogue
 from cupyattn.runtime.arch import TURING, arch_of
 from cupyattn.runtime.compile import compile_cubin
-from cupyattn.runtime.spec import GATES_NVRTC, Gates, Specialisation
+from cupyattn.runtime.spec import GATES_NVRTC, Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.turing import MACHINES, analyse, row
 
@@ -235,6 +236,16 @@ def test_the_ceiling_of_float32_is_that_of_the_units():
     loop = analyse(fma_rate()).main
     assert loop is not None
     assert loop.flop_per_cycle == 128, "64 units, two operations each"
+
+
+def test_machine_code_of_integer_products_has_their_rate():
+    """The assembler's opcodes, in a loop: 1,024 multiply-adds in a cycle of an SM."""
+    require_gates_tools()
+    kernel = KernelSpec("product_s8", str(KERNEL_FOLDER / "integer_mma.cu"), parameters=())
+    loop = analyse(kernel.specialise(threads=32)).main
+    assert loop is not None and loop.of_integers
+    assert loop.work_flop / loop.work_cycles == 2 * 1024
+    assert loop.utilisation is not None and 0 < loop.utilisation.mean <= loop.bound + 0.01
 
 
 @pytest.mark.nvrtc

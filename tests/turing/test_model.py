@@ -37,6 +37,8 @@ from cupyattn.turing.simulation import (
 LISTING = parse_listing((Path(__file__).parent / "loops.sass").read_text())
 
 HMMA = SassInstruction(0, "HMMA.1688.F32", control=Control(stall=8))
+IMMA = SassInstruction(0, "IMMA.8816.S8.S8", control=Control(stall=4))
+IMMA_OF_4_BITS = replace(IMMA, opcode="IMMA.8832.U4.S4.SAT")
 LDS = SassInstruction(0, "LDS.128", control=Control(stall=1, write_scoreboard=0))
 
 
@@ -245,6 +247,40 @@ def test_a_geforce_needs_twice_the_cycles():
         for machine in (T4, Machine(hmma_f32=16))
     ]
     assert shares == pytest.approx([0.5, 1.0], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [machine for machine in MACHINES.values() if machine.tensor_cores],
+    ids=lambda machine: machine.name,
+)
+@pytest.mark.parametrize(("product", "multiply_adds"), [(IMMA, 1024), (IMMA_OF_4_BITS, 2048)])
+def test_integer_products_reach_the_rate_of_integers(product, multiply_adds, machine):
+    """Twice and four times the multiply-adds of float16 on a T4, on every device with the cores."""
+    jump = SassInstruction(16 * 64, "BRA", "0x0", target=0, control=Control(stall=5))
+    code = [replace(product, address=16 * k) for k in range(64)] + [jump]
+    (loop,) = code_figures(code, threads=128, ctas=2, machine=machine)
+    assert loop.of_integers and loop.work_pipe == "tensor"
+    assert loop.work_cycles == 64 * 4 * 2 and loop.work_flop == 64 * 8 * 2 * multiply_adds
+    assert loop.utilisation.mean > 0.97
+    assert loop.flop_per_cycle == pytest.approx(2 * multiply_adds, rel=0.03)
+
+
+def test_integer_products_wait_for_the_sums_that_they_go_on_from():
+    waits = replace(IMMA, control=Control(stall=4, write_scoreboard=0, waits_for=(0,)))
+    share = busy_fraction([waits], MATRIX, warps=4, ctas=1)
+    assert share == pytest.approx(4 / T4.imma_latency, rel=0.02)
+    slow = replace(T4, imma_latency=28)
+    assert busy_fraction([waits], MATRIX, 4, 1, machine=slow) == pytest.approx(4 / 28, rel=0.02)
+    hmma = replace(waits, opcode="HMMA.1688.F32")
+    assert busy_fraction([hmma], MATRIX, 4, 1, machine=slow) == pytest.approx(8 / 20, rel=0.02)
+
+
+def test_a_loop_with_both_kinds_of_products():
+    (loop,) = code_figures(assemble(("HMMA.1688.F32", None), ("IMMA.8816.S8.S8", None),
+                                    ("IMMA.8832.S4.S4", None), ("BRA", 0)), 128, 1)  # fmt: skip
+    assert not loop.of_integers
+    assert (loop.work_flop, loop.work_cycles) == (4 * (2048 + 2048 + 4096), 8 + 4 + 4)
 
 
 def test_float32_products_share_their_pipe():
