@@ -366,6 +366,7 @@ products = st.builds(
 
 @given(products, st.integers(0, 1 << 30), st.booleans())
 @example(Integers("s8", "u8", True, rows=2, columns=3, steps=2, warps=2, blocks=2), 0, True)
+@example(Integers("s8", "s8", rows=2, columns=2, warps=3, blocks=7), 2, False)  # many at once
 @example(Integers("u4", "s4", False, rows=3, columns=2, steps=2), 1, True)
 @examples(20, deep=300)
 def test_integer_mma(problem: Integers, seed: int, extreme: bool) -> None:
@@ -401,6 +402,15 @@ def test_long_chains_of_integers_are_exact(kind: str) -> None:
     a, b = np.full((2, 1, 70, 1, 8, problem.k), high)
     a[..., 0] -= 1
     problem.check(a, b, np.zeros((1, 1, 1, 8, 8), int))
+
+
+def test_a_chain_whose_sum_exceeds_int32_wraps() -> None:
+    text = Integers("u8", "u8").text()
+    (product,) = (line for line in text.splitlines() if line.startswith("mma"))
+    a = b = np.full(32, 0xFFFFFFFF, "u4")
+    c = np.zeros((32, 2), "u4")
+    emulator.run(text.replace(product, f"{product}\n" * 2100), "k", 1, 32, [a, b, c])
+    assert (c == 2100 * 16 * 255 * 255).all()  # above 2^31
 
 
 def test_guarded_integer_mma() -> None:

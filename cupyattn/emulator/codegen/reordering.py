@@ -184,7 +184,7 @@ class Reordering:
 
         Nothing else can then depend on the first, so the second may wait for all operands of both.
         """
-        joined = set()
+        joined: dict[_Free, _Free] = {}  # first products, and the second of each
         for free in self._free:
             before = free.operands[0].maker if free.operands else None
             if (
@@ -199,10 +199,15 @@ class Reordering:
             if both is not None:
                 free.operation = both
                 free.operands[: len(before.results)] = before.operands
-                for value in before.operands:
-                    value.readers = [free if r is before else r for r in value.readers]
-                joined.add(before)
+                joined[before] = free
+        if not joined:
+            return
+        last: dict[_Free, _Free] = {}  # by product, that which it has become a part of
+        for free in reversed(self._free):
+            last[free] = last[joined[free]] if free in joined else free
         self._free = [free for free in self._free if free not in joined]
+        for value in dict.fromkeys(v for free in {last[f] for f in joined} for v in free.operands):
+            value.readers = [last[reader] for reader in value.readers]
 
     def _drop_unread(self) -> None:
         """Forget free instructions that nothing reads, not even through others."""
