@@ -34,6 +34,22 @@ _ROW = np.dtype(np.complex128)  # 16 bytes, which NumPy moves at once
 _EXACT = 1 << 24  # integers up to here are float32 numbers
 
 
+_WARPS_AT_ONCE = 16  # of integer products: their matrices should stay in the cache
+
+
+def _numbers(rows: np.ndarray, kind: str, dtype: np.dtype) -> np.ndarray:
+    """Return (warps, 8 count, k) numbers from (warps, count, ..., steps) rows of integers."""
+    of_bytes, items, _ = _INTEGERS[kind]
+    warps, steps = rows.shape[0], rows.shape[-1]
+    packed = np.ascontiguousarray(rows).view(of_bytes).reshape(warps, -1, _ROW.itemsize * steps)
+    if items == 1:
+        return packed.astype(dtype)
+    numbers = np.empty((*packed.shape, items), dtype)
+    numbers[..., 0] = (packed << 4) >> 4  # the sign too, if there is one
+    numbers[..., 1] = packed >> 4
+    return numbers.reshape(warps, packed.shape[1], -1)
+
+
 class MatrixOperations:
     """Matrix instructions of a batch; they need whole warps."""
 
@@ -84,21 +100,6 @@ class MatrixOperations:
         """Return float32 (count, warps, 8, 8) from a stack of registers of packed float16 pairs."""
         halves = HALF_TO_FLOAT.take(self._packed(registers, count).view(np.uint16))
         return halves.reshape(count, self.warps, 8, 8)
-
-    def _integers(
-        self, registers: Array | list[Array], count: int, steps: int, kind: str, dtype: np.dtype
-    ) -> np.ndarray:
-        """Return (warps, 8 count, k) numbers from a stack of registers of packed integers."""
-        of_bytes, items, _ = _INTEGERS[kind]
-        rows = self._packed(registers, count * steps).view(_ROW)
-        rows = rows.reshape(count, steps, self.warps, 8).transpose(2, 0, 3, 1)
-        packed = np.ascontiguousarray(rows).view(of_bytes).reshape(self.warps, 8 * count, -1)
-        if items == 1:
-            return packed.astype(dtype)
-        numbers = np.empty((*packed.shape, items), dtype)
-        numbers[..., 0] = (packed << 4) >> 4  # the sign too, if there is one
-        numbers[..., 1] = packed >> 4
-        return numbers.reshape(self.warps, 8 * count, -1)
 
     def multiply(
         self,
@@ -186,19 +187,25 @@ class MatrixOperations:
         (_, items, most_a), (_, _, most_b) = _INTEGERS[a_type], _INTEGERS[b_type]
         exact = 16 * items * steps * most_a * most_b <= _EXACT  # in float32, whatever the order
         dtype = np.dtype(np.float32 if exact else np.float64)
-        left = self._integers(a, rows, steps, a_type, dtype)
-        right = self._integers(b, columns, steps, b_type, dtype)
-        product = left @ right.swapaxes(1, 2)
-        # (warp, row, g, column, t, pair) -> (row, column, pair, warp, g, t)
-        product = product.reshape(self.warps, rows, 8, columns, 4, 2).transpose(1, 3, 5, 0, 2, 4)
-        sums = product.astype(np.int32 if exact else np.int64, order="C")
-        sums = sums.reshape(2 * rows * columns, *self.shape)
+        left = self._packed(a, rows * steps).view(_ROW).reshape(rows, steps, self.warps, 8)
+        right = self._packed(b, columns * steps).view(_ROW)
+        right = right.reshape(columns, steps, self.warps, 4, 2)  # column n = 2 t + pair of each
+        quads = np.empty((rows, columns, 2, self.warps, 8), _ROW)  # of sums: those of the four t
+        for first in range(0, self.warps, _WARPS_AT_ONCE):
+            some = slice(first, first + _WARPS_AT_ONCE)
+            x = _numbers(left[:, :, some].transpose(2, 0, 3, 1), a_type, dtype)
+            y = _numbers(right[:, :, some].transpose(2, 0, 4, 3, 1), b_type, dtype)
+            product = x @ y.swapaxes(1, 2)
+            whole = product.astype(np.int32 if exact else np.int64).astype(np.int32, copy=False)
+            whole = whole.view(_ROW).reshape(-1, rows, 8, columns, 2)
+            quads[:, :, :, some] = whole.transpose(1, 3, 4, 0, 2)
+        sums = quads.view(np.int32).reshape(2 * rows * columns, *self.shape)
         if saturates:
             limits = np.iinfo(np.int32)
             start = self._packed(c, len(sums)).view(np.int32)
             total = (sums + start.astype(np.int64)).clip(limits.min, limits.max)
             return total.astype(np.uint32)
-        result = sums.view(np.uint32) if exact else sums.astype(np.uint32)
+        result = sums.view(np.uint32)
         if isinstance(c, list):
             for i, start in enumerate(c):
                 result[i] += start
