@@ -99,12 +99,12 @@ def test_usual_templates_write_what_jinja_writes(template):
     plain = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    plain.filters["tojson"] = lambda x, indent=None: json.dumps(
-        x, ensure_ascii=False, indent=indent
+    plain.filters["tojson"] = lambda x, ensure_ascii=False, indent=None, **more: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, **more
     )
     expected = plain.from_string(template).render(messages=CHAT, tools=[TOOL])
     assert expected.strip()
-    assert rendered(template, messages=CHAT, tools=[TOOL]) == expected
+    assert rendered(template, messages=CHAT, tools=[TOOL]).text == expected
 
 
 def test_long_chats_are_written():
@@ -114,8 +114,85 @@ def test_long_chats_are_written():
         "{% set ns = namespace(all='') %}{% for m in messages %}"
         "{% set ns.all = ns.all ~ m.content ~ '\n' %}{% endfor %}{{ ns.all.split('\n') | length }}"
     )
-    short = rendered(template, messages=messages[1:])
-    assert rendered(template, messages=messages) == str(int(short) + 1)
+    short = rendered(template, messages=messages[1:]).text
+    assert rendered(template, messages=messages).text == str(int(short) + 1)
+
+
+ANSWERS = (
+    "{% for m in messages if m.content is string %}\n"
+    "    {%- set said = m.role ~ ': ' %}{{ said }}\n"
+    "    {%- if m.role == 'assistant' %}\n"
+    "        {% generation %}\n"
+    "            {%- set said = 'unknown later' %}{{ m.content }}<|end|>\n"
+    "        {%- endgeneration -%}\n"
+    "    {% else %}{{ m.content }}{% endif %}{{ said }}\n"
+    "{% endfor %}"
+)
+
+
+def test_generation_blocks_are_found_and_leave_the_text_as_it_is():
+    plain = ANSWERS.replace("{% generation %}", "{% if true %}")
+    plain = plain.replace("{%- endgeneration -%}", "{%- endif -%}")
+    plain = plain.replace("set said = 'unknown later'", "set other = ''")
+    found = rendered(ANSWERS, messages=CHAT)
+    assert found.text == rendered(plain, messages=CHAT).text
+    answers = [found.text[begin:end] for begin, end in found.answers]
+    assert answers == [f"{CHAT[at]['content']}<|end|>" for at in (2, 4)]
+    assert rendered(plain, messages=CHAT).answers == []
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}b{{ m() }}", "ba"),
+        ("b{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x }}", "ba"),
+        ("b{% filter upper %}{% generation %}a{% endgeneration %}{% endfilter %}", "bA"),
+        ("b{% for i in [1] recursive %}{% generation %}a{% endgeneration %}{% endfor %}", "ba"),
+        ("b{% for i in [1, 2] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "ba"),
+    ],
+)
+def test_generation_blocks_whose_place_is_unknown_are_left_out(template, text):
+    assert rendered(template) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ("true", {"ensure_ascii": True}),
+        ("ensure_ascii=true", {"ensure_ascii": True}),
+        ("separators=(',', ':')", {"separators": (",", ":")}),
+        ("separators=[', ', ':'], indent=2", {"separators": (", ", ":"), "indent": 2}),
+        ("indent='-', sort_keys=true", {"indent": "-", "sort_keys": True}),
+    ],
+)
+def test_options_of_tojson(options, given):
+    expected = json.dumps(TOOL, **{"ensure_ascii": False, **given})
+    assert rendered("{{ tool | tojson(" + options + ") }}", tool=TOOL).text == expected
+
+
+def chats(folder, template):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return tokenizer_of_folder(folder)
+
+
+def test_tools_and_documents_are_none_when_none_are_given(folder):
+    tokenizer = chats(folder, "{{ tools is not none }}{{ tools is defined }}{{ documents }}")
+    assert tokenizer.apply_chat_template(CHAT) == "FalseTrueNone"
+    assert tokenizer.apply_chat_template(CHAT, tools=[TOOL], documents=[]) == "TrueTrue[]"
+
+
+def test_values_of_none_are_left_out_of_messages(folder):
+    tokenizer = chats(folder, "{{ messages[0] }}{{ bos_token }}")
+    messages = [{"role": "user", "content": "a", "tool_calls": None}]
+    assert tokenizer.apply_chat_template(messages) == "{'role': 'user', 'content': 'a'}"
+    assert tokenizer.apply_chat_template(messages, bos_token="<b>").endswith("}<b>")
+
+
+def test_the_answers_of_a_chat_are_found(folder):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    found = chats(folder, ANSWERS + "{{ add_generation_prompt }}").render_chat(messages)
+    assert found.text.endswith("False")
+    assert [found.text[begin:end] for begin, end in found.answers] == ["b<|end|>"]
 
 
 DOUBLED = (
@@ -188,6 +265,10 @@ LARGE = {
     "format by key again": "{{ ('%(a)s' * 99999) % {'a': 'x' * 999999} }}",
     "indent": "{{ 'a\nb' | indent(4000000000) }}",
     "tojson": "{{ [[1]] | tojson(indent=1000000000) }}",
+    "tojson separators": "{{ ([1] * 99999) | tojson(separators=('a' * 99999, 'b')) }}",
+    "tojson escapes": "{{ ('\U0001f600' * 999999) | tojson(ensure_ascii=true) }}",
+    "answers": "{% for a in range(99999) %}{% for b in range(99999) %}{% generation %}"
+    "{% continue %}{% endgeneration %}{% endfor %}{% endfor %}",
     "list of a text": "{{ ('a' * 4000000) | list | length }}",
     "sum of lists": "{{ ([[1] * 99] * 999) | sum(start=[]) | length }}",
     "search from the right": "{{ ('a' * 2000000).rfind('b' ~ 'a' * 1000000) }}",
@@ -218,7 +299,11 @@ WRONG = {
     "operators": "{{ " + "+".join("1" * 9999) + " }}",
     "nothing of a name": "{{ absent.role }}",
     "include": "{% include 'x' %}",
-    "unknown tag": "{% generation %}",
+    "unknown tag": "{% answer %}{% endanswer %}",
+    "generation without an end": "{% generation %}",
+    "separators that are no texts": "{{ [1, 2] | tojson(separators=(1, 2)) }}",
+    "one separator": "{{ [1, 2] | tojson(separators=',:,') }}",
+    "keys that have no order": "{{ {1: 1, 'a': 2} | tojson(sort_keys=true) }}",
     "escaping": "{% autoescape range(9) | list %}{% endautoescape %}",
     "branches": "{% if a %}"
     + "".join(f"{{% elif b %}}{{% set c{i:x} = 1 %}}" for i in range(3500))
@@ -249,7 +334,7 @@ def test_a_template_is_stopped_in_any_thread(monkeypatch):
     threads = [Thread(target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert rendered("{{ 1 + 1 }}") == "2"
+    assert rendered("{{ 1 + 1 }}").text == "2"
     for thread in threads:
         thread.join()
     assert len(caught) == 2

@@ -39,6 +39,9 @@ class TemplateBudget:
     sizes bound it: a result has at most `most` characters, and all results have at most `left`. The
     clock is read between operations. Both sizes grow with the variables `given`, which a template
     may copy.
+
+    `answers` has the begin and the end, in the text, of each block that the template marks as an
+    answer of the model.
     """
 
     def __init__(self, given: Mapping[str, TemplateValue]) -> None:
@@ -48,6 +51,24 @@ class TemplateBudget:
         self.left = _LEAST_ALL + _TIMES_ALL * size
         self._end = time.monotonic() + SECONDS
         self._depth = 0
+        self.answers: list[tuple[int, int]] = []
+        self._begun: list[int] = []
+        self._written = 0
+
+    def write(self, part: str) -> None:
+        """Count a part of the whole text, as long as it may be."""
+        self._written += len(part)
+        self.spend(len(part))
+        self.require_room(self._written)
+
+    def mark_answer(self, begins: bool) -> None:
+        """Note that an answer begins, or ends, where the text has come to."""
+        if begins:
+            self._begun.append(self._written)
+            self.require_room(_ELEMENT * len(self._begun))
+        else:
+            self.answers.append((self._begun.pop(), self._written))
+        self.spend(_ELEMENT)
 
     def spend(self, size: int = 1) -> None:
         """Take a step that makes a value of this size."""

@@ -14,7 +14,9 @@ from functools import wraps
 from types import BuiltinMethodType, ModuleType
 
 from jinja2 import TemplateError, nodes, pass_context
+from jinja2.ext import Extension
 from jinja2.filters import FILTERS
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
@@ -139,6 +141,28 @@ _MOST_COPIES = 1 << 19
 _MOST_PRECISION = 300
 _SCOPES = {"_loop_vars", "_block_vars"}  # which Jinja adds to the arguments of a call
 _MADE, _STEP, _TEXT = "made here", "step here", "text here"  # no template can write these names
+_ANSWER = "answer here"
+
+
+class _Generation(Extension):
+    """The tag ``{% generation %}`` of transformers: what is within it is an answer of the model.
+
+    Names that the block sets are unknown after it. The budget notes where the answer begins and
+    ends in the text, but not in a macro or a block that is captured: their text is not yet part of
+    it.
+    """
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Read a block up to ``{% endgeneration %}``."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_mark(True, line), nodes.Scope(body, lineno=line), _mark(False, line)]
+
+
+def _mark(begins: bool, line: int) -> nodes.Node:
+    return nodes.ExprStmt(_through(_ANSWER, nodes.Const(begins, lineno=line)), lineno=line)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -148,7 +172,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation],
             optimized=False, finalize=_output, cache_size=0,
         )  # fmt: skip
         self.filters = {name: _counted(FILTERS[name]) for name in _LINEAR.split()} | _FILTERS
@@ -233,10 +257,27 @@ class _Namespace(Namespace):
 class _Counting(NodeTransformer):
     """A rewriter of templates that counts loops, static text and literals."""
 
+    _captured = False
+    """Whether the text of the node is kept for a later use, not written at once."""
+
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
+        self._visit_captured(node) if node.recursive else self.generic_visit(node)
         node.body.insert(0, _statement(1))
         return node
+
+    def _visit_captured(self, node: TemplateValue) -> nodes.Node:
+        outer, self._captured = self._captured, True
+        self.generic_visit(node)
+        self._captured = outer
+        return node
+
+    visit_Macro = visit_CallBlock = _visit_captured  # noqa: N815
+    visit_AssignBlock = visit_FilterBlock = _visit_captured  # noqa: N815
+
+    def visit_ExprStmt(self, node: nodes.ExprStmt) -> nodes.Node | None:  # noqa: N802
+        self.generic_visit(node)
+        marks = isinstance(node.node, nodes.Filter) and node.node.name == _ANSWER
+        return None if marks and self._captured else node
 
     def visit_Output(self, node: nodes.Output) -> TemplateValue:  # noqa: N802
         self.generic_visit(node)
@@ -284,6 +325,10 @@ def _step(value: object) -> TemplateValue:
     """Count a comparison, or a round of a loop, or the static text of this size."""
     current().spend(value if type(value) is int else 1)
     return value
+
+
+def _answer(begins: bool) -> None:
+    current().mark_answer(begins)
 
 
 def _made(value: object) -> TemplateValue:
@@ -383,13 +428,25 @@ def _indent(
     return _made(FILTERS["indent"](text, width, first, blank))
 
 
-def _to_json(value: TemplateValue, indent: TemplateValue = None) -> str:
+def _to_json(
+    value: TemplateValue,
+    ensure_ascii: bool = False,
+    indent: TemplateValue = None,
+    separators: TemplateValue = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON, with the options of transformers and in their order."""
     size = len(indent) if isinstance(indent, str) else indent or 0
     budget = current()
     budget.size(value)
     budget.require_room(size)
+    if separators is not None and [*map(type, separators)] != [str, str]:
+        raise TemplateError("separators of tojson are two texts: between items, and after keys")
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     parts, length = [], 0
-    for part in json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value):
+    for part in encoder.iterencode(value):
         parts.append(part)
         length += len(part)
         budget.spend(len(part))
@@ -419,6 +476,7 @@ _FILTERS = {
     "sum": _sum,
     "tojson": _to_json,
     "trim": _trim,
+    _ANSWER: _answer,
     _MADE: _made,
     _STEP: _step,
     _TEXT: _text,

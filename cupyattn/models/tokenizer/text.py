@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer.template_budget import budget
@@ -34,7 +34,23 @@ MOST_TEMPLATE = 1 << 17
 """The most characters of a template; the longest in published models have some 40,000."""
 
 
-def rendered(template: str, where: str | None = None, /, **variables: object) -> str:
+class Rendered(NamedTuple):
+    """The text that a template makes.
+
+    Attributes
+    ----------
+    text : str
+        All of it.
+    answers : list of (int, int)
+        Where its ``{% generation %}`` blocks begin and end, which are answers of the model. Blocks
+        within macros, or within blocks whose text is captured, are left out.
+    """
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+def rendered(template: str, where: str | None = None, /, **variables: object) -> Rendered:
     """Return the text that a template makes of its variables, or raise ValueError.
 
     A template is a program that came with the weights: it may be damaged or malicious. It runs in
@@ -56,22 +72,20 @@ def rendered(template: str, where: str | None = None, /, **variables: object) ->
         ) from failure
 
 
-def _rendered(template: str, variables: dict[str, Any]) -> str:
+def _rendered(template: str, variables: dict[str, Any]) -> Rendered:
     if len(template) > MOST_TEMPLATE:
         raise ValueError(f"it has {len(template)} characters, and at most {MOST_TEMPLATE} are read")
     with budget(variables) as left:
-        parts, length = [], 0
+        parts = []
         for part in _compiled(template).generate(**variables):
             parts.append(part)
-            length += len(part)
-            left.spend(len(part))
-            left.require_room(length)
+            left.write(part)
     text = "".join(parts)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("it writes halves of surrogate pairs, which are not characters") from None
-    return text
+    return Rendered(text, left.answers)
 
 
 @lru_cache(maxsize=8)
@@ -213,11 +227,11 @@ class Tokenizer:
         ----------
         messages : sequence of mapping
             ``{"role": "user", "content": "Hello"}`` and so on; roles are "system", "user" and
-            "assistant".
+            "assistant". Values of None are left out, as transformers does.
         add_generation_prompt : bool
             End with the beginning of an answer of the assistant.
         **variables
-            More variables of the template.
+            More variables of the template; ``tools`` and ``documents`` are None by default.
 
         Returns
         -------
@@ -232,6 +246,17 @@ class Tokenizer:
         RuntimeError
             If the package jinja2 is not installed.
         """
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self.render_chat(messages, **variables).text
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], /, **variables: object
+    ) -> Rendered:
+        """Write a chat as `apply_chat_template`, and find the answers that its template marks.
+
+        ``add_generation_prompt`` is one of the variables, False by default. Returns the text, and
+        where the answers are. Raises as `apply_chat_template`.
+        """
         if self.chat_template is None:
             raise error(
                 ValueError,
@@ -240,11 +265,10 @@ class Tokenizer:
                 "generate from a text instead",
             )
         template, where = self._read_template
+        given = [{key: each[key] for key in each if each[key] is not None} for each in messages]
+        usual = {"tools": None, "documents": None, "add_generation_prompt": False}
         return rendered(
             self.chat_template,
             where if self.chat_template is template else None,
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            **self.named_tokens,
-            **variables,
+            **{**usual, **self.named_tokens, **variables, "messages": given},
         )
