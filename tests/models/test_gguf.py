@@ -347,3 +347,15 @@ def test_adapters_and_all_weights_of_a_file_are_written_as_a_folder(tmp_path, mo
     difference = np.abs(models.load("merged", xp=np).logits([ids]) - adapted.logits([ids]))
     assert difference.max() <= 1e-4
     assert json.loads(Path("merged/config.json").read_text())["model_type"] == "llama"
+
+
+def test_an_unknown_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    model = models.random(TINY["llama"], dtype="float32", xp=np)
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "poro-chat",
+        "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a a"],
+    }  # fmt: skip
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", metadata=metadata)
+    monkeypatch.setattr(models.loading, "filled", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(NotImplementedError, match=r"m\.gguf: byte-level BPE .* 'poro-chat'; "):
+        models.load(path, xp=np)

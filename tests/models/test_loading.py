@@ -19,7 +19,7 @@ from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.models.checkpoints import copying, gguf, hugging_face
-from cupyattn.models.tokenizer.from_files import byte_level
+from cupyattn.models.tokenizer.byte_level import KINDS, byte_level
 from cupyattn.models.tokenizer.text import rendered
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.weights import named_arrays
@@ -310,7 +310,7 @@ def test_an_extra_that_is_not_installed_is_named(tmp_path, module, monkeypatch):
     use = {
         "safetensors": lambda: models.load(FOLDER / "gpt2", xp=np),
         "gguf": lambda: models.load(tmp_path / "m.gguf", xp=np),
-        "tokenizers": lambda: byte_level({"a": 0}, [], "gpt-2"),
+        "tokenizers": lambda: byte_level({"a": 0}, [], KINDS["gpt-2"]),
         "jinja2": lambda: rendered("a template"),
         "regex": lambda: LoraOptions(targets="no (module)? of .*this name").checked(),
     }[module]

@@ -16,7 +16,7 @@ pytest.importorskip("tokenizers")
 
 from cupyattn import models  # noqa: E402
 from cupyattn.models.tokenizer import tokenizer_of_folder, tokenizer_of_gguf  # noqa: E402
-from cupyattn.models.tokenizer.from_files import KINDS, byte_level  # noqa: E402
+from cupyattn.models.tokenizer.byte_level import KINDS, byte_level  # noqa: E402
 
 FOLDER = Path(__file__).parent / "checkpoints"
 TEXTS = [
@@ -82,7 +82,7 @@ def test_vocab_and_merges_of_gpt2(gpt2_folder):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("pre", KINDS)
+@pytest.mark.parametrize("pre", {words: pre for pre, words in KINDS.items()}.values())
 def test_any_text_comes_back(pre, text):
     tokenizer = from_gguf(pre=pre)
     assert tokenizer.decode(tokenizer.encode(text, special_tokens=False)) == text
@@ -95,6 +95,10 @@ def test_any_text_comes_back(pre, text):
         ("smollm", "123  12", ["1", "2", "3", "ĠĠ", "1", "2"]),
         ("llama-bpe", "1234\n\n", ["123", "4", "Ċ", "Ċ"]),
         ("qwen2", "123", ["1", "2", "3"]),
+        ("deepseek-r1-qwen", "123", ["1", "2", "3"]),
+        ("llama3", "1234", ["123", "4"]),
+        ("falcon3", "1234", ["123", "4"]),
+        ("dbrx", "1234", ["123", "4"]),
         ("gpt-2", "hello wor", ["hello", "Ġwor"]),
         ("smollm", f"hello{END}<user> wor", ["hello", END, "<user>", "Ġwor"]),
         ("qwen2", "e\u0301", ["Ã", "©"]),
@@ -105,10 +109,45 @@ def test_words_are_cut_as_each_kind_does(pre, text, expected):
     assert tokens(from_gguf(pre=pre), text) == expected
 
 
+WORDS = {
+    "default": ["it", "'", "s", " we", "'", "LL", " ", "123", "4", "  ", " x", "=$", "1", "/",
+                "HelloWorld", "\n\n", " ", "½", " é", ".", "\n"],
+    "gpt-2": ["it", "'s", " we", "'", "LL", " 1234", "  ", " x", "=$", "1", "/", "HelloWorld",
+              "\n\n", " ½", " é", ".", "\n"],
+    "smollm": ["it", "'s", " we", "'", "LL", " ", "1", "2", "3", "4", "  ", " x", "=$", "1", "/",
+               "HelloWorld", "\n\n ", "½", " é", ".", "\n"],
+    "llama3": ["it", "'s", " we", "'LL", " ", "123", "4", "  ", " x", "=$", "1", "/HelloWorld",
+               "\n\n", " ", "½", " é", ".\n"],
+    "qwen2": ["it", "'s", " we", "'LL", " ", "1", "2", "3", "4", "  ", " x", "=$", "1",
+              "/HelloWorld", "\n\n", " ", "½", " é", ".\n"],
+    "tekken": ["it", "'s", " we", "'LL", " ", "1", "2", "3", "4", "  ", " x", "=$", "1", "/Hello",
+               "World", "\n\n", " ", "½", " é", ".\n"],
+    "gpt-4o": ["it's", " we'LL", " ", "123", "4", "  ", " x", "=$", "1", "/Hello", "World",
+               "\n\n", " ", "½", " é", ".\n"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_words_of_each_kind(pre):
+    """In the order of llama.cpp's patterns: what tokenizer.json of such a model cuts, too."""
+    text = "it's we'LL 1234   x=$1/HelloWorld\n\n ½ é.\n"
+    alphabet = {character: byte for byte, character in byte_alphabet().items()}
+    cut = from_gguf(pre=pre).inner.pre_tokenizer.pre_tokenize_str(text)
+    assert [bytes(map(alphabet.get, word)).decode() for word, _ in cut] == WORDS[pre]
+
+
+def test_a_file_that_names_no_kind_is_read_as_default_and_warns():
+    metadata = gguf_metadata()
+    del metadata["tokenizer.ggml.pre"]
+    with pytest.warns(UserWarning, match=r"m\.gguf does not name the way .* convert the model"):
+        found = tokenizer_of_gguf(metadata, "m.gguf")
+    assert tokens(found, "1234") == tokens(from_gguf(pre="default"), "1234") == ["123", "4"]
+
+
 def test_llama3_takes_a_word_that_is_a_token():
     """Whatever the merges make of it: here none would."""
     vocab = {**VOCAB, "whole": len(VOCAB)}
-    with_it, without = (byte_level(vocab, MERGES, kind) for kind in ("llama-bpe", "gpt-2"))
+    with_it, without = (byte_level(vocab, MERGES, KINDS[kind]) for kind in ("llama3", "dbrx"))
     assert with_it.encode("whole").tokens == ["whole"]
     assert without.encode("whole").tokens == ["w", "h", "o", "l", "e"]
 
@@ -117,7 +156,8 @@ def test_texts_begin_and_end_as_the_metadata_say():
     end = VOCAB[END]
     assert end not in from_gguf().encode("hello")
     assert from_gguf(add_bos_token=True).encode("hello") == [end, VOCAB["hello"]]
-    assert from_gguf(pre="llama-bpe").encode("hello") == [end, VOCAB["hello"]]
+    for pre in ("llama-bpe", "llama3", "falcon3", "tekken"):
+        assert from_gguf(pre=pre).encode("hello") == [end, VOCAB["hello"]]
     both = from_gguf(add_bos_token=True, add_eos_token=True)
     assert both.encode("hello") == [end, VOCAB["hello"], end]
     assert both.encode("hello", special_tokens=False) == [VOCAB["hello"]]
@@ -208,7 +248,8 @@ def test_sentencepiece_texts():
     ("changes", "message"),
     [
         ({"model": "bert"}, "the kind 'bert'; there is code for 'gpt2', 'llama'"),
-        ({"pre": "tekken"}, "the kind 'tekken'; there is code for 'gpt-2'"),
+        ({"pre": "poro-chat"}, "the kind 'poro-chat'; there is code for 'gpt-2'"),
+        ({"pre": ["x"]}, "the kind \\['x'\\]; there is code for 'gpt-2'"),
     ],
 )
 def test_kinds_without_code(changes, message):
@@ -233,7 +274,7 @@ def test_metadata_that_do_not_fit(changes):
 
 def test_tokenizer_json(tmp_path, gpt2_folder):
     """The file that most folders have: whatever it says holds, but no truncation or padding."""
-    inner = byte_level(VOCAB, MERGES, "gpt-2", special=[END])
+    inner = byte_level(VOCAB, MERGES, KINDS["gpt-2"], special=[END])
     inner.enable_truncation(2)
     inner.enable_padding(length=50)
     folder = shutil.copytree(FOLDER / "phi", tmp_path / "model")
@@ -343,6 +384,7 @@ def tokenizer(kind: Any, **changes: Any) -> Any:
     return tokenizer_of_gguf(named, "m.gguf")
 
 
+@pytest.mark.filterwarnings("ignore:m.gguf does not name the way to cut text")
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("key", [*WHOLE, "model"])
 def test_metadata_of_another_type_are_refused_by_name(kind, key):

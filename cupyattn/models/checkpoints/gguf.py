@@ -34,7 +34,7 @@ from cupyattn.models.checkpoints.contents import (
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
 from cupyattn.models.extras import extra
-from cupyattn.models.tokenizer import tokenizer_of_gguf
+from cupyattn.models.tokenizer import require_known_tokenizer, tokenizer_of_gguf
 from cupyattn.ops.linear.weight_formats import Blocks
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown, size_text
@@ -323,6 +323,7 @@ def open_gguf(path: Path) -> Checkpoint:
             "a GGUF file must contain the whole model",
             "join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
         )
+    require_known_tokenizer(file.metadata, str(path))
     naming = GGUF[kind]
     return Checkpoint(
         str(path),

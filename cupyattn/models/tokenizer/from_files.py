@@ -1,81 +1,18 @@
-"""Tokenizers from a model's files: tokenizer.json, vocab.json with merges.txt, or GGUF.
-
-Byte-level BPE (Radford et al., 2019, section 2.2) is the tokenizer of GPT-2 and its successors,
-made from a vocabulary and merges. Models cut text into words in different ways before it.
-"""
+"""Tokenizers from a model's files: tokenizer.json, vocab.json with merges.txt, or GGUF."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cupyattn.models.extras import extra
+from cupyattn.models.tokenizer.byte_level import KINDS, Words, byte_level
 from cupyattn.models.tokenizer.text import MOST_TEMPLATE, Tokenizer, panics_as_errors
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_bytes, read_json, read_text
-
-_WORDS_OF_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_WORDS_OF_QWEN2 = _WORDS_OF_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-KINDS = ("gpt-2", "phi-2", "smollm", "llama-bpe", "qwen2")
-"""Ways to cut text into words, by their names in GGUF files."""
-
-
-def byte_level(
-    vocab: Mapping[str, int],
-    merges: Sequence[str],
-    kind: str,
-    *,
-    special: Sequence[str] = (),
-    added: Sequence[str] = (),
-) -> Any:
-    """Return a tokenizers.Tokenizer, or raise ValueError if a merge has unknown tokens.
-
-    Tokens of `vocab` are written as GPT-2 writes bytes. A merge is two tokens with a space between;
-    the first of `merges` is merged first. `kind` is one of `KINDS`. Tokens of `special` and `added`
-    are found in text as they are; special ones are left out of decoded text.
-    """
-    tokenizers = extra("tokenizers", "makes ids of text")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    if wrong := [pair for pair in pairs if len(pair) != 2]:
-        raise ValueError(f"the merge {wrong[0]!r} is not of two tokens")
-    try:
-        # In Llama 3 a word that is a token stays whole, whatever the merges are.
-        model = tokenizers.models.BPE(dict(vocab), pairs, ignore_merges=kind == "llama-bpe")
-    except Exception as failure:  # the package raises no other
-        raise ValueError(str(failure)) from failure
-    inner = tokenizers.Tokenizer(model)
-    if kind == "qwen2":
-        inner.normalizer = tokenizers.normalizers.NFC()
-    inner.pre_tokenizer = _words(tokenizers, kind)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(list(special))
-    inner.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added])
-    return inner
-
-
-def _words(tokenizers: Any, kind: str) -> object:
-    cut = tokenizers.pre_tokenizers
-    if kind in ("gpt-2", "phi-2"):
-        return cut.ByteLevel(add_prefix_space=False)
-    if kind == "smollm":
-        return cut.Sequence(
-            [cut.Digits(individual_digits=True), cut.ByteLevel(add_prefix_space=False)]
-        )
-    words = tokenizers.Regex(_WORDS_OF_QWEN2 if kind == "qwen2" else _WORDS_OF_LLAMA3)
-    return cut.Sequence(
-        [
-            cut.Split(words, behavior="isolated"),
-            cut.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
 
 _END = "<|endoftext|>"
 _MOST_BYTES = 256 << 20
@@ -167,7 +104,7 @@ def _gpt2(folder: Path) -> Any:
     if not isinstance(vocab, dict):
         raise _damaged(folder / "vocab.json", "it is not a JSON object")
     try:
-        return byte_level(vocab, merges, "gpt-2", special=[_END] if _END in vocab else [])
+        return byte_level(vocab, merges, KINDS["gpt-2"], special=[_END] if _END in vocab else [])
     except ValueError as failure:
         raise _damaged(f"{folder / 'vocab.json'} and merges.txt", failure) from failure
 
@@ -210,22 +147,33 @@ _KINDS = {
 _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
+def require_known_tokenizer(metadata: Json, where: str) -> None:
+    """Raise NotImplementedError for a GGUF file's tokenizer of a kind without code."""
+    kind, words = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre")
+    if kind is None or metadata.get(f"{_PREFIX}tokens") is None:
+        return
+    if kind not in ("gpt2", "llama"):
+        raise _unknown(where, f"a tokenizer of the kind {shown(kind)}", ("gpt2", "llama"))
+    if kind == "gpt2" and words is not None and not (isinstance(words, str) and words in KINDS):
+        raise _unknown(where, f"byte-level BPE of the kind {shown(words)}", tuple(KINDS))
+
+
 def tokenizer_of_gguf(metadata: Json, where: str) -> Tokenizer | None:
     """Return the tokenizer that the metadata of a file describe; None if there is none."""
     kind = metadata.get(f"{_PREFIX}model")
     tokens = metadata.get(f"{_PREFIX}tokens")
     if kind is None or tokens is None:
         return None
+    require_known_tokenizer(metadata, where)
     _require_kinds(metadata, where)
     types = metadata.get(f"{_PREFIX}token_type") or [_NORMAL] * len(tokens)
     try:
         if kind == "gpt2":
-            inner = _byte_level_of(metadata, tokens, types, where)
-        elif kind == "llama":
-            inner = _sentencepiece(metadata, tokens, types)
+            words = _words_of(metadata, where)
+            inner, starts = _byte_level_of(metadata, tokens, types, words), words.begun
         else:
-            raise _unknown(where, f"a tokenizer of the kind {shown(kind)}", ("gpt2", "llama"))
-        _begin_and_end(inner, metadata, tokens, starts=kind == "llama")
+            inner, starts = _sentencepiece(metadata, tokens, types), True
+        _begin_and_end(inner, metadata, tokens, starts)
     except (ValueError, KeyError, IndexError) as failure:
         raise error(
             ValueError,
@@ -272,14 +220,23 @@ def _of_type(tokens: list[str], types: list[int], wanted: int) -> list[str]:
     return [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
 
 
-def _byte_level_of(metadata: Json, tokens: list[str], types: list[int], where: str) -> object:
-    kind = metadata.get(f"{_PREFIX}pre", "default")
-    if kind not in KINDS:
-        raise _unknown(where, f"byte-level BPE of the kind {shown(kind)}", KINDS)
+def _words_of(metadata: Json, where: str) -> Words:
+    kind = metadata.get(f"{_PREFIX}pre")
+    if kind is None:
+        warnings.warn(
+            f"{where} does not name the way to cut text into words (tokenizer.ggml.pre), as files "
+            "from before May 2024; 'default' is used, as in llama.cpp, and answers may be worse; "
+            "convert the model again",
+            stacklevel=2,
+        )
+    return KINDS[kind or "default"]
+
+
+def _byte_level_of(metadata: Json, tokens: list[str], types: list[int], words: Words) -> object:
     return byte_level(
         {token: number for number, token in enumerate(tokens)},
         metadata[f"{_PREFIX}merges"],
-        kind,
+        words,
         special=_of_type(tokens, types, _CONTROL),
         added=_of_type(tokens, types, _USER_DEFINED),
     )
@@ -327,7 +284,6 @@ def _merges(
 
 def _begin_and_end(inner: Any, metadata: Json, tokens: list[str], starts: bool) -> None:
     """Add the tokens that begin and end a text, as the metadata request."""
-    starts = starts or metadata.get(f"{_PREFIX}pre") == "llama-bpe"
     parts, used = ["$A"], []
     for name, place, default in (("bos", 0, starts), ("eos", 2, False)):
         number = metadata.get(f"{_PREFIX}{name}_token_id")
@@ -346,5 +302,5 @@ def _unknown(where: str, passed: str, known: tuple[str, ...]) -> NotImplementedE
         NotImplementedError,
         f"{where}: {passed}",
         f"there is code for {', '.join(map(repr, known))}",
-        "pass token ids, or load the folder that the file was made from, with its tokenizer.json",
+        "load the folder that the file was made from, with its tokenizer.json",
     )

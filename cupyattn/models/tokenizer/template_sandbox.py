@@ -172,8 +172,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation],
-            optimized=False, finalize=_output, cache_size=0,
+            trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_output, cache_size=0,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )  # fmt: skip
         self.filters = {name: _counted(FILTERS[name]) for name in _LINEAR.split()} | _FILTERS
         self.tests = {name: _counted(test) for name, test in TESTS.items()}
