@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("tokenizers")
 
+from tokenizers import processors  # noqa: E402
+
 from cupyattn import models  # noqa: E402
-from cupyattn.models.tokenizer import tokenizer_of_folder, tokenizer_of_gguf  # noqa: E402
+from cupyattn.models.tokenizer import (  # noqa: E402
+    tokenizer_of_folder,
+    tokenizer_of_gguf,
+    write_tokenizer,
+)
 from cupyattn.models.tokenizer.byte_level import KINDS, byte_level  # noqa: E402
 
 FOLDER = Path(__file__).parent / "checkpoints"
@@ -159,8 +166,88 @@ def test_texts_begin_and_end_as_the_metadata_say():
     for pre in ("llama-bpe", "llama3", "falcon3", "tekken"):
         assert from_gguf(pre=pre).encode("hello") == [end, VOCAB["hello"]]
     both = from_gguf(add_bos_token=True, add_eos_token=True)
-    assert both.encode("hello") == [end, VOCAB["hello"], end]
     assert both.encode("hello", special_tokens=False) == [VOCAB["hello"]]
+    # No token of the end: a model continues the text.
+    assert both.encode("hello") == [end, VOCAB["hello"]] and both.encode("") == [end]
+    assert both.inner.encode("hello").ids == [end, VOCAB["hello"], end]
+
+
+POSTS = {
+    "nothing": None,
+    "begins": processors.TemplateProcessing("<b> $A", special_tokens=[("<b>", 1)]),
+    "ends": processors.TemplateProcessing("$A <e>", special_tokens=[("<e>", 2)]),
+    "begins and ends": processors.TemplateProcessing(
+        "<b> $A <e>", special_tokens=[("<b>", 1), ("<e>", 2)]
+    ),
+    "begins after bytes": processors.Sequence([
+        processors.ByteLevel(),
+        processors.TemplateProcessing("<b> <e> $A", special_tokens=[("<b>", 1), ("<e>", 2)]),
+    ]),
+    "as Roberta": processors.RobertaProcessing(("<e>", 2), ("<b>", 1)),
+    "as Bert": processors.BertProcessing(("<e>", 2), ("<b>", 1)),
+    "of bytes": processors.ByteLevel(),
+}  # fmt: skip
+BEGINS = {"nothing": [], "ends": [], "of bytes": [], "begins after bytes": [1, 2]}
+
+
+@pytest.mark.parametrize("add", [None, True, False])
+@pytest.mark.parametrize("post", POSTS)
+def test_texts_begin_as_tokenizer_json_says_unless_add_bos_token_says(tmp_path, post, add):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "<b>": 1, "<e>": 2}, []))
+    inner.add_special_tokens(["<b>", "<e>"])
+    if POSTS[post] is not None:
+        inner.post_processor = POSTS[post]
+    inner.save(str(tmp_path / "tokenizer.json"))
+    given = {"bos_token": "<b>", "add_bos_token": add, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    begins = BEGINS.get(post, [1])
+    if add is not None:
+        begins = [1] * add + [token for token in begins if token != 1]
+    tokenizer = tokenizer_of_folder(tmp_path)
+    for text, ids in (("aa", [0, 0]), ("", []), ("a<e>", [0, 2])):
+        assert tokenizer.encode(text) == [*begins, *ids]
+        assert tokenizer.encode(text, special_tokens=False) == ids
+        if add is None and "ends" not in post and "as" not in post:
+            assert inner.encode(text).ids == [*begins, *ids]
+    write_tokenizer(tokenizer, tmp_path)
+    assert tokenizer_of_folder(tmp_path).begin_ids == tuple(begins)
+
+
+def test_add_bos_token_without_a_bos_token_adds_none(tmp_path, gpt2_folder):
+    given = {"tokenizer_class": "GPT2Tokenizer", "bos_token": None, "add_bos_token": True}
+    (gpt2_folder / "tokenizer_config.json").write_text(json.dumps(given))
+    assert tokenizer_of_folder(gpt2_folder).encode("hello") == [VOCAB["hello"]]
+
+
+AFTER = {
+    "{{ m.content }}<user>": "<user>",
+    "{{ m.content }} <user>\n": "<user>",
+    "{{ m.content }}\n\n": None,
+    "{{ m.content }}.<user>": None,
+    "{{ m.content[:3] }}<user>": None,
+    "{{ raise_exception('no') }}": None,
+    "{{ m.content": None,
+}
+
+
+@pytest.mark.parametrize("template", AFTER)
+def test_texts_end_with_the_token_that_the_template_writes_after_an_answer(template):
+    pytest.importorskip("jinja2")
+    whole = "{% for m in messages %}[]" + template + "{% endfor %}"
+    tokenizer = from_gguf()
+    assert tokenizer.end_ids == (VOCAB[END],)
+    tokenizer.chat_template = whole
+    last = () if AFTER[template] is None else (VOCAB[AFTER[template]],)
+    assert tokenizer.end_ids == (VOCAB[END], *last)
+    tokenizer.chat_template = "{{ messages[1].content }}" + END
+    assert tokenizer.end_ids == (VOCAB[END],)
+
+
+def test_ends_of_text_without_jinja_are_those_with_a_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert from_gguf(eos_token_id=0).end_ids == (0,)
+    metadata = {**gguf_metadata(), "tokenizer.chat_template": "{{ messages[1].content }}<user>"}
+    assert tokenizer_of_gguf(metadata, "m.gguf").end_ids == (VOCAB[END],)
 
 
 SCORED = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +16,45 @@ from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_bytes, read_json, read_text
 
-_END = "<|endoftext|>"
 _MOST_BYTES = 256 << 20
 """Largest tokenizer.json: those of 260,000 tokens have 35 MB."""
 _MOST_OTHER_BYTES = 32 << 20
 """Largest other file of a tokenizer: they have up to 5 MB."""
+_END = "<|endoftext|>"
+
+
+class _Class(NamedTuple):
+    """How a class of transformers reads vocab.json and merges.txt.
+
+    `named` has the tokens that tokenizer_config.json does not need to name.
+    """
+
+    words: Words
+    named: dict[str, str]
+
+
+_AS_GPT2 = _Class(KINDS["gpt-2"], dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END))
+_AS_QWEN2 = _Class(KINDS["qwen2"], dict.fromkeys(("eos_token", "unk_token", "pad_token"), _END))
+_CLASSES = {
+    "GPT2Tokenizer": _AS_GPT2,
+    "CodeGenTokenizer": _AS_GPT2,
+    "GPTNeoXTokenizer": _Class(
+        KINDS["gpt-2"]._replace(composed=True), {**_AS_GPT2.named, "pad_token": "<|padding|>"}
+    ),
+    "Qwen2Tokenizer": _AS_QWEN2,
+}
+_OF_MODELS: dict[str | None, str] = {
+    None: "GPT2Tokenizer",
+    **dict.fromkeys(("gpt2", "phi"), "GPT2Tokenizer"),
+    **dict.fromkeys(("qwen2", "qwen3"), "Qwen2Tokenizer"),
+}
+"""The class of a model_type, if the files name none."""
 
 
 def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
     """Return the tokenizer of a folder; None if the folder has no file of one."""
-    config = _settings(folder)
-    special = config.get("special_tokens", {})
+    settings = _Settings.read(folder)
+    named = settings.named
     where = folder / "tokenizer.json"
     if where.exists():
         tokenizers = extra("tokenizers", "makes ids of text")
@@ -35,8 +65,8 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
         except Exception as failure:  # the package raises no other
             raise _damaged(where, failure) from failure
     elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        inner, where = _gpt2(folder), folder / "vocab.json"
-        special = {"bos_token": _END, "eos_token": _END, **special}
+        where = folder / "vocab.json"
+        inner, named = _by_class(folder, settings)
     elif (folder / "tokenizer.model").is_file():
         raise error(
             NotImplementedError,
@@ -46,18 +76,25 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer | None:
         )
     else:
         return None
+    begins = settings.given.get("add_bos_token")
     return Tokenizer(
         inner,
-        config.get("chat_template"),
-        special,
+        settings.template,
+        {name: token for name, token in named.items() if token is not None},
         where=str(where),
-        template_where=config["template_where"],
+        template_where=settings.template_where,
+        # It counts more than the post-processor of tokenizer.json, as in transformers before 5 for
+        # Llama's classes. Published folders agree in both.
+        add_bos_token=begins if isinstance(begins, bool) else None,
     )
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json, from which `tokenizer_of_folder` makes it."""
     settings: Json = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.named_tokens}
+    if "bos_token" in tokenizer.named_tokens:
+        begin = tokenizer.id_of(tokenizer.named_tokens["bos_token"])
+        settings["add_bos_token"] = begin in tokenizer.begin_ids
     if tokenizer.chat_template is not None:
         settings["chat_template"] = tokenizer.chat_template
     for name, text in (
@@ -67,20 +104,44 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _settings(folder: Path) -> Json:
-    """Return the chat template and the named tokens of tokenizer_config.json."""
+class _Settings(NamedTuple):
+    """The settings of a folder's tokenizer.
+
+    Attributes
+    ----------
+    given : dict
+        tokenizer_config.json, with the names of special_tokens_map.json in files of before 2023.
+    named : dict from str to str or None
+        The special tokens by their names; None is a name that has no token.
+    template, template_where : str or None, and str
+        The chat template, and its file.
+    where : str
+        The path of tokenizer_config.json.
+    """
+
+    given: Json
+    named: dict[str, str | None]
+    template: str | None
+    template_where: str
+    where: str
+
+    @classmethod
+    def read(cls, folder: Path) -> _Settings:
+        path = folder / "tokenizer_config.json"
+        given = _object(path)
+        if "added_tokens_decoder" not in given:
+            given |= _object(folder / "special_tokens_map.json")
+        named: dict[str, str | None] = {}
+        for name, token in given.items():
+            if name.endswith("_token"):
+                content = token.get("content") if isinstance(token, dict) else token
+                if content is None or isinstance(content, str):
+                    named[name] = content
+        return cls(given, named, *_template_of(folder, given), str(path))
+
+
+def _template_of(folder: Path, given: Json) -> tuple[str | None, str]:
     path = folder / "tokenizer_config.json"
-    given: Any = {}
-    if path.exists():
-        given = read_json(path, _MOST_OTHER_BYTES, _damaged)
-        if not isinstance(given, dict):
-            raise _damaged(path, "it is not a JSON object")
-    special = {}
-    for name, token in given.items():
-        if name.endswith("_token"):
-            content = token.get("content") if isinstance(token, dict) else token
-            if isinstance(content, str):
-                special[name] = content
     template = given.get("chat_template")
     if isinstance(template, list):  # several by name, of which one is for plain chats
         try:
@@ -94,19 +155,117 @@ def _settings(folder: Path) -> Json:
     if (folder / "chat_template.jinja").is_file():
         path = folder / "chat_template.jinja"
         template = read_text(path, 4 * MOST_TEMPLATE, _damaged)
-    return {"chat_template": template, "template_where": str(path), "special_tokens": special}
+    return template, str(path)
 
 
-def _gpt2(folder: Path) -> Any:
-    vocab = read_json(folder / "vocab.json", _MOST_OTHER_BYTES, _damaged)
+def _object(path: Path) -> Json:
+    """Read a JSON object, an empty one if there is no such file."""
+    given = read_json(path, _MOST_OTHER_BYTES, _damaged) if path.exists() else {}
+    if not isinstance(given, dict):
+        raise _damaged(path, "it is not a JSON object")
+    return given
+
+
+def _by_class(folder: Path, settings: _Settings) -> tuple[Any, dict[str, str | None]]:
+    """Make a tokenizer of vocab.json and merges.txt as its class does; also its named tokens."""
+    kind = _class_of(folder, settings)
+    vocab = _object(folder / "vocab.json")
+    for text, number in vocab.items():
+        if type(number) is not int or number < 0:
+            raise _damaged(folder / "vocab.json", f"{shown(text)} has the number {shown(number)}")
     lines = read_text(folder / "merges.txt", _MOST_OTHER_BYTES, _damaged).split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
-    if not isinstance(vocab, dict):
-        raise _damaged(folder / "vocab.json", "it is not a JSON object")
+    added = _added_tokens(folder, settings)
+    texts = {number: text for text, number in vocab.items()}
+    for number, options in added.items():
+        text = options["content"]
+        if vocab.setdefault(text, number) != number or texts.setdefault(number, text) != text:
+            have = f"{shown(text)} is {vocab[text]}, and {number} is {shown(texts.get(number))}"
+            raise _damaged(settings.where, f"{shown(text)} is the added token {number}, but {have}")
+    named = {name: token for name, token in kind.named.items() if token in vocab} | settings.named
+    special = _special_texts(settings, named)
+    following = count(max(vocab.values(), default=-1) + 1)
+    for text in special:  # as transformers: a token without a number gets the next one
+        if text not in vocab:
+            vocab[text] = next(following)
+    prefix = settings.given.get("add_prefix_space") is True
     try:
-        return byte_level(vocab, merges, KINDS["gpt-2"], special=[_END] if _END in vocab else [])
+        inner = byte_level(vocab, merges, kind.words, add_prefix_space=prefix)
     except ValueError as failure:
         raise _damaged(f"{folder / 'vocab.json'} and merges.txt", failure) from failure
+    _add_tokens(inner, added, special)
+    return inner, named
+
+
+def _special_texts(settings: _Settings, named: dict[str, str | None]) -> list[str]:
+    """Return the special tokens, each once."""
+    given = settings.given
+    more = given.get("additional_special_tokens") or given.get("extra_special_tokens")
+    listed = [
+        each.get("content") if isinstance(each, dict) else each
+        for each in (more if isinstance(more, list) else [])
+    ]
+    return [*dict.fromkeys(each for each in (*named.values(), *listed) if each)]
+
+
+def _add_tokens(inner: Any, added: dict[int, Json], special: list[str]) -> None:
+    tokenizers = extra("tokenizers", "makes ids of text")
+    known = {
+        options["content"]: tokenizers.AddedToken(
+            **{"normalized": options["content"] not in special, **options}
+        )
+        for options in added.values()
+    }
+    inner.add_tokens([token for text, token in known.items() if text not in special])
+    inner.add_special_tokens([known.get(text, text) for text in special])
+
+
+def _class_of(folder: Path, settings: _Settings) -> _Class:
+    config = _object(folder / "config.json")
+    name = settings.given.get("tokenizer_class") or config.get("tokenizer_class")
+    model = config.get("model_type")
+    what = f"its tokenizer_class is {shown(name)}"
+    if name is None and isinstance(model, str | None):
+        what = f"no tokenizer_class is named, and model_type is {shown(model)}"
+        name = _OF_MODELS.get(model)
+    kind = _CLASSES.get(name.removesuffix("Fast")) if isinstance(name, str) else None
+    if kind is not None:
+        return kind
+    raise error(
+        NotImplementedError,
+        f"{folder} has vocab.json and merges.txt, and {what}",
+        f"these two files are read as {', '.join(_CLASSES)}",
+        "add tokenizer.json: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
+    )
+
+
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def _added_tokens(folder: Path, settings: _Settings) -> dict[int, Json]:
+    """Return the options of tokenizers.AddedToken for the tokens that vocab.json lacks, by id.
+
+    Tokens of added_tokens.json have no options; it counts if there is no added_tokens_decoder.
+    """
+    where, given = settings.where, settings.given.get("added_tokens_decoder")
+    if given is None:
+        where = str(folder / "added_tokens.json")
+        plain = _object(Path(where)).items()
+        pairs: list[tuple[Any, Any]] = [(number, {"content": token}) for token, number in plain]
+    elif isinstance(given, dict):
+        pairs = [*given.items()]
+    else:
+        raise _damaged(where, f"added_tokens_decoder is {shown(given)}, which is not a JSON object")
+    found: dict[int, Json] = {}
+    for key, token in pairs:
+        number = int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,9}", key) else key
+        text = token.get("content") if isinstance(token, dict) else None
+        sound = type(number) is int and number >= 0 and number not in found
+        if not sound or not isinstance(text, str) or not text:
+            raise _damaged(where, f"the added token {shown(key)} is {shown(token)}")
+        flags = {name: token[name] for name in _FLAGS if type(token.get(name)) is bool}
+        found[number] = {"content": text, **flags}
+    return found
 
 
 def _damaged(path: Path | str, failure: object) -> ValueError:

@@ -5,9 +5,11 @@ Chat templates are Jinja, run as transformers runs it, in its sandbox and within
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import takewhile
 from operator import index
 from typing import Any, NamedTuple
 
@@ -101,6 +103,21 @@ def _reason(failure: Exception) -> str:
     return text if text and type(failure).__module__ != "builtins" else f"{kind} {text}".rstrip()
 
 
+def _begin_ids(state: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that a post-processor of the package tokenizers puts before a text."""
+    if state.get("type") == "TemplateProcessing":
+        names = [each.get("SpecialToken", {}).get("id") for each in state["single"]]
+        known = state["special_tokens"]
+        return tuple(token for name in takewhile(bool, names) for token in known[name]["ids"])
+    if state.get("type") == "Sequence":  # the last is applied to what the others have made
+        parts = [_begin_ids(each) for each in reversed(state["processors"])]
+        return tuple(token for part in parts for token in part)
+    return (state["cls"][1],) if "cls" in state else ()
+
+
+_CHAT = ({"role": "user", "content": "A question"}, {"role": "assistant", "content": "An answer"})
+
+
 class Tokenizer:
     """The tokenizer of a model (`Model.tokenizer`): from text to ids and back, and chats.
 
@@ -112,6 +129,8 @@ class Tokenizer:
         The Jinja template that makes one text from the messages of a chat.
     named_tokens : dict from str to str
         The tokens ``bos_token``, ``eos_token`` and so on of the template.
+    begin_ids : tuple of int
+        The tokens that begin a text for this model.
     """
 
     def __init__(
@@ -122,6 +141,7 @@ class Tokenizer:
         *,
         where: str | None = None,
         template_where: str | None = None,
+        add_bos_token: bool | None = None,
     ) -> None:
         inner.no_truncation()
         inner.no_padding()
@@ -130,6 +150,14 @@ class Tokenizer:
         self.named_tokens = dict(named_tokens)
         self._where = where
         self._read_template = chat_template, template_where  # the caller may set another
+        self._answer_end: tuple[str | None, int | None] = None, None
+        post = inner.post_processor
+        self.begin_ids = _begin_ids(json.loads(post.__getstate__())) if post is not None else ()
+        begin = self._id_named("bos_token")
+        if begin is not None and add_bos_token is not None:
+            self.begin_ids = tuple(token for token in self.begin_ids if token != begin)
+            if add_bos_token:
+                self.begin_ids = begin, *self.begin_ids
 
     def __repr__(self) -> str:
         chats = "with" if self.chat_template else "without"
@@ -148,7 +176,8 @@ class Tokenizer:
         text : str
             A special token written in it, such as ``<|endoftext|>``, becomes that token.
         special_tokens : bool
-            Add the tokens that begin a text for this model; a chat template writes them itself.
+            Begin with `begin_ids`; a chat template writes them itself. A token that the tokenizer
+            adds to the end of texts is left out, for a model continues them.
 
         Raises
         ------
@@ -173,7 +202,8 @@ class Tokenizer:
                 "encode several texts one by one",
             )
         with self._explained(f"the text {shown(text)}"):
-            return self.inner.encode(text, add_special_tokens=special_tokens).ids
+            ids = self.inner.encode(text, add_special_tokens=False).ids
+        return [*self.begin_ids, *ids] if special_tokens else ids
 
     def decode(self, ids: Iterable[int], /, *, special_tokens: bool = False) -> str:
         """Return the text of ids.
@@ -212,6 +242,33 @@ class Tokenizer:
     def id_of(self, token: str, /) -> int | None:
         """Return the id of one token, or None if the vocabulary does not have it."""
         return self.inner.token_to_id(token)
+
+    def _id_named(self, name: str) -> int | None:
+        token = self.named_tokens.get(name)
+        return None if token is None else self.id_of(token)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: ``eos_token``, and what the chat template writes last.
+
+        The latter is the token after an answer. There is none if the template refuses a chat of a
+        question and an answer, or writes no token of its own after it.
+        """
+        if self.chat_template is not None and self._answer_end[0] != self.chat_template:
+            self._answer_end = self.chat_template, self._token_after_an_answer()
+        found = self._id_named("eos_token"), self._answer_end[1]
+        return tuple(dict.fromkeys(token for token in found if token is not None))
+
+    def _token_after_an_answer(self) -> int | None:
+        try:
+            text = self.render_chat(_CHAT).text
+        except (ValueError, RuntimeError):  # also if jinja2 is not installed
+            return None
+        _, written, after = text.rpartition(_CHAT[-1]["content"])
+        after = after.lstrip()
+        known = self.inner.get_added_tokens_decoder().items()
+        fits = {token.content: number for number, token in known if after.startswith(token.content)}
+        return fits[max(fits, key=len)] if fits and written else None
 
     def apply_chat_template(
         self,
