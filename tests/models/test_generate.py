@@ -401,6 +401,25 @@ def test_tokens_that_end_a_text_end_it():
     assert ending.generate([prompt], max_new_tokens=NEW, lookup=4) == [tokens[:5]]
 
 
+def test_texts_also_end_with_the_tokens_of_the_tokenizer():
+    """The config may name another token; ids that are continued have the config's alone."""
+    found = bytes_model()
+    model = models.Model(found.config, found.weights, "float32", np)
+    model.tokenizer = ByteTokenizer(begin=256)
+    ids = model.tokenizer.encode("Once upon")
+    (tokens,) = model.generate([ids], max_new_tokens=20)
+    end = tokens[6]
+    at = tokens.index(end)
+    model.tokenizer.end_ids = (end, 10**6)
+    assert end not in model.config.eos_ids
+    text = model.tokenizer.decode(tokens[:at])
+    assert model.generate("Once upon", max_new_tokens=20) == [text]
+    assert "".join(model.stream("Once upon", max_new_tokens=20)) == text
+    both = [models.Prompt(tuple(ids), is_text=True), models.Prompt(tuple(ids))]
+    generator = Generator(model, num_blocks=20)
+    assert generator.generate(both, max_new_tokens=20) == [text, tokens]
+
+
 class Counting(ByteTokenizer):
     """Notes how many characters it was given."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -359,3 +360,36 @@ def test_an_unknown_tokenizer_is_refused_before_weights_are_read(tmp_path, monke
     monkeypatch.setattr(models.loading, "filled", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(NotImplementedError, match=r"m\.gguf: byte-level BPE .* 'poro-chat'; "):
         models.load(path, xp=np)
+
+
+def test_a_chat_ends_with_a_token_that_the_template_alone_names(tmp_path, monkeypatch, capsys):
+    """As <|eot_id|> in files of Llama 3, whose eos_token_id is <|end_of_text|>."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    prints = [chr(each) for each in (*range(33, 127), *range(161, 173), *range(174, 256))]
+    tokens = [*prints, *map(chr, range(256, 256 + 68)), "<|end_of_text|>", "<|eot_id|>", "ab"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3, 3, 1], "tokenizer.ggml.eos_token_id": 256,
+        "tokenizer.chat_template": "{% for each in messages %}{{ each.content }}<|eot_id|>"
+        "{% endfor %}",
+    }  # fmt: skip
+    model = random("llama", vocab_size=259)
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", metadata=metadata)
+    loaded = models.load(path, dtype="float32", xp=np)
+    assert loaded.config.eos_ids == (256,) and loaded.tokenizer.end_ids == (256, 257)
+    real = loaded.head
+    steps = []
+
+    def head(hidden):
+        steps.append(len(hidden))
+        logits = real(hidden)
+        logits[:, 257 if len(steps) == 3 else 65] += 1e3
+        return logits
+
+    monkeypatch.setattr(loaded, "head", head)
+    monkeypatch.setattr(models, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(path)]) == 0
+    assert capsys.readouterr().out == "bb\n" and len(steps) == 3

@@ -264,6 +264,16 @@ def test_ends_of_text_are_those_of_both_configs(copy):
     assert models.load(folder, xp=np).config.eos_ids == (2, 3, 5)
 
 
+@pytest.mark.parametrize(
+    ("value", "ids"), [(-1, (3,)), ([-1], (3,)), ([5, -1], (5, 3)), (2**32 - 1, (3,))]
+)
+def test_minus_one_is_no_end_of_text(copy, value, ids):
+    folder = copy("llama3", eos_token_id=value, bos_token_id=-1)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, -1]}')
+    config = models.load(folder, xp=np).config
+    assert (config.bos_id, config.eos_ids) == (None, ids)
+
+
 @pytest.mark.parametrize("at_once", [1, 64, 1000])
 def test_weights_are_read_in_pieces_of_any_size(monkeypatch, at_once):
     ids = [[1, 2, 3]]

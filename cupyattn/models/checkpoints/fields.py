@@ -63,12 +63,12 @@ class Fields(NamedTuple):
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Return the token or the tokens of a name, none if it is absent."""
+        """Return the token or the tokens of a name, none if it is absent; -1 is no token."""
         value = self._value(name, [])
         found = value if isinstance(value, list) else [value]
-        if not all(_is_integer(each) and 0 <= each <= _LARGEST_ID for each in found):
+        if not all(_is_integer(each) and -1 <= each <= _LARGEST_ID for each in found):
             raise self._damaged(name, value, "a token id")
-        return tuple(found)
+        return tuple(each for each in found if each not in (-1, _LARGEST_ID))
 
     def choice(self, name: str, allowed: Collection[str], default: str | None = None) -> str:
         """Return one of the allowed words."""

@@ -379,25 +379,26 @@ class Generator:
         n: int,
     ) -> list[Generation]:
         """Check everything, then submit everything."""
-        ends = as_ends(stop, self._model)
+        own = as_ends(stop, self._model)
+        ends = [own.of(prompt, self._model) for prompt in prompts]
         new = as_count("max_new_tokens", max_new_tokens, 1)
         for prompt in prompts:
             require_positions(len(prompt.ids), new, self._model.config.max_positions)
         ids = [prompt.ids for prompt in prompts]
         alike = {
             "prompts": f"{shown(ids)} ({fingerprint(repr(ids).encode())})",
-            "max_new_tokens": new, **sampling._asdict(), "n": n, "stop": sorted(ends.ids),
-            "stop strings": ends.strings, "seed": seed,
+            "max_new_tokens": new, **sampling._asdict(), "n": n, "seed": seed,
+            "stop": [sorted(each.ids) for each in ends], "stop strings": own.strings,
         }  # fmt: skip
         first = agreed(self._model.group, alike, self._model.xp, as_seed(seed))
         seeds = Random(first)
         submitted: list[Generation] = []
         try:
-            for prompt in prompts:
+            for prompt, end in zip(prompts, ends, strict=True):
                 drawn = first if seed is not None else seeds.getrandbits(SEED_BITS)
-                request = self.scheduler.submit(prompt.ids, max_new_tokens=new, n=n, stop=ends.ids)
-                tokenizer = self._model.tokenizer if prompt.is_text or ends.strings else None
-                submitted.append(Generation(prompt, request, sampling, drawn, ends, tokenizer))
+                request = self.scheduler.submit(prompt.ids, max_new_tokens=new, n=n, stop=end.ids)
+                tokenizer = self._model.tokenizer if prompt.is_text or end.strings else None
+                submitted.append(Generation(prompt, request, sampling, drawn, end, tokenizer))
         except BaseException:
             for generation in submitted:
                 self.scheduler.cancel(generation.request)

@@ -51,7 +51,8 @@ class Generates:
         prompts : str, list of int, or list of those
             Text or token ids to continue, of any lengths; an integer array is ids as well.
         max_new_tokens : int
-            The most tokens to add. A text ends earlier with a token of ``config.eos_ids``.
+            The most tokens to add. A sample ends earlier with a token of ``config.eos_ids``; if
+            its prompt is a string, also with one of ``tokenizer.end_ids``.
         temperature : float
             Divides the logits before a token is drawn; 0 takes the largest.
         top_k, top_p, min_p, repetition_penalty : optional

@@ -63,6 +63,13 @@ class Ends(NamedTuple):
     ids: frozenset[int]
     strings: tuple[str, ...]
 
+    def of(self, prompt: Prompt, model: TokenModel) -> Ends:
+        """Add the tokens that end a text for the model's tokenizer, if the prompt is one."""
+        if not prompt.is_text:
+            return self
+        tokenizer = tokenizer_for(model, "a prompt of text")
+        return self._replace(ids=self.ids | frozenset(getattr(tokenizer, "end_ids", ())))
+
 
 def as_sampling(
     temperature: object, top_k: object, top_p: object, min_p: object, repetition_penalty: object
