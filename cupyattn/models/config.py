@@ -124,6 +124,28 @@ def checked(config: Config) -> Config:
     return config
 
 
+_LONGEST_GUESS = 1 << 17
+
+
+def extended(config: Config, original: int | None = None) -> Config:
+    """Return the config of a file with all positions that its rotary scaling reaches.
+
+    Many files with YaRN or linear scaling give the length before it: such a model reads factor
+    times that length. `original` is the length before linear scaling, if the file gives it.
+    Otherwise its `max_positions` may be the length before or after, and are extended to at most
+    131,072: longer ones, such as Gemma 3's, are the length after.
+    """
+    scaling, positions = config.rope_scaling, config.max_positions
+    if isinstance(scaling, YarnScaling):
+        longest = scaling.factor * scaling.original_length
+    elif isinstance(scaling, LinearScaling):
+        longest = scaling.factor * (original or positions)
+        longest = longest if original else min(longest, _LONGEST_GUESS)
+    else:
+        return config
+    return config._replace(max_positions=max(positions, int(longest)))
+
+
 def unknown_architecture(name: object, where: str = "") -> Exception:
     """Make the error for an architecture that has no forward."""
     return error(

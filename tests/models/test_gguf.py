@@ -350,6 +350,22 @@ def test_adapters_and_all_weights_of_a_file_are_written_as_a_folder(tmp_path, mo
     assert json.loads(Path("merged/config.json").read_text())["model_type"] == "llama"
 
 
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 40}, 160),
+        ({"type": "yarn", "factor": 4.0, "original_context_length": 10}, 40),
+        ({"type": "linear", "factor": 2.0}, 80),
+        ({"type": "linear", "factor": 2.0, "original_context_length": 20}, 40),
+        ({"type": "none"}, 40),
+    ],
+)
+def test_positions_reach_as_far_as_rotary_scaling(tmp_path, scaling, positions):
+    metadata = {f"llama.rope.scaling.{name}": value for name, value in scaling.items()}
+    path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=metadata)
+    assert opened(path).config.max_positions == positions
+
+
 def test_an_unknown_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     model = models.random(TINY["llama"], dtype="float32", xp=np)
     metadata = {

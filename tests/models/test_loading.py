@@ -19,6 +19,7 @@ from support.tiny_models import TINY
 
 from cupyattn import models
 from cupyattn.models.checkpoints import copying, gguf, hugging_face
+from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.tokenizer.byte_level import KINDS, byte_level
 from cupyattn.models.tokenizer.text import rendered
 from cupyattn.models.training.lora_options import LoraOptions
@@ -272,6 +273,41 @@ def test_minus_one_is_no_end_of_text(copy, value, ids):
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, -1]}')
     config = models.load(folder, xp=np).config
     assert (config.bos_id, config.eos_ids) == (None, ids)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "scaling", "positions"),
+    [
+        (64, {**YARN, "original_max_position_embeddings": 64}, 256),
+        (64, {**YARN, "original_max_position_embeddings": 16}, 64),
+        (64, {**YARN, "original_max_position_embeddings": 32, "factor": 2.5}, 80),
+        (64, YARN, 256),
+        (64, {"type": "linear", "factor": 4.0}, 256),
+        (64, {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        (4096, {"type": "linear", "factor": 64.0}, 131072),
+        (200_000, {"type": "linear", "factor": 8.0}, 200_000),
+        (64, {"rope_type": "default"}, 64),
+        (64, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ],
+)  # fmt: skip
+def test_positions_reach_as_far_as_rotary_scaling(copy, given, scaling, positions):
+    """Configs may keep the length from before it: factor times that length is accepted."""
+    folder = copy("llama_older", max_position_embeddings=given, rope_scaling=scaling)
+    config = hugging_face.open_folder(folder).config
+    assert config.max_positions == positions
+    written = hugging_face.config_json(config, "m")
+    again = hugging_face.config_of(Fields(written, "m"), Fields({}, "m"))
+    assert again == config
+    if positions == 256:
+        model = models.load(folder, xp=np)
+        prompt = [1 + at % 30 for at in range(200)]
+        assert len(model.generate(prompt, max_new_tokens=2)[0]) <= 2
+        with pytest.raises(ValueError, match=r"the model has 256 positions"):
+            model.generate([1] * 257, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("at_once", [1, 64, 1000])

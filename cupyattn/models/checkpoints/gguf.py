@@ -32,7 +32,7 @@ from cupyattn.models.checkpoints.contents import (
     damaged,
 )
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
+from cupyattn.models.config import Config, RopeScaling, checked, extended, unknown_architecture
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer import require_known_tokenizer, tokenizer_of_gguf
 from cupyattn.ops.linear.weight_formats import Blocks
@@ -387,8 +387,9 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
             )
         ),
     )
+    original = fields.integer("rope.scaling.original_context_length", 0, least=0)
     try:
-        return checked(config)
+        return checked(extended(config, original or None))
     except ValueError as failure:
         raise damaged(where, str(failure)) from failure
 

@@ -17,7 +17,7 @@ from cupyattn.models.checkpoints.contents import HUGGING_FACE, AnyTensor, Checkp
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.int4_groups import unpacked_awq, unpacked_gptq
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
-from cupyattn.models.config import Config, RopeScaling, checked, unknown_architecture
+from cupyattn.models.config import Config, RopeScaling, checked, extended, unknown_architecture
 from cupyattn.models.tokenizer import tokenizer_of_folder
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
@@ -152,10 +152,18 @@ def config_of(fields: Fields, generation: Fields) -> Config:
         raise unknown_architecture(kind, fields.where)
     begin = (*fields.ids("bos_token_id"), None)[0]
     ends = (*fields.ids("eos_token_id"), *generation.ids("eos_token_id"))
+    config = extended(config, _original_length(fields))
     try:
         return checked(config._replace(bos_id=begin, eos_ids=tuple(dict.fromkeys(ends))))
     except ValueError as failure:
         raise damaged(fields.where, str(failure)) from failure
+
+
+def _original_length(fields: Fields) -> int | None:
+    """Return the length before the scaling of rotary embeddings, if the config has it."""
+    rope = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
+    where = f"{fields.where}, rotary embedding"
+    return Fields(rope, where).integer("original_max_position_embeddings", 0, least=0) or None
 
 
 def _gpt2(fields: Fields) -> Config:
@@ -295,6 +303,9 @@ def config_json(config: Config, where: str) -> Json:
         "bos_token_id": config.bos_id,
         "eos_token_id": list(ends) if len(ends) > 1 else (*ends, None)[0],
     }
+    if isinstance(config.rope_scaling, LinearScaling):  # which `extended` must not extend again
+        original = max(1, int(config.max_positions / config.rope_scaling.factor))
+        written["rope_scaling"]["original_max_position_embeddings"] = original
     try:
         same = config_of(Fields(written, where), Fields({}, where)) == config
     except (ValueError, NotImplementedError):
