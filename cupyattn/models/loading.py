@@ -206,7 +206,8 @@ def load(
         a file of floats. With a group, for heads or an MLP that its ranks cannot split, another
         config, dtype or quantize on another rank, and an xp that its communicator cannot send.
     NotImplementedError
-        For an architecture, rotary embedding, file format or quantisation without code.
+        For an architecture, rotary embedding, file format or quantisation without code, and for
+        the tokenizer of a GGUF file without code.
     RuntimeError
         If a package of the extra ``models`` is not installed.
     TypeError

@@ -340,6 +340,15 @@ def test_a_template_is_stopped_in_any_thread(monkeypatch):
     assert len(caught) == 2
 
 
+def test_a_template_that_runs_for_ever_names_no_end_of_text(monkeypatch, folder):
+    monkeypatch.setattr(template_budget, "SECONDS", 0.2)
+    tokenizer = chats(folder, ENDLESS)
+    began = time.process_time()
+    for _ in range(100):  # it is tried once
+        assert tokenizer.end_ids == ()
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize("template", [*LARGE.values(), *WRONG.values()], ids=[*LARGE, *WRONG])
 def test_a_template_that_grows_or_fails_is_a_value_error_with_its_file(template):
     began = time.process_time()
