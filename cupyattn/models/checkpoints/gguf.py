@@ -323,8 +323,8 @@ def open_gguf(path: Path) -> Checkpoint:
             "a GGUF file must contain the whole model",
             "join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
         )
-    require_known_tokenizer(file.metadata, str(path))
     naming = GGUF[kind]
+    require_known_tokenizer(file.metadata, str(path))
     return Checkpoint(
         str(path),
         _config(file, kind, naming, str(path)),

@@ -305,7 +305,7 @@ def config_json(config: Config, where: str) -> Json:
     }
     if isinstance(config.rope_scaling, LinearScaling):  # which `extended` must not extend again
         original = max(1, int(config.max_positions / config.rope_scaling.factor))
-        written["rope_scaling"]["original_max_position_embeddings"] = original
+        written["rope_scaling"].setdefault("original_max_position_embeddings", original)
     try:
         same = config_of(Fields(written, where), Fields({}, where)) == config
     except (ValueError, NotImplementedError):
