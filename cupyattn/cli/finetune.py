@@ -18,7 +18,7 @@ from cupyattn import models
 from cupyattn.cli.arguments import Commands, add_json_option, integer, positive
 from cupyattn.cli.models import MODEL_FAILURES, MODEL_HELP, add_quantize_option
 from cupyattn.cli.terminal import Result, Terminal, emit, fail
-from cupyattn.cli.training_run import planned, prepared, trained
+from cupyattn.cli.training_run import forms_text, planned, prepared, trained
 from cupyattn.models.loading import DTYPES, OF_THE_FILE
 from cupyattn.models.training.optimizer import SCHEDULES, STATES
 from cupyattn.runtime.errors import error, explaining, size_text
@@ -155,9 +155,11 @@ def add_parser(commands: Commands) -> None:
         "finetune",
         help="train a model's adapters, or all of it, on a file of text",
         description="Train LoRA adapters of GPT-2, Llama, Mistral, Qwen2 or Phi-2, or with --full "
-        "all weights. DATA has a JSON object on each line: {\"text\": ...}, {\"prompt\": ..., "
-        "\"completion\": ...}, of which the prompt is not learnt, or {\"messages\": [...]}, of "
-        "which the assistant's are. The same call gives the same losses, bit for bit, also where "
+        "all weights. DATA has a JSON object on each line, or is one array of objects: {\"text\": "
+        "...}, {\"prompt\": ..., \"completion\": ...}, of which the prompt is not learnt, or a "
+        "chat, of which the assistant's answers are: {\"messages\": [...]}, Alpaca's "
+        "{\"instruction\": ..., \"input\": ..., \"output\": ...}, ShareGPT's "
+        "{\"conversations\": [...]}. The same call gives the same losses, bit for bit, also where "
         "it was interrupted and resumed.",
         epilog="python -m cupyattn finetune FOLDER data.jsonl --lora-rank 16 --quantize nf4",
     )  # fmt: skip
@@ -165,7 +167,9 @@ def add_parser(commands: Commands) -> None:
         "model", nargs="?", metavar="MODEL",
         help=MODEL_HELP,
     )  # fmt: skip
-    parser.add_argument("data", nargs="?", metavar="DATA", help="a file of JSON lines")
+    parser.add_argument(
+        "data", nargs="?", metavar="DATA", help="a file of JSON lines, or of one array"
+    )
     parser.add_argument(
         "--dry-run", action="store_true",
         help="only print the memory that it would take on a GPU, line by line; needs no DATA",
@@ -269,6 +273,7 @@ def show(result: Result, terminal: Terminal) -> None:
     terminal.title(f"{result['model']} fine-tuned on {result['device']}")
     skipped = f", {result['skipped']} of them skipped" if result["skipped"] else ""
     facts = {
+        "data": forms_text(result["data"]),
         "learnt": f"{result['learnt']:,} numbers",
         "steps": f"{result['steps']} of {result['of_steps']}{skipped}",
         "loss": f"{_loss(result['first_loss'])} at first, {_loss(result['last_loss'])} at last",

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from cupyattn.models.loading import OF_THE_FILE, model_library, opened, quantise
 from cupyattn.models.training import checkpoint, curve
 from cupyattn.models.training.batches import digest
 from cupyattn.models.training.budget import Training, budget_of, require_room
+from cupyattn.models.training.checkpoint import MOMENT
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, explaining, size_text
@@ -60,6 +62,7 @@ class Prepared(NamedTuple):
     trainer: training.Trainer
     held: list[training.Sample]
     checkpoints: Path
+    data: training.Data
     source: Path | None = None
     """The folder whose config and tokenizer are copied with all weights; None for a GGUF file."""
 
@@ -145,7 +148,9 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
             "a new training begins in a separate folder",
             "pass another --out, or --resume to go on with that one",
         )
-    samples, held = _samples(arguments)
+    moment = _moment(arguments, checkpoints)
+    data = _data(arguments, moment)
+    samples, held = _split(data.samples, arguments)
     packing = training.Packing(samples, batch_tokens=arguments.batch_tokens, seed=arguments.seed)
     schedule = _schedule(packing, arguments)
     free = _free_bytes(arguments)
@@ -162,11 +167,11 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
         accumulate=arguments.accumulate,
         loss_scale=training.LossScale() if base.dtype == "float16" else None,
         seed=arguments.seed,
-        names=_names(base, held, arguments),
+        names={**_names(base, held, arguments), **({MOMENT: moment.isoformat()} if moment else {})},
     )  # fmt: skip
     if arguments.resume:
         trainer.resume(checkpoints, called=_CALLED)
-    return Prepared(model, trained, trainer, held, checkpoints, source)
+    return Prepared(model, trained, trainer, held, checkpoints, data, source)
 
 
 def _require_sound(arguments: argparse.Namespace) -> None:
@@ -188,8 +193,18 @@ def _no_data(where: str, what: str) -> ValueError:
     )
 
 
-def _samples(arguments: argparse.Namespace) -> tuple[list[training.Sample], list[training.Sample]]:
-    """Read the data: the samples to learn, and those for evaluation."""
+def _moment(arguments: argparse.Namespace, checkpoints: Path) -> datetime | None:
+    """Return the date and time that chat templates print: a resumed training's are its first ones.
+
+    None for checkpoints without a moment: their templates printed the date of each call.
+    """
+    if arguments.resume and (saved := checkpoint.saved_in(checkpoints)):
+        return checkpoint.moment_of(saved[-1])
+    return datetime.now().replace(microsecond=0)
+
+
+def _data(arguments: argparse.Namespace, moment: datetime | None) -> training.Data:
+    """Read the data, and print which forms they have."""
     with (
         explaining(
             f"no data in {arguments.data}", "DATA is a file of JSON lines", "pass the path of one"
@@ -216,8 +231,27 @@ def _samples(arguments: argparse.Namespace) -> tuple[list[training.Sample], list
             f"the model knows those up to {config.vocab_size - 1}",
             "take eos_token_id from the config that the model was published with",
         )
-    reader = training.Reader(tokenizer, end, longest, config.vocab_size)
-    samples = reader.read(arguments.data)
+    reader = training.Reader(tokenizer, end, longest, config.vocab_size, moment)
+    data = reader.read_data(arguments.data)
+    print(f"{arguments.data}: {forms_text(data.forms)}", file=sys.stderr)
+    for note, count in data.notes.items():
+        print(f"{arguments.data}: of {count:,} samples: {note}", file=sys.stderr)
+    return data
+
+
+def forms_text(forms: Mapping[str, int]) -> str:
+    """Return how many samples have which form.
+
+    >>> forms_text({"Alpaca": 1200, "texts": 3})
+    '1,200 of Alpaca, 3 of texts'
+    """
+    return ", ".join(f"{count:,} of {form}" for form, count in forms.items())
+
+
+def _split(
+    samples: list[training.Sample], arguments: argparse.Namespace
+) -> tuple[list[training.Sample], list[training.Sample]]:
+    """Return the samples to learn, and those for evaluation."""
     learnt, held = training.split(samples, arguments.eval_fraction, arguments.seed)
     if arguments.eval_fraction and not held:
         raise error(
@@ -323,6 +357,8 @@ def trained(made: Prepared, arguments: argparse.Namespace) -> Result:
         "command": "finetune",
         "model": arguments.model,
         "device": device_name(model),
+        "data": dict(made.data.forms),
+        "notes": dict(made.data.notes),
         "finished": finished,
         "steps": trainer.number,
         "of_steps": trainer.schedule.steps,

@@ -9,18 +9,22 @@ import shlex
 import shutil
 import signal
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.finetuning import CONFIG, DRAW, finetune, losses_of, model_and_data
 from support.search import deep
+from support.tiny_models import ByteTokenizer
 
 from cupyattn import models
 from cupyattn.cli import main, training_run
 from cupyattn.models.checkpoints import writing
 from cupyattn.models.checkpoints.writing import write_folder
-from cupyattn.models.training import FullWeights, LoraAdapters, Trainer, curve, peft
+from cupyattn.models.tokenizer.text import Rendered
+from cupyattn.models.training import FullWeights, LoraAdapters, Trainer, checkpoint, curve, peft
+from cupyattn.models.training.checkpoint import MOMENT
 
 pytest.importorskip("safetensors")
 
@@ -121,6 +125,62 @@ def test_ctrl_c_writes_a_checkpoint_and_it_goes_on(capfd, monkeypatch):
     assert "6 of 6" in capfd.readouterr().out
     finetune(*given, "--resume")  # nothing is left to do
     assert losses_of("parts") == losses_of("whole")
+
+
+class DatedTokenizer(ByteTokenizer):
+    """Its template prints the date, as that of Llama 3."""
+
+    chat_template = "{{ strftime_now('%d %b %Y') }}..."
+
+    def render_chat(self, messages, *, strftime_now, add_generation_prompt=False):
+        text = "".join(f"{each['role'][0]}:{each['content']};" for each in messages)
+        begin = "a:" if add_generation_prompt else ""
+        return Rendered(f"{strftime_now('%d %b')} {text}{begin}", [])
+
+
+@pytest.fixture
+def dated(monkeypatch):
+    """Alpaca's data, a tokenizer that prints the date, and a function that sets the day."""
+    opening = training_run.opened
+    monkeypatch.setattr(
+        training_run, "opened",
+        lambda path: opening(path)._replace(read_tokenizer=lambda: DatedTokenizer(begin=256)),
+    )  # fmt: skip
+    lines = [{"instruction": "hi", "output": answer} for answer in ("yo", "hey", "4")]
+    Path("data.jsonl").write_text(json.dumps(lines))
+
+    def on(day):
+        class Clock(datetime):
+            @classmethod
+            def now(cls):
+                return datetime(2026, 11, day, 12, 30, 15, 7)
+
+        monkeypatch.setattr(training_run, "datetime", Clock)
+
+    return on
+
+
+def test_a_training_resumes_on_another_day(dated, capsys):
+    dated(28)
+    finetune("--save-every", "4", "--out", "whole")
+    finetune("--save-every", "4")
+    saved = checkpoint.saved_in(Path("finetuned", "checkpoints"))
+    saved[-1].unlink()
+    dated(29)
+    finetune("--resume", "--save-every", "4")
+    assert losses_of("finetuned") == losses_of("whole")
+    finetune("--out", "other")
+    assert losses_of("other") != losses_of("whole")
+    assert "data.jsonl: 3 of Alpaca" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [3, "yesterday"])
+def test_a_date_that_is_none_is_a_damaged_checkpoint(given, dated, capsys, monkeypatch):
+    dated(28)
+    monkeypatch.setattr(checkpoint, "parsed", lambda *_, **__: {"identity": {MOMENT: given}})
+    finetune()
+    finetune("--resume", code=1)
+    assert "is no checkpoint of a training, or damaged (the date of" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_was_cut_off_is_made_up_for(monkeypatch):

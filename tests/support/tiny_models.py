@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from cupyattn.models import Config, Model
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, places
+from cupyattn.models.tokenizer.text import Encoded
 
 GPT2 = Config(
     "gpt2", 61, 2, 32, 4, 4, 8, 64, 24, 1e-5, "gelu_tanh",
@@ -46,6 +47,13 @@ class ByteTokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         first = [] if self.begin is None or not special_tokens else [self.begin]
         return [*first, *text.encode()]
+
+    def encode_with_spans(self, text: str, *, special_tokens: bool = True) -> Encoded:
+        ids = self.encode(text, special_tokens=special_tokens)
+        own = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
+        first = len(ids) - len(own)
+        added = [True] * first + [False] * len(own)
+        return Encoded(ids, [(0, 0)] * first + own, added)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(each for each in ids if each < 256).decode(errors="replace")

@@ -6,7 +6,7 @@
 """
 
 from cupyattn.models.training.batches import Batch, Packing, Sample, packed
-from cupyattn.models.training.data import Reader, split
+from cupyattn.models.training.data import Data, Reader, split
 from cupyattn.models.training.full_weights import FullWeights
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.training.optimizer import AdamWOptions, LossScale, Schedule
@@ -16,6 +16,7 @@ from cupyattn.models.training.trainer import TrainedStep, Trainer
 __all__ = [
     "AdamWOptions",
     "Batch",
+    "Data",
     "FullWeights",
     "LoraAdapters",
     "LossScale",

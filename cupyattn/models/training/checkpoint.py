@@ -11,6 +11,7 @@ import errno
 import json
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from cupyattn.runtime.errors import error, explaining, shown, size_text
 from cupyattn.runtime.reading import open_regular, parsed
 
 _NAME = re.compile(r"step-(\d{8})\.safetensors")
+MOMENT = "the date of chat templates"
+"""The name, in the identity of a training, of the date and time that its samples were made with."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -99,6 +102,27 @@ def load(path: Path, like: Mapping[str, Array]) -> tuple[dict[str, np.ndarray], 
     if fit and _digest(arrays, text) != metadata["sha256"]:
         raise damaged(path, "its sha256 does not match its content")
     return arrays, parsed(text, str(path), damaged, constants=False)
+
+
+def moment_of(path: Path) -> datetime | None:
+    """Return the date and time that chat templates print, None if a checkpoint has none.
+
+    Resuming compares all else of the checkpoint, and its digest, once the data are read.
+    """
+    safetensors = extra("safetensors", "reads checkpoints")
+    open_regular(path, damaged).close()
+    try:
+        with safetensors.safe_open(str(path), framework="np") as file:
+            text = (file.metadata() or {}).get("training", "null")
+    except safetensors.SafetensorError as failure:
+        raise damaged(path, str(failure)) from failure
+    state = parsed(text, str(path), damaged, constants=False)
+    identity = state.get("identity") if isinstance(state, dict) else None
+    given = identity.get(MOMENT) if isinstance(identity, dict) else None
+    try:
+        return None if given is None else datetime.fromisoformat(given)
+    except (TypeError, ValueError) as failure:
+        raise damaged(path, f"{MOMENT} is {shown(given)}") from failure
 
 
 def _kind(part: Any) -> tuple[tuple[int, ...], str]:

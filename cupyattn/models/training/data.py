@@ -1,9 +1,17 @@
-"""Samples from a file of JSON lines: texts, prompts with completions, chats."""
+"""Samples from files of JSON: texts, prompts with completions, chats, Alpaca and ShareGPT.
+
+A sample is one text, encoded as a whole. Its tokens are then assigned to the parts that are learnt
+by their offsets in the text. Tokenizers do not split at the end of a prompt: sentencepiece puts a
+space before each text, and merges cross the boundary. A token is learnt if it has any character
+that is learnt, so that each of these characters is predicted once.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,39 +20,117 @@ import numpy as np
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.training.batches import Sample
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.reading import lines_of, parsed
+from cupyattn.runtime.reading import lines_of, open_regular, parsed, read_text
 
 _FORMS = (
-    'each line is {"text": ...}, {"prompt": ..., "completion": ...} or '
-    '{"messages": [{"role": ..., "content": ...}, ...]}'
+    'each line is {"text": ...}, {"prompt": ..., "completion": ...}, {"messages": [{"role": ..., '
+    '"content": ...}, ...]}, Alpaca\'s {"instruction": ..., "input": ..., "output": ...} or '
+    'ShareGPT\'s {"conversations": [{"from": ..., "value": ...}, ...]}, or the file is one array '
+    "of these"
 )
 _LONGEST_LINE = 256 << 20
-Piece = tuple[list[int], bool]
-"""Tokens, and whether they are learnt."""
+_LARGEST_ARRAY = 1 << 30
+_MOST_PATTERN = 1000  # characters of a date's pattern, as in templates without a moment
+
+NAMES = {
+    ("text",): "texts",
+    ("prompt", "completion"): "prompts and completions",
+    ("messages",): "messages",
+    ("instruction", "output"): "Alpaca",
+    ("conversations",): "ShareGPT",
+}
+"""Forms of samples, by the names that each object of a form has."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+"""ShareGPT's names of roles that chat templates call by another name."""
+
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
+)
+"""The prompt of Taori et al., "Stanford Alpaca", 2023, for models without a chat template."""
+
+_LAST_ALONE = (
+    "the chat template writes answers in another way once more messages follow: only the last "
+    "answer is learnt (for all answers, write a line that ends with each)"
+)
+_LEFT_OUT = (
+    "the chat template leaves out a part of an answer, such as its reasoning, which is not learnt"
+)
+
+
+class LearntSpan(NamedTuple):
+    """A part of a text that is learnt.
+
+    `ragged` says that the text is compared only up to `stop`: a token that goes on after it belongs
+    to what follows.
+    """
+
+    start: int
+    stop: int
+    ragged: bool = False
+
+    def has(self, start: int, stop: int) -> bool:
+        """Tell whether a token is learnt."""
+        return start < self.stop and stop > self.start and not (self.ragged and stop > self.stop)
+
+
+class SampleText(NamedTuple):
+    """The text of a sample, and what of it is learnt: everything if `learnt` is None.
+
+    `bare` says that the tokens which begin and end a text are not written in it.
+    """
+
+    text: str
+    learnt: tuple[LearntSpan, ...] | None
+    bare: bool = True
+
+
+class Data(NamedTuple):
+    """The content of a file.
+
+    Attributes
+    ----------
+    samples : list of Sample
+    forms : mapping from str to int
+        How many objects have each form, by its name in `NAMES`.
+    notes : mapping from str to int
+        Messages for the user, and how many objects each is about.
+    """
+
+    samples: list[Sample]
+    forms: Mapping[str, int]
+    notes: Mapping[str, int]
 
 
 class Reader(NamedTuple):
-    """Makes samples from lines.
+    """Makes samples from objects of JSON.
 
     Attributes
     ----------
     tokenizer : Tokenizer
         The model's.
     end : int or None
-        The token after a text or a completion, which is learnt too.
+        The token after a text or a completion, which is learnt too. A tokenizer that adds its own
+        tokens after a text (``add_eos_token``) adds these instead, and a text that ends with it has
+        no second one.
     longest : int
         The most tokens of a sample. Longer texts are cut; lines with a prompt are refused.
     vocab_size : int, optional
         The model's: lines with larger ids are refused.
+    moment : datetime, optional
+        The date and time for chat templates that print one; by default those of each call. With the
+        same moment, the same data are the same samples on another day.
     """
 
     tokenizer: Tokenizer
     end: int | None
     longest: int
     vocab_size: int | None = None
+    moment: datetime | None = None
 
     def read(self, path: str | os.PathLike[str]) -> list[Sample]:
-        """Read all lines of a file; empty ones are skipped.
+        """Read all lines of a file, or one array; empty lines are skipped.
 
         Raises
         ------
@@ -53,107 +139,134 @@ class Reader(NamedTuple):
         ValueError
             For a line that is not a sample, with its number and the reason.
         """
-        samples, number = [], 0
-        for number, line in _lines(Path(path)):
-            where = f"line {number} of {os.fspath(path)}"
-            samples += self.samples(_object(line, where), where)
+        return self.read_data(path).samples
+
+    def read_data(self, path: str | os.PathLike[str]) -> Data:
+        """Read a file as `read`, and report the forms of its objects."""
+        samples: list[Sample] = []
+        forms: Counter[str] = Counter()
+        notes: Counter[str] = Counter()
+        for where, given in _objects(Path(path)):
+            names = _form(given, where)
+            part, noted = self._part(names, given, where)
+            samples += self._cut(part, where)
+            forms[NAMES[names]] += 1
+            notes.update(noted)
         if not samples:
-            why = "; its lines are single tokens, of which nothing is predicted" if number else ""
+            why = "; its lines are single tokens, of which nothing is predicted" if forms else ""
             raise error(
                 ValueError, f"{os.fspath(path)} has no samples{why}", _FORMS, "pass another file"
             )
-        return samples
+        return Data(samples, forms, notes)
 
     def samples(self, given: Mapping[str, Any], where: str) -> list[Sample]:
-        """Make samples from one line's object; errors name it by `where`."""
-        forms = {
-            ("text",): self._text,
-            ("prompt", "completion"): self._completion,
-            ("messages",): self._chat,
-        }
-        known = [name for names in forms for name in names if name in given]
-        if tuple(known) in forms:
-            return self._cut(forms[tuple(known)](given, where), where)
-        raise _bad(
-            where,
-            f"it has {', '.join(map(repr, known or given)) or 'nothing'}",
-            "use the names of one of these forms alone",
-        )
+        """Make samples from one object; errors name it by `where`."""
+        part, _ = self._part(_form(given, where), given, where)
+        return self._cut(part, where)
 
-    def _text(self, given: Mapping[str, Any], where: str) -> list[Piece]:
-        return [(self._encoded(given, "text", where, begins=True), True), (self._end(), True)]
+    def _part(
+        self, names: tuple[str, ...], given: Mapping[str, Any], where: str
+    ) -> tuple[SampleText, list[str]]:
+        """Return the text of an object of a form, and notes about it."""
+        if names == ("text",):
+            return SampleText(_text(given, "text", where), None), []
+        if names == ("prompt", "completion"):
+            pair = (_text(given, name, where) for name in names)
+            return _answered(*pair), []
+        if names != ("instruction", "output"):
+            return self._chat(_messages(given, names[0], where), where)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            return _alpaca_text(given, where), []
+        return self._chat(_alpaca_messages(given, where), where)
 
-    def _completion(self, given: Mapping[str, object], where: str) -> list[Piece]:
-        return [
-            (self._encoded(given, "prompt", where, begins=True), False),
-            (self._encoded(given, "completion", where), True),
-            (self._end(), True),
-        ]
+    def _chat(self, messages: list[Any], where: str) -> tuple[SampleText, list[str]]:
+        """Return a chat as one text, and where its answers are.
 
-    def _chat(self, given: Mapping[str, object], where: str) -> list[Piece]:
-        """Cut a chat where answers begin and end: only answers are learnt.
-
-        The parts are encoded one by one, as a prompt is when the model is used.
+        A template that marks answers by ``{% generation %}`` blocks is believed. Otherwise answers
+        are where the text of fewer messages ends.
         """
-        messages = given["messages"]
-        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-            raise _bad(where, f"its messages are {shown(messages)}", "write a list of objects")
-        for number, each in enumerate(messages):
-            for name in ("role", "content"):
-                if not isinstance(each.get(name), str):  # a template would write "None", or nothing
-                    raise _bad(
-                        where,
-                        f"its message {number} has the {name} {shown(each.get(name))}",
-                        "write a text",
-                    )
-        answers = [i for i, each in enumerate(messages) if each.get("role") == "assistant"]
+        answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
         if not answers:
             raise _bad(
                 where,
                 "none of its messages is of the assistant",
                 "add an answer to learn, or remove the line",
             )
-        pieces: list[Piece] = []
-        done = ""
-        for i in answers:
-            for until, prompts, learnt in ((i, True, False), (i + 1, False, True)):
-                text = self._rendered(messages[:until], prompts, where)
-                if not text.startswith(done):
-                    raise _bad(
-                        where,
-                        f"the chat template writes what is before message {until} in another way "
-                        "once more messages follow",
-                        "write it as a prompt and a completion",
-                    )
-                pieces.append((self._ids(text[len(done) :], where), learnt))
-                done = text
-        return pieces
+        text, marked = self._rendered(messages[: answers[-1] + 1], False, where)
+        whole = all(messages[i]["content"].strip() in text for i in answers)
+        notes = [] if whole else [_LEFT_OUT]
+        if marked:
+            return SampleText(text, tuple(LearntSpan(*each) for each in marked), bare=False), notes
+        found = [self._answer(text, messages, i, where) for i in answers]
+        if found[-1] is None:
+            raise _bad(
+                where,
+                f"the chat template writes what is before message {answers[-1]} in another way "
+                "once more messages follow",
+                "write it as a prompt and a completion",
+            )
+        known = [span for span in found if span is not None]
+        if len(known) < len(found):
+            return SampleText(text, (known[-1],), bare=False), [*notes, _LAST_ALONE]
+        return SampleText(text, tuple(known), bare=False), notes
 
-    def _rendered(self, messages: list[Any], prompts: bool, where: str) -> str:
+    def _answer(self, text: str, messages: list[Any], i: int, where: str) -> LearntSpan | None:
+        """Return where message i is in the text of a chat; None if the text has another form of it.
+
+        It begins after the prompt for it. Some prompts end with the first words of an answer, such
+        as <think>, that answers of a chat lack: then it begins where the prompt differs. It ends
+        where the text of the messages up to it ends; templates that write an end of all messages
+        differ there.
+        """
+        prompt, _ = self._rendered(messages[:i], True, where)
+        start = _shared(text, prompt)
+        if start < len(prompt):
+            before, _ = self._rendered(messages[:i], False, where)
+            if not text.startswith(before):
+                return None
+        until, _ = self._rendered(messages[: i + 1], False, where)
+        stop = _shared(text, until)
+        ragged = stop < len(until)
+        if stop <= start or (ragged and messages[i]["content"].strip() not in text[start:stop]):
+            return None
+        return LearntSpan(start, stop, ragged)
+
+    def _rendered(
+        self, messages: list[Any], prompts: bool, where: str
+    ) -> tuple[str, list[tuple[int, int]]]:
+        clock = {} if self.moment is None else {"strftime_now": _clock(self.moment)}
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=prompts)
+            return self.tokenizer.render_chat(messages, add_generation_prompt=prompts, **clock)
         except ValueError as failure:
             raise ValueError(f"{where}: {failure}") from failure
 
-    def _encoded(
-        self, given: Mapping[str, object], name: str, where: str, *, begins: bool = False
-    ) -> list[int]:
-        text = given[name]
-        if not isinstance(text, str) or not text:
-            raise _bad(where, f"its {name} is {shown(text)}", "write a text that is not empty")
-        return self._ids(text, where, begins=begins)
-
-    def _ids(self, text: str, where: str, *, begins: bool = False) -> list[int]:
+    def _tokens(self, part: SampleText, where: str) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a text, and whether each is learnt."""
         try:
-            return self.tokenizer.encode(text, special_tokens=begins)
+            ids, spans, added = self.tokenizer.encode_with_spans(
+                part.text, special_tokens=part.bare
+            )
         except ValueError as failure:
             raise ValueError(f"{where}: {failure}") from failure
+        learnt, before = [], 0
+        for start, stop in spans:
+            # A token of spaces may have no offsets of its own: it is all since the token before it.
+            first = start if stop > start else min(before, start)
+            learnt.append(part.learnt is None or any(s.has(first, stop) for s in part.learnt))
+            before = max(before, stop)
+        if not part.bare:
+            return ids, learnt
+        first, last = _inner(added)
+        ending = ids[last:] or ([] if self.end is None else [self.end])
+        if ids[first : 2 * first] == ids[:first]:  # the text begins with them too
+            ids, learnt, last = ids[first:], learnt[first:], last - first
+        ids, learnt = ids[:last], learnt[:last]
+        if ids[len(ids) - len(ending) :] != ending:
+            ids, learnt = ids + ending, learnt + [True] * len(ending)
+        return ids, learnt
 
-    def _end(self) -> list[int]:
-        return [] if self.end is None else [self.end]
-
-    def _cut(self, pieces: list[Piece], where: str) -> list[Sample]:
-        ids = [each for tokens, _ in pieces for each in tokens]
+    def _cut(self, part: SampleText, where: str) -> list[Sample]:
+        ids, learnt = self._tokens(part, where)
         if self.vocab_size is not None and (most := max(ids, default=0)) >= self.vocab_size:
             raise error(
                 ValueError,
@@ -161,8 +274,7 @@ class Reader(NamedTuple):
                 f"tokens of the model are 0 to {self.vocab_size - 1}",
                 "put the tokenizer of this model into its folder",
             )
-        learnt = [flag for tokens, flag in pieces for _ in tokens]
-        if len(ids) > self.longest and not all(learnt):
+        if len(ids) > self.longest and part.learnt is not None:
             raise error(
                 ValueError,
                 f"{where} has {len(ids)} tokens",
@@ -177,6 +289,135 @@ class Reader(NamedTuple):
         return [sample for sample in made if sample.num_labels]
 
 
+def _inner(added: Sequence[bool]) -> tuple[int, int]:
+    """Return where the tokens begin and end that are of the text itself."""
+    own = [i for i, each in enumerate(added) if not each]
+    return (own[0], own[-1] + 1) if own else (len(added), len(added))
+
+
+def _shared(text: str, other: str) -> int:
+    """Return how many characters two texts have in common at the beginning."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
+def _clock(moment: datetime) -> Callable[[str], str]:
+    """Return the function by which a template writes a date."""
+
+    def strftime_now(pattern: str) -> str:
+        if len(pattern) > _MOST_PATTERN:
+            raise ValueError(f"it writes a date by more than {_MOST_PATTERN} characters")
+        return moment.strftime(pattern)
+
+    return strftime_now
+
+
+def _form(given: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Return the names by which an object has one of the forms."""
+    known = [name for names in NAMES for name in names if name in given]
+    if "instruction" in given and "output" in given and "text" in known:
+        known.remove("text")  # Alpaca's own files have its prompt there as well
+    if tuple(known) in NAMES:
+        return tuple(known)
+    raise _bad(
+        where,
+        f"it has {', '.join(map(repr, known or given)) or 'nothing'}",
+        "use the names of one of these forms alone",
+    )
+
+
+def _text(given: Mapping[str, Any], name: str, where: str) -> str:
+    text = given[name]
+    if not isinstance(text, str) or not text:
+        raise _bad(where, f"its {name} is {shown(text)}", "write a text that is not empty")
+    return text
+
+
+def _optional(given: Mapping[str, Any], name: str, where: str) -> str:
+    return _text(given, name, where) if given.get(name) else ""
+
+
+def _answered(prompt: str, completion: str) -> SampleText:
+    text = prompt + completion
+    return SampleText(text, (LearntSpan(len(prompt), len(text)),))
+
+
+def _alpaca_text(given: Mapping[str, Any], where: str) -> SampleText:
+    for name in ("system", "history"):
+        if given.get(name):
+            raise _bad(
+                where,
+                f"its {name} is {shown(given[name])}, and the model has no chat template",
+                "remove it, or take a model that has one",
+            )
+    more, asked = _optional(given, "input", where), _text(given, "instruction", where)
+    prompt = _ALPACA.format(
+        ", paired with an input that provides further context" if more else "",
+        asked,
+        f"### Input:\n{more}\n\n" if more else "",
+    )
+    return _answered(prompt, _text(given, "output", where))
+
+
+def _alpaca_messages(given: Mapping[str, Any], where: str) -> list[dict[str, str]]:
+    system = _optional(given, "system", where)
+    earlier = given.get("history") or []
+    pairs = isinstance(earlier, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(each, str) for each in turn)
+        for turn in earlier
+    )
+    if not pairs:
+        raise _bad(where, f"its history is {shown(earlier)}", "write pairs of two texts")
+    asked = [_text(given, "instruction", where), _optional(given, "input", where)]
+    turns = [*earlier, ["\n\n".join(filter(None, asked)), _text(given, "output", where)]]
+    found = [{"role": "system", "content": system}] if system else []
+    for question, answer in turns:
+        found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return found
+
+
+def _messages(given: Mapping[str, Any], name: str, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a chat; those of ShareGPT by the names of chat templates."""
+    messages = given[name]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise _bad(where, f"its {name} are {shown(messages)}", "write a list of objects")
+    found = []
+    for number, each in enumerate(messages):
+        if "from" in each and "role" not in each:
+            role = each["from"]
+            each = {
+                "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+                "content": each.get("value"),
+            }
+        for key in ("role", "content"):
+            if not isinstance(each.get(key), str):  # a template would write "None", or nothing
+                raise _bad(
+                    where,
+                    f"its message {number} has the {key} {shown(each.get(key))}",
+                    "write a text",
+                )
+        found.append(each)
+    system = _optional(given, "system", where) if name == "conversations" else ""
+    if system and (not found or found[0]["role"] != "system"):
+        found.insert(0, {"role": "system", "content": system})
+    return found
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a file of lines, or of one array, with their places."""
+    with open_regular(path, _unread) as file:
+        begins = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not begins.startswith(b"["):
+        for number, line in _lines(path):
+            where = f"line {number} of {path}"
+            yield where, _object(parsed(line, where, _no_object, constants=False), where)
+        return
+    text = read_text(path, _LARGEST_ARRAY, _unread).removeprefix("\ufeff")
+    for number, given in enumerate(parsed(text, str(path), _no_object, constants=False), 1):
+        where = f"item {number} of {path}"
+        yield where, _object(given, where)
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     for number, line in lines_of(path, _LONGEST_LINE, _unread):
         try:
@@ -189,19 +430,18 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _object(line: str, where: str) -> Mapping[str, object]:
-    given = parsed(line, where, _no_object, constants=False)
+def _object(given: object, where: str) -> Mapping[str, Any]:
     if not isinstance(given, dict):
         raise _no_object(where, f"it is {shown(given)}")
     return given
 
 
 def _no_object(where: str, what: str) -> ValueError:
-    return _bad(where, what, "write one object a line")
+    return _bad(where, what, "write one object a line, or one array of objects")
 
 
 def _unread(where: str, what: str) -> ValueError:
-    return _bad(where, what, "pass a file of shorter lines")
+    return _bad(where, what, "pass a regular file of shorter lines")
 
 
 def _bad(where: str, what: str, fix: str) -> ValueError:

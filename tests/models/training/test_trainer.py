@@ -15,6 +15,7 @@ from support.tiny_models import TINY, ByteTokenizer
 from support.training import Bigram, counting
 
 from cupyattn import models
+from cupyattn.models.tokenizer.text import Rendered
 from cupyattn.models.training.batches import (
     IGNORED,
     Packing,
@@ -404,19 +405,18 @@ BEGIN, END = 256, 257
 class ChatTokenizer(ByteTokenizer):
     """Its template writes U:...; and A:...; - and refuses roles it does not know."""
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+    def render_chat(self, messages, *, add_generation_prompt=False):
         if any(set(each) != {"role", "content"} for each in messages):
             raise ValueError("the chat template failed: a message has a role and a content")
         text = "".join(f"{each['role'][0].upper()}:{each['content']};" for each in messages)
-        return text + ("A:" if add_generation_prompt else "")
+        return Rendered(text + ("A:" if add_generation_prompt else ""), [])
 
 
 class Forgetful(ChatTokenizer):
     """Drops what was thought before, as some templates do."""
 
-    def apply_chat_template(self, messages, *, add_generation_prompt=True):
-        written = super().apply_chat_template(messages[-2:], add_generation_prompt=False)
-        return written + ("A:" if add_generation_prompt else "")
+    def render_chat(self, messages, *, add_generation_prompt=False):
+        return super().render_chat(messages[-2:], add_generation_prompt=add_generation_prompt)
 
 
 def reader(tokenizer=None, *, end=END, longest=100):
