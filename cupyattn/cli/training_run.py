@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -283,9 +284,13 @@ def _trainable(base: models.Model, arguments: argparse.Namespace) -> tuple[Any, 
     """Return the trained object, and the model that uses it."""
     if arguments.full:
         return training.FullWeights(base), base
-    adapters = training.LoraAdapters(
-        base, **_lora_options(arguments)._asdict(), seed=arguments.seed
-    )
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        adapters = training.LoraAdapters(
+            base, **_lora_options(arguments)._asdict(), seed=arguments.seed
+        )
+    for each in noted:
+        print(f"finetune: {each.message}", file=sys.stderr)
     return adapters, adapters.model
 
 

@@ -311,3 +311,11 @@ def test_adapters_of_another_model_are_refused(capsys, folder):
     capsys.readouterr()
     assert main(["generate", "model", "x", "--adapters", "nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_targets_that_partly_fit_are_trained_and_told(capsys):
+    finetune("--steps", "1", "--lora-targets", "q_proj", "fc1", "dense")
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "finetune: the targets 'fc1', 'dense' are no modules of this model" in printed
+    finetune("--out", "other", "--lora-targets", "fc1", code=1)
+    assert "targets 'fc1' name no module of this model" in " ".join(capsys.readouterr().err.split())

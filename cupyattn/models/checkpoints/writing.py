@@ -189,6 +189,8 @@ def write_folder(
             write_tokenizer(tokenizer, folder)
     else:
         saved = _copied(source, folder, dtype)
+        if not config.tied:  # adapters may have made a head of a model whose embedding was it
+            saved["tie_word_embeddings"] = False
     text = (json.dumps(saved, indent=2) + "\n").encode()
     write_whole({folder / _CONFIG: lambda file: file.write(text)})
 

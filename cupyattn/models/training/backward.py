@@ -173,10 +173,15 @@ class AdaptedProduct(NamedTuple):
         gradients.add(self.a, _present(of_a.dw).T)
         return dx
 
-    def merged(self, xp: ModuleType) -> Product:
-        """Return a product whose weight includes the adapters, rounded once."""
-        wide = loss_dtype(self.a.dtype)
-        a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, self.a.dtype)
+    def merged(
+        self, xp: ModuleType, *, dtype: np.dtype | None = None, lengths: Array | None = None
+    ) -> Product:
+        """Return a product whose weight includes the adapters, rounded once.
+
+        Its rows get these `lengths`, unless one is NaN. `dtype` is that of the adapters by default.
+        """
+        wide, kind = loss_dtype(self.a.dtype), self.a.dtype if dtype is None else dtype
+        a, weight = self.a.astype(wide, copy=False), xp.empty(self.weight.shape, kind)
         step = max(1, _AT_ONCE // weight.shape[1])
         if isinstance(self.weight, QuantizedWeight):
             apart = rows_apart(self.weight.blocks, self.weight.inner)
@@ -186,6 +191,9 @@ class AdaptedProduct(NamedTuple):
             old = self.weight[rows]
             old = dequantize(old) if isinstance(old, QuantizedWeight) else old
             added = linear(self.b[rows].astype(wide), a, residual=old.astype(wide, copy=False))
+            if lengths is not None:
+                scale = lengths[rows] / xp.sqrt((added * added).sum(axis=1))
+                added *= xp.where(xp.isnan(lengths[rows]), 1, scale)[:, None]
             with np.errstate(over="ignore"):
                 weight[rows] = added.astype(weight.dtype, copy=False)
         return Product(weight, self.bias)

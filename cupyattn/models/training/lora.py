@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +22,27 @@ from cupyattn.models.training.backward import (
 )
 from cupyattn.models.training.batches import DIGEST, Batch, Sample
 from cupyattn.models.training.lora_options import ALL_LINEAR, LoraOptions
+from cupyattn.models.training.merged_parts import MergedParts, parted
 from cupyattn.models.training.trainable import fingerprint, require_samples, require_whole
 from cupyattn.models.transformer import Model
 from cupyattn.models.weights import Layer, Product, Weights, rows_of
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.arrays import Array, dtype_of
+from cupyattn.runtime.errors import error
+from cupyattn.runtime.value_checks import on_host
 
 _SEEDS = 2**64
+
+
+def _names_of(model: Model) -> list[str]:
+    """Return the names of all linear layers of a model."""
+    naming, config = HUGGING_FACE[model.config.architecture], model.config
+    return [
+        module.name
+        for index, layer in enumerate(model.weights.layers)
+        for modules in modules_of(naming, config, index, layer).values()
+        for module in modules
+    ]
 
 
 class LoraAdapters:
@@ -58,6 +73,11 @@ class LoraAdapters:
         match a module with an adapter.
     use_rslora : bool
         Scale by alpha / sqrt(rank).
+    layers_to_transform : int, or sequence of int, optional
+        The layers with adapters, by default all; for targets that are a list of names. A target
+        that is a module's whole name has an adapter in any layer.
+    layers_pattern : str, or sequence of str
+        The names that may be before the number of such a layer, by default any.
 
     Attributes
     ----------
@@ -72,9 +92,14 @@ class LoraAdapters:
     Raises
     ------
     TypeError, ValueError
-        For options out of range, and targets that are not modules of the model.
+        For options out of range, and targets none of which is a module of the model.
     NotImplementedError
         For a model with adapters, or over several ranks.
+
+    Warns
+    -----
+    UserWarning
+        For targets that are no modules of the model, if others are.
 
     Notes
     -----
@@ -115,11 +140,15 @@ class LoraAdapters:
         rank_pattern: Mapping[str, int] | None = None,
         alpha_pattern: Mapping[str, float] | None = None,
         use_rslora: bool = False,
+        layers_to_transform: int | Sequence[int] | None = None,
+        layers_pattern: str | Sequence[str] = (),
     ) -> None:
         require_whole(model)
         given: Any = rank, alpha, dropout, targets, rank_pattern or {}, alpha_pattern or {}
-        self.options = LoraOptions._make((*given, use_rslora)).checked()
-        self._base = model
+        layers = layers_to_transform, layers_pattern
+        self.options = LoraOptions._make((*given, use_rslora, *layers)).checked()
+        self._base = self._loaded_with = model
+        self._merged: MergedParts | None = None
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, ArrayPart] = {}
         self.model = model.with_weights(self._with_adapters(seed))
@@ -128,10 +157,18 @@ class LoraAdapters:
     def __repr__(self) -> str:
         learnt = sum(array.size for array in self.arrays.values())
         rank, modules = self.options.rank, len(self.arrays) // 2
-        return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers>"
+        merged = f", and {len(self._merged.tensors)} merged tensors" if self._merged else ""
+        return f"<LoraAdapters of {modules} modules, rank {rank}: {learnt:,} numbers{merged}>"
 
     def require(self, samples: Sequence[Sample], /) -> None:
-        """Raise ValueError for samples beyond the vocabulary or the positions; see `Trainable`."""
+        """Raise for samples beyond the vocabulary or the positions; see `Trainable`."""
+        if not self.arrays and self._merged:
+            raise error(
+                NotImplementedError,
+                f"{self!r} of DoRA, or of the head and the embedding alone",
+                "these were merged when they were loaded, and are not trained",
+                "train other adapters of merged(), or train these by PEFT",
+            )
         require_samples(self._base.config, samples)
 
     def gradients(
@@ -182,19 +219,39 @@ class LoraAdapters:
             adapter. If there is no memory for that, use `model`, which adds the adapters as it
             computes.
         """
-        layers = []
-        for layer in self.model.weights.layers:
-            merged: dict[str, Product] = {
-                field: product.merged(self._base.xp)
-                for field, product in layer._asdict().items()
-                if isinstance(product, AdaptedProduct)
-            }
+        return self._merge({})
+
+    def _merge(self, magnitudes: Mapping[str, np.ndarray]) -> Model:
+        """Return `merged`, with rows of these lengths in the modules that have some."""
+        config, layers = self._base.config, []
+        for index, layer in enumerate(self.model.weights.layers):
+            merged: dict[str, Product] = {}
+            named = modules_of(HUGGING_FACE[config.architecture], config, index, layer)
+            for field, product in layer._asdict().items():
+                if isinstance(product, AdaptedProduct):
+                    lengths = self._lengths(named[field], product, magnitudes)
+                    merged[field] = product.merged(self._base.xp, lengths=lengths)
             if "qkv_up" in merged:
                 whole, first = merged["qkv_up"], len(layer.qkv.weight)
                 merged["qkv"] = rows_of(whole, slice(None, first))
                 merged["up"] = rows_of(whole, slice(first, None))
             layers.append(layer._replace(**merged))
         return self._base.with_weights(self._base.weights._replace(layers=tuple(layers)))
+
+    def _lengths(
+        self,
+        modules: list[LinearModule],
+        product: AdaptedProduct,
+        magnitudes: Mapping[str, np.ndarray],
+    ) -> Array | None:
+        """Return the length of each row of a product, NaN for rows that keep theirs."""
+        if not magnitudes:
+            return None
+        lengths = np.full(len(product.weight), np.nan, loss_dtype(product.a.dtype))
+        for name, rows in modules:
+            if name in magnitudes:
+                lengths[rows] = magnitudes[name]
+        return self._base.xp.asarray(lengths)
 
     def save(self, folder: str | os.PathLike[str], *, base_model: str | None = None) -> None:
         """Write adapter_config.json and adapter_model.safetensors, as PEFT does.
@@ -213,7 +270,12 @@ class LoraAdapters:
         ValueError
             For numbers that are not finite.
         """
-        peft.write(folder, self.options, self.arrays, model=self._base, base_model=base_model)
+        options, arrays, more = self.options, self.arrays, None
+        if self._merged is not None:
+            options, more = self._merged.options, self._merged.written
+            arrays = {**self.arrays, **self._merged.tensors}
+        model = self._loaded_with
+        peft.write(folder, options, arrays, model=model, base_model=base_model, more=more)
 
     @classmethod
     def load(
@@ -248,21 +310,60 @@ class LoraAdapters:
             For files that are damaged, and adapters of another model: with other modules or
             shapes, or, if `save` wrote them, another config.
         NotImplementedError
-            For features of PEFT other than LoRA of linear layers, such as DoRA.
+            For features of PEFT other than LoRA and DoRA.
+
+        Notes
+        -----
+        Adapters of the head and the embedding, and whole weights of these (``modules_to_save``),
+        are merged into the model that the adapters then are of; the head no longer has the
+        embedding's weight if one of the two differs. Training leaves them as they are, and `save`
+        writes them again. Adapters with magnitudes (DoRA) are all merged, computed in float32 and
+        rounded once; quantised weights are decoded for it. They are for inference: `arrays` is
+        empty. Names of targets that the model lacks are passed over.
         """
-        options, tensors = peft.read(folder, model, base_model)
+        options, extras, tensors = peft.read(folder, model, base_model)
         peft.require_ranks(folder, options, tensors)
         if dropout is not None:
             options = options._replace(dropout=dropout)
+        modules = _names_of(model)
+        base, tensors, merged = parted(folder, model, options, extras, tensors, modules)
         try:
-            adapters = cls(model, **options._asdict())
+            ours = options.fitting(modules)
+            if merged is not None and not tensors:
+                adapters = cls._without_any(base, ours)
+            else:
+                adapters = cls(base, **ours._asdict())
         except ValueError as failure:
             raise peft.unfit(folder, str(failure).partition("; ")[0]) from failure
         found = peft.fitting(folder, tensors, {n: a.shape for n, a in adapters.arrays.items()})
         for name, array in adapters.arrays.items():
             array[...] = model.xp.asarray(found[name])
         adapters.updated()
+        adapters._loaded_with = model
+        if merged is not None:
+            adapters._take(folder, merged)
         return adapters
+
+    @classmethod
+    def _without_any(cls, model: Model, options: LoraOptions) -> LoraAdapters:
+        """Return adapters of no module: all that there were are merged into the model."""
+        adapters = cls.__new__(cls)
+        adapters.options, adapters.model, adapters._base = options, model, model
+        adapters.arrays, adapters._places = {}, {}
+        return adapters
+
+    def _take(self, folder: str | os.PathLike[str], merged: MergedParts) -> None:
+        """Keep merged parts for `save`, and merge all modules if they have magnitudes."""
+        self._merged = merged
+        if not merged.magnitudes:
+            return
+        adapted = {name.rpartition(".lora_")[0] for name in self.arrays}
+        if adapted != merged.magnitudes.keys():
+            raise peft.unfit(folder, "some of their modules have magnitudes, and others have none")
+        self._base = self._merge(merged.magnitudes)
+        learnt = {name: on_host(array) for name, array in self.arrays.items()}
+        self._merged = merged._replace(tensors={**learnt, **merged.tensors})
+        self.model, self.arrays, self._places = self._base, {}, {}
 
     def _with_adapters(self, seed: int) -> Weights:
         weights, config = self._base.weights, self._base.config
@@ -278,7 +379,12 @@ class LoraAdapters:
                 if chosen:
                     adapted[field] = self._adapted(getattr(layer, field), chosen, generator)
             layers.append(layer._replace(**adapted))
-        self.options.require_found(names)
+        if lacking := self.options.require_found(names):
+            warnings.warn(
+                f"the targets {', '.join(map(repr, lacking))} are no modules of this model, which "
+                "has adapters of the others",
+                stacklevel=3,
+            )
         return weights._replace(layers=tuple(layers))
 
     def _adapted(

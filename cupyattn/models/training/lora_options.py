@@ -124,6 +124,7 @@ def _too_slow(pattern: str, taken: str) -> ValueError:
 
 ALL_LINEAR = "all-linear"
 _MOST_RANK = 1 << 16
+_A_NAME = re.compile(r"\w+")
 
 
 class LoraOptions(NamedTuple):
@@ -136,6 +137,8 @@ class LoraOptions(NamedTuple):
     rank_pattern: Mapping[str, int] = {}
     alpha_pattern: Mapping[str, float] = {}
     use_rslora: bool = False
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
 
     def checked(self) -> LoraOptions:
         """Return valid options as plain numbers, the targets as a tuple or a string, or raise."""
@@ -175,15 +178,60 @@ class LoraOptions(NamedTuple):
             {name: int(rank) for name, rank in self.rank_pattern.items()},
             {name: _plain(alpha) for name, alpha in self.alpha_pattern.items()},
             bool(self.use_rslora),
+            *self._checked_layers(),
         )
+
+    def _checked_layers(self) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+        """Return the layers with adapters and the names before their numbers, or raise."""
+        given: Any = self.layers_to_transform
+        numbers = (given,) if isinstance(given, Integral) else given
+        counts = isinstance(numbers, list | tuple | None) and all(
+            isinstance(each, Integral) and not isinstance(each, bool) and int(each) >= 0
+            for each in numbers or ()
+        )
+        found = f"layers_to_transform = {shown(given)}"
+        _require(counts, found, "it is a layer's number, or a list of them, from 0 on")
+        if numbers and isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            raise error(
+                ValueError,
+                f"{found} with the targets {shown(self.targets)}",
+                "layers are chosen for a list of targets",
+                "pass a list of names, or choose layers by the regular expression",
+            )
+        kind: Any = self.layers_pattern
+        names = (kind,) if isinstance(kind, str) else tuple(kind)
+        if not all(isinstance(each, str) and _A_NAME.fullmatch(each) for each in names):
+            raise error(
+                NotImplementedError,
+                f"layers_pattern = {shown(kind)}",
+                "there is code for names, such as layers, before the number of a layer",
+                "pass names without a regular expression",
+            )
+        return tuple(int(each) for each in numbers) if numbers else None, names
 
     def targeted(self, module: str) -> bool:
         """Tell whether a module, by its full name, has an adapter."""
+        if self.targets == ALL_LINEAR:
+            return self._in_layers(module)
         if isinstance(self.targets, str):
-            if self.targets == ALL_LINEAR:
-                return True
             return matcher((self.targets,), last_parts=False).matches(self.targets, module)
-        return any(_ends_with(module, name) for name in self.targets)
+        if module in self.targets:  # in full: in whatever layer it is
+            return True
+        chosen = any(_ends_with(module, name) for name in self.targets)
+        return chosen and self._in_layers(module)
+
+    def _in_layers(self, module: str) -> bool:
+        """Tell whether a module is in one of the layers that have adapters."""
+        if self.layers_to_transform is None:
+            return True
+        parts = module.split(".")
+        numbers = [
+            int(parts[i])
+            for i in range(2, len(parts) - 1)
+            if parts[i].isdecimal()
+            and (not self.layers_pattern or parts[i - 1] in self.layers_pattern)
+        ]
+        return bool(numbers) and numbers[-1] in self.layers_to_transform
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's adapter."""
@@ -214,24 +262,40 @@ class LoraOptions(NamedTuple):
             alpha_pattern={p: alpha for p, alpha in self.alpha_pattern.items() if p not in idle},
         )
 
-    def require_found(self, modules: Iterable[str]) -> None:
-        """Raise ValueError for targets or patterns that match none of these linear layers."""
+    def fitting(self, modules: Iterable[str]) -> LoraOptions:
+        """Return the options for these linear layers alone, without names and patterns of others.
+
+        PEFT loads adapters whose targets name modules that a model lacks.
+        """
         names = list(modules)
+        options = self.effective(filter(self.targeted, names))
         if isinstance(self.targets, str):
-            unknown = [] if any(map(self.targeted, names)) else [self.targets]
-        else:
-            unknown = [
-                target
-                for target in self.targets
-                if not any(_ends_with(name, target) for name in names)
-            ]
-        if unknown or not self.targets:
+            return options
+        known = [each for each in self.targets if any(_ends_with(name, each) for name in names)]
+        return options._replace(targets=tuple(known) or self.targets)
+
+    def require_found(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Return the targets that are none of these linear layers.
+
+        Raises ValueError if no target is one of them, or a pattern matches none of them.
+        """
+        names = list(modules)
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        lacking: tuple[str, ...] = ()
+        if not isinstance(self.targets, str):
+            found = {each for each in targets if any(_ends_with(name, each) for name in names)}
+            lacking = tuple(each for each in targets if each not in found)
+        if not any(map(self.targeted, names)):
+            unknown = lacking or targets
             kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
+            layers = self.layers_to_transform
+            where = "" if layers is None else f" in the layers {', '.join(map(str, layers))}"
+            passed = ", ".join(map(shown, unknown)) or "()"
             raise error(
                 ValueError,
-                f"targets {', '.join(map(shown, unknown)) or '()'} name no module of this model",
+                f"targets {passed} name no module of this model{where}",
                 f"its linear layers are {', '.join(kinds)}; the head and the embedding have no "
-                "adapters",
+                "adapters that are trained",
                 "name some of these, or pass targets='all-linear'",
             )
         if idle := self.idle(filter(self.targeted, names)):
@@ -241,6 +305,7 @@ class LoraOptions(NamedTuple):
                 "a pattern is of the last parts of a module's name, such as q_proj",
                 "leave it out, or add what it matches to the targets",
             )
+        return lacking
 
 
 def _names(targets: object) -> str | tuple[str, ...]:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -29,13 +29,26 @@ _FIRST_MATRICES = {True, False, "gaussian", "eva", "orthogonal"}
 """Initialisations that do not change the model's weights."""
 _READ = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "rank_pattern", "alpha_pattern",
-    "use_rslora", "init_lora_weights", "peft_type", "task_type", "bias",
+    "use_rslora", "init_lora_weights", "peft_type", "task_type", "bias", "layers_to_transform",
+    "layers_pattern", "modules_to_save", "use_dora",
 }  # fmt: skip
 _WITHOUT_EFFECT = {
     "fan_in_fan_out", "base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping",
     "revision", "megatron_core", "runtime_config", "qalora_group_size",
 }  # fmt: skip
 """The layout of the model's files, the origin of adapters, and options of unused features."""
+
+
+class Extras(NamedTuple):
+    """Options of adapters besides those of linear layers."""
+
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+
+    def written(self) -> dict[str, object]:
+        """Return them as PEFT writes them."""
+        saved = list(self.modules_to_save) or None
+        return {"modules_to_save": saved, "use_dora": self.use_dora}
 
 
 def write(
@@ -45,6 +58,7 @@ def write(
     *,
     model: Model,
     base_model: str | None,
+    more: Mapping[str, object] | None = None,
 ) -> None:
     """Write both files for adapters of this model; on an OSError older files are as they were."""
     require_finite(tensors)
@@ -65,6 +79,8 @@ def write(
         "fan_in_fan_out": HUGGING_FACE[model.config.architecture].transposed,
         "bias": "none",
         "inference_mode": True,
+        **_layers_written(options),
+        **(more or {}),
     }
     named = {f"{_PREFIX}{name}": array for name, array in tensors.items()}
     text = (json.dumps(written, indent=2) + "\n").encode()
@@ -82,9 +98,18 @@ def write(
         write_whole({Path(folder) / name: write for name, write in writers.items()})
 
 
+def _layers_written(options: LoraOptions) -> dict[str, object]:
+    if options.layers_to_transform is None:
+        return {}
+    return {
+        "layers_to_transform": list(options.layers_to_transform),
+        "layers_pattern": list(options.layers_pattern) or None,
+    }
+
+
 def read(
     folder: str | os.PathLike[str], model: Model, base_model: str | None
-) -> tuple[LoraOptions, dict[str, Stored]]:
+) -> tuple[LoraOptions, Extras, dict[str, Stored]]:
     """Return the options of adapters for `model`, and their tensors by `LoraAdapters`' names."""
     path = Path(folder)
     for name in (_CONFIG, _TENSORS):
@@ -98,7 +123,8 @@ def read(
             )
     where = str(path / _CONFIG)
     given = read_object(path / _CONFIG)
-    options = _options(Fields(given, where))
+    fields = Fields(given, where)
+    options, extras = _options(fields), _extras(fields)
     try:
         options = options.checked()
     except (TypeError, ValueError) as failure:
@@ -116,9 +142,9 @@ def read(
         if not name.startswith(_PREFIX):
             raise damaged(str(path / _TENSORS), f"{shown(name)} does not begin with {_PREFIX}")
         tensors[name.removeprefix(_PREFIX)] = tensor
-    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    modules = {name.rpartition(".lora_")[0] for name in tensors} - {""}
     try:
-        return options.effective(modules), tensors  # PEFT ignores patterns without a module
+        return options.effective(modules), extras, tensors  # PEFT ignores patterns without a module
     except ValueError as failure:
         raise damaged(where, str(failure).partition("; ")[0]) from failure
 
@@ -167,6 +193,7 @@ def _options(fields: Fields) -> LoraOptions:
         if name not in _READ | _WITHOUT_EFFECT and not unset:
             fields.refuse(name)
     targets = fields.given.get("target_modules")
+    layers = fields.given.get("layers_to_transform")
     return LoraOptions(
         rank=fields.integer("r"),
         alpha=fields.number("lora_alpha"),
@@ -175,7 +202,16 @@ def _options(fields: Fields) -> LoraOptions:
         rank_pattern=fields.object("rank_pattern"),
         alpha_pattern=fields.object("alpha_pattern"),
         use_rslora=fields.flag("use_rslora", False),
+        layers_to_transform=None if layers in (None, []) else layers,
+        layers_pattern=fields.given.get("layers_pattern") or (),
     )
+
+
+def _extras(fields: Fields) -> Extras:
+    saved = fields.given.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
+        raise damaged(fields.where, f"modules_to_save is {shown(saved)}, not a list of names")
+    return Extras(tuple(saved), fields.flag("use_dora", False))
 
 
 def require_ranks(
@@ -185,7 +221,7 @@ def require_ranks(
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".lora_")
         rank = options.rank_of(module)
-        if part == "A.weight" and tensor.shape[:1] != (rank,):
+        if part in ("A.weight", "embedding_A") and tensor.shape[:1] != (rank,):
             raise unfit(folder, f"misshapen: {name} is {tensor.shape}, and its rank {rank}")
 
 

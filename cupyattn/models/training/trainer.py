@@ -92,6 +92,7 @@ class Trainer:
         seed: int = 0,
         names: Json | None = None,
     ) -> None:
+        trainable.require(packing.samples)
         if not trainable.arrays:
             raise error(
                 ValueError,
@@ -99,7 +100,6 @@ class Trainer:
                 "a training needs at least one array to change",
                 "choose other targets of the adapters",
             )
-        trainable.require(packing.samples)
         self.trainable = trainable
         self.packing = packing
         self.schedule = Schedule.checked(*schedule)
