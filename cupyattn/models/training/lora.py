@@ -214,10 +214,10 @@ class LoraAdapters:
         -------
         Model
             Weights with adapters are new arrays in the model's dtype, W + alpha / rank * B A,
-            rounded once, in float16 to infinity beyond 65,504; all others are shared. A quantised
-            weight with an adapter is dequantised, because quantising it again would lose the
-            adapter. If there is no memory for that, use `model`, which adds the adapters as it
-            computes.
+            computed in float32 and rounded once, in float16 to infinity beyond 65,504; all others
+            are shared. A quantised weight with an adapter is dequantised, because quantising it
+            again would lose the adapter. If there is no memory for that, use `model`, which adds
+            the adapters as it computes.
         """
         return self._merge({})
 
@@ -230,13 +230,25 @@ class LoraAdapters:
             for field, product in layer._asdict().items():
                 if isinstance(product, AdaptedProduct):
                     lengths = self._lengths(named[field], product, magnitudes)
-                    merged[field] = product.merged(self._base.xp, lengths=lengths)
+                    kind = product.a.dtype
+                    merged[field] = self._wide(product).merged(
+                        self._base.xp, dtype=kind, lengths=lengths
+                    )
             if "qkv_up" in merged:
                 whole, first = merged["qkv_up"], len(layer.qkv.weight)
                 merged["qkv"] = rows_of(whole, slice(None, first))
                 merged["up"] = rows_of(whole, slice(first, None))
             layers.append(layer._replace(**merged))
         return self._base.with_weights(self._base.weights._replace(layers=tuple(layers)))
+
+    def _wide(self, product: AdaptedProduct) -> AdaptedProduct:
+        """Return a product whose adapters have what was learnt, without rounding."""
+        wide = loss_dtype(product.a.dtype)
+        made = {id(array): array.astype(wide) for array in (product.a, product.b)}
+        for name, place in self._places.items():
+            if id(place.array) in made:
+                place._replace(array=made[id(place.array)]).fill(self.arrays[name])
+        return product._replace(a=made[id(product.a)], b=made[id(product.b)])
 
     def _lengths(
         self,

@@ -46,6 +46,22 @@ def test_merged_is_the_adapted_model(config):
     assert found != model.generate(prompts, max_new_tokens=6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_merged_weights_are_rounded_once(dtype):
+    """B times the scale 4 / 3 is not rounded before it is multiplied with A."""
+    model = models.random(TINY["llama"], dtype=dtype, xp=np, seed=4)
+    adapters = adapters_of(model, targets=["o_proj"])
+    for index, layer in enumerate(adapters.merged().weights.layers):
+        a, b = (
+            adapters.arrays[f"model.layers.{index}.self_attn.o_proj.lora_{x}.weight"] for x in "AB"
+        )
+        old = model.weights.layers[index].output.weight
+        exact = old.astype(np.float64) + 4 / 3 * b.astype(np.float64) @ a
+        error = np.abs(layer.output.weight.astype(np.float64) - exact)
+        spacing = np.spacing(np.abs(exact).astype(old.dtype)).astype(np.float64)
+        assert (error <= 0.5001 * spacing + 1e-6).all()
+
+
 def test_adapters_that_begin_add_nothing(config):
     """And the model's own weights are never written."""
     model = model_of(config, "float32")
