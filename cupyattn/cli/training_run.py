@@ -224,7 +224,8 @@ def _data(arguments: argparse.Namespace, moment: datetime | None) -> training.Da
         )
     config = checkpoint.config
     longest = min(arguments.max_length or arguments.batch_tokens, config.max_positions)
-    end = config.eos_ids[0] if config.eos_ids else None
+    ends = (*config.eos_ids, *getattr(tokenizer, "end_ids", ()))
+    end = ends[0] if ends else None
     if end is not None and end >= config.vocab_size:
         raise error(
             ValueError,

@@ -9,6 +9,7 @@ that is learnt, so that each of these characters is predicted once.
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -138,8 +139,16 @@ class Reader(NamedTuple):
             If the file cannot be read.
         ValueError
             For a line that is not a sample, with its number and the reason.
+
+        Warns
+        -----
+        UserWarning
+            For the notes of `read_data`, such as answers that are not learnt.
         """
-        return self.read_data(path).samples
+        data = self.read_data(path)
+        for note, count in data.notes.items():
+            warnings.warn(f"{os.fspath(path)}: of {count:,} samples: {note}", stacklevel=2)
+        return data.samples
 
     def read_data(self, path: str | os.PathLike[str]) -> Data:
         """Read a file as `read`, and report the forms of its objects."""
@@ -192,7 +201,8 @@ class Reader(NamedTuple):
                 "none of its messages is of the assistant",
                 "add an answer to learn, or remove the line",
             )
-        text, marked = self._rendered(messages[: answers[-1] + 1], False, where)
+        messages = messages[: answers[-1] + 1]
+        text, marked = self._rendered(messages, False, where)
         whole = all(messages[i]["content"].strip() in text for i in answers)
         notes = [] if whole else [_LEFT_OUT]
         if marked:
@@ -224,7 +234,9 @@ class Reader(NamedTuple):
             before, _ = self._rendered(messages[:i], False, where)
             if not text.startswith(before):
                 return None
-        until, _ = self._rendered(messages[: i + 1], False, where)
+        until = text
+        if i + 1 < len(messages):
+            until, _ = self._rendered(messages[: i + 1], False, where)
         stop = _shared(text, until)
         ragged = stop < len(until)
         if stop <= start or (ragged and messages[i]["content"].strip() not in text[start:stop]):

@@ -10,6 +10,9 @@ import json
 from datetime import datetime
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.search import examples
 
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.training.batches import IGNORED
@@ -115,6 +118,24 @@ def test_spaces_that_offsets_leave_out_are_of_the_answer(trim):
     assert parts(made, {"prompt": "A:", "completion": "  "})[1] == ["ĠĠ", "</s>"]
     assert parts(made, {"prompt": "A:  ", "completion": "4"})[1] == ["Ġ4", "</s>"]
     assert parts(made, {"prompt": "A:\n", "completion": "\n"})[1] == ["ĊĊ", "</s>"]
+
+
+TEXTS = st.text("Ahi4 é\n", min_size=1, max_size=9)
+
+
+@examples(40, deep=2000)
+@given(TEXTS, TEXTS, st.booleans())
+def test_each_token_is_of_the_prompt_or_learnt(prompt, completion, trim):
+    made = reader(byte_level(trim=trim))
+    (sample,) = made.samples({"prompt": prompt, "completion": completion}, "here")
+    ids = encoded(made, prompt + completion)
+    assert sample.ids.tolist() == [*ids, 2]
+    learnt = [each for each in sample.labels[:-1] if each != IGNORED]
+    read = ids[: len(ids) + 1 - len(learnt)]
+    assert learnt == [*ids, 2][len(read) :]
+    written = made.tokenizer.decode(learnt)
+    assert written.endswith(completion) or len(read) == 1
+    assert prompt.startswith(made.tokenizer.decode(read)) or len(read) == 1
 
 
 @pytest.mark.parametrize("line", [LINE, {"text": "A: 4"}])
@@ -302,6 +323,8 @@ def test_chats_whose_last_answer_alone_is_learnt_are_counted(tmp_path):
     data = made.read_data(written(tmp_path, line, {"messages": CHAT}, line))
     ((note, count),) = data.notes.items()
     assert count == 2 and "only the last answer is learnt" in note
+    with pytest.warns(UserWarning, match=r"data.jsonl: of 2 samples: the chat template writes ans"):
+        assert len(made.read(tmp_path / "data.jsonl")) == 3
 
 
 def test_reasoning_that_the_template_leaves_out_is_noted(tmp_path):
@@ -341,8 +364,8 @@ def test_alpaca_and_sharegpt_are_chats_of_the_template():
         ({"messages": SHAREGPT["conversations"]}, [{**asked, "content": "hi"}, answer]),
         ({"conversations": CHAT}, CHAT),
     ]  # fmt: skip
-    for given, messages in pairs:
-        assert parts(made, given) == parts(made, {"messages": messages})
+    for line, messages in pairs:
+        assert parts(made, line) == parts(made, {"messages": messages})
 
 
 @pytest.mark.parametrize("more", ["", "A?"])
