@@ -96,9 +96,12 @@ def parted(
     weights = model.weights
     embedding = _embedding(folder, model, options, names.embedding, found)
     head = _head(folder, model, options, names.head, found, marks.pop(names.head, None))
+    low = any(".lora_" in name and _owner(name) in names for name in found)
+    both = [found[f"{name}.weight"] for name in names if f"{name}.weight" in found]
+    if model.config.tied and not low and len(both) == 2 and np.array_equal(both[0], both[1]):
+        head = head._replace(weight=embedding)
     merged = model.with_weights(weights._replace(embedding=embedding, head=head))
-    tied = head.weight is embedding
-    merged.config = model.config._replace(tied=tied)
+    merged.config = model.config._replace(tied=head.weight is embedding)
     if unknown := [name for name in marks if name not in modules]:
         raise peft.unfit(folder, f"unknown: {unknown[0]}{_MAGNITUDE}")
     rest = {name: tensor for name, tensor in tensors.items() if name not in ours}

@@ -471,6 +471,17 @@ def test_whole_weights_replace_those_of_the_model(saved, with_ends, tmp_path):
         LoraAdapters.load(other, folder)
 
 
+def test_one_array_that_is_saved_twice_is_one_array(tmp_path):
+    """PEFT writes both where the vocabulary might have changed."""
+    model = model_of(TINY["gpt2"], "float32")
+    adapters_of(model, targets=["c_attn"]).save(tmp_path)
+    table = normal(*model.weights.embedding.shape)
+    add_tensors(tmp_path, {"transformer.wte.weight": table, "lm_head.weight": table})
+    found = LoraAdapters.load(model, tmp_path).model
+    assert found.config.tied and found.weights.head.weight is found.weights.embedding
+    np.testing.assert_array_equal(found.weights.embedding, table)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_dora_is_merged(name, quantize, tmp_path):
