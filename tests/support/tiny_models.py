@@ -52,8 +52,7 @@ class ByteTokenizer:
         ids = self.encode(text, special_tokens=special_tokens)
         own = [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
         first = len(ids) - len(own)
-        added = [True] * first + [False] * len(own)
-        return Encoded(ids, [(0, 0)] * first + own, added)
+        return Encoded(ids, [(0, 0)] * first + own, first)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(each for each in ids if each < 256).decode(errors="replace")

@@ -112,14 +112,29 @@ class Encoded(NamedTuple):
     spans : list of (int, int)
         The first character of the text that each token is made of, and the one after the last.
         They are those of the package tokenizers: bytes of one character have the same, and tokens
-        that were added have (0, 0).
-    added : list of bool
-        Whether a token is not of the text, but begins or ends it.
+        that begin the text have (0, 0).
+    begun : int
+        How many tokens begin the text and are not of it.
     """
 
     ids: list[int]
     spans: list[tuple[int, int]]
-    added: list[bool]
+    begun: int
+
+
+def _begin_ids(state: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the tokens that a post-processor of the package tokenizers puts before a text."""
+    if state.get("type") == "TemplateProcessing":
+        names = [each.get("SpecialToken", {}).get("id") for each in state["single"]]
+        known = state["special_tokens"]
+        return tuple(token for name in takewhile(bool, names) for token in known[name]["ids"])
+    if state.get("type") == "Sequence":  # the last is applied to what the others have made
+        parts = [_begin_ids(each) for each in reversed(state["processors"])]
+        return tuple(token for part in parts for token in part)
+    return (state["cls"][1],) if "cls" in state else ()
+
+
+_CHAT = ({"role": "user", "content": "A question"}, {"role": "assistant", "content": "An answer"})
 
 
 class Tokenizer:
@@ -191,14 +206,16 @@ class Tokenizer:
             If it has halves of surrogate pairs, as Python reads bytes that are not UTF-8, or if
             the tokenizer lacks a token, such as that for unknown characters.
         """
-        return self._encoding(text, special_tokens).ids
+        ids = self._encoding(text).ids
+        return [*self.begin_ids, *ids] if special_tokens else ids
 
     def encode_with_spans(self, text: str, /, *, special_tokens: bool = True) -> Encoded:
         """Return the ids of a text as `encode`, and the characters of the text that each is of."""
-        found = self._encoding(text, special_tokens)
-        return Encoded(found.ids, found.offsets, [bool(each) for each in found.special_tokens_mask])
+        found, begin = self._encoding(text), self.begin_ids if special_tokens else ()
+        spans = [(0, 0)] * len(begin) + found.offsets
+        return Encoded([*begin, *found.ids], spans, len(begin))
 
-    def _encoding(self, text: str, special_tokens: bool) -> Any:
+    def _encoding(self, text: str) -> Any:
         if isinstance(text, str) and any("\ud800" <= each <= "\udfff" for each in text):
             raise error(
                 ValueError,
@@ -214,7 +231,7 @@ class Tokenizer:
                 "encode several texts one by one",
             )
         with self._explained(f"the text {shown(text)}"):
-            return self.inner.encode(text, add_special_tokens=special_tokens)
+            return self.inner.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], /, *, special_tokens: bool = False) -> str:
         """Return the text of ids.

@@ -112,9 +112,8 @@ class Reader(NamedTuple):
     tokenizer : Tokenizer
         The model's.
     end : int or None
-        The token after a text or a completion, which is learnt too. A tokenizer that adds its own
-        tokens after a text (``add_eos_token``) adds these instead, and a text that ends with it has
-        no second one.
+        The token after a text or a completion, which is learnt too. A text that ends with it has no
+        second one.
     longest : int
         The most tokens of a sample. Longer texts are cut; lines with a prompt are refused.
     vocab_size : int, optional
@@ -203,7 +202,8 @@ class Reader(NamedTuple):
             )
         messages = messages[: answers[-1] + 1]
         text, marked = self._rendered(messages, False, where)
-        whole = all(messages[i]["content"].strip() in text for i in answers)
+        written = _without_spaces(text)
+        whole = all(_without_spaces(messages[i]["content"]) in written for i in answers)
         notes = [] if whole else [_LEFT_OUT]
         if marked:
             return SampleText(text, tuple(LearntSpan(*each) for each in marked), bare=False), notes
@@ -239,7 +239,8 @@ class Reader(NamedTuple):
             until, _ = self._rendered(messages[: i + 1], False, where)
         stop = _shared(text, until)
         ragged = stop < len(until)
-        if stop <= start or (ragged and messages[i]["content"].strip() not in text[start:stop]):
+        content = _without_spaces(messages[i]["content"])
+        if stop <= start or (ragged and content not in _without_spaces(text[start:stop])):
             return None
         return LearntSpan(start, stop, ragged)
 
@@ -255,7 +256,7 @@ class Reader(NamedTuple):
     def _tokens(self, part: SampleText, where: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, and whether each is learnt."""
         try:
-            ids, spans, added = self.tokenizer.encode_with_spans(
+            ids, spans, begun = self.tokenizer.encode_with_spans(
                 part.text, special_tokens=part.bare
             )
         except ValueError as failure:
@@ -268,13 +269,10 @@ class Reader(NamedTuple):
             before = max(before, stop)
         if not part.bare:
             return ids, learnt
-        first, last = _inner(added)
-        ending = ids[last:] or ([] if self.end is None else [self.end])
-        if ids[first : 2 * first] == ids[:first]:  # the text begins with them too
-            ids, learnt, last = ids[first:], learnt[first:], last - first
-        ids, learnt = ids[:last], learnt[:last]
-        if ids[len(ids) - len(ending) :] != ending:
-            ids, learnt = ids + ending, learnt + [True] * len(ending)
+        if ids[begun : 2 * begun] == ids[:begun]:  # the text begins with them too
+            ids, learnt = ids[begun:], learnt[begun:]
+        if self.end is not None and ids[-1:] != [self.end]:
+            ids, learnt = [*ids, self.end], [*learnt, True]
         return ids, learnt
 
     def _cut(self, part: SampleText, where: str) -> list[Sample]:
@@ -301,10 +299,9 @@ class Reader(NamedTuple):
         return [sample for sample in made if sample.num_labels]
 
 
-def _inner(added: Sequence[bool]) -> tuple[int, int]:
-    """Return where the tokens begin and end that are of the text itself."""
-    own = [i for i, each in enumerate(added) if not each]
-    return (own[0], own[-1] + 1) if own else (len(added), len(added))
+def _without_spaces(text: str) -> str:
+    """Return a text to compare with one that a template has trimmed, or broken into lines."""
+    return "".join(text.split())
 
 
 def _shared(text: str, other: str) -> int:

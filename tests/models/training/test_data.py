@@ -334,6 +334,10 @@ def test_reasoning_that_the_template_leaves_out_is_noted(tmp_path):
     ((note, count),) = data.notes.items()
     assert count == 1 and "leaves out a part of an answer" in note
     assert pieces_of(made.tokenizer, data.samples[0].ids)[-2:] == ["▁yo", "</s>"]
+    made.tokenizer.chat_template = plain(R1).replace(
+        ".split('</think>')[-1]", ".replace('>', '>\\n')"
+    )
+    assert not made.read_data(tmp_path / "data.jsonl").notes  # it is only broken into lines
 
 
 def test_a_template_that_rewrites_the_last_prompt_is_refused():
