@@ -90,6 +90,7 @@ __all__ = [
     "log_softmax_backward",
     "logsumexp",
     "logsumexp_backward",
+    "matmul",
     "merge_attention",
     "paged_attention",
     "quantize",

@@ -48,6 +48,7 @@ from cupyattn.ops.linear.api import linear as linear
 from cupyattn.ops.linear.api import linear_backward as linear_backward
 from cupyattn.ops.linear.api import linear_gelu as linear_gelu
 from cupyattn.ops.linear.api import linear_gelu_backward as linear_gelu_backward
+from cupyattn.ops.linear.api_matmul import matmul as matmul
 from cupyattn.ops.linear.api_quantised import dequantize as dequantize
 from cupyattn.ops.linear.api_quantised import quantize as quantize
 from cupyattn.ops.linear.reference import LinearGrads as LinearGrads

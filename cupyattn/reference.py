@@ -48,11 +48,13 @@ from cupyattn.ops.embedding.reference import embedding as embedding
 from cupyattn.ops.embedding.reference import embedding_backward as embedding_backward
 from cupyattn.ops.linear.bounds import linear_backward_bound as linear_backward_bound
 from cupyattn.ops.linear.bounds import linear_bound as linear_bound
+from cupyattn.ops.linear.bounds import matmul_bound as matmul_bound
 from cupyattn.ops.linear.reference import dequantised_rows as dequantised_rows
 from cupyattn.ops.linear.reference import dequantize as dequantize
 from cupyattn.ops.linear.reference import expand_scales as expand_scales
 from cupyattn.ops.linear.reference import linear as linear
 from cupyattn.ops.linear.reference import linear_backward as linear_backward
+from cupyattn.ops.linear.reference import matmul as matmul
 from cupyattn.ops.linear.reference import nest_scales as nest_scales
 from cupyattn.ops.linear.reference import quantize as quantize
 from cupyattn.ops.linear.reference import with_expanded_scales as with_expanded_scales

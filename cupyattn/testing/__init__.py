@@ -42,9 +42,11 @@ from cupyattn.testing.cache import PagedCase, paged_cases
 from cupyattn.testing.checks import assert_within_bounds, bound, emulated, expected
 from cupyattn.testing.layers import (
     LinearCase,
+    MatmulCase,
     NormCase,
     SoftmaxCase,
     linear_cases,
+    matmul_cases,
     norm_cases,
     softmax_cases,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "AttentionCase",
     "ExpectedResult",
     "LinearCase",
+    "MatmulCase",
     "NormCase",
     "PackedCase",
     "PagedCase",
@@ -66,6 +69,7 @@ __all__ = [
     "lay_out",
     "lengths",
     "linear_cases",
+    "matmul_cases",
     "norm_cases",
     "packed_cases",
     "paged_cases",

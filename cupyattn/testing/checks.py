@@ -28,9 +28,9 @@ def expected(function: Callable[..., Any], /, *arrays: Any, **options: Any) -> E
     function : callable
         A public function of cupyattn: `cupyattn.attention`, `cupyattn.attention_varlen`,
         `cupyattn.paged_attention`, `cupyattn.merge_attention`, `cupyattn.linear`,
-        `cupyattn.linear_gelu`, `cupyattn.softmax`, `cupyattn.log_softmax`, `cupyattn.logsumexp`,
-        `cupyattn.layer_norm`, `cupyattn.rms_norm`, `cupyattn.gelu`, `cupyattn.silu`,
-        `cupyattn.swiglu`, `cupyattn.geglu`, `cupyattn.dropout`, `cupyattn.rope`,
+        `cupyattn.linear_gelu`, `cupyattn.matmul`, `cupyattn.softmax`, `cupyattn.log_softmax`,
+        `cupyattn.logsumexp`, `cupyattn.layer_norm`, `cupyattn.rms_norm`, `cupyattn.gelu`,
+        `cupyattn.silu`, `cupyattn.swiglu`, `cupyattn.geglu`, `cupyattn.dropout`, `cupyattn.rope`,
         `cupyattn.embedding`, `cupyattn.cross_entropy`, or the backward of one of them.
     *arrays
         The positional arguments of the call, CuPy or NumPy arrays of float16, bfloat16 or float32.

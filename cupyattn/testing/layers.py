@@ -1,4 +1,4 @@
-"""Test cases of softmax, norms and linear layers, and the strategies that draw them."""
+"""Test cases of softmax, norms, linear layers and products; the strategies that draw them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SIZES = (1, 2, 7, 8, 13, 24, 31, 32, 33, 40, 63, 64, 65, 72, 97, 128, 129)
 """Sizes of products: around the tiles of kernels, primes, multiples of a vector."""
 GATED = ("swiglu", "geglu")
 DTYPES = ("float16", "float32")
+MATRIX_VIEWS = ("contiguous", "transposed", "sliced", "padded", "strided", "broadcast")
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,6 +245,87 @@ class LinearCase(PastableCase):
         return options
 
 
+@dataclass(frozen=True, repr=False)
+class MatmulCase(PastableCase):
+    """A call of `cupyattn.matmul`. The fields determine the arrays.
+
+    Parameters
+    ----------
+    M, K, N : int
+        a has matrices (M, K) and b (K, N). Without M, a is a vector (K,), and without N b is.
+    a_batch, b_batch : tuple of int
+        The shapes of the batches, which broadcast.
+    dtype : str
+        "float16", "bfloat16", "float32", "float64" or "int8".
+    a_view, b_view : str
+        The strides of matrices. "contiguous": C order. "transposed": their transposes are in C
+        order. "sliced": rows are slices of longer rows, and start at any item. "padded": rows have
+        padding, and start at multiples of 16 items. "strided": every second item of every second
+        row, backwards. "broadcast": the first row is repeated with stride 0.
+    seed : int
+        What the numbers in the arrays depend on.
+
+    Examples
+    --------
+    >>> case = MatmulCase(5, 24, 33, a_batch=(2, 1), b_batch=(3,), b_view="transposed")
+    >>> [array.shape for array in case.arrays()]
+    [(2, 1, 5, 24), (3, 24, 33)]
+    """
+
+    M: int | None
+    K: int
+    N: int | None
+    a_batch: tuple[int, ...] = ()
+    b_batch: tuple[int, ...] = ()
+    dtype: str = "float32"
+    a_view: str = "contiguous"
+    b_view: str = "contiguous"
+    seed: int = 0
+
+    def arrays(self) -> tuple[NumpyArray, NumpyArray]:
+        """Return a and b."""
+        return self._array("a"), self._array("b")
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the options as keyword arguments: there are none."""
+        return {}
+
+    def _array(self, name: str) -> NumpyArray:
+        matrix: tuple[int | None, int | None] = (self.M, self.K)
+        batch, view = self.a_batch, self.a_view
+        if name == "b":
+            batch, view, matrix = self.b_batch, self.b_view, (self.K, self.N)
+        shape = (*batch, *(1 if extent is None else extent for extent in matrix))
+        if self.dtype == "int8":
+            rng = np.random.default_rng([self.seed, *name.encode()])
+            numbers = rng.integers(-128, 128, shape).astype(np.int8)
+        else:
+            numbers = normal(self.seed, name, shape, self.dtype)
+        numbers = _lay_out_matrices(numbers, view)
+        return numbers.reshape(self.K) if None in matrix else numbers
+
+
+def _lay_out_matrices(x: NumpyArray, view: str) -> NumpyArray:
+    """Return matrices with other strides. Memory between and around them must not be read."""
+    if view == "broadcast":
+        return np.broadcast_to(x[..., :1, :], x.shape)
+    if view == "transposed":
+        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if view == "contiguous":
+        return x
+    *batch, rows, columns = x.shape
+    other = 127 if x.dtype == np.int8 else np.nan
+    if view == "sliced":
+        result = np.full((*batch, rows, columns + 3), other, x.dtype)[..., 1 : columns + 1]
+    elif view == "padded":
+        result = np.full((*batch, rows, columns + 16 + -columns % 16), other, x.dtype)
+        result = result[..., :columns]
+    else:
+        result = np.full((*batch, 2 * rows, 2 * columns), other, x.dtype)[..., ::-2, ::-2]
+    result[...] = x
+    return result
+
+
 @st.composite
 def softmax_cases(
     draw: st.DrawFn,
@@ -375,4 +457,49 @@ def linear_cases(
         biased=draw(st.booleans()),
         residual=draw(st.booleans()),
         seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def matmul_cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    sizes: Sequence[int] = (0, *SIZES),
+    views: Sequence[str] = MATRIX_VIEWS,
+) -> MatmulCase:
+    """Draw calls of `cupyattn.matmul`: sizes around the tiles of kernels, primes, and vectors.
+
+    Parameters
+    ----------
+    dtypes, views : sequences of str
+        Values to draw from.
+    sizes : sequence of int
+        Values of M, K and N to draw from.
+
+    Returns
+    -------
+    hypothesis strategy of MatmulCase
+    """
+    size = st.sampled_from(tuple(sizes))
+    rows, columns = draw(st.one_of(st.none(), size)), draw(st.one_of(st.none(), size))
+    batch = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+
+    def own(extent: int | None) -> tuple[int, ...]:
+        """Draw the batch of one operand: some of its axes are 1, and the first ones absent."""
+        if extent is None:
+            return ()
+        broadcast = [draw(st.sampled_from((n, n, 1))) for n in batch]
+        return tuple(broadcast[draw(st.integers(0, len(batch))) :])
+
+    return MatmulCase(
+        rows,
+        draw(size),
+        columns,
+        own(rows),
+        own(columns),
+        draw(st.sampled_from(tuple(dtypes))),
+        draw(st.sampled_from(tuple(views))),
+        draw(st.sampled_from(tuple(views))),
+        draw(SEEDS),
     )

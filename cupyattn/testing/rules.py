@@ -27,7 +27,7 @@ from cupyattn.ops.attention.reference.quantised import (
     stored_attention_bound,
 )
 from cupyattn.ops.attention.reference.varlen import score_index, sequences
-from cupyattn.ops.linear.bounds import cpu_linear_backward_bound, cpu_linear_bound
+from cupyattn.ops.linear import bounds as of
 from cupyattn.ops.norms.reference import rounded_sum
 from cupyattn.runtime.errors import error
 from cupyattn.testing.arrays import NumpyArray
@@ -291,6 +291,10 @@ def _linear_backward(
         *arrays, activation=activation, preactivation=preactivation, dtype=arrays[1].dtype
     )
     return ExpectedResult(exact, bounds)
+
+
+def _matmul(a: Any, b: Any, bound_of: BoundOf = reference.matmul_bound) -> ExpectedResult:
+    return ExpectedResult(reference.matmul(a, b), bound_of(a, b, dtype=a.dtype))
 
 
 def _linear_gelu(*arrays: Any, approximate: str = "tanh", **options: Any) -> ExpectedResult:
@@ -560,6 +564,7 @@ RULES: dict[str, Rule] = {
     "log_softmax_backward": _softmax_backward_rule("log_softmax"),
     "logsumexp": _softmax_rule("logsumexp"),
     "logsumexp_backward": _logsumexp_backward,
+    "matmul": _matmul,
     "merge_attention": _merge_attention,
     "paged_attention": _paged_attention,
     "rms_norm": _rms_norm,
@@ -578,10 +583,11 @@ NUMPY_RULES: dict[str, Rule] = {
     "attention": partial(_attention, bound_of=_numpys_attention),
     "attention_varlen": partial(_attention_varlen, bound_of=_numpys_attention),
     "paged_attention": partial(_paged_attention, bound_of=_numpys_attention),
-    "linear": partial(_linear, bound_of=cpu_linear_bound),
-    "linear_backward": partial(_linear_backward, bound_of=cpu_linear_backward_bound),
-    "linear_gelu": partial(_linear_gelu, bound_of=cpu_linear_bound),
-    "linear_gelu_backward": partial(_linear_gelu_backward, bound_of=cpu_linear_backward_bound),
+    "linear": partial(_linear, bound_of=of.cpu_linear_bound),
+    "linear_backward": partial(_linear_backward, bound_of=of.cpu_linear_backward_bound),
+    "linear_gelu": partial(_linear_gelu, bound_of=of.cpu_linear_bound),
+    "linear_gelu_backward": partial(_linear_gelu_backward, bound_of=of.cpu_linear_backward_bound),
+    "matmul": partial(_matmul, bound_of=of.cpu_matmul_bound),
     "gelu": _activation_rule(None, cpu_activation_bound),
     "gelu_backward": _activation_backward_rule(None, cpu_activation_backward_bound),
     "silu": _activation_rule("silu", cpu_activation_bound),

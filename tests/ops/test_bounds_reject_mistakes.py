@@ -303,6 +303,13 @@ def embedding_backward(dtype: str) -> Case:
     return Case((exact,), (reference.embedding_backward_bound(dout, 7, ids, dtype=dtype),), wrong)
 
 
+def matmul(dtype: str) -> Case:
+    a, b = normal(2, 9, 24, dtype=dtype), normal(24, 7, dtype=dtype)
+    exact = reference.matmul(a, b)
+    wrong = {"without the last of K": (reference.matmul(a[..., :-1], b[:-1]),)}
+    return Case((exact,), (reference.matmul_bound(a, b, dtype=dtype),), wrong)
+
+
 def dropout(dtype: str) -> Case:
     x, residual = normal(9, 40, dtype=dtype), normal(9, 40, seed=1, dtype=dtype)
     exact = reference.dropout(x, 0.25, 5, residual)
@@ -315,7 +322,7 @@ CASES: dict[str, Callable[[str], Case]] = {
         merge_attention, append_kv, gather, add_to, cross_entropy, cross_entropy_backward,
         linear_cross_entropy, linear_cross_entropy_backward, log_softmax, logsumexp,
         row_gradients, broadcast_sums, adamw_step, global_norm, gated, norm, norm_backward, rope,
-        embedding_backward, dropout,
+        embedding_backward, dropout, matmul,
     )},
     **{kind: partial(activation, kind) for kind in ("gelu", "gelu_tanh", "silu")},
     **{f"integers of {bits} bits": partial(quantisation, bits) for bits in (8, 4)},

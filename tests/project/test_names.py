@@ -195,6 +195,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"activation": None, "residual": None, "return_preactivation": False, "out": None,
          "workspace": None},
     ),
+    cupyattn.matmul: (("a", "b"), {"out": None}),
     cupyattn.quantize: (
         ("w",), {"format": "nf4", "block_size": None, "out": None, "workspace": None},
     ),

@@ -26,6 +26,7 @@ from cupyattn.runtime.backend import kernels_run_numpy_arrays
 from cupyattn.testing import (
     AttentionCase,
     LinearCase,
+    MatmulCase,
     NormCase,
     PackedCase,
     PagedCase,
@@ -46,6 +47,7 @@ STRATEGIES = {
         head_dims=[8], bits=[None, 8, 4], options=["causal", "window_size", "sinks", "softcap"]
     ),
     "linear": testing.linear_cases(rows=[0, 1, 7]),
+    "matmul": testing.matmul_cases(dtypes=["float16", "float32", "int8"], sizes=[0, 1, 7, 24]),
     "norm": testing.norm_cases(),
     "softmax": testing.softmax_cases(
         dtypes=["float16", "bfloat16"], views=VIEWS, options=["scale", "causal", "mask", "bias"]
@@ -56,6 +58,7 @@ FUNCTIONS = {
     PackedCase: cupyattn.attention_varlen,
     PagedCase: cupyattn.paged_attention,
     LinearCase: cupyattn.linear,
+    MatmulCase: cupyattn.matmul,
     SoftmaxCase: cupyattn.log_softmax,
 }
 
@@ -102,6 +105,9 @@ FEW = {
     ),
     "paged": testing.paged_cases(dtypes=["float16"], bits=[8], most_queries=2, most_group=4),
     "linear": testing.linear_cases(dtypes=["float32"], activations=["silu"], rows=[1, 7, 33]),
+    "matmul": testing.matmul_cases(
+        dtypes=["float32"], sizes=[0, 24, 72], views=["contiguous", "strided"]
+    ),
     "norm": testing.norm_cases(row_lengths=[33], dtypes=["float32"], centred=[True]),
     "softmax": testing.softmax_cases(dtypes=["float32"], row_lengths=[33, 129]),
 }  # fmt: skip
@@ -137,6 +143,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("linear", (X, W), {"residual": f16(3, 6, 24), "return_preactivation": True}),
     ("linear", (f16(3, 32), cupyattn.quantize(f16(32, 24), format="int8")), {}),
     ("linear_backward", (f16(3, 6, 12), X, W), {"activation": "swiglu"}),
+    ("matmul", (X, W), {}),
     ("linear_gelu", (X, W, f16(24)), {"approximate": "none"}),
     ("linear_gelu_backward", (f16(3, 6, 24), X, W, f16(24)), {}),
     ("softmax", (X,), {"bias": f16(6, 40), "scale": 0.5, "causal": True}),

@@ -70,6 +70,30 @@ struct Numbers {
   }
 };
 
+// The numbers of an array of any strides, unchanged. Whole vectors are neighbours in memory: the item stride is 1.
+template <typename Scalar_, int kVec>
+struct StridedNumbers : Numbers<Scalar_, kVec> {
+  using Scalar = Scalar_;
+  using Base = Numbers<Scalar, kVec>;
+
+  int64 item_stride;  // from neighbour to neighbour, in items
+
+  __device__ __forceinline__ StridedNumbers(const Scalar* array_g, int64 line_stride, int64 items)
+      : Base{array_g, line_stride}, item_stride(items) {}
+
+  __device__ __forceinline__ void fetch(typename Base::Fetched& fetched, int64 line, int64 place, int64 count) const {
+    if constexpr (kVec > 1) {
+      Base::fetch(fetched, line, place, count);
+    } else {
+      const Scalar* const source_g = this->first_g + line * this->stride + place * item_stride;
+#pragma unroll
+      for (int i = 0; i < Base::kItems; i++) {
+        fetched.x.item[i] = i < count ? source_g[i * item_stride] : from_float<Scalar>(0.f);
+      }
+    }
+  }
+};
+
 // dz = dout * activation'(z). With a gated activation, whose z has `half` columns of the gate and as many of up, it is
 // dout * up * activation'(gate), followed by dout * activation(gate).
 //

@@ -46,9 +46,11 @@ static_assert(kPairedLines == kColumnLanes * kGroup,
 struct TilePlace {
   int64 row, column;
 
-  __device__ __forceinline__ TilePlace(int64 row_tiles, int64 column_tiles) {
+  __device__ __forceinline__ TilePlace(int64 row_tiles, int64 column_tiles)
+      : TilePlace(row_tiles, column_tiles, blockIdx.x) {}
+  __device__ __forceinline__ TilePlace(int64 row_tiles, int64 column_tiles, uint32 cta) {
     constexpr int64 kGroupRows = 8;
-    const int64 group = blockIdx.x / (kGroupRows * column_tiles), within = blockIdx.x % (kGroupRows * column_tiles);
+    const int64 group = cta / (kGroupRows * column_tiles), within = cta % (kGroupRows * column_tiles);
     const int64 rows = min(kGroupRows, row_tiles - group * kGroupRows);
     row = group * kGroupRows + within % rows;
     column = within / rows;

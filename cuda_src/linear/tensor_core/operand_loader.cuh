@@ -109,3 +109,47 @@ struct ArrayLoader {
     st_shared_v4(tile_s + Chunks::shared_distance(i), quad);
   }
 };
+
+// An array of any strides as an operand, item by item: a line follows the smaller stride, so that most accesses of a
+// warp are neighbours. Interface as ArrayLoader.
+template <typename Chunks_>
+struct StridedLoader {
+  using Chunks = Chunks_;
+  using Tile = typename Chunks::Tile;
+  using Fetched = uint4;
+  static constexpr int kFetches = Chunks::kCount, kStores = 1;
+
+  const uint16* tile_g;            // the first item of the current k-tile
+  int64 line_stride, item_stride;  // from line to line, and from item to item of a line
+  int outer_items;                 // that exist from the tile's first on
+
+  __device__ __forceinline__ StridedLoader(const float16* array_g, int64 of_lines, int64 of_items, int first_outer,
+                                           int outer_length)
+      : tile_g(reinterpret_cast<const uint16*>(array_g) + first_outer * (Tile::kAlong ? of_lines : of_items)),
+        line_stride(of_lines),
+        item_stride(of_items),
+        outer_items(outer_length - first_outer) {}
+
+  template <bool kRagged>
+  __device__ __forceinline__ void load(uint4& quad, int i, int ahead, int valid) const {
+    const int line = Chunks::line(i), place = Chunks::place(i);
+    const int inner = !kRagged ? 0 : Tile::kAlong ? place : line;
+    if (inner < valid) {
+      const int along = kRagged ? valid - place : kChunkItems;
+      const int left = !Tile::kAlong ? outer_items - place : line < outer_items ? along : 0;
+      const uint16* item_g = tile_g + ahead * Tile::kInner * (Tile::kAlong ? item_stride : line_stride) +
+                             line * line_stride + place * item_stride;
+      uint32 item[kChunkItems];
+#pragma unroll
+      for (int j = 0; j < kChunkItems; j++) item[j] = j < left ? item_g[j * item_stride] : 0;
+      quad = make_uint4(item[0] | item[1] << 16, item[2] | item[3] << 16, item[4] | item[5] << 16,
+                        item[6] | item[7] << 16);
+    }
+  }
+
+  __device__ __forceinline__ void advance(int items) { tile_g += items * (Tile::kAlong ? item_stride : line_stride); }
+
+  __device__ __forceinline__ static void store(uint32 tile_s, const uint4& quad, int i) {
+    st_shared_v4(tile_s + Chunks::shared_distance(i), quad);
+  }
+};

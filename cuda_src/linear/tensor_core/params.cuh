@@ -45,12 +45,14 @@ struct TileCoordinates {
 // sum, then the next tile of columns. The last group may have places without a tile, and a tile may have a place
 // without a split. All of this uses shifts and one product: a division would not stay in uniform registers, nor would
 // any address that follows from it.
-__device__ __forceinline__ TileCoordinates place_of_cta(const ProductParams& params) {
+__device__ __forceinline__ TileCoordinates place_of_cta(const ProductParams& params, uint32 cta) {
   const int group_rows = 1 << params.group_log2, splits = 1 << params.splits_log2;
-  const int column_of_group = blockIdx.x >> (params.group_log2 + params.splits_log2);
+  const int column_of_group = cta >> (params.group_log2 + params.splits_log2);
   const int group =
       __umulhi(2 * column_of_group + 1, params.column_tiles_reciprocal);  // a half more, against its rounding
-  return {group * group_rows + static_cast<int>(blockIdx.x & (group_rows - 1)),
-          column_of_group - group * params.column_tiles,
-          static_cast<int>(blockIdx.x >> params.group_log2 & (splits - 1))};
+  return {group * group_rows + static_cast<int>(cta & (group_rows - 1)), column_of_group - group * params.column_tiles,
+          static_cast<int>(cta >> params.group_log2 & (splits - 1))};
+}
+__device__ __forceinline__ TileCoordinates place_of_cta(const ProductParams& params) {
+  return place_of_cta(params, blockIdx.x);
 }

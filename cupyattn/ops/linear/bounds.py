@@ -170,6 +170,25 @@ def _rounding_of_sum(terms: int, dtype: DTypeLike) -> float:
     return truncation * (terms + _MORE_TERMS) * U32
 
 
+def matmul_bound(a: Any, b: Any, *, dtype: DTypeLike) -> Float64:
+    """Return error bounds of `matmul`: as `linear_bound` without a bias, and 0 for int8.
+
+    Parameters
+    ----------
+    a, b : floats or integers
+        Already rounded to dtype.
+    dtype : dtype or str
+        float16, float32, bfloat16 or int8.
+    """
+    a, b = map(_float64, (a, b))
+    exact = np.asarray(a @ b)
+    if _name(dtype) == "int8":
+        return np.zeros(exact.shape)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        error: Float64 = _rounding_of_sum(a.shape[-1], dtype) * (np.abs(a) @ np.abs(b))
+        return error + TINY32 * (a.shape[-1] + 1) + precision_of(dtype).store(exact)
+
+
 def linear_backward_bound(
     dout: Any,
     x: Any,
@@ -294,6 +313,14 @@ def cpu_linear_bound(
     x, b, residual = map(_float64, (x, b, residual))
     exact = linear(x, _exact_weight(w, "float32")[0], b, residual, activation=activation)
     return _rounded(exact[0], errors[0], dtype), _rounded(exact[1], errors[1], dtype)
+
+
+def cpu_matmul_bound(a: Any, b: Any, *, dtype: DTypeLike) -> Float64:
+    """Return error bounds of `matmul` on NumPy arrays; parameters as for `matmul_bound`."""
+    if _name(dtype) == "int8":
+        return matmul_bound(a, b, dtype=dtype)
+    error = matmul_bound(a, b, dtype="float32")
+    return _rounded(_float64(a) @ _float64(b), error, dtype)
 
 
 def cpu_linear_backward_bound(

@@ -164,6 +164,19 @@ def linear(
 
 
 @np.errstate(all="ignore")
+def matmul(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """Return a b in float32, of float64 arrays in float64, and of int8 in int32.
+
+    A float64 BLAS is exact for int8: products are at most 2^14, and sums of 2^38 of them fit.
+    """
+    if a.dtype == np.float64:
+        return np.asarray(a @ b)
+    if a.dtype == np.int8:
+        return np.asarray(a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
+    return np.asarray(widened(a) @ widened(b))
+
+
+@np.errstate(all="ignore")
 def linear_backward(
     dout: NDArray[Any],
     x: NDArray[Any],

@@ -181,6 +181,27 @@ def specialise_tile(
     own_bytes: int = 0,
     **more: Any,
 ) -> Specialisation:
+    """Specialise a kernel of linear; `own_bytes` and others as in `float_tile`."""
+    return float_tile(
+        spec,
+        dtype,
+        config,
+        own_bytes,
+        ACTIVATION=STRUCTS[activation],
+        GATED=cpp_bool(gated),
+        VEC=vec,
+        VEC_OUT=vec_out,
+        **more,
+    )
+
+
+def float_tile(
+    spec: KernelSpec,
+    dtype: str,
+    config: FloatTileConfig,
+    own_bytes: int = 0,
+    **macros: Any,
+) -> Specialisation:
     """Specialise a kernel that includes product.cuh and has `own_bytes` more of shared memory."""
     depth = 2 * vector_items(dtype)
     shared_bytes = 2 * depth * (config.tile_m + config.tile_n) * FLOAT_BYTES + own_bytes
@@ -193,11 +214,7 @@ def specialise_tile(
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
         MIN_CTAS=min(config.ctas_per_sm, _SM_SHARED_BYTES // shared_bytes),
-        ACTIVATION=STRUCTS[activation],
-        GATED=cpp_bool(gated),
-        VEC=vec,
-        VEC_OUT=vec_out,
-        **more,
+        **macros,
     )
 
 

@@ -305,6 +305,12 @@ def linear(
     return out, preactivation
 
 
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a b in float64, and of int8 in int64."""
+    wide = np.int64 if a.dtype == np.int8 else np.float64
+    return np.asarray(np.matmul(a.astype(wide), b.astype(wide)))
+
+
 def linear_backward(
     dout: np.ndarray,
     x: np.ndarray,

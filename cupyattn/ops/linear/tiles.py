@@ -127,15 +127,18 @@ _REASONS = {
     (128, 128): "for small results; two CTAs alternate",
     (128, 192): "for short sums, whose stores overlap the products of another CTA",
     (64, 128): "for few rows; bound by shared memory",
+    (64, 64): "for the smallest results; four CTAs hide each other's loads and stores",
+    (32, 128): "for results of few rows, which the loads of B bound",
 }
 """The reasons for tiles, by their rows and columns."""
 
-Shape = Literal["wide", "narrow", "small", "short", "few"]
+Shape = Literal["wide", "narrow", "small", "short", "few", "tiny", "skinny"]
 """Kinds of tiles.
 
 "wide" is the fastest; "narrow" is for results that would leave many of its columns empty; "small"
 is for small results; "short" is for short sums, whose stores overlap the products of another CTA;
-"few" is for few rows of a product with a quantised weight.
+"few" is for few rows of a product with a quantised weight; "tiny" and "skinny" are for batches of
+products with the smallest results, or with few rows.
 """
 
 
@@ -209,7 +212,8 @@ _FROM_L2 = 20
 _STORING_PARTS = 1000
 _WORTH_TIMING = 1.5  # relative to the fastest by the model: tilings up to that are tuned
 _LEAST_PART = 512  # items of the sum for a CTA
-_OFFSET_BYTES = 2**32  # from the lowest item of a tile to its highest
+OFFSET_BYTES = 2**32
+"""Bytes from the lowest item of a tile to its highest that 32-bit offsets do not reach."""
 _MOST_TILE_LINES = 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
@@ -238,6 +242,8 @@ class TensorCoreProduct(ABC):
     """2 if the columns are a gate's and up's, interleaved, otherwise 1."""
     out_vec: int = VECTOR
     """Items of an access to the result."""
+    members: int = 1
+    """Products of these sizes in one launch."""
 
     unit: ClassVar[int] = VECTOR
     """Parts of the sum are multiples of `unit` items."""
@@ -314,7 +320,7 @@ class TensorCoreProduct(ABC):
         """Return the time on a device, in items of the sum of an item of the result."""
         config = self.config(traits.arch, tiling.shape)
         down, across = self.tiles(traits.arch, tiling.shape)
-        ctas = down * across * tiling.splits
+        ctas = down * across * tiling.splits * self.members
         outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
         item = 1 / config.models + _FROM_L2 * (1 / config.tile_rows + 1 / config.tile_columns)
         items = self.part(tiling.splits) * item + outside / config.ctas_per_sm
@@ -471,7 +477,7 @@ def forward_vector(problem: ForwardProblem) -> int:
 
 def takes(problem: ForwardProblem | BackwardProblem) -> bool:
     """Tell whether the kernels' 32-bit offsets reach all that one tile of each array spans."""
-    return all(tile_bytes(each, problem.gated) < _OFFSET_BYTES for each in problem.matrices)
+    return all(tile_bytes(each, problem.gated) < OFFSET_BYTES for each in problem.matrices)
 
 
 def tile_bytes(matrix: Matrix, gated: bool) -> int:

@@ -144,6 +144,7 @@ def products() -> Iterator[Call]:
     yield Call(cupyattn.linear_backward, {**dout, **of}, **given, grads=grads)
     yield Call(cupyattn.linear_gelu, of, out=full(3, 6), **scratch())
     yield Call(cupyattn.linear_gelu_backward, {**dout, **of}, grads=grads, **scratch())
+    yield Call(cupyattn.matmul, {"a": X, "b": w}, out=full(3, 6))
     weight = cupyattn.quantize(normal(64, 6))
     yield Call(cupyattn.quantize, {"w": normal(64, 6)}, out=weight, **scratch())
     yield Call(cupyattn.dequantize, {"weight": weight}, out=full(64, 6), **scratch())
