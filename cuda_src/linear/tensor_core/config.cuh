@@ -33,11 +33,11 @@ __device__ __forceinline__ WarpCoordinates<Columns> warp_place(const TileCoordin
           params.columns};
 }
 
-template <int kMTiles, int kNTiles>
-__device__ __forceinline__ void clear_sums(float (&acc)[kMTiles][kNTiles][4]) {
+template <typename Sum, int kMTiles, int kNTiles>
+__device__ __forceinline__ void clear_sums(Sum (&acc)[kMTiles][kNTiles][4]) {
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0.f;
+    for (int n = 0; n < kNTiles; n++) acc[m][n][0] = acc[m][n][1] = acc[m][n][2] = acc[m][n][3] = 0;
   }
 }

@@ -6,6 +6,7 @@
 #error "OUT_VEC comes from a launch-configuration table"
 #endif
 #include "../../common/pack.cuh"
+#include "../../common/vec.cuh"
 #include "params.cuh"
 
 static_assert(OUT_VEC == 1 || OUT_VEC == kPairItems, "single items or whole chunks");
@@ -166,9 +167,9 @@ __device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& adden
   }
 }
 
-// A warp's sums in float32, to a contiguous array of all rows and columns.
-template <int kMTiles, int kTiles, typename Coordinates>
-__device__ __forceinline__ void store_partials(float* sums_g, const float (&acc)[kMTiles][kTiles][4],
+// A warp's sums as they are, in float32 or int32, to a contiguous array of all rows and columns.
+template <typename Sum, int kMTiles, int kTiles, typename Coordinates>
+__device__ __forceinline__ void store_partials(Sum* sums_g, const Sum (&acc)[kMTiles][kTiles][4],
                                                const Coordinates& place) {
   static_assert(!Coordinates::Columns::kPaired, "columns in their order");
 #pragma unroll
@@ -180,10 +181,10 @@ __device__ __forceinline__ void store_partials(float* sums_g, const float (&acc)
 #pragma unroll
       for (int n = 0; n < kTiles; n++) {
         const int column = place.first_place + 8 * n + lane_index() % 4 * 2;
-        float* pair_g = sums_g + static_cast<int64>(row) * place.columns + column;
-        const float* pair = acc[m][n] + 2 * half;
+        Sum* pair_g = sums_g + static_cast<int64>(row) * place.columns + column;
+        const Sum* pair = acc[m][n] + 2 * half;
         if constexpr (OUT_VEC > 1) {
-          if (column < place.columns) *reinterpret_cast<float2*>(pair_g) = make_float2(pair[0], pair[1]);
+          if (column < place.columns) *reinterpret_cast<Vec<Sum, 2>*>(pair_g) = {pair[0], pair[1]};
         } else {
           if (column < place.columns) pair_g[0] = pair[0];
           if (column + 1 < place.columns) pair_g[1] = pair[1];
