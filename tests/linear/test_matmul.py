@@ -18,8 +18,9 @@ import cupyattn
 from cupyattn import reference
 from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_matmul as kernels
+from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul
-from cupyattn.ops.linear.kernels_matmul import MatmulArrays, MatmulProblem, matmul_plan
+from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -90,6 +91,54 @@ def test_every_tile_is_within_bounds(tile, case):
     within_bounds(case)
 
 
+# How operands lie, and how they are loaded: contiguous along the sum in whole vectors; contiguous
+# across it in whole words, transposed; by single items, with an odd number of them.
+INT8 = [
+    ("small", MatmulCase(129, 80, 132, **BATCH, b_view="transposed"), "PP"),
+    ("small", MatmulCase(40, 65, 132, **BATCH), "IT"),
+    ("small", MatmulCase(132, 144, 72, **BATCH, a_view="transposed"), "TT"),
+    ("tiny", MatmulCase(72, 144, 65, **BATCH, b_view="transposed"), "PP"),
+    *deep(
+        ("small", MatmulCase(130, 144, 136, **BATCH), "PT"),
+        ("small", MatmulCase(131, 72, 136, **BATCH), "IT"),
+        ("small", MatmulCase(136, 144, 131, **BATCH, a_view="transposed", b_view="transposed"),
+         "TP"),
+        ("small", MatmulCase(136, 129, 131, **BATCH, a_view="transposed", b_view="strided"), "TI"),
+        ("small", MatmulCase(3, 1, 2, **BATCH, a_view="sliced"), "II"),
+        ("wide", MatmulCase(257, 112, 193, **BATCH, a_view="padded", b_view="transposed"), "PP"),
+        ("narrow", MatmulCase(255, 16, 129, **BATCH, b_view="transposed"), "PP"),
+        ("short", MatmulCase(127, 80, 192, **BATCH, b_view="transposed"), "PP"),
+        ("skinny", MatmulCase(33, 208, 129, **BATCH, b_view="transposed"), "PP"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("tile", "case", "loaders"), INT8, ids=str, indirect=["tile"])
+def test_int8_is_exact(tile, case, loaders):
+    case = replace(case, dtype="int8")
+    (step,) = plan_of(*case.arrays()).steps
+    macros = dict(step.specialisation.macros)
+    assert f"{macros['A_LOADER']}"[0] + f"{macros['B_LOADER']}"[0] == loaders
+    within_bounds(case)
+
+
+@pytest.mark.nvrtc
+@examples(3, deep=60)
+@given(matmul_cases(dtypes=["int8"], sizes=[0, 1, 16, 17, 36, 64], views=[
+    "contiguous", "transposed"]))  # fmt: skip
+def test_drawn_calls_of_int8_are_exact(case):
+    within_bounds(case)
+
+
+@pytest.mark.nvrtc
+def test_large_sums_of_int8_are_exact_on_kernels():
+    a = np.full((1, 2**13), -128, np.int8)
+    with KERNELS.running():
+        found = KERNELS.get(cupyattn.matmul(KERNELS.put(a), KERNELS.put(a.T)))
+    assert found[0, 0] == 2**27
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "case",
@@ -136,7 +185,7 @@ def test_drawn_calls_are_within_bounds(case):
 @pytest.mark.nvrtc
 @pytest.mark.deep
 @examples(60)
-@given(matmul_cases(dtypes=["float16", "float32", "bfloat16"]))
+@given(matmul_cases(dtypes=["float16", "float32", "bfloat16", "int8"]))
 def test_any_calls_are_within_bounds(case):
     within_bounds(case)
 
@@ -179,8 +228,20 @@ def test_a_sum_of_nothing_is_zero(dtype):
 
 
 @pytest.mark.nvrtc
-def test_aligned_batches_waste_no_memory_access():
-    case = MatmulCase(64, 64, 128, **BATCH, dtype="float16")
+@pytest.mark.parametrize(
+    "case",
+    [
+        MatmulCase(64, 64, 128, **BATCH, dtype="float16"),
+        MatmulCase(128, 128, 128, **BATCH, dtype="int8"),
+        *deep(
+            MatmulCase(128, 128, 128, **BATCH, dtype="int8", a_view="transposed"),
+            MatmulCase(64, 64, 64, **BATCH, dtype="int8", b_view="transposed"),
+            MatmulCase(32, 64, 128, **BATCH, dtype="float16", b_view="transposed"),
+        ),
+    ],
+    ids=str,
+)
+def test_aligned_batches_waste_no_memory_access(case):
     report = Report()
     with cupyattn.backend("emulator", report=report):
         cupyattn.matmul(*case.arrays())
@@ -249,7 +310,7 @@ def test_members_with_the_same_factor_are_folded(a, b, members):
 
 @given(st.integers(1, 2**31), st.integers(0, 2**31 - 1))
 def test_division_by_multiplication_is_exact(divisor, number):
-    _, multiplier, shift = kernels._divisor(divisor)
+    _, multiplier, shift = plans._divisor(divisor)
     assert multiplier < 2**32
     assert (2 * number * multiplier >> 32) >> shift == number // divisor
 

@@ -9,13 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.ops.linear import cpu
-from cupyattn.ops.linear.kernels_matmul import (
-    MatmulArrays,
-    MatmulCall,
-    MatmulProblem,
-    matmul_plan,
-)
 from cupyattn.ops.linear.plan import MAX_EXTENT
+from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulCall, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.runtime.arrays import (
     Array,

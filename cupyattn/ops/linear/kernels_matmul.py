@@ -1,41 +1,28 @@
-"""Products of batches of matrices: checked problems, kernels, configurations and plans."""
+"""Products of batches of matrices: kernels and configurations."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import numpy as np
 
-from cupyattn.ops.linear import kernels_skinny
 from cupyattn.ops.linear.kernels_float32 import (
     DTYPES,
     FLOAT_PRODUCT_PARAMS,
     FLOAT_PRODUCT_STRUCT,
     OUT_VECTOR,
     FloatTileConfig,
-    float_params,
     float_tile,
 )
 from cupyattn.ops.linear.kernels_tensor_core import (
     ACROSS,
     ALONG,
     B_ACROSS,
-    Float16Product,
-)
-from cupyattn.ops.linear.plan import MAX_EXTENT, _steps
-from cupyattn.ops.linear.problem import (
-    IN_FLOAT32,
-    ON_TENSOR_CORES,
-    ForwardDraft,
-    ForwardProblem,
-    LinearArrays,
-    Matrix,
 )
 from cupyattn.ops.linear.tiles import (
-    OFFSET_BYTES,
     PRODUCT_PARAMS,
     PRODUCT_STRUCT,
     VECTOR,
@@ -46,15 +33,8 @@ from cupyattn.ops.linear.tiles import (
     ampere_config,
     lines_macro,
     specialise_tile,
-    tile_bytes,
 )
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import Layout
-from cupyattn.runtime.checks import Overlaps
-from cupyattn.runtime.device.traits import DeviceTraits
-from cupyattn.runtime.errors import error
-from cupyattn.runtime.plan import Output, Plan, Planner, Step
-from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import (
     KernelSpec,
     Pointer,
@@ -62,8 +42,7 @@ from cupyattn.runtime.spec import (
     StructParameter,
     inputs,
 )
-from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
-from cupyattn.runtime.structs import Strides, merge_axes, new_struct
+from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import pairs, rows_for
 
 BATCH_AXES = 4
@@ -82,13 +61,15 @@ BATCH_PARAMS = np.dtype(
 BATCH_STRUCT = StructParameter("batch", BATCH_PARAMS, "BatchParams")
 
 
-def _batched(product: np.dtype) -> np.dtype:
+def _batched(product: np.dtype, *more: tuple[str, type]) -> np.dtype:
     strides = [(f"{operand}_item_stride", np.int64) for operand in ("a", "b")]
-    return np.dtype([("product", product), ("batch", BATCH_PARAMS), *strides], align=True)
+    return np.dtype([("product", product), ("batch", BATCH_PARAMS), *strides, *more], align=True)
 
 
 # BatchedProductParams in cuda_src/linear/batched/product.cu
 BATCHED_PRODUCT_PARAMS = _batched(PRODUCT_PARAMS)
+# BatchedIntegerParams in cuda_src/linear/batched/product_s8.cu
+BATCHED_INTEGER_PARAMS = _batched(PRODUCT_PARAMS, ("odd", np.int64))
 # BatchedFloatParams in cuda_src/linear/batched/product_f32.cu
 BATCHED_FLOAT_PARAMS = _batched(FLOAT_PRODUCT_PARAMS)
 
@@ -119,7 +100,20 @@ FLOAT32 = KernelSpec(
         ),
     ),
 )
-KERNELS = (TENSOR_CORE, FLOAT32)
+INT8 = KernelSpec(
+    "matmul_s8",
+    "linear/batched/product_s8.cu",
+    (
+        *_ARRAYS,
+        StructParameter(
+            "params",
+            BATCHED_INTEGER_PARAMS,
+            "BatchedIntegerParams",
+            includes=(PRODUCT_STRUCT, BATCH_STRUCT),
+        ),
+    ),
+)
+KERNELS = (TENSOR_CORE, FLOAT32, INT8)
 
 
 # --- configurations
@@ -188,6 +182,58 @@ CONFIGURATIONS = {75: _TURING, 80: _ampere(_TURING)}
 """Configurations by architecture, then by the tile and the directions of the operands' lines."""
 
 
+PAIRS, TRANSPOSING, ITEMS = "PairLoader", "TransposingLoader", "ItemLoader"
+"""Loaders of int8 (product_s8.cu): contiguous along the sum, across it, and of any strides."""
+
+INT8_TILES: Mapping[Shape, TileConfig] = {
+    "wide": TileConfig(*_WIDE, Moves(8, 3, 2), Moves(3, 5, 2), 1, 0.94),
+    "narrow": TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
+    "small": TileConfig(*_SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.89),
+    "short": TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.951),
+    "tiny": TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5),
+    "skinny": TileConfig(*_SKINNY, Moves(0, 1, 1), Moves(0, 1, 4), 2, 0.444),
+}
+"""Configurations of int8, both of whose operands are contiguous along the sum."""
+
+_INT8_TRANSPOSED = {(PAIRS, TRANSPOSING): 0.822, (TRANSPOSING, PAIRS): 0.788}
+_INT8_TRANSPOSED[TRANSPOSING, TRANSPOSING] = 0.817
+_INT8_ITEMS = 0.16
+"""Utilisation of the integer tensor cores for other pairs of loaders, in the tile "small"."""
+
+
+_RINGS = {PAIRS: 4, TRANSPOSING: 1, ITEMS: 2}
+"""Loads in flight by loader. A load of transposed words takes 16 registers, others 4."""
+
+
+def int8_config(shape: Shape, loaders: tuple[str, str]) -> TileConfig:
+    """Return the configuration of a tile."""
+    config = INT8_TILES[shape]
+    if loaders == (PAIRS, PAIRS):
+        return config
+    a_moves, b_moves = config.a_moves, config.b_moves
+    a_ring, b_ring = (_RINGS[loader] for loader in loaders)
+    return replace(
+        config,
+        a_moves=a_moves._replace(ring=min(a_ring, a_moves.ring)),
+        b_moves=b_moves._replace(ring=min(b_ring, b_moves.ring)),
+        models=_INT8_TRANSPOSED.get(loaders, _INT8_ITEMS),
+    )
+
+
+@cache
+def int8(shape: Shape, loaders: tuple[str, str], out_vec: int) -> Specialisation:
+    """Specialise the kernel of int8; `out_vec` is 8 if rows of out have whole aligned pairs."""
+    a_loader, b_loader = loaders
+    return specialise_tile(
+        INT8,
+        int8_config(shape, loaders),
+        VECTOR,
+        out_vec,
+        A_LOADER=a_loader,
+        B_LOADER=b_loader,
+    )
+
+
 def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
     """Return the tiles for arrays that are loaded `vec` and stored `out_vec` items at a time.
 
@@ -208,6 +254,7 @@ def tensor_core(arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int) -
         rows_for(CONFIGURATIONS, arch)[shape, lines],
         vec,
         out_vec,
+        scalar=0.31,
         A_LINES=lines_macro(lines.a),
         B_LINES=lines_macro(lines.b),
     )
@@ -220,7 +267,8 @@ _FLOAT_TILES = (
 _FEW_TILES = 80  # as in kernels_float32: two for each multiprocessor of a T4
 
 
-def _float_config(rows: int, columns: int, members: int) -> FloatTileConfig:
+def float_config(rows: int, columns: int, members: int) -> FloatTileConfig:
+    """Return the configuration in float32 arithmetic for so many results of these sizes."""
     large, small = _FLOAT_TILES
     tiles = -(-rows // large.tile_m) * -(-columns // large.tile_n) * members
     fills = -(-rows // large.tile_m) * large.tile_m < rows + large.tile_m // 2
@@ -244,331 +292,13 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for shape in shapes_for(1, 1, ALONG):
         for lines in (ALONG, B_ACROSS, ACROSS, A_ACROSS):
             yield tensor_core(arch, shape, lines, 1, 1)
+    for tile in INT8_TILES:
+        yield int8(tile, (PAIRS, PAIRS), VECTOR)
+    for loaders in product((PAIRS, TRANSPOSING, ITEMS), repeat=2):
+        yield int8("small", loaders, 1)
     along, whole_or_not = ("kDepth", "kLines"), (True, False)
     for dtype, config, a_along, b_along, whole, whole_out in pairs(
         DTYPES, _FLOAT_TILES, along, along, whole_or_not, whole_or_not
     ):
         vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
         yield float32(dtype, config, a_along, b_along, vec, vec_out)
-
-
-# --- problems
-
-
-@dataclass(slots=True)
-class MatmulArrays(Record[T]):
-    """Arrays of a call."""
-
-    a: T
-    b: T
-    out: T | None = None
-
-
-@dataclass(frozen=True)
-class MatmulProblem:
-    """Products of equal sizes: out = a b for each member of a batch."""
-
-    dtype: np.dtype
-    """That of a and b."""
-    a: Matrix
-    """(M, K) of the first member. Unlike other matrices, a and b may have any two strides."""
-    b: Matrix
-    """(K, N)."""
-    out: Matrix
-    """(M, N), with contiguous rows or contiguous columns."""
-    batch: tuple[int, ...]
-    """Extents of the batch axes."""
-    strides: tuple[Strides, ...]
-    """Strides of the batch axes of a, b and out, in items; 0 where an array is broadcast."""
-
-    @property
-    def members(self) -> int:
-        """Products of the batch."""
-        return math.prod(self.batch)
-
-    @property
-    def exchanged(self) -> MatmulProblem:
-        """The problem out^T = b^T a^T."""
-        a, b, out = self.b.transposed, self.a.transposed, self.out.transposed
-        of_a, of_b, of_out = self.strides
-        return MatmulProblem(self.dtype, a, b, out, self.batch, (of_b, of_a, of_out))
-
-    @property
-    def folded(self) -> MatmulProblem:
-        """The problem with as few members as possible.
-
-        Members with the same b whose rows of a and of out continue each other are one product of
-        more rows, and likewise those with the same a are one of more columns.
-        """
-        batch, strides = merge_axes(self.batch, [*self.strides])
-        problem = replace(self, batch=batch, strides=tuple(strides))
-        for _ in range(2):
-            for axis in reversed(range(len(problem.batch))):
-                problem = problem._with_rows_of(axis)
-            problem = problem.exchanged
-        return replace(
-            problem,
-            a=_with_contiguous_lines(problem.a),
-            b=_with_contiguous_lines(problem.b),
-            out=_with_contiguous_lines(problem.out),
-        )
-
-    def _with_rows_of(self, axis: int) -> MatmulProblem:
-        """Return the problem with a batch axis among the rows if that is possible."""
-        extent, rows = self.batch[axis], self.a.rows
-        a_stride, b_stride, out_stride = (each[axis] for each in self.strides)
-        continued = rows == 1 or (a_stride, out_stride) == (
-            rows * self.a.row_stride,
-            rows * self.out.row_stride,
-        )
-        if b_stride or not continued or rows * extent > MAX_EXTENT:
-            return self
-        a, out = (
-            matrix._replace(
-                rows=rows * extent, row_stride=stride if rows == 1 else matrix.row_stride
-            )
-            for matrix, stride in ((self.a, a_stride), (self.out, out_stride))
-        )
-        batch, *strides = (each[:axis] + each[axis + 1 :] for each in (self.batch, *self.strides))
-        return replace(self, a=a, out=out, batch=batch, strides=tuple(strides))
-
-
-@dataclass(frozen=True, eq=False)
-class MatmulCall:
-    """A valid call. Calls of one description share one object: a key for caches."""
-
-    problem: MatmulProblem
-    layouts: MatmulArrays[Layout]
-    starts: MatmulArrays[int]
-    outputs: Mapping[str, Output]
-    overlaps: Overlaps
-
-
-def _with_contiguous_lines(matrix: Matrix) -> Matrix:
-    """Return a matrix of the same items; strides of axes of one item make its lines contiguous."""
-    rows, columns, row_stride, column_stride = matrix[:4]
-    if columns == 1 < rows and row_stride == 1:
-        return matrix._replace(column_stride=0)  # one line, not a line for each row
-    if 1 in (row_stride, column_stride):
-        return matrix
-    if columns == 1:
-        return matrix._replace(column_stride=1)
-    return matrix._replace(row_stride=1) if rows == 1 else matrix
-
-
-def _is_contiguous(matrix: Matrix) -> bool:
-    return 1 in (matrix.row_stride, matrix.column_stride)
-
-
-def _lines_are_rows(matrix: Matrix) -> bool:
-    """Tell whether an operand's lines, which follow its smaller stride, are its rows."""
-    if _is_contiguous(matrix):
-        return matrix.along_columns
-    return abs(matrix.column_stride) <= abs(matrix.row_stride)
-
-
-def _strides_of_lines(matrix: Matrix) -> tuple[int, int]:
-    """Return the strides from line to line, and from item to item of a line."""
-    strides = matrix.row_stride, matrix.column_stride
-    return strides if _lines_are_rows(matrix) else strides[::-1]
-
-
-def _vector(matrix: Matrix, batch: Strides) -> int:
-    """Return the items of one load or store of a matrix of any member."""
-    if not _is_contiguous(matrix):
-        return 1
-    apart = [stride * matrix.itemsize for stride in batch]
-    return math.gcd(
-        matrix.vector, *(math.gcd(VECTOR_BYTES, each) // matrix.itemsize for each in apart)
-    )
-
-
-# --- plans
-
-
-@dataclass(frozen=True)
-class BatchedProduct(Float16Product):
-    """The products of a batch in float16, whose operands may have any strides."""
-
-    items: int = field(kw_only=True)
-    """Items of a load."""
-
-    @property
-    def lines(self) -> Lines:
-        """Whether each operand's lines run along the sum."""
-        return Lines(_lines_are_rows(self.a), not _lines_are_rows(self.b))
-
-    @property
-    def vec(self) -> int:
-        """Items of a load."""
-        return self.items
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """The problem of a tuned choice: that of one product, and the members."""
-        return (*super().key, self.members)
-
-    def config(self, arch: int, shape: Shape) -> TileConfig:
-        """Return the configuration of a tile."""
-        return rows_for(CONFIGURATIONS, arch)[shape, self.lines]
-
-    def shapes(self) -> tuple[Shape, ...]:
-        """Return the tiles to choose from."""
-        return shapes_for(self.vec, self.out_vec, self.lines)
-
-    def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
-        """Specialise the product; sums are not split."""
-        assert not split
-        return tensor_core(arch, shape, self.lines, self.vec, out_vec)
-
-
-@lru_cache(maxsize=4096)
-def matmul_plan(call: MatmulCall, traits: DeviceTraits) -> Plan:
-    """Return the launches of a call: one."""
-    problem = call.problem.folded
-    planner = Planner(MatmulArrays, call.layouts, call.outputs)
-    if not problem.members * problem.out.rows * problem.out.columns:
-        return planner.plan()
-    if not problem.a.columns:
-        return planner.plan(zero_first=[made.slot for made in planner.results])
-    if problem.members == 1 and (draft := _as_linear(problem, planner, traits)) is not None:
-        return planner.plan(*_steps("forward", draft))
-    slots = planner.slots
-    if problem.out.along_columns:
-        step = _step(problem, (slots.a, slots.b, slots.out), traits)
-    else:
-        step = _step(problem.exchanged, (slots.b, slots.a, slots.out), traits)
-    return planner.plan(step)
-
-
-def _as_linear(
-    problem: MatmulProblem, planner: Planner[MatmulArrays], traits: DeviceTraits
-) -> ForwardDraft | None:
-    """Return one product as a forward of linear, or None if its strides do not allow that.
-
-    Of two possible ways, the product or its transpose, one of few rows has a kernel for them.
-    """
-    slots = planner.slots
-    ways = ((problem, slots.a, slots.b), (problem.exchanged, slots.b, slots.a))
-    fits = [
-        way
-        for way in ways
-        if way[0].a.along_columns and way[0].out.along_columns and _is_contiguous(way[0].b)
-    ]
-    if not fits:
-        return None
-    few = [way for way in fits if way[0].a.rows <= kernels_skinny.MAX_ROWS]
-    (product, x, w), *_ = few or fits
-    a, b, out = product.a, product.b, product.out
-    sizes = (a.rows, a.columns, b.columns, product.dtype, None)
-    forward = ForwardProblem(*sizes, a, b, None, None, out)
-    return ForwardDraft(forward, LinearArrays(x=x, w=w, out=slots.out), traits, planner)
-
-
-def _step(problem: MatmulProblem, slots: tuple[int | None, ...], traits: DeviceTraits) -> Step:
-    """Plan a batch of products into an out with contiguous rows."""
-    a, b, out = problem.a, problem.b, problem.out
-    items = VECTOR_BYTES // problem.dtype.itemsize
-    loaded = math.gcd(*map(_vector, (a, b), problem.strides), items)
-    stored = _vector(out, problem.strides[2])
-    on_tensor_cores = traits.has_mma(problem.dtype.name)
-    if on_tensor_cores and max(tile_bytes(each, False) for each in (a, b)) >= OFFSET_BYTES:
-        loaded = 1
-    loaded = items if loaded == items else 1
-    if loaded == 1:
-        traits.choices.because("lines that are no whole aligned vectors are loaded item by item")
-    plan = _on_tensor_cores if on_tensor_cores else _in_float32
-    return plan(problem, slots, traits, loaded, stored)
-
-
-def _on_tensor_cores(
-    problem: MatmulProblem,
-    slots: tuple[int | None, ...],
-    traits: DeviceTraits,
-    loaded: int,
-    stored: int,
-) -> Step:
-    out_vec = VECTOR if stored == VECTOR else 1
-    product = BatchedProduct(
-        TENSOR_CORE, problem.a, problem.b, 1, out_vec, problem.members, items=loaded
-    )
-    traits.choices.because(ON_TENSOR_CORES.format(dtype=problem.dtype.name))
-    tiling = product.chosen(traits)
-    ctas, params = product.geometry(traits.arch, tiling)
-    specialisation = product.specialise(traits.arch, tiling.shape, out_vec, split=False)
-    params["out_stride"] = problem.out.leading
-    return _batched_step(problem, specialisation, slots, ctas, params, BATCHED_PRODUCT_PARAMS)
-
-
-def _in_float32(
-    problem: MatmulProblem,
-    slots: tuple[int | None, ...],
-    traits: DeviceTraits,
-    loaded: int,
-    stored: int,
-) -> Step:
-    a, b, out = problem.a, problem.b, problem.out
-    config = _float_config(out.rows, out.columns, problem.members)
-    traits.choices.because(IN_FLOAT32.format(dtype=problem.dtype.name))
-    specialisation = float32(
-        problem.dtype.name,
-        config,
-        "kDepth" if _lines_are_rows(a) else "kLines",
-        "kLines" if _lines_are_rows(b) else "kDepth",
-        loaded,
-        OUT_VECTOR if stored % OUT_VECTOR == 0 else 1,
-    )
-    params = float_params(a=a, b=b, result=out, depth=a.columns)
-    ctas = -(-out.rows // config.tile_m) * -(-out.columns // config.tile_n)
-    return _batched_step(problem, specialisation, slots, ctas, params, BATCHED_FLOAT_PARAMS)
-
-
-def _batched_step(
-    problem: MatmulProblem,
-    specialisation: Specialisation,
-    slots: tuple[int | None, ...],
-    ctas: int,
-    product: np.ndarray,
-    struct: np.dtype,
-) -> Step:
-    """Return the launch of `ctas` for each member, with the struct of product and batch."""
-    params = new_struct(struct)
-    params["product"], params["batch"] = product, _batch_params(problem, ctas)
-    for name, matrix in (("a", problem.a), ("b", problem.b)):
-        line_stride, item_stride = _strides_of_lines(matrix)
-        params["product"][f"{name}_stride"] = line_stride
-        params[f"{name}_item_stride"] = item_stride
-    return Step.of(specialisation, ctas * problem.members, slots, params[()])
-
-
-def _batch_params(problem: MatmulProblem, ctas: int) -> np.ndarray:
-    """Fill the C struct BatchParams."""
-    left = len(problem.batch)
-    if left > BATCH_AXES:
-        raise error(
-            ValueError,
-            f"the strides of a, b and out leave {left} batch axes apart",
-            f"at most {BATCH_AXES}, after merging those that lie evenly",
-            "copy with ascontiguousarray(...), in its whole shape what broadcasts, or reshape to "
-            "fewer axes",
-        )
-    missing = BATCH_AXES - left
-    params = new_struct(BATCH_PARAMS)
-    params["strides"][missing:] = np.array(problem.strides, np.int64).T
-    for axis, extent in enumerate((1,) * missing + problem.batch):
-        params["extents"][axis] = _divisor(extent)
-    params["ctas"] = _divisor(ctas)
-    return params[()]
-
-
-def _divisor(number: int) -> tuple[int, int, int]:
-    """Return the C struct Divisor: its quotients are exact below 2^31.
-
-    Examples
-    --------
-    >>> divisor, multiplier, shift = _divisor(7)
-    >>> [2 * n * multiplier >> 32 + shift for n in (6, 7, 2**31 - 1)]
-    [0, 1, 306783378]
-    """
-    shift = (number - 1).bit_length()
-    return number, -(-(2 ** (31 + shift)) // number), shift

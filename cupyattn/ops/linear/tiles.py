@@ -153,14 +153,23 @@ def lines_macro(along: bool) -> str:
 
 
 def specialise_tile(
-    kernel: KernelSpec, config: TileConfig, vec: int, out_vec: int, **macros: Any
+    kernel: KernelSpec,
+    config: TileConfig,
+    vec: int,
+    out_vec: int,
+    *,
+    scalar: float = 0.48,
+    **macros: Any,
 ) -> Specialisation:
-    """Specialise a kernel that includes config.cuh: the configuration's macros, and its own."""
+    """Specialise a kernel that includes config.cuh: the configuration's macros, and its own.
+
+    `scalar` is the utilisation of a T4 with single loads.
+    """
     return kernel.specialise(
         threads=config.threads,
         shared_bytes=config.shared_bytes,
         # ptxas schedules split sums and activations differently.
-        gates=Gates(config.models, scalar=0.48, options=config.models - 0.12),
+        gates=Gates(config.models, scalar=scalar, options=config.models - 0.12),
         reason=config.reason,
         TILE_ROWS=config.tile_rows,
         TILE_COLUMNS=config.tile_columns,
