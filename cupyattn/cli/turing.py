@@ -30,13 +30,13 @@ TUNED = (
     *("attention_forward", "attention_forward_paged", "attention_forward_varlen"),
     *("attention_backward_dkdv", "attention_backward_dkdv_paired", "attention_backward_dq"),
     *("attention_backward_summed_dbias", "linear_forward", "linear_product"),
-    *("linear_forward_quantised", "linear_product_quantised"),
+    *("linear_forward_quantised", "linear_product_quantised", "matmul", "matmul_s8"),
 )
 """Kernels that are limited by their products; the model describes these."""
 IN_FLOAT32 = (
     *("attention_forward_f32", "attention_forward_paged_f32", "attention_backward_f32_dkdv"),
     *("attention_backward_f32_dq", "linear_forward_f32", "linear_dx_f32", "linear_dw_f32"),
-    *("linear_forward_quantised_f32", "linear_dx_quantised_f32"),
+    *("linear_forward_quantised_f32", "linear_dx_quantised_f32", "matmul_f32"),
 )
 """Kernels that a device without tensor cores runs instead."""
 

@@ -275,7 +275,7 @@ def row(entry: str, /, **macros: int | str) -> Specialisation:
 
 _EXECUTED = {
     **{"attention_forward": 2, "_dq": 3},
-    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1},
+    **{"linear_forward": 1, "linear_product": 1, "linear_dx": 1, "linear_dw": 1, "matmul": 1},
 }
 """Products of a kernel, by a part of its entry; "_dkdv" has the rest of the backward's five."""
 
