@@ -26,7 +26,9 @@ from cupyattn.cli import dispatch
 BENCHMARKS = (
     attention.FORWARD,
     attention.BACKWARD,
-    *(each.BENCHMARK for each in (linear, layers, decode, host, varlen, finetune, generate, ring)),
+    linear.BENCHMARK,
+    linear.MATMUL,
+    *(each.BENCHMARK for each in (layers, decode, host, varlen, finetune, generate, ring)),
 )
 """The benchmarks, in the order in which `all` runs them."""
 

@@ -1,4 +1,4 @@
-"""``python -m cupyattn.benchmark linear``: products with a weight, many rows and few.
+"""``python -m cupyattn.benchmark linear`` and ``matmul``: products with a weight, and of batches.
 
 Many rows are measured in TFLOP/s, few rows in GB/s of the weight, compared with only reading it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -295,4 +295,148 @@ BENCHMARK = Benchmark(
     cases=cases,
     baselines=("eager", "compile", "cublas"),
     quick={"few": [1, 16]},
+)  # fmt: skip
+
+
+BATCHES = (
+    (64, 512, 512, 512),
+    (2048, 128, 128, 128),
+    (512, 64, 64, 1024),
+    (256, 8, 1024, 1024),
+    (16, 1024, 1024, 1024),
+    (1, 8192, 8192, 4096),
+)
+"""(members, M, N, K) of floats: small matrices, a long sum, few rows, and one large product."""
+INTEGERS = tuple((1, size, size, size) for size in (1024, 2048, 4096, 8192))
+"""(members, M, N, K) of int8."""
+MATMUL_DTYPES = (*STORAGE, "int8")
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """The products of a batch; letters as in the public API."""
+
+    batch: int
+    M: int
+    N: int
+    K: int
+    dtype: str
+    layout: str
+    """"nk" if b is the transpose of an array (..., N, K), "kn" if it is in C order."""
+
+    @property
+    def flops(self) -> float:
+        """The operations of the products."""
+        return 2 * float(self.batch) * self.M * self.N * self.K
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all arrays."""
+        item = np.dtype(np.int8).itemsize if self.dtype == "int8" else STORAGE[self.dtype]
+        result = 4 if self.dtype == "int8" else item
+        inputs = (self.M + self.N) * self.K * item
+        return self.batch * (inputs + self.M * self.N * result)
+
+
+class MatmulInputs:
+    """The inputs of all implementations of a product, made when the first one is prepared."""
+
+    def __init__(self, product: MatrixProduct, harness: Harness) -> None:
+        self.product, self.harness = product, harness
+
+    @cached_property
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """a, b and memory for the result. One product has no batch axis."""
+        product, source = self.product, self.harness.arrays()
+        batch = (product.batch,) if product.batch > 1 else ()
+
+        def drawn(rows: int, columns: int) -> Array:
+            if product.dtype == "int8":
+                return source.integers(-128, 128, *batch, rows, columns, dtype=np.int8)
+            scale = product.K**-0.25
+            return source.normal(*batch, rows, columns, dtype=product.dtype, scale=scale)
+
+        a = drawn(product.M, product.K)
+        if product.layout == "nk":
+            b = drawn(product.N, product.K).swapaxes(-1, -2)
+        else:
+            b = drawn(product.K, product.N)
+        kind = "int32" if product.dtype == "int8" else product.dtype
+        out = self.harness.xp.empty((*batch, product.M, product.N), dtype_of(kind))
+        return a, b, out
+
+    def own_calls(self) -> Round:
+        """Return a call into an array that is allocated."""
+        a, b, out = self.arrays
+        return [partial(cupyattn.matmul, a, b, out=out)]
+
+    def library_calls(self) -> Round:
+        """Return a call of CuPy's matmul; its result of int8 is int8."""
+        a, b, out = self.arrays
+        own = self.harness.xp.empty(out.shape, a.dtype)
+        return [partial(self.harness.xp.matmul, a, b, out=own)]
+
+    def torch_calls(self) -> Round:
+        """Return a call of PyTorch on the same memory; of int8 it is torch._int_mm."""
+        torch = self.harness.torch
+        a, b, _ = self.arrays
+        turned = self.product.layout == "nk"
+        memory = b.swapaxes(-1, -2) if turned else b
+        x, y = tensor_of(torch, a), tensor_of(torch, memory)
+        y = y.transpose(-1, -2) if turned else y
+        function = torch._int_mm if self.product.dtype == "int8" else torch.matmul
+        return [libraries.forward_calls(torch, function, (x, y))[0]]
+
+
+def matrix_products(arguments: argparse.Namespace) -> Iterator[MatrixProduct]:
+    """Yield every dtype, layout and size."""
+    for dtype in arguments.dtype:
+        usual = INTEGERS if dtype == "int8" else BATCHES
+        for layout in arguments.layout:
+            for batch, m, n, k in arguments.size or usual:
+                yield MatrixProduct(batch, m, n, k, dtype, layout)
+
+
+def matmul_cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
+    """Yield a case for each product."""
+    for product in matrix_products(arguments):
+        inputs, integers = MatmulInputs(product, harness), product.dtype == "int8"
+        baselines = {
+            "eager": TimedImplementation("eager", inputs.torch_calls),
+            "cublas": TimedImplementation("cublas", inputs.library_calls),
+        }
+        if integers:  # CuPy's wrap around: they are other numbers
+            baselines["cublas"] = replace(baselines["cublas"], comparable=lambda result: None)
+        yield Case(
+            asdict(product),
+            [
+                TimedImplementation(OWN, inputs.own_calls),
+                *(baselines[name] for name in harness.baselines),
+            ],
+            flops=product.flops,
+            bytes=product.bytes,
+            ceiling=None if integers else products_of(product.dtype),
+            tolerance=TOLERANCE,
+        )
+
+
+MATMUL = Benchmark(
+    name="matmul",
+    title="matmul",
+    help="times of matmul on a GPU: batches of small matrices, large ones, and int8",
+    description="Time matmul(a, b, out=out) in TFLOP/s (of int8 in tera-operations a second), next "
+    "to cp.matmul and torch.matmul.",
+    note="TFLOP/s count 2 * M * N * K for each member of a batch. cp.matmul of int8 has results of "
+    "int8, which wrap around; torch is torch._int_mm there.",
+    options=(
+        Option("dtype", ["float16", "bfloat16", "int8"], "dtype of the arrays",
+               choices=MATMUL_DTYPES),
+        Option("size", [], "a size instead of the usual ones, for every dtype; may be given "
+               "several times", metavar=("BATCH", "M", "N", "K"), repeated=4),
+        Option("layout", ["nk"], "how b is stored: nk is the transpose of an array (..., N, K)",
+               choices=LAYOUTS),
+    ),
+    cases=matmul_cases,
+    baselines=("eager", "cublas"),
+    quick={"dtype": ["float16", "int8"]},
 )  # fmt: skip

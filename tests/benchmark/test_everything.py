@@ -20,7 +20,7 @@ def test_every_benchmark_and_variant_is_run():
     assert {name for name, part in parts.items() if part.runs_with(1)} == {
         *("attention", "attention_backward", "training_step", "linear", "layers", "decode"),
         *("varlen", "kv_cache", "block_mask", "block_mask_backward", "generate", "host"),
-        *("prefill", "finetune"),
+        *("prefill", "finetune", "matmul"),
     }  # fmt: skip
     assert parts["prefill"].words == ("decode", "--prefill")
 
@@ -77,7 +77,7 @@ def test_in_a_quick_run_parts_leave_the_later_ones_some_time(parts, monkeypatch)
     monkeypatch.setattr(everything, "run_part", takes_all)
     main(["all", "--quick"])
     left = [seconds for *_, seconds in parts]
-    assert len(left) == 14 and left[0] == everything._QUICK_PART_S
+    assert len(left) == 15 and left[0] == everything._QUICK_PART_S
     assert min(left) == everything._QUICK_LEAST_S
     assert now == 60 * everything.QUICK_MINUTES
 
