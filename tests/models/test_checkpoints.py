@@ -107,6 +107,22 @@ def test_configs(name, traits):
     assert {trait: getattr(config, trait) for trait in traits} == traits
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "window"),
+    [
+        ("mistral_older", {}, (4095, 0)),
+        ("mistral_older", {"sliding_window": None}, None),
+        ("llama_older", {}, None),
+    ],
+)
+def test_a_window_that_a_config_leaves_out(name, given, window):
+    """transformers has 4,096 for Mistral, and null means none."""
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    config.pop("sliding_window", None)
+    found = config_of(Fields({**config, **given}, "config.json"), Fields({}, "none"))
+    assert found.window_size == window
+
+
 @pytest.mark.deep
 def test_the_installed_transformers_gives_the_same_logits(folder):
     torch = pytest.importorskip("torch", reason="no torch: expected logits are those in the files")

@@ -206,12 +206,91 @@ def test_scalings(tmp_path, metadata, scaling):
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5; .*models without it"),
         ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor is 0.5; there is code for 1.0"),
         ({"llama.attention.sliding_window": [4, 0]}, r"sliding_window is \[4, 0\]; .*all layers"),
-        ({"split.count": 3}, "one of 3 files"),
     ],
 )
 def test_traits_without_code(tmp_path, metadata, message):
     path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=metadata)
     with pytest.raises(NotImplementedError, match=message):
+        models.load(path, xp=np)
+
+
+def split(folder: Path, model, count: int = 3, **changed: object) -> list[Path]:
+    """Split a model as llama-gguf-split does: all but the tensors is in the first file."""
+    tensors = list(tensors_of(model, "llama").items())
+    paths = []
+    for number in range(count):
+        own = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        own |= changed if number == 1 else {}
+        path = folder / f"m-{number + 1:05d}-of-{count:05d}.gguf"
+        part = dict(tensors[number::count])
+        if number == 0:
+            write_gguf(path, model, "llama", tensors=part, metadata=own)
+        else:
+            writer = gguf.GGUFWriter(path, "llama")
+            for key, value in own.items():
+                writer.add_uint32(key, value)
+            for name, array in part.items():
+                writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+        paths.append(path)
+    return paths
+
+
+@pytest.mark.parametrize("given", [0, 2])
+def test_a_split_file_is_loaded_by_any_of_its_parts(tmp_path, given):
+    model = random("llama")
+    loaded = models.load(split(tmp_path, model)[given], dtype="float32", xp=np)
+    for (name, array), (_, found) in zip(
+        named_arrays(model.weights), named_arrays(loaded.weights), strict=True
+    ):
+        np.testing.assert_array_equal(found, array, err_msg=name)
+
+
+def test_a_merged_file_counts_no_parts(tmp_path):
+    path = write_gguf(
+        tmp_path / "m.gguf", random("llama"), "llama", metadata={"split.count": 0, "split.no": 0}
+    )
+    assert models.load(path, xp=np).config.num_layers == 2
+
+
+def test_split_files_that_do_not_fit_together(tmp_path):
+    first, second, third = split(tmp_path, random("llama"))
+
+    def refused(path, message, kind=ValueError):
+        with pytest.raises(kind, match=message):
+            models.load(path, xp=np)
+
+    alone = first.rename(tmp_path / "m.gguf")
+    refused(alone, r"one of 3 files.*NAME-00001-of-00003\.gguf")
+    alone.rename(first)
+    content = third.read_bytes()
+    third.unlink()
+    refused(first, "of which 1 are missing: m-00003-of-00003.gguf", FileNotFoundError)
+    third.write_bytes(content[:-40])
+    refused(first, "m-00003-of-00003.gguf.*exceeds the file")
+    third.write_bytes(second.read_bytes())
+    refused(first, "m-00003.*not part 3 of 3")
+    split(tmp_path, random("llama"), **{"split.count": 4})
+    refused(first, "m-00002.*not part 2 of 3")
+    first, *_ = split(tmp_path, random("llama"), **{"split.no": 0})
+    refused(first, "m-00002.*not part 2 of 3")
+    whole = write_gguf(first, random("llama"), "llama", metadata={"split.count": 3, "split.no": 0})
+    (tmp_path / "other").mkdir()
+    for path in split(tmp_path / "other", random("llama"))[1:]:
+        path.replace(tmp_path / path.name)
+    refused(whole, "is in an earlier part too")
+
+
+def test_a_split_file_without_one_of_its_tensors(tmp_path):
+    first, *_ = split(tmp_path, random("llama"), count=2)
+    path = write_gguf(
+        first, random("llama"), "llama", tensors={"token_embd.weight": np.ones((4, 32))},
+        metadata={"split.count": 2, "split.no": 0, "split.tensors.count": 99},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="tensors, not 99"):
         models.load(path, xp=np)
 
 

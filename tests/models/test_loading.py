@@ -176,16 +176,101 @@ def test_a_model_is_loaded_without_stderr(monkeypatch):
     assert models.load(FOLDER / "llama3", xp=np).config.num_layers
 
 
-def test_folders_and_files_that_are_no_models(tmp_path):
+def test_folders_and_files_that_are_no_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert "there is no" in refusal(tmp_path / "nothing", FileNotFoundError)
-    assert refusal("some-org/Model-1.5", FileNotFoundError).endswith(
-        "; run: hf download some-org/Model-1.5 --local-dir Model-1.5, and pass 'Model-1.5'"
+    missing = refusal("some-org/Model-1.5", FileNotFoundError)
+    assert missing.endswith(
+        "; run: hf download some-org/Model-1.5, and pass 'some-org/Model-1.5' again"
     )
+    assert str(tmp_path / "hub") in missing
+    assert "hf download" not in refusal("model.ggu", FileNotFoundError)
     assert "neither model.safetensors nor" in refusal(tmp_path, FileNotFoundError)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert "has no config.json" in refusal(tmp_path, FileNotFoundError)
     assert "with their folder" in refusal(tmp_path / "model.safetensors")
     assert "by its path" in refusal(3, TypeError)
+
+
+HUB_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+COMMIT = "0f" * 20
+
+
+def in_hub_cache(hub: Path, source: Path, name: str = "some-org/Model-1.5") -> Path:
+    """Put a model into a cache as huggingface_hub does: links to blobs, and refs/main."""
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (snapshot, repository / "refs", repository / "blobs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, file in enumerate(source.iterdir()):
+        shutil.copy(file, repository / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    return repository
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    for name in HUB_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "hub"),
+    [
+        ("HF_HUB_CACHE", "cache", "cache"),
+        ("HUGGINGFACE_HUB_CACHE", "cache", "cache"),
+        ("HF_HOME", "home", "home/hub"),
+        ("HF_HOME", "$PART/home", "part/home/hub"),
+        ("XDG_CACHE_HOME", "xdg", "xdg/huggingface/hub"),
+        (None, "", ".cache/huggingface/hub"),
+    ],
+)
+def test_a_name_is_found_in_the_hub_cache(no_hub, tmp_path, variable, value, hub):
+    no_hub.setenv("PART", "part")
+    if variable is not None:
+        no_hub.setenv(variable, f"{tmp_path}/{value}")
+    in_hub_cache(tmp_path / hub, FOLDER / "phi")
+    assert models.load("some-org/Model-1.5", xp=np).config.architecture == "phi"
+
+
+def test_a_folder_wins_over_a_name_in_the_hub_cache(no_hub, tmp_path):
+    in_hub_cache(tmp_path / ".cache/huggingface/hub", FOLDER / "phi")
+    no_hub.chdir(tmp_path)
+    (tmp_path / "some-org").mkdir()
+    shutil.copytree(FOLDER / "gpt2", tmp_path / "some-org/Model-1.5")
+    assert models.load("some-org/Model-1.5", xp=np).config.architecture == "gpt2"
+
+
+def test_snapshots_of_the_hub_cache(no_hub, tmp_path):
+    """The main revision counts; without one, the only one."""
+    hub = tmp_path / "hub"
+    no_hub.setenv("HF_HUB_CACHE", str(hub))
+    repository = in_hub_cache(hub, FOLDER / "phi", "model")
+    shutil.copytree(FOLDER / "gpt2", repository / "snapshots" / "1a")
+    assert models.load("model", xp=np).config.architecture == "phi"
+    (repository / "refs" / "main").unlink()
+    assert "there is no 'model', nor" in refusal("model", FileNotFoundError)
+    shutil.rmtree(repository / "snapshots" / COMMIT)
+    assert models.load("model", xp=np).config.architecture == "gpt2"
+    (repository / "snapshots" / "1a" / "model.safetensors").unlink()
+    missing = refusal("model", FileNotFoundError)
+    assert "not complete" in missing and missing.endswith(
+        "run: hf download model, and pass 'model' again"
+    )
+    for commit in ("../../1a", "", "x" * 1000):
+        (repository / "refs" / "main").write_text(commit)
+        assert str(repository / "refs" / "main") in refusal("model")
+    for name in ("../model", "a/b/c", "a\0b", "models--model/", "-model"):
+        assert "there is no" in refusal(name, FileNotFoundError)
+
+
+def test_adapters_are_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert f"--adapters {tmp_path}" in refusal(tmp_path)
 
 
 def test_a_folder_named_smollm2_wins(copy, monkeypatch):

@@ -237,11 +237,17 @@ def _sizes_and_rope(fields: Fields, rotated: float = 1.0) -> Json:
     }
 
 
+_MISTRAL_WINDOW = 4096
+"""The sliding_window of a Mistral config.json that does not mention it."""
+
+
 def _window(fields: Fields, kind: str) -> tuple[int, int] | None:
     """Return the window: `sliding_window` includes the key of the query itself."""
     if kind == "qwen2":  # it has one in its last layers only, and no published model uses it
         fields.refuse("use_sliding_window", False)
-    window = fields.integer("sliding_window", 0, least=0) if kind == "mistral" else 0
+    # transformers takes a field that is absent for its default, and null for no window.
+    absent = 0 if "sliding_window" in fields.given else _MISTRAL_WINDOW
+    window = fields.integer("sliding_window", absent, least=0) if kind == "mistral" else 0
     return (window - 1, 0) if window else None
 
 
@@ -416,6 +422,14 @@ _MOST_BYTES = 16 << 20
 
 def open_folder(folder: Path) -> Checkpoint:
     """Read the config of a folder and the names in its files, but no weights."""
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise error(
+            ValueError,
+            f"{folder} has adapters (adapter_config.json), and no model",
+            "adapters add to the weights of a model, which is loaded first",
+            f"pass the model as MODEL, and the folder as --adapters {folder}, or call "
+            "LoraAdapters.load(model, folder)",
+        )
     files = _files(folder)
     generation = folder / "generation_config.json"
     fields = _fields(folder / "config.json")
