@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +35,7 @@ from cupyattn.ops.linear.weight_formats import UNIT, Blocks, blocks_for, rows_ap
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
 from cupyattn.runtime.errors import error, shown
+from cupyattn.runtime.folders import users_level
 from cupyattn.runtime.reading import read_text
 
 MADE = ("nf4", "int4", "int8")
@@ -101,11 +105,29 @@ def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
             ValueError,
             f"{checkpoint.where}: no weights of layers in blocks that can be kept, with "
             f"quantize = {OF_THE_FILE!r}",
-            "blocks that can be kept are GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, bitsandbytes' NF4, and "
-            "GPTQ and AWQ in four bits",
+            "blocks that can be kept are GGUF's Q4_0, Q4_1, Q8_0 and Q4_K, and all blocks of "
+            "quantised safetensors",
             f"leave quantize out, or pass one of {', '.join(map(repr, MADE))}",
         )
     return lambda layer, product, inner: kept.get((layer, product))
+
+
+def _warn_of_rounding(checkpoint: Checkpoint, quantises: Quantises) -> None:
+    """Warn of the weights that blocks of the file's round, and say by how much at most."""
+    found: Counter[str] = Counter()
+    for layer, product in itertools.product(range(checkpoint.config.num_layers), PRODUCTS):
+        for name in product_names(checkpoint.naming, checkpoint.tensors, layer, product):
+            tensor = checkpoint.tensors.get(name)
+            if isinstance(tensor, QuantisedTensor) and tensor.rounding:
+                kept = quantises(layer, product, tensor.shape[1]) == tensor.blocks
+                found[tensor.rounding] += kept
+    rounded = [f"{count} weights ({rounding})" for rounding, count in found.items() if count]
+    if rounded:
+        warnings.warn(
+            f"{checkpoint.where}: quantize={OF_THE_FILE!r} rounds {', '.join(rounded)}; leave "
+            "quantize out to have them in dtype",
+            stacklevel=users_level(),
+        )
 
 
 def _common_blocks(
@@ -227,12 +249,24 @@ def load(
     numbers at a time, so that loading needs little more memory than the model. Pickles are never
     opened.
 
-    Quantised files can be GGUF (all types that the package gguf dequantises), bitsandbytes (NF4),
-    or GPTQ and AWQ (4 bits, consecutive groups). "file" keeps GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and
-    all of the others; a product whose tensors have other or different types is in dtype. Absmax in
-    eight bits (bitsandbytes) are expanded in each product, by one more launch; "nf4" has the same
-    numbers with absmax in float32. Blocks have the default size of `quantize`, or a smaller one
-    that divides K.
+    Quantised files can be GGUF (all types that the package gguf dequantises) or safetensors of
+    bitsandbytes (NF4), GPTQ (4 and 8 bits, act-order too), AWQ (4 bits), compressed-tensors
+    (integers of 4 and 8 bits, FP8, MXFP4), FP8 (e4m3 with scales of tensors, rows or blocks) and
+    MXFP4. Activations and the cache are never quantised for a file.
+
+    "file" keeps GGUF's Q4_0, Q4_1, Q8_0 and Q4_K; a product whose tensors have other or different
+    types is in dtype. Of safetensors it keeps the numbers, with two exceptions that it warns of:
+
+    - FP8, eight bits with zero points, and groups that act-order scatters over K become "int8" in
+      blocks of at most 128 weights, within 1/254 of the largest weight of a block.
+    - Four-bit weights whose scales are not numbers of float16 are within 2^-11 of a weight, or
+      exactly in "int8" if a scale is larger than float16 allows or below 2^-14.
+
+    MXFP4 and other integers of eight bits become "int8" with the same numbers (but 0 for numbers
+    below 2^-126). Without quantize these weights have the numbers of the file, rounded once to
+    dtype. Absmax in eight bits (bitsandbytes) are expanded in each product, by one more launch;
+    "nf4" has the same numbers with absmax in float32. Blocks have the default size of `quantize`,
+    or a smaller one that divides K.
 
     Examples
     --------
@@ -251,7 +285,10 @@ def load(
         agreed(group, {"dtype": dtype, "quantize": quantize, **config._asdict()}, xp)
     on = xp if group is None else np
     by = on if quantize is None else xp
-    weights = filled(checkpoint, dtype, on, quantises or quantises_as_in(checkpoint), by=by)
+    if quantises is None:
+        quantises = quantises_as_in(checkpoint)
+        _warn_of_rounding(checkpoint, quantises)
+    weights = filled(checkpoint, dtype, on, quantises, by=by)
     if group is not None:
         config, weights = split(config, weights, group, xp)
     return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)

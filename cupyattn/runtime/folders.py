@@ -216,7 +216,7 @@ def tell_unused(why: Exception) -> None:
         )
         fix = f"set {CACHE_VARIABLE} to a folder that can be written"
     unset = ", or unset it" if named else ""
-    warnings.warn(f"{passed}; {fix}{unset}", stacklevel=_users_level())
+    warnings.warn(f"{passed}; {fix}{unset}", stacklevel=users_level())
 
 
 def tell_untrusted_file(why: UntrustedError) -> None:
@@ -228,11 +228,11 @@ def tell_untrusted_file(why: UntrustedError) -> None:
         f"a file of the folder of compiled kernels is not read: {why}; it is code to run, so it "
         "has to be a file that only this user and root can write; find out who wrote the file, and "
         f"{why.fix}",
-        stacklevel=_users_level(),
+        stacklevel=users_level(),
     )
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """Return the stack level of the user's line, as warnings.warn in the caller needs it."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "cupyattn":

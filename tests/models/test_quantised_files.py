@@ -8,10 +8,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
-from support.quantised_weights import AWQ, BNB, GPTQ, awq, bitsandbytes, gptq
+from support.quantised_weights import (
+    AWQ,
+    BNB,
+    EXACT,
+    FLOAT32_SCALES,
+    GPTQ,
+    ROUNDED,
+    awq,
+    bitsandbytes,
+    gptq,
+)
 from support.search import deep, mostly_deep
 
 pytest.importorskip("safetensors")
@@ -30,12 +41,14 @@ from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
 from cupyattn.models.checkpoints.bitsandbytes import unpacked_nf4  # noqa: E402
 from cupyattn.models.checkpoints.contents import QuantisedTensor  # noqa: E402
+from cupyattn.models.checkpoints.float_formats import E4M3  # noqa: E402
 from cupyattn.models.checkpoints.safetensors_files import read_safetensors  # noqa: E402
 from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
 from cupyattn.models.loading import opened, quantises_as_in  # noqa: E402
 from cupyattn.models.training.budget import Training, budget_of  # noqa: E402
 from cupyattn.models.training.lora_options import LoraOptions  # noqa: E402
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts  # noqa: E402
+from cupyattn.ops.linear.weight_formats import blocks_for  # noqa: E402
 
 TYPE = gguf.GGMLQuantizationType
 TABLE = np.sort(np.random.default_rng(0).uniform(-1, 1, 256)).astype(np.float32)
@@ -61,6 +74,9 @@ PACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *given: awq(*given, group=None), {**AWQ, "group_size": -1},
     ),
 }  # fmt: skip
+PACKERS |= {how: pack[:2] for how, pack in {**EXACT, **ROUNDED, **FLOAT32_SCALES}.items()}
+OLDER = list(PACKERS)[: -len({**EXACT, **ROUNDED, **FLOAT32_SCALES})]
+
 BLOCKS = {
     "bitsandbytes": 64, "nested": 64, "tables": 64, "awq of one group": 64, "gptq of one group": 64,
 }  # fmt: skip
@@ -100,7 +116,7 @@ def assert_same(model: Model, expected: Model) -> None:
         assert_array_equal(numbers, wanted, err_msg=name)
 
 
-@pytest.mark.parametrize("how", PACKERS)
+@pytest.mark.parametrize("how", OLDER)
 def test_packed_weights_have_the_same_numbers(tmp_path, how):
     """Kept, and as floats; in pieces as well."""
     folder, plain = packed_folder(tmp_path / "packed", how)
@@ -127,7 +143,7 @@ def test_packed_weights_have_the_same_numbers(tmp_path, how):
 @pytest.mark.parametrize(
     ("how", "at_once"),
     mostly_deep(
-        [(how, at_once) for how in PACKERS for at_once in (1, 640, 3000)],
+        [(how, at_once) for how in OLDER for at_once in (1, 640, 3000)],
         [*(("nested", at_once) for at_once in (1, 3000)),
          *((how, 640) for how in ("bitsandbytes", "blocks of 32", "gptq", "awq of one group"))],
     ),
@@ -144,7 +160,101 @@ def test_packed_weights_are_read_in_pieces_of_any_size(tmp_path, monkeypatch, ho
             assert_array_equal(array, wanted, err_msg=name)
 
 
-@pytest.mark.parametrize("how", ["nested", "tables", "gptq"])
+def both(tmp_path: Path, how: str) -> tuple[Path, Model]:
+    """A packed folder, and the model of the same numbers in floats."""
+    folder, plain = packed_folder(tmp_path / "packed", how)
+    whole = write_folder(tmp_path / "plain", CONFIG, plain)
+    return folder, models.load(whole, dtype="float32", xp=np)
+
+
+@pytest.mark.parametrize("how", EXACT)
+def test_blocks_have_the_numbers_of_the_file(tmp_path, monkeypatch, how):
+    """Kept and as floats, whole and in pieces of three rows of 64."""
+    folder, expected = both(tmp_path, how)
+    kept = models.load(folder, dtype="float32", xp=np, quantize="file")
+    assert_same(kept, expected)
+    form, size = EXACT[how][2]
+    for layer in kept.weights.layers:
+        for name in PRODUCTS:
+            weight = getattr(layer, name).weight
+            wanted = weight.inner if size is None else min(size, weight.inner)
+            if how == "of channels":
+                wanted = blocks_for("int4", weight.inner).block_size
+            assert weight.blocks == (form, wanted)
+    np.testing.assert_allclose(kept.logits([[1, 2, 3]]), expected.logits([[1, 2, 3]]), atol=1e-5)
+    monkeypatch.setattr(copying, "_AT_ONCE", 200)
+    assert_same(models.load(folder, dtype="float32", xp=np), expected)
+    assert_same(models.load(folder, dtype="float32", xp=np, quantize="file"), expected)
+
+
+@pytest.mark.parametrize("how", ROUNDED)
+def test_numbers_that_no_blocks_have_are_exact_as_floats_and_rounded_in_blocks(
+    tmp_path, monkeypatch, how
+):
+    """In blocks within half a step of int8, which a warning says."""
+    folder, expected = both(tmp_path, how)
+    monkeypatch.setattr(copying, "_AT_ONCE", 200)
+    assert_same(models.load(folder, dtype="float32", xp=np), expected)
+    with pytest.warns(UserWarning, match=f"rounds 14 weights .*{ROUNDED[how][2]}.*1/254"):
+        kept = models.load(folder, dtype="float32", xp=np, quantize="file")
+    exact = dict(named_parts(expected.weights))
+    for name, part in named_parts(kept.weights):
+        if not isinstance(part, QuantizedWeight):
+            assert_array_equal(part, exact[name])
+            continue
+        assert part.blocks == ("int8", min(128, part.inner))
+        found, wanted = (
+            array.reshape(part.outer, -1, part.block_size)
+            for array in (cupyattn.dequantize(part), exact[name])
+        )
+        largest = np.abs(wanted).max(axis=-1, keepdims=True)
+        assert (np.abs(found - wanted) <= largest / 254 * (1 + 1e-5)).all(), name
+    ids = [[1, 2, 3]]
+    spread = np.abs(expected.logits(ids)).max()
+    np.testing.assert_allclose(kept.logits(ids), expected.logits(ids), atol=0.05 * spread)
+
+
+def test_awq_with_scales_in_float32(tmp_path):
+    """Exact as floats; kept, scales are rounded to float16 and codes are those of the file."""
+    folder, expected = both(tmp_path, "awq with scales of float32")
+    assert_same(models.load(folder, dtype="float32", xp=np), expected)
+    with pytest.warns(UserWarning, match=r"14 weights \(float32 scales to float16, within 2"):
+        kept = models.load(folder, dtype="float32", xp=np, quantize="file")
+    for part, exact in zip(
+        (each for _, each in named_parts(kept.weights)),
+        (each for _, each in named_parts(expected.weights)),
+        strict=True,
+    ):
+        if isinstance(part, QuantizedWeight):
+            assert part.blocks == ("int4", 32)
+            np.testing.assert_allclose(cupyattn.dequantize(part), exact, rtol=2**-11)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("labelled", ["gptq", "gptq_v2"])
+def test_zeros_of_the_other_version_of_gptq(tmp_path, monkeypatch, bits, labelled):
+    """Zeros of symmetric weights are half of the integers: 8 that are stored as such are no 9."""
+
+    def pack(*given: Any) -> Any:
+        return gptq(*given, bits=bits, zero=1 << (bits - 1), less_one=labelled == "gptq_v2")
+
+    monkeypatch.setitem(
+        PACKERS, "other", (pack, {**GPTQ, "bits": bits, "checkpoint_format": labelled})
+    )
+    folder, expected = both(tmp_path, "other")
+    for quantize in (None, "file"):
+        with pytest.warns(UserWarning, match=f"checkpoint_format '{labelled}'"):
+            assert_same(models.load(folder, dtype="float32", xp=np, quantize=quantize), expected)
+
+
+def test_codes_of_e4m3():
+    expected = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    assert_array_equal(E4M3, expected.astype(np.float32))
+    assert_array_equal(np.signbit(E4M3), np.arange(256) >= 128)
+
+
+@pytest.mark.parametrize("how", ["nested", "tables", "gptq", "fp8", "mxfp4"])
+@pytest.mark.filterwarnings("ignore:.*rounds")
 def test_a_budget_of_the_files_blocks_is_what_is_loaded(tmp_path, how):
     folder, _ = packed_folder(tmp_path, how)
     checkpoint = opened(folder)

@@ -1,7 +1,8 @@
 """Weights to be quantised, what formats say of one, number by number, and weights of any format.
 
-Packed weights are those of bitsandbytes, GPTQ and AWQ: each function returns the tensors by their
-names after that of the module, and the float32 weights (N, K) that they mean.
+Packed weights are those of bitsandbytes, GPTQ, AWQ, compressed-tensors, FP8 and MXFP4: each
+function returns the tensors by their names after that of the module, and the float32 weights (N, K)
+that they mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from support.devices import dtype_of
 
@@ -135,6 +137,9 @@ BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+
 CODEBOOK = np.array(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
      -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -194,22 +199,118 @@ def gptq(
     *,
     group: int | None = 32,
     less_one: bool = True,
+    bits: int = 4,
+    zero: int | None = None,
+    order: str = "along K",
 ) -> Packed:
     """Eight k in a word, and eight n of zeros, which are stored less one in the first version."""
-    q, zeros, scales, weights = _integers(rng, outer, inner, group)
-    size = group or inner
+    of_k = _order(rng, inner, group or inner, order)
+    q, zeros, scales, weights = _integers(rng, outer, inner, group, bits, zero, of_k)
+    count, many = 32 // bits, 1 << bits
     tensors = {
-        "qweight": _words(q.T.reshape(outer, -1, 8)).T,
-        "qzeros": _words(((zeros - less_one) % 16).reshape(len(zeros), -1, 8)),
+        "qweight": _words(q.T.reshape(outer, -1, count)).T,
+        "qzeros": _words(((zeros - less_one) % many).reshape(len(zeros), -1, count)),
         "scales": scales,
-        "g_idx": (np.arange(inner) // size).astype(np.int32),
+        "g_idx": of_k.astype(np.int32),
     }
     return tensors, weights
 
 
-def awq(rng: np.random.Generator, outer: int, inner: int, *, group: int | None = 32) -> Packed:
-    """Eight n in a word, the even ones first."""
+def _order(rng: np.random.Generator, inner: int, size: int, order: str) -> np.ndarray:
+    """The group of each k: along K, "scattered" over it, or in "blocks" of 32."""
+    of_k = np.arange(inner) // size
+    if order == "blocks":
+        return of_k.reshape(-1, 32)[::-1].reshape(-1)
+    return rng.permutation(of_k) if order == "scattered" else of_k
+
+
+def compressed(
+    rng: np.random.Generator,
+    outer: int,
+    inner: int,
+    *,
+    bits: int = 4,
+    group: int | None = 32,
+    symmetric: bool = True,
+    order: str = "along K",
+    packed: bool = True,
+    scales: str = "bfloat16",
+) -> Packed:
+    """compressed-tensors' integers: signed, in words plus half of their number, or in int8."""
+    of_k = _order(rng, inner, group or inner, order)
+    half, count = 1 << (bits - 1), 32 // bits
+    q, zeros, scale, _ = _integers(
+        rng, outer, inner, group, bits, half if symmetric else None, of_k
+    )
+    scale = scale.astype(dtype_of(scales))
+    tensors = {"weight_scale": scale.T, "weight_g_idx": of_k.astype(np.int32)}
+    if order == "along K":
+        del tensors["weight_g_idx"]
+    if packed:
+        tensors["weight_packed"] = _words(q.T.reshape(outer, -1, count))
+        tensors["weight_shape"] = np.array([outer, inner])
+        if not symmetric:
+            rows = np.pad(zeros, ((0, 0), (0, -outer % count)))
+            tensors["weight_zero_point"] = _words(rows.reshape(len(zeros), -1, count)).T
+    else:
+        tensors["weight"] = (q.T - half).astype(np.int8)
+        if not symmetric:
+            tensors["weight_zero_point"] = (zeros.T - half).astype(np.int8)
+    weights = (q - zeros[of_k]).astype(np.float32) * scale[of_k].astype(np.float32)
+    return tensors, np.ascontiguousarray(weights.T)
+
+
+def fp8(
+    rng: np.random.Generator,
+    outer: int,
+    inner: int,
+    *,
+    scales: tuple[int, ...],
+    name: str = "weight_scale_inv",
+    block: tuple[int, int] | None = None,
+) -> Packed:
+    """e4m3 with scales of that shape: one, one for each row, or one for each block."""
+    codes = rng.integers(0, 256, (outer, inner)).astype(np.uint8)
+    codes[codes & 127 == 127] = 8
+    weight = codes.view(ml_dtypes.float8_e4m3fn)
+    scale = rng.uniform(1e-4, 1e-3, scales).astype(np.float32)
+    rows, columns = block or (1 if scale.size > 1 else outer, inner)
+    wide = np.empty((outer, inner), np.float32)
+    for n, k in np.ndindex(outer, inner):
+        pair = (n // rows, k // columns)
+        wide[n, k] = scale.reshape(-1)[0] if scale.size == 1 else scale[pair[: scale.ndim]]
+    return {"weight": weight, name: scale}, weight.astype(np.float32) * wide
+
+
+def mxfp4(
+    rng: np.random.Generator, outer: int, inner: int, *, names: tuple[str, str], flat: bool = False
+) -> Packed:
+    """e2m1, the even k in the low half of a byte, and e8m0 of 32 neighbours."""
+    codes = rng.integers(0, 16, (outer, inner)).astype(np.uint8)
+    powers = rng.integers(118, 125, (outer, inner // 32)).astype(np.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    weights = np.where(codes < 8, values[codes & 7], -values[codes & 7])
+    weights *= np.exp2(powers.astype(np.float32) - 127).repeat(32, axis=1)
+    shape = (outer, inner // 2) if flat else (outer, inner // 32, 16)
+    return {names[0]: packed.reshape(shape), names[1]: powers}, weights
+
+
+def awq(
+    rng: np.random.Generator,
+    outer: int,
+    inner: int,
+    *,
+    group: int | None = 32,
+    spread: tuple[float, float] | None = None,
+) -> Packed:
+    """Eight n in a word, the even ones first; scales in float32 if their `spread` is given."""
     q, zeros, scales, weights = _integers(rng, outer, inner, group)
+    if spread is not None:
+        scales = rng.uniform(*spread, scales.shape).astype(np.float32)
+        size = group or inner
+        differences = (q - zeros.repeat(size, axis=0)).astype(np.float32)
+        weights = np.ascontiguousarray((differences * scales.repeat(size, axis=0)).T)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     tensors = {
         "qweight": _words(q.reshape(inner, -1, 8)[..., order]),
@@ -220,23 +321,153 @@ def awq(rng: np.random.Generator, outer: int, inner: int, *, group: int | None =
 
 
 def _integers(
-    rng: np.random.Generator, outer: int, inner: int, group: int | None
+    rng: np.random.Generator,
+    outer: int,
+    inner: int,
+    group: int | None,
+    bits: int = 4,
+    zero: int | None = None,
+    of_k: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    size = group or inner
-    q = rng.integers(0, 16, (inner, outer))
-    zeros = rng.integers(0, 16, (inner // size, outer))
-    scales = rng.uniform(0.005, 0.02, (inner // size, outer)).astype(np.float16)
-    wide = scales.astype(np.float32).repeat(size, axis=0)
-    weights = (q - zeros.repeat(size, axis=0)).astype(np.float32) * wide
+    size, many = group or inner, 1 << bits
+    of_k = np.arange(inner) // size if of_k is None else of_k
+    q = rng.integers(0, many, (inner, outer))
+    zeros = rng.integers(0, many, (inner // size, outer))
+    zeros = zeros if zero is None else np.full_like(zeros, zero)
+    scales = (rng.uniform(0.08, 0.32, (inner // size, outer)) / many).astype(np.float16)
+    weights = (q - zeros[of_k]).astype(np.float32) * scales[of_k].astype(np.float32)
     return q, zeros, scales, np.ascontiguousarray(weights.T)
 
 
 def _words(integers: np.ndarray) -> np.ndarray:
-    """Words of the last axis's eight integers, the first in the lowest bits."""
-    shifts = 4 * np.arange(8)
+    """Words of the last axis's integers, 8 or 4, the first in the lowest bits."""
+    count = integers.shape[-1]
+    shifts = 32 // count * np.arange(count)
     return (
         (integers.astype(np.uint64) << shifts.astype(np.uint64))
         .sum(axis=-1)
         .astype(np.uint32)
         .view(np.int32)
     )
+
+
+def configured(weights: dict[str, Any], form: str) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors, with one group."""
+    group = {"targets": ["Linear"], "weights": weights, "format": form}
+    return {**COMPRESSED, "format": form, "config_groups": {"group_0": group}, "ignore": []}
+
+
+def ints(bits: int, *, symmetric: bool = True, packed: bool = True) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group"}
+    return configured(weights, "pack-quantized" if packed else "int-quantized")
+
+
+def in_blocks(rows: int, columns: int, **options: Any) -> Any:
+    def pack(rng: np.random.Generator, outer: int, inner: int) -> Any:
+        scales = -(-outer // rows), -(-inner // columns)
+        return fp8(rng, outer, inner, scales=scales, block=(rows, columns), **options)
+
+    return pack
+
+
+def by_row(rng: np.random.Generator, outer: int, inner: int) -> Any:
+    return fp8(rng, outer, inner, scales=(outer, 1), name="weight_scale")
+
+
+def with_scale_of_activations(rng: np.random.Generator, outer: int, inner: int) -> Any:
+    tensors, weights = fp8(rng, outer, inner, scales=(), name="weight_scale")
+    return {**tensors, "input_scale": np.full(1, 0.5, np.float32)}, weights
+
+
+def with_small_scales(rng: np.random.Generator, outer: int, inner: int) -> Any:
+    return awq(rng, outer, inner, spread=(1e-6, 3e-5))
+
+
+FLOATS8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+EXACT: dict[str, tuple[Any, dict[str, Any], tuple[str, int | None]]] = {
+    "gptq of 8 bits": (
+        lambda *given: gptq(*given, bits=8, zero=128), {**GPTQ, "bits": 8}, ("int8", 32),
+    ),
+    "gptq of 8 bits, one group": (
+        lambda *given: gptq(*given, bits=8, zero=128, group=None, less_one=False),
+        {**GPTQ, "bits": 8, "group_size": -1, "checkpoint_format": "gptq_v2"},
+        ("int8", None),
+    ),
+    "gptq of act-order in blocks": (
+        lambda *given: gptq(*given, order="blocks"), {**GPTQ, "desc_act": True}, ("int4", 32),
+    ),
+    "awq with small scales": (with_small_scales, AWQ, ("int8", 32)),
+    "compressed-tensors of 4 bits": (compressed, ints(4), ("int4", 32)),
+    "with zeros": (
+        lambda *given: compressed(*given, symmetric=False), ints(4, symmetric=False), ("int4", 32),
+    ),
+    "of channels": (
+        lambda *given: compressed(*given, symmetric=False, group=None, scales="float16"),
+        ints(4, symmetric=False),
+        ("int4", 64),
+    ),
+    "of 8 bits": (lambda *given: compressed(*given, bits=8), ints(8), ("int8", 32)),
+    "of 8 bits, channels": (
+        lambda *given: compressed(*given, bits=8, group=None, scales="float32"), ints(8),
+        ("int8", None),
+    ),
+    "int-quantized": (
+        lambda *given: compressed(*given, bits=8, packed=False, group=None), ints(8, packed=False),
+        ("int8", None),
+    ),
+    "mxfp4": (
+        lambda *given: mxfp4(*given, names=("weight_blocks", "weight_scales")),
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        ("int8", 32),
+    ),
+    "mxfp4 of compressed-tensors": (
+        lambda *given: mxfp4(*given, names=("weight_packed", "weight_scale"), flat=True),
+        configured({"num_bits": 4, "type": "float", "group_size": 32}, "mxfp4-pack-quantized"),
+        ("int8", 32),
+    ),
+}  # fmt: skip
+"""Packers, configs, and the blocks that have the same numbers; None is a whole row."""
+
+ROUNDED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "act-order": (
+        lambda *given: gptq(*given, order="scattered"), {**GPTQ, "desc_act": True}, "act-order",
+    ),
+    "act-order of 8 bits": (
+        lambda *given: gptq(*given, bits=8, zero=128, order="scattered"),
+        {**GPTQ, "bits": 8, "desc_act": True},
+        "act-order",
+    ),
+    "eight bits with zeros": (
+        lambda *given: gptq(*given, bits=8), {**GPTQ, "bits": 8}, "zero points",
+    ),
+    "act-order of compressed-tensors": (
+        lambda *given: compressed(*given, order="scattered", symmetric=False),
+        ints(4, symmetric=False),
+        "act-order",
+    ),
+    "zeros of compressed-tensors": (
+        lambda *given: compressed(*given, bits=8, symmetric=False), ints(8, symmetric=False),
+        "zero points",
+    ),
+    "zeros of int-quantized": (
+        lambda *given: compressed(*given, bits=8, symmetric=False, packed=False, group=None),
+        ints(8, symmetric=False, packed=False),
+        "zero points",
+    ),
+    "fp8": (lambda *given: fp8(*given, scales=()), FP8, "FP8"),
+    "fp8 in blocks": (in_blocks(24, 48), {**FP8, "weight_block_size": [24, 48]}, "FP8"),
+    "static fp8": (with_scale_of_activations, {**FP8, "activation_scheme": "static"}, "FP8"),
+    "fbgemm": (by_row, {"quant_method": "fbgemm_fp8"}, "FP8"),
+    "float-quantized": (by_row, configured(FLOATS8, "float-quantized"), "FP8"),
+    "blocks of float-quantized": (
+        in_blocks(24, 48, name="weight_scale"),
+        configured({**FLOATS8, "block_structure": [24, 48]}, "float-quantized"),
+        "FP8",
+    ),
+}  # fmt: skip
+"""Packers, configs, and the reason why no blocks have the same numbers."""
+FLOAT32_SCALES = {
+    "awq with scales of float32": (
+        lambda *given: awq(*given, spread=(5e-3, 2e-2)), AWQ,
+    ),
+}  # fmt: skip

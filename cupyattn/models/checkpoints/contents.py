@@ -14,7 +14,7 @@ import numpy as np
 from cupyattn import QuantizedWeight
 from cupyattn.models.config import Config
 from cupyattn.models.weights import Layer, Norm, Product, Weights
-from cupyattn.ops.linear.weight_formats import Blocks
+from cupyattn.ops.linear.weight_formats import UNIT, Blocks
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error
 
@@ -46,15 +46,38 @@ class QuantisedTensor(NamedTuple):
 
     ``read(start, stop)`` returns these rows as NumPy arrays in the format of `blocks`. `nested` is
     set if the file has codes for scales.
+
+    If `blocks` round the numbers of the file, `rounding` says by how much at most, and
+    ``floats(start, stop)`` returns rows of the exact numbers. Then `read` is None where the exact
+    numbers are quantised anew.
     """
 
     shape: tuple[int, ...]
     blocks: Blocks
-    read: Callable[[int, int], QuantizedWeight]
+    read: Callable[[int, int], QuantizedWeight] | None
     nested: NestedScales | None = None
+    floats: Callable[[int, int], np.ndarray] | None = None
+    rounding: str = ""
 
 
 AnyTensor = Tensor | QuantisedTensor
+
+_ROUNDED_BLOCK = 128
+
+
+def rounded(
+    shape: tuple[int, int], floats: Callable[[int, int], np.ndarray], why: str
+) -> AnyTensor:
+    """Return a weight (N, K) whose numbers no format has: kept blocks are int8, which rounds them.
+
+    The scale of a block is its largest magnitude / 127, and codes are rounded to the nearest.
+    """
+    inner = shape[1]
+    if inner % UNIT:
+        return Tensor(shape, floats)
+    size = next(each for each in (_ROUNDED_BLOCK, 64, UNIT) if inner % each == 0)
+    rounding = f"{why} to int8, within 1/254 of the largest weight of {_ROUNDED_BLOCK} or fewer"
+    return QuantisedTensor(shape, Blocks("int8", size), None, floats=floats, rounding=rounding)
 
 
 class Naming(NamedTuple):

@@ -136,8 +136,12 @@ def _found(
 ) -> Array | QuantizedWeight:
     """Return numbers as float32 on the device, or blocks that are kept."""
     if isinstance(tensor, QuantisedTensor):
+        as_kept = tensor.read if tensor.floats is None or tensor.blocks == place.blocks else None
+        if as_kept is None:
+            assert tensor.floats is not None
+            return _float32(tensor.floats(start, stop), xp)
         nested = place.blocks is not None and FORMATS[place.blocks.format].group is not None
-        rows = tensor.nested.read if nested and tensor.nested is not None else tensor.read
+        rows = tensor.nested.read if nested and tensor.nested is not None else as_kept
         read = rows(start, stop)
         arrays = {own: xp.asarray(array) for own, array in read.arrays.items()}
         weight = QuantizedWeight(read.format, **arrays, block_size=read.block_size, transposed=True)

@@ -13,15 +13,18 @@ from cupyattn.models.checkpoints.contents import Tensor, damaged
 from cupyattn.models.extras import extra
 from cupyattn.runtime.arrays import dtype_of
 from cupyattn.runtime.errors import error
+from cupyattn.runtime.reading import open_regular, parsed
 
 _FLOATS = ("F32", "F16", "BF16", "F64")
+_BYTES = ("F8_E4M3", "F8_E8M0")
+"""Dtypes that safetensors does not give to NumPy: they are read as bytes, uint8."""
 
 
 class Stored(NamedTuple):
     """A tensor of any dtype in a file.
 
     `what` is the file and the tensor's name, for errors. `kind` is the dtype as safetensors names
-    it. ``items(index)`` reads a slice, or a tuple of slices.
+    it. ``items(index)`` reads a slice, or a tuple of slices; numbers of 8 bits as uint8.
     """
 
     what: str
@@ -78,11 +81,32 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as failure:
         raise _no_safetensors(file, failure) from failure
-    return {
+    found = {
         name: Stored(
             f"{file}: {name}", tuple(part.get_shape()), str(part.get_dtype()), partial(_items, part)
         )
         for name, part in slices.items()
+    }
+    if any(tensor.kind in _BYTES for tensor in found.values()):
+        found |= _as_bytes(file, found)
+    return found
+
+
+def _as_bytes(file: Path, found: dict[str, Stored]) -> dict[str, Stored]:
+    """Return the tensors of `_BYTES`; safetensors has already checked the file's header."""
+    with open_regular(file, damaged) as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = parsed(opened.read(size), str(file), damaged)
+        content = np.memmap(opened, np.uint8, mode="r", offset=8 + size)
+
+    def array(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        start, stop = header[name]["data_offsets"]
+        return np.asarray(content[start:stop]).reshape(shape)
+
+    return {
+        name: tensor._replace(items=array(name, tensor.shape).__getitem__)
+        for name, tensor in found.items()
+        if tensor.kind in _BYTES
     }
 
 
