@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from support.quantised_weights import (
     AWQ,
@@ -21,9 +23,11 @@ from support.quantised_weights import (
     ROUNDED,
     awq,
     bitsandbytes,
+    compressed,
+    fp8,
     gptq,
 )
-from support.search import deep, mostly_deep
+from support.search import deep, examples, mostly_deep
 
 pytest.importorskip("safetensors")
 gguf = pytest.importorskip("gguf")
@@ -40,9 +44,11 @@ from cupyattn import QuantizedWeight, models  # noqa: E402
 from cupyattn.models import Config, Model  # noqa: E402
 from cupyattn.models.checkpoints import copying  # noqa: E402
 from cupyattn.models.checkpoints.bitsandbytes import unpacked_nf4  # noqa: E402
+from cupyattn.models.checkpoints.compressed_tensors import unpacked_compressed  # noqa: E402
 from cupyattn.models.checkpoints.contents import QuantisedTensor  # noqa: E402
-from cupyattn.models.checkpoints.float_formats import E4M3  # noqa: E402
-from cupyattn.models.checkpoints.safetensors_files import read_safetensors  # noqa: E402
+from cupyattn.models.checkpoints.float_formats import E4M3, unpacked_fp8  # noqa: E402
+from cupyattn.models.checkpoints.integer_groups import unpacked_gptq  # noqa: E402
+from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors  # noqa: E402
 from cupyattn.models.checkpoints.writing import write_folder as write_model  # noqa: E402
 from cupyattn.models.loading import opened, quantises_as_in  # noqa: E402
 from cupyattn.models.training.budget import Training, budget_of  # noqa: E402
@@ -245,6 +251,73 @@ def test_zeros_of_the_other_version_of_gptq(tmp_path, monkeypatch, bits, labelle
     for quantize in (None, "file"):
         with pytest.warns(UserWarning, match=f"checkpoint_format '{labelled}'"):
             assert_same(models.load(folder, dtype="float32", xp=np, quantize=quantize), expected)
+
+
+def in_memory(parts: dict[str, np.ndarray]) -> dict[str, Stored]:
+    """The tensors of a module "a", without a file."""
+    kinds = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
+             "int32": "I32", "int8": "I8", "float8_e4m3fn": "F8_E4M3"}  # fmt: skip
+    found = {}
+    for name, array in parts.items():
+        kind = kinds[array.dtype.name]
+        items = array.view(np.uint8) if kind == "F8_E4M3" else array
+        found[f"a.{name}"] = Stored(f"a.{name}", array.shape, kind, items.__getitem__)
+    return found
+
+
+@examples(25, deep=300)
+@given(data=st.data())
+def test_rows_of_any_integers(data):
+    """Any rows of GPTQ and compressed-tensors have the numbers of their packers."""
+    draw = data.draw
+    outer, inner = 8 * draw(st.integers(1, 5)), 32 * draw(st.sampled_from([1, 2, 3, 4, 8]))
+    group = draw(st.sampled_from([None, *(n for n in (32, 64, 128) if inner % n == 0)]))
+    bits, order = draw(st.sampled_from([4, 8])), draw(st.sampled_from(["along K", "scattered"]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    if draw(st.booleans()):
+        less_one = draw(st.booleans())
+        zero = draw(st.sampled_from([None, 1 << (bits - 1)]))
+        options = {"bits": bits, "group": group, "order": order, "zero": zero}
+        parts, expected = gptq(rng, outer, inner, less_one=less_one, **options)
+        tensors = unpacked_gptq(
+            in_memory(parts), group, bits=bits, zeros_less_one=less_one, in_order=True
+        )
+    else:
+        symmetric, packed = draw(st.booleans()), draw(st.booleans())
+        options = {"bits": bits, "group": group, "order": order, "symmetric": symmetric}
+        scales = draw(st.sampled_from(["float16", "bfloat16", "float32"]))
+        parts, expected = compressed(rng, outer, inner, packed=packed, scales=scales, **options)
+        tensors = unpacked_compressed(in_memory(parts), [], has_zeros=not symmetric)
+    start = draw(st.integers(0, outer - 1))
+    stop = draw(st.integers(start + 1, outer))
+    tensor = tensors["a.weight"]
+    assert isinstance(tensor, QuantisedTensor)
+    if tensor.floats is not None:
+        assert tensor.rounding
+        assert_array_equal(tensor.floats(start, stop), expected[start:stop])
+    else:
+        assert tensor.read is not None
+        assert_array_equal(cupyattn.dequantize(tensor.read(start, stop)), expected[start:stop])
+
+
+@examples(15, deep=200)
+@given(data=st.data())
+def test_rows_of_any_fp8(data):
+    draw = data.draw
+    outer, inner = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    block = draw(st.integers(1, 41)), draw(st.integers(1, 71))
+    whole = -(-outer // block[0]), -(-inner // block[1])
+    scales = draw(st.sampled_from([(), (1,), (outer, 1), whole]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    own = None if scales in ((), (1,)) or scales != whole else block
+    parts, expected = fp8(rng, outer, inner, scales=scales, block=own)
+    (tensor,) = unpacked_fp8(in_memory(parts), [] if own is None else [block]).values()
+    start = draw(st.integers(0, outer - 1))
+    stop = draw(st.integers(start + 1, outer))
+    read = tensor.floats if isinstance(tensor, QuantisedTensor) else tensor.read
+    assert read is not None
+    assert_array_equal(read(start, stop), expected[start:stop])
+    assert isinstance(tensor, QuantisedTensor) == (inner % 32 == 0)
 
 
 def test_codes_of_e4m3():

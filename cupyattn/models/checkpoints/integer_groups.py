@@ -146,7 +146,8 @@ def _int4_rows(given: Integers, size: int, start: int, stop: int) -> QuantizedWe
 def _int8_rows(given: Integers, size: int, start: int, stop: int) -> QuantizedWeight:
     scales, zeros = _of_blocks(given, size, start, stop)
     integers = _unpacked(given, start, stop).reshape(*zeros.shape, size)
-    codes = (integers.astype(np.int16) - zeros[..., None].astype(np.int16)).astype(np.int8)
+    codes = integers.astype(np.int16) - zeros[..., None].astype(np.int16)
+    codes = codes.astype(np.int8, order="C")
     scales = np.ascontiguousarray(scales.astype(np.float32))
     return QuantizedWeight(
         "int8", codes.reshape(stop - start, -1), scales, block_size=size, transposed=True

@@ -78,7 +78,7 @@ def _unpacking_bitsandbytes(fields: Fields) -> Unpacking:
 
 def _unpacking_gptq(fields: Fields) -> Unpacking:
     bits = _bits(fields, (4, 8))
-    form = fields.given.get("checkpoint_format", "gptq")
+    form = fields.given.get("checkpoint_format", fields.given.get("format", "gptq"))
     if form not in ("gptq", "gptq_v2"):
         raise _unsupported(fields, f"checkpoint_format is {shown(form)}")
     return partial(
