@@ -300,6 +300,15 @@ def test_rows_of_any_integers(data):
         assert_array_equal(cupyattn.dequantize(tensor.read(start, stop)), expected[start:stop])
 
 
+def test_groups_that_compressed_tensors_has_not_set_are_consecutive():
+    parts, expected = compressed(np.random.default_rng(0), 8, 64)
+    parts["weight_g_idx"] = np.full(64, -1, np.int32)
+    (tensor,) = unpacked_compressed(in_memory(parts), [], has_zeros=False).values()
+    assert isinstance(tensor, QuantisedTensor)
+    assert tensor.read is not None
+    assert_array_equal(cupyattn.dequantize(tensor.read(0, 8)), expected)
+
+
 @examples(15, deep=200)
 @given(data=st.data())
 def test_rows_of_any_fp8(data):
