@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -22,6 +23,7 @@ from cupyattn.models.weights import named_arrays
 
 pytest.importorskip("safetensors")
 
+from safetensors.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent / "checkpoints"
 EXPECTED = Path(__file__).parent / "expected.npz"
@@ -105,6 +107,37 @@ def test_bfloat16_is_read_as_it_is():
 def test_configs(name, traits):
     config = models.load(FOLDER / name, xp=np).config
     assert {trait: getattr(config, trait) for trait in traits} == traits
+
+
+@pytest.mark.parametrize("name", ["llama_older", "qwen2"])
+def test_logits_of_a_checkpoint_in_fp8(tmp_path, name):
+    """Those of the weights that FP8 has, and near those that transformers has without FP8."""
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    stored, decoded = {}, {}
+    for key, array in tensors.items():
+        stored[key] = decoded[key] = array
+        if key.endswith("proj.weight"):
+            scale = np.float32(np.abs(array).max() / 448)
+            stored[key] = (array / scale).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{key}_scale_inv"] = np.array(scale)
+            decoded[key] = stored[key].astype(np.float32) * scale
+    quantization = {"quant_method": "fp8", "weight_block_size": None}
+    for folder, own, more in (
+        ("fp8", stored, {"quantization_config": quantization}),
+        ("decoded", decoded, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({**config, **more}))
+        save_file(own, tmp_path / folder / "model.safetensors")
+    expected = expected_of(EXPECTED, name)
+    found, same = (
+        models.load(tmp_path / folder, dtype="float32", xp=np).logits(expected["ids"])
+        for folder in ("fp8", "decoded")
+    )
+    assert_array_equal(found, same)
+    error = np.abs(found - expected["logits"]).max()
+    assert 0 < error < 0.25 * np.abs(expected["logits"]).max()
 
 
 @pytest.mark.parametrize(

@@ -165,8 +165,8 @@ def _floats(given: Integers, start: int, stop: int) -> np.ndarray:
     zeros = given.zeros(start, stop).astype(np.float32)
     scales = given.scales(start, stop).astype(np.float32)
     weights = _unpacked(given, start, stop).astype(np.float32)
-    weights -= zeros[:, groups]
-    weights *= scales[:, groups]
+    weights -= zeros.take(groups, axis=1, mode="clip")
+    weights *= scales.take(groups, axis=1, mode="clip")
     return weights
 
 
