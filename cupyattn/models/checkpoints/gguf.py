@@ -184,6 +184,65 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(metadata, tensors)
 
 
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+
+
+def split_names(path: Path) -> list[Path]:
+    """Return the paths of all parts of a split file, by the name of one; none for another name.
+
+    Examples
+    --------
+    >>> [part.name for part in split_names(Path("m-00002-of-00002.gguf"))]
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    named = _PART.fullmatch(path.name)
+    if named is None or not 1 <= int(named[2]) <= int(named[3]):
+        return []
+    stem, _, count, suffix = named.groups()
+    return [
+        path.with_name(f"{stem}-{number:05d}-of-{count}{suffix}")
+        for number in range(1, int(count) + 1)
+    ]
+
+
+def _with_its_parts(path: Path, file: GGUFFile) -> GGUFFile:
+    """Return the metadata of the first part of a split file, and the tensors of all parts."""
+    count = Fields(file.metadata, str(path)).integer("split.count", 1, least=0)
+    if count <= 1:  # 0 is what a merged file has
+        return file
+    paths = split_names(path)
+    if len(paths) != count:
+        raise error(
+            ValueError,
+            f"{path}: one of {count} files",
+            "the parts of a split GGUF file are named NAME-00001-of-00003.gguf and so on",
+            "rename them, or join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
+        )
+    missing = [each.name for each in paths if not each.is_file()]
+    if missing:
+        raise error(
+            FileNotFoundError,
+            f"{path}: one of {count} files, of which {len(missing)} are missing: {missing[0]}",
+            "all parts of a split GGUF file must be in one folder",
+            "download them as well",
+        )
+    parts = [file if each == path else read_gguf(each) for each in paths]
+    tensors: dict[str, AnyTensor] = {}
+    for number, (each, part) in enumerate(zip(paths, parts, strict=True)):
+        fields = Fields(part.metadata, str(each))
+        if fields.integer("split.count") != count or fields.integer("split.no", least=0) != number:
+            raise damaged(str(each), f"it is not part {number + 1} of {count} by its metadata")
+        twice = tensors.keys() & part.tensors.keys()
+        if twice:
+            raise damaged(str(each), f"{min(twice)} is in an earlier part too")
+        tensors |= part.tensors
+    metadata = parts[0].metadata
+    total = Fields(metadata, str(paths[0])).integer("split.tensors.count", len(tensors), least=0)
+    if total != len(tensors):
+        raise damaged(str(paths[0]), f"its parts have {len(tensors)} tensors, not {total}")
+    return GGUFFile(metadata, tensors)
+
+
 class _Cursor:
     """A position in a file, from which values are read one after the other."""
 
@@ -325,65 +384,6 @@ def open_gguf(path: Path) -> Checkpoint:
         file.tensors,
         partial(tokenizer_of_gguf, file.metadata, str(path)),
     )
-
-
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
-
-
-def split_names(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split file, by the name of one; none for another name.
-
-    Examples
-    --------
-    >>> [part.name for part in split_names(Path("m-00002-of-00002.gguf"))]
-    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
-    """
-    named = _PART.fullmatch(path.name)
-    if named is None or not 1 <= int(named[2]) <= int(named[3]):
-        return []
-    stem, _, count, suffix = named.groups()
-    return [
-        path.with_name(f"{stem}-{number:05d}-of-{count}{suffix}")
-        for number in range(1, int(count) + 1)
-    ]
-
-
-def _with_its_parts(path: Path, file: GGUFFile) -> GGUFFile:
-    """Return the metadata of the first part of a split file, and the tensors of all parts."""
-    count = Fields(file.metadata, str(path)).integer("split.count", 1, least=0)
-    if count <= 1:  # 0 is what a merged file has
-        return file
-    paths = split_names(path)
-    if len(paths) != count:
-        raise error(
-            ValueError,
-            f"{path}: one of {count} files",
-            "the parts of a split GGUF file are named NAME-00001-of-00003.gguf and so on",
-            "rename them, or join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
-        )
-    missing = [each.name for each in paths if not each.is_file()]
-    if missing:
-        raise error(
-            FileNotFoundError,
-            f"{path}: one of {count} files, of which {len(missing)} are missing: {missing[0]}",
-            "all parts of a split GGUF file must be in one folder",
-            "download them as well",
-        )
-    parts = [file if each == path else read_gguf(each) for each in paths]
-    tensors: dict[str, AnyTensor] = {}
-    for number, (each, part) in enumerate(zip(paths, parts, strict=True)):
-        fields = Fields(part.metadata, str(each))
-        if fields.integer("split.count") != count or fields.integer("split.no", least=0) != number:
-            raise damaged(str(each), f"it is not part {number + 1} of {count} by its metadata")
-        twice = tensors.keys() & part.tensors.keys()
-        if twice:
-            raise damaged(str(each), f"{min(twice)} is in an earlier part too")
-        tensors |= part.tensors
-    metadata = parts[0].metadata
-    total = Fields(metadata, str(paths[0])).integer("split.tensors.count", len(tensors), least=0)
-    if total != len(tensors):
-        raise damaged(str(paths[0]), f"its parts have {len(tensors)} tensors, not {total}")
-    return GGUFFile(metadata, tensors)
 
 
 def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
