@@ -152,6 +152,7 @@ def test_a_window_that_a_config_leaves_out(name, given, window):
     """transformers has 4,096 for Mistral, and null means none."""
     config = json.loads((FOLDER / name / "config.json").read_text())
     config.pop("sliding_window", None)
+    config["max_position_embeddings"] = 8192
     found = config_of(Fields({**config, **given}, "config.json"), Fields({}, "none"))
     assert found.window_size == window
 
