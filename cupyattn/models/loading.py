@@ -243,6 +243,11 @@ def load(
     TypeError
         For another dtype, xp or group.
 
+    Warns
+    -----
+    UserWarning
+        If "file" rounds weights, and if the zeros of a GPTQ file contradict its checkpoint_format.
+
     Notes
     -----
     Models are GPT-2, Llama, Mistral, Qwen2, SmolLM2 and Phi-2. Weights are read a few million
