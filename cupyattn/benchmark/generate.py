@@ -105,7 +105,6 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
     seen, inner = drawn(rows, heads * width), drawn(rows, config.intermediate_size)
     ids = xp.zeros(rows, np.int32)
     logits = drawn(rows, config.vocab_size)
-    rotary = {} if model.rotary is None else {"q": q, "rotary": model.rotary}
     cached = 2 * rows * groups * cache.nbytes // (2 * cache.k[..., 0].size)  # a token of a layer
 
     def weighted(
@@ -117,29 +116,44 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
             options["residual"] = residual
         return DecodeCall(name, moved + out * kind.itemsize, partial(of, given, **options))
 
-    def norm(name: str, of: Any) -> DecodeCall:
-        return DecodeCall(name, _nbytes(of.weight, of.bias, x, x), partial(of, x))
+    def norm(name: str, of: Any, given: Array = x, **options: object) -> DecodeCall:
+        moved = _nbytes(of.weight, of.bias, given, given)
+        return DecodeCall(name, moved, partial(of, given, **options))
+
+    def added(name: str, of: Any, after: Any, given: Array) -> list[DecodeCall]:
+        """Return the calls of `cupyattn.models.forward.added`."""
+        if after is None:
+            return [weighted(f"{name} + residual", of, given, x)]
+        total = DecodeCall("sum", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy()))
+        return [weighted(name, of, given), norm("norm", after), total]
 
     parts = [
         DecodeCall("embedding", 2 * x.nbytes, partial(cupyattn.embedding, weights.embedding, ids))
     ]
+    if config.embedding_scale is not None:
+        scaled = partial(xp.multiply, x, config.embedding_scale, out=x.copy())
+        parts.append(DecodeCall("scale of embeddings", 2 * x.nbytes, scaled))
     if weights.positions is not None:
         found = partial(cupyattn.embedding, weights.positions, tables.positions[:rows])
-        added = partial(xp.add, x, x, out=x.copy())
+        summed = partial(xp.add, x, x, out=x.copy())
         parts += [
             DecodeCall("embedding", 2 * x.nbytes, found),
-            DecodeCall("sum of embeddings", 3 * x.nbytes, added),
+            DecodeCall("sum of embeddings", 3 * x.nbytes, summed),
         ]
     for index, layer in enumerate(weights.layers):
+        tables_of = model.rotary_of(index)
+        rotary = {} if tables_of is None else {"q": q, "rotary": tables_of}
         attention = [
+            *(norm("norms of q and k", layer.q_norm, q, out=q) for _ in "q" if layer.q_norm),
+            *(norm("norms of q and k", layer.k_norm, k, out=k) for _ in "k" if layer.k_norm),
             DecodeCall("rotary + append", 2 * qkv.nbytes,
                        partial(cache.append, index, k, v, tables, **rotary)),
             DecodeCall("attention", cached * context + 2 * q.nbytes,
-                       partial(cache.attend, index, q[:, None], tables, causal=True,
-                               window_size=config.window_size)),
+                       partial(cache.attend, index, q[:, None], tables,
+                               **config.attention_options(index))),
         ]  # fmt: skip
-        output = weighted("output + residual", layer.output, seen, x)
-        down = weighted("down + residual", layer.down, inner, x)
+        output = added("output", layer.output, layer.output_norm, seen)
+        down = added("down", layer.down, layer.down_norm, inner)
         parts.append(norm("norm", layer.norm))
         if layer.qkv_up is not None:
             both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
@@ -147,15 +161,15 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
             parts += [
                 weighted("qkv and up", layer.qkv_up, x),
                 DecodeCall("activation", both.nbytes + inner.nbytes, activation),
-                *(down, *attention, output),
+                *(*down, *attention, *output),
             ]
             continue
         parts.append(weighted("qkv", layer.qkv, x))
         up = weighted("up + activation", layer.up, x, activation=config.activation)
         if layer.mlp_norm is None:
-            parts += [up, down, *attention, output]
+            parts += [up, *down, *attention, *output]
         else:
-            parts += [*attention, output, norm("norm", layer.mlp_norm), up, down]
+            parts += [*attention, *output, norm("norm", layer.mlp_norm), up, *down]
     draw = partial(cupyattn.sample, logits, seed=None, temperature=0, out=ids)
     return [
         *parts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope_tables
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.errors import error, shown
 
 RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
@@ -13,8 +14,8 @@ _MOST = {"num_layers": 10_000, "head_dim": 256, "max_positions": 10_000_000}
 _MOST_OTHERS = 10_000_000
 """No model is larger: such numbers are in damaged files."""
 
-ARCHITECTURES = ("gpt2", "llama", "phi")
-GATED = ("swiglu", "geglu")
+ARCHITECTURES = ("gpt2", "llama", "phi", "phi3", "gemma")
+GATED = ("swiglu", "geglu", "geglu_tanh")
 """Activations of an MLP whose first product computes gate and up."""
 ELEMENTWISE = ("gelu", "gelu_tanh", "silu")
 """Activations that are also separate functions, not only epilogues of `cupyattn.linear`."""
@@ -25,8 +26,9 @@ class Config(NamedTuple):
 
     Attributes
     ----------
-    architecture : {"gpt2", "llama", "phi"}
-        Which forward; "llama" also runs Mistral, Qwen2 and SmolLM2.
+    architecture : {"gpt2", "llama", "phi", "phi3", "gemma"}
+        Which weights a layer has. "llama" is also Mistral, Ministral 3, Qwen2, Qwen3, SmolLM2 and
+        SmolLM3; "phi" is Phi-2; "phi3" is Phi-3 and Phi-4; "gemma" is Gemma 2 and Gemma 3.
     vocab_size : int
         V, the rows of the embedding; a tokenizer may know fewer.
     num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size : int
@@ -36,7 +38,8 @@ class Config(NamedTuple):
     norm_eps : float
         Added to the variance, or mean square, in the norms.
     activation : str
-        The MLP's, by its name in `cupyattn.linear`; gated ones are "swiglu" and "geglu".
+        The MLP's, by its name in `cupyattn.linear`; gated ones are "swiglu", "geglu" and
+        "geglu_tanh".
     rotary_dim : int
         How many features of a head are rotated; 0 if positions have an embedding ("gpt2").
     rope_base, rope_scaling : float, and a scaling or None
@@ -44,11 +47,26 @@ class Config(NamedTuple):
     tied : bool
         Whether the embedding is the head's weight too.
     window_size : (left, 0), optional
-        How many earlier keys a query sees; see `cupyattn.attention`.
+        How many earlier keys a query sees, except in `global_layers`; see `cupyattn.attention`.
     qkv_bias, output_bias, mlp_bias, head_bias : bool
         Which products have a bias.
     bos_id, eos_ids : int or None, and tuple of int
         Tokens that begin, and end, a text.
+    qk_norm : bool
+        Whether each head of q and of k is normalised before it is rotated (Qwen3, Gemma 3).
+    global_layers : tuple of int
+        Layers that see all earlier keys in a model with a window (Gemma).
+    local_rope_base : float, optional
+        The base, without scaling, of the layers with a window (Gemma 3); by default `rope_base`
+        and `rope_scaling` are those of all layers.
+    unrotated_layers : tuple of int
+        Layers without rotary positions (SmolLM3).
+    softmax_scale : float, optional
+        The factor of scores; 1 / sqrt(D) by default.
+    attention_softcap, logit_softcap : float, optional
+        The c of c tanh(x / c), for scores and for logits (Gemma 2).
+    embedding_scale : float, optional
+        The factor of embedded tokens, which is rounded to the model's dtype first (Gemma).
     """
 
     architecture: str
@@ -73,6 +91,27 @@ class Config(NamedTuple):
     head_bias: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    qk_norm: bool = False
+    global_layers: tuple[int, ...] = ()
+    local_rope_base: float | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    softmax_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+
+    def window_of(self, layer: int) -> tuple[int, int] | None:
+        """Return the window of a layer, None if a query sees all earlier keys."""
+        return None if layer in self.global_layers else self.window_size
+
+    def attention_options(self, layer: int) -> Keywords:
+        """Return the options of `cupyattn.attention` in a layer, except its rotary positions."""
+        return {
+            "causal": True,
+            "window_size": self.window_of(layer),
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.attention_softcap,
+        }
 
 
 PRESETS = {
@@ -114,7 +153,20 @@ def checked(config: Config) -> Config:
         "num_heads must be a multiple of num_kv_heads",
     )
     rotary_dim, base = config.rotary_dim, config.rope_base
-    _require(1 < base < float("inf"), f"rope_base = {base}", "it must be above 1 and finite")
+    for name in ("rope_base", "local_rope_base"):
+        found = getattr(config, name)
+        _require(
+            found is None or 1 < found < float("inf"),
+            f"{name} = {found}",
+            "it must be above 1 and finite",
+        )
+    for name in ("softmax_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
+        found = getattr(config, name)
+        _require(
+            found is None or 0 < found < float("inf"),
+            f"{name} = {found}",
+            "it must be above 0 and finite, or None",
+        )
     _require(
         rotary_dim % 2 == 0 and 0 <= rotary_dim <= config.head_dim,
         f"rotary_dim = {rotary_dim}, head_dim = {config.head_dim}",

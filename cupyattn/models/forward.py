@@ -1,4 +1,4 @@
-"""The forward of GPT-2, Llama and Phi-2, from token ids to the mean loss.
+"""The forward of all models, from token ids to the mean loss.
 
 With x the hidden states of all tokens, one row each, a layer of GPT-2 and of Llama is
 
@@ -10,7 +10,11 @@ and a layer of Phi-2, where attention and the MLP are parallel, as in GPT-J,
     h = norm(x)
     x = x + down(activation(up(h))) + output(attention(h))
 
-where one product computes qkv and up, and the MLP runs concurrently with attention.
+where one product computes qkv and up, and the MLP runs concurrently with attention. A layer of
+Gemma has the sums of Llama, with a norm of each term,
+
+    x = x + output_norm(output(attention(norm(x))))
+    x = x + down_norm(down(activation(up(mlp_norm(x)))))
 
 GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019) adds a learned
 row for each position to the embedding, its norms are layer norms, its activation is gelu. Llama
@@ -47,7 +51,7 @@ from cupyattn import (
     swiglu_backward,
 )
 from cupyattn.models.config import GATED, Config
-from cupyattn.models.weights import Layer, Product, Weights
+from cupyattn.models.weights import Layer, Norm, Product, Weights
 from cupyattn.runtime.arrays import Array
 
 
@@ -90,6 +94,7 @@ FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "silu": silu,
     "swiglu": swiglu,
     "geglu": geglu,
+    "geglu_tanh": partial(geglu, approximate="tanh"),
 }
 BACKWARDS: dict[str, Callable[..., Array | GatedGrads]] = {
     "gelu": gelu_backward,
@@ -97,6 +102,7 @@ BACKWARDS: dict[str, Callable[..., Array | GatedGrads]] = {
     "silu": silu_backward,
     "swiglu": swiglu_backward,
     "geglu": geglu_backward,
+    "geglu_tanh": partial(geglu_backward, approximate="tanh"),
 }
 
 
@@ -116,6 +122,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.
 
 They are not rotated: rotary positions, a cache and which keys a query sees are its business.
+`Config.attention_options` and `Model.rotary_of` are those of a layer.
 """
 
 
@@ -130,6 +137,8 @@ def hidden_states(
     """Yield the hidden states (total, E): embedded, after each layer, after the last norm."""
     width = config.num_heads * config.head_dim
     x = embedding(weights.embedding, ids)
+    if config.embedding_scale is not None:
+        x *= rounded_to(x.dtype, config.embedding_scale)
     if weights.positions is not None:
         x += embedding(weights.positions, positions)
     yield x
@@ -139,14 +148,19 @@ def hidden_states(
             qkv, inner = qkv_and_inner(config, layer, normed)
             with second_stream:
                 y = layer.down(inner(), residual=x)
-            attended = attend(index, *heads_of(config, qkv))
+            attended = attend(index, *normed_heads(config, layer, qkv))
             second_stream.join()
             x = layer.output(attended.reshape(len(x), width), residual=y)
         else:
-            attended = attend(index, *heads_of(config, layer.qkv(normed)))
-            x = layer.output(attended.reshape(len(x), width), residual=x)
+            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed)))
+            x = added(layer.output, layer.output_norm, attended.reshape(len(x), width), x)
             # Without a name for what is inside, which would keep its memory through the next layer.
-            x = layer.down(layer.up(layer.mlp_norm(x), activation=config.activation), residual=x)
+            x = added(
+                layer.down,
+                layer.down_norm,
+                layer.up(layer.mlp_norm(x), activation=config.activation),
+                x,
+            )
         yield x
     yield weights.norm(x)
 
@@ -158,6 +172,32 @@ def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, C
     both = layer.qkv_up(normed)
     columns = len(layer.qkv.weight)
     return both[:, :columns], lambda: activated(both[:, columns:], config.activation)
+
+
+def rounded_to(dtype: np.dtype, number: float) -> float:
+    """Return a number as a dtype holds it."""
+    return float(np.asarray(number).astype(dtype))
+
+
+def added(product: Product, norm: Norm | None, given: Array, x: Array) -> Array:
+    """Return x plus a product, or plus the norm of a product."""
+    if norm is None:
+        return product(given, residual=x)
+    total = norm(product(given))
+    total += x
+    return total
+
+
+def normed_heads(config: Config, layer: Layer, qkv: Array) -> tuple[Array, Array, Array]:
+    """Return the heads of q, k and v, with those of q and k normalised if the layer does so.
+
+    The norms are written over their rows of qkv.
+    """
+    q, k, v = heads_of(config, qkv)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        layer.q_norm(q, out=q)
+        layer.k_norm(k, out=k)
+    return q, k, v
 
 
 def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:
@@ -183,7 +223,23 @@ def rows_at_once(columns: int, itemsize: int) -> int:
     return rows - rows % _ROWS_TOGETHER if rows > _ROWS_TOGETHER else rows
 
 
-def logit_chunks(head: Product, hidden: Array, xp: ModuleType) -> Iterator[tuple[slice, Array]]:
+def softcapped(logits: Array, cap: float | None, xp: ModuleType) -> Array:
+    """Write cap * tanh(logits / cap) over the logits, if there is a cap; return them."""
+    if cap is None:
+        return logits
+    if logits.dtype.kind == "f":
+        logits /= cap
+        xp.tanh(logits, out=logits)
+        logits *= cap
+    else:  # bfloat16
+        wide = xp.tanh(logits.astype(np.float32) / cap) * cap
+        logits[...] = wide.astype(logits.dtype)
+    return logits
+
+
+def logit_chunks(
+    head: Product, hidden: Array, xp: ModuleType, softcap: float | None = None
+) -> Iterator[tuple[slice, Array]]:
     """Yield the rows and the logits of chunks of hidden states (rows, E).
 
     Each chunk is written over the one before. `cupyattn.linear_cross_entropy` does so too, but has
@@ -194,13 +250,16 @@ def logit_chunks(head: Product, hidden: Array, xp: ModuleType) -> Iterator[tuple
     logits = xp.empty((step, columns), hidden.dtype)
     for start in range(0, len(hidden), step or 1):
         rows = slice(start, min(start + step, len(hidden)))
-        yield rows, head(hidden[rows], out=logits[: rows.stop - start])
+        computed = head(hidden[rows], out=logits[: rows.stop - start])
+        yield rows, softcapped(computed, softcap, xp)
 
 
-def mean_loss(head: Product, hidden: Array, labels: Array, xp: ModuleType) -> Array:
+def mean_loss(
+    head: Product, hidden: Array, labels: Array, xp: ModuleType, softcap: float | None = None
+) -> Array:
     """Return the mean loss of the rows whose label is not -100, NaN if there are none."""
     total = xp.zeros((), loss_dtype(hidden.dtype))
-    for rows, logits in logit_chunks(head, hidden, xp):
+    for rows, logits in logit_chunks(head, hidden, xp, softcap):
         total += cross_entropy(logits, labels[rows], reduction="sum")
     with np.errstate(invalid="ignore"):
         return total / xp.asarray(labels != -100).sum(dtype=total.dtype)

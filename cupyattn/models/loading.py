@@ -462,7 +462,8 @@ def random(
         if part.ndim == 2:
             mean, deviation = 0.0, part.shape[1] ** -0.5
         else:
-            mean, deviation = float(name.endswith("norm.weight")), 0.1
+            factor = name.endswith("norm.weight") and config.architecture != "gemma"
+            mean, deviation = float(factor), 0.1  # Gemma adds 1 itself
         if isinstance(part, QuantizedWeight):
             _fill_quantised(part, generator, deviation)
         else:

@@ -157,7 +157,7 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
         return Summed(columns_of(product.weight, part, xp), moved(product.bias), group)
 
     def norm(given: Norm | None) -> Any:
-        return given and Norm(moved(given.weight), moved(given.bias), given.eps)
+        return given and given._replace(weight=moved(given.weight), bias=moved(given.bias))
 
     layers = tuple(
         Layer(
@@ -167,6 +167,10 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
             mlp_norm=norm(layer.mlp_norm),
             up=rows(layer.up, up),
             down=columns(layer.down, own(inner)),
+            q_norm=norm(layer.q_norm),
+            k_norm=norm(layer.k_norm),
+            output_norm=norm(layer.output_norm),
+            down_norm=norm(layer.down_norm),
         )
         for layer in weights.layers
     )

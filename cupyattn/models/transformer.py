@@ -11,8 +11,8 @@ import numpy as np
 
 from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.distributed import Group
-from cupyattn.models.config import Config
-from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss
+from cupyattn.models.config import Config, RopeScaling
+from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss, softcapped
 from cupyattn.models.generation import Generates
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays, named_parts
@@ -21,7 +21,7 @@ from cupyattn.runtime.errors import error, shown
 
 
 class Model(Generates):
-    """GPT-2, Llama or Phi-2 in arrays, returned by `load` and `random`.
+    """A language model in arrays, returned by `load` and `random`.
 
     Attributes
     ----------
@@ -34,7 +34,8 @@ class Model(Generates):
     xp : module
         numpy or cupy, the library of its arrays.
     rotary : Rotary, or None
-        The tables for all positions of the config; None if positions have an embedding.
+        The tables for all positions of the config; None if positions have an embedding. Layers
+        may have others: see `rotary_of`.
     group : distributed.Group, or None
         The ranks that hold the model; config and weights are this rank's share.
     """
@@ -55,15 +56,10 @@ class Model(Generates):
         self.group = group
         self._read_tokenizer = read_tokenizer
         self._second_stream = SecondStream(xp)
-        self.rotary: Rotary | None = None
-        if config.rotary_dim:
-            cos, sin = rope_tables(
-                config.max_positions,
-                config.rotary_dim,
-                base=config.rope_base,
-                scaling=config.rope_scaling,
-            )
-            self.rotary = Rotary(xp.asarray(cos), xp.asarray(sin))
+        self.rotary = self._tables(config.rope_base, config.rope_scaling)
+        self._local_rotary = self.rotary
+        if config.local_rope_base is not None:
+            self._local_rotary = self._tables(config.local_rope_base, None)
 
     def __repr__(self) -> str:
         config = self.config
@@ -72,6 +68,20 @@ class Model(Generates):
             f"E = {config.hidden_size}, V = {config.vocab_size}, {self._kept()}, "
             f"{self.nbytes:,} bytes>"
         )
+
+    def _tables(self, base: float, scaling: RopeScaling | None) -> Rotary | None:
+        config = self.config
+        if not config.rotary_dim:
+            return None
+        tables = rope_tables(config.max_positions, config.rotary_dim, base=base, scaling=scaling)
+        cos, sin = map(self.xp.asarray, tables)
+        return Rotary(cos, sin)
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """Return the rotary tables of a layer, None for a layer without rotary positions."""
+        if layer in self.config.unrotated_layers:
+            return None
+        return self.rotary if self.config.window_of(layer) is None else self._local_rotary
 
     def _kept(self) -> str:
         """Return how weights are kept."""
@@ -109,7 +119,7 @@ class Model(Generates):
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
             (total, G, D), views that are not rotated, and returns (total, H, D). It chooses which
-            keys a token sees, and applies ``rotary``, the config's window and a cache.
+            keys a token sees, and applies `rotary_of`, `Config.attention_options` and a cache.
 
         Returns
         -------
@@ -130,7 +140,7 @@ class Model(Generates):
 
     def head(self, hidden: Array) -> Array:
         """Return the logits (rows, V) of hidden states (rows, E) after the last norm."""
-        return self.weights.head(hidden)
+        return softcapped(self.weights.head(hidden), self.config.logit_softcap, self.xp)
 
     def logits(self, ids: object) -> Array:
         """Return the logits of every next token: causal attention, without a cache.
@@ -220,7 +230,8 @@ class Model(Generates):
         following = self.xp.full_like(labels, -100)
         following[:, :-1] = labels[:, 1:]
         hidden = self._dense_hidden(ids)
-        return mean_loss(self.weights.head, hidden, following.reshape(-1), self.xp)
+        given = following.reshape(-1), self.xp, self.config.logit_softcap
+        return mean_loss(self.weights.head, hidden, *given)
 
     def with_weights(self, weights: Weights) -> Model:
         """Return this model with other weights; all else is shared."""
@@ -238,9 +249,8 @@ class Model(Generates):
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, k, v = (each.reshape(batch, length, *each.shape[1:]) for each in (q, k, v))
-            out = attention(
-                q, k, v, causal=True, window_size=self.config.window_size, rotary=self.rotary
-            )
+            options = self.config.attention_options(layer)
+            out = attention(q, k, v, rotary=self.rotary_of(layer), **options)
             return out.reshape(-1, *out.shape[2:])
 
         return attend

@@ -15,6 +15,8 @@ from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
 from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
 
+LAYER_NORMS = ("gpt2", "phi")
+"""Architectures whose norms are layer norms; the norms of the others are RMS norms."""
 PRODUCTS = ("qkv", "output", "up", "down")
 """The products of a `Layer`."""
 
@@ -24,16 +26,17 @@ for the model's dtype."""
 
 
 class Norm(NamedTuple):
-    """A layer norm, or an RMS norm if there is no bias."""
+    """A layer norm, or an RMS norm if there is no bias, whose weight `offset` is added to."""
 
     weight: Array
     bias: Array | None
     eps: float
+    offset: float = 0.0
 
     def __call__(self, x: Array, /, **options: Any) -> Any:
         """Return the rows of x, normalised."""
         if self.bias is None:
-            return rms_norm(x, self.weight, eps=self.eps, **options)
+            return rms_norm(x, self.weight, eps=self.eps, weight_offset=self.offset, **options)
         return layer_norm(x, self.weight, self.bias, eps=self.eps, **options)
 
 
@@ -71,6 +74,10 @@ class Layer(NamedTuple):
     qkv_up : Product, or None
         One product whose rows are qkv and up, if both read the same (Phi) and the activation of
         `up` is a separate function.
+    q_norm, k_norm : Norm, or None
+        Of each head of q and of k (D,).
+    output_norm, down_norm : Norm, or None
+        Of what `output` and `down` compute, before it is added to the hidden states (Gemma).
     """
 
     norm: Norm
@@ -80,6 +87,10 @@ class Layer(NamedTuple):
     up: Product
     down: Product
     qkv_up: Product | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    output_norm: Norm | None = None
+    down_norm: Norm | None = None
 
 
 class Weights(NamedTuple):
@@ -115,9 +126,11 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
     width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     inner, kind = config.intermediate_size, dtype_of(dtype)
 
-    def norm() -> Norm:
-        bias = None if config.architecture == "llama" else xp.empty(width, kind)
-        return Norm(xp.empty(width, kind), bias, config.norm_eps)
+    offset, sandwich = float(config.architecture == "gemma"), config.architecture == "gemma"
+
+    def norm(size: int = width) -> Norm:
+        bias = xp.empty(size, kind) if config.architecture in LAYER_NORMS else None
+        return Norm(xp.empty(size, kind), bias, config.norm_eps, offset)
 
     def product(
         columns: int, rows: int, biased: bool, blocks: Blocks | None = None, new: Any = xp.empty
@@ -156,6 +169,10 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
             up=up,
             down=matrix(width, inner, config.mlp_bias, quantises(index, "down", inner)),
             qkv_up=qkv_up,
+            q_norm=norm(config.head_dim) if config.qk_norm else None,
+            k_norm=norm(config.head_dim) if config.qk_norm else None,
+            output_norm=norm() if sandwich else None,
+            down_norm=norm() if sandwich else None,
         )
 
     embedding = xp.empty((config.vocab_size, width), kind)

@@ -16,7 +16,7 @@ from cupyattn.testing.arrays import SEEDS, NumpyArray, PastableCase, lay_out, no
 ROW_LENGTHS = (0, 1, 2, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025)
 SIZES = (1, 2, 7, 8, 13, 24, 31, 32, 33, 40, 63, 64, 65, 72, 97, 128, 129)
 """Sizes of products: around the tiles of kernels, primes, multiples of a vector."""
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "geglu_tanh")
 DTYPES = ("float16", "float32")
 MATRIX_VIEWS = ("contiguous", "transposed", "sliced", "padded", "strided", "broadcast")
 

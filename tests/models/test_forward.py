@@ -64,8 +64,8 @@ def test_sequences_may_be_packed(config):
 
     def attend(layer, q, k, v):
         return cupyattn.attention_varlen(
-            q, k, v, bounds, bounds, 9, 9, causal=True,
-            window_size=config.window_size, rotary=model.rotary,
+            q, k, v, bounds, bounds, 9, 9,
+            rotary=model.rotary_of(layer), **config.attention_options(layer),
         )  # fmt: skip
 
     positions = np.concatenate([np.arange(4), np.arange(9)])

@@ -28,12 +28,30 @@ PHI = Config(
     qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True,
 )  # fmt: skip
 
+GEMMA = LLAMA._replace(
+    architecture="gemma", num_layers=3, activation="geglu_tanh", tied=True, rope_base=1e6,
+    qk_norm=True, window_size=(3, 0), global_layers=(2,), local_rope_base=1e4, softmax_scale=0.2,
+    embedding_scale=32**0.5,
+)  # fmt: skip
+
 TINY = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "phi": PHI,
     "mistral": LLAMA._replace(window_size=(3, 0), rope_base=1e6),
     "qwen2": LLAMA._replace(qkv_bias=True, tied=True, num_kv_heads=1),
+    "qwen3": LLAMA._replace(qk_norm=True, head_dim=12, rotary_dim=12),
+    "gemma3": GEMMA,
+    "gemma2": GEMMA._replace(
+        num_layers=2,
+        qk_norm=False,
+        global_layers=(1,),
+        local_rope_base=None,
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+    ),
+    "smollm3": LLAMA._replace(num_layers=4, unrotated_layers=(3,), tied=True),
+    "phi3": LLAMA._replace(architecture="phi3", rotary_dim=12),
     "geglu": LLAMA._replace(activation="geglu", mlp_bias=True, output_bias=True),
 }
 

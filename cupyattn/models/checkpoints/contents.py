@@ -105,6 +105,11 @@ class Naming(NamedTuple):
     """Whether rows of q and k are in the order of interleaved rotary pairs."""
     ignored: tuple[str, ...] = ()
     """Patterns of tensors that are no weights."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output_norm: str = "post_attention_layernorm"
+    down_norm: str = "post_feedforward_layernorm"
+    """The names of norms that only some layers have."""
 
 
 _OF_LLAMA = Naming(
@@ -131,6 +136,8 @@ HUGGING_FACE = {
         down="mlp.fc2",
         last_norm="final_layernorm",
     ),
+    "phi3": _OF_LLAMA._replace(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "gemma": _OF_LLAMA._replace(mlp_norm="pre_feedforward_layernorm"),
     # Its weights are those of Conv1D, (K, N); attn.bias and attn.masked_bias are a causal mask.
     "gpt2": Naming(
         embedding="wte",
@@ -152,6 +159,10 @@ HUGGING_FACE = {
 """The names in safetensors files, by architecture."""
 
 _OF_GGUF = Naming(
+    q_norm="attn_q_norm",
+    k_norm="attn_k_norm",
+    output_norm="post_attention_norm",
+    down_norm="post_ffw_norm",
     embedding="token_embd",
     layer="blk.{}.",
     norm="attn_norm",
@@ -164,11 +175,18 @@ _OF_GGUF = Naming(
     head="output",
 )
 _GGUF_QWEN2 = _OF_GGUF._replace(qkv=("attn_q", "attn_k", "attn_v"), up=("ffn_gate", "ffn_up"))
+_GGUF_LLAMA = _GGUF_QWEN2._replace(paired=True, ignored=(r"^rope_freqs\.weight$",))
 
 GGUF = {
     "gpt2": _OF_GGUF._replace(positions="position_embd"),
-    "llama": _GGUF_QWEN2._replace(paired=True, ignored=(r"^rope_freqs\.weight$",)),
+    "llama": _GGUF_LLAMA,
+    "smollm3": _GGUF_LLAMA,
+    "mistral3": _GGUF_LLAMA,
     "qwen2": _GGUF_QWEN2,
+    "qwen3": _GGUF_QWEN2,
+    "gemma2": _GGUF_QWEN2,
+    "gemma3": _GGUF_QWEN2,
+    "phi3": _OF_GGUF._replace(ignored=(r"^rope_factors_(long|short)\.weight$",)),
     "phi2": _OF_GGUF._replace(mlp_norm=None),
 }
 """The names in GGUF files, by GGUF's name of the architecture."""
@@ -255,6 +273,10 @@ def places(
         put_norm(before + naming.norm, layer.norm)
         if naming.mlp_norm is not None and layer.mlp_norm is not None:
             put_norm(before + naming.mlp_norm, layer.mlp_norm)
+        for field in ("q_norm", "k_norm", "output_norm", "down_norm"):
+            norm = getattr(layer, field)
+            if norm is not None:
+                put_norm(before + getattr(naming, field), norm)
         heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
         put_product(before, naming.qkv, layer.qkv, heads, naming.paired)
         put_product(before, (naming.output,), layer.output)

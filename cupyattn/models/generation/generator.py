@@ -241,7 +241,8 @@ class Generator:
         self.scheduler = Scheduler(
             self.cache, max_batch=max_batch,
             max_tokens=max(as_count("max_tokens", max_tokens, 1), max_batch),
-            preempt=preempt, window_size=config.window_size,
+            preempt=preempt,
+            window_size=None if config.global_layers else config.window_size,
         )  # fmt: skip
         self._decoding = Decoding(model, self.cache) if as_captured(captured, model) else None
         self._copies = KeptWeights(min(MOST_COPIES, free_bytes(np) // 2) if model.xp is np else 0)

@@ -214,15 +214,15 @@ def paged_attend(
     It writes the new keys and values of a layer, rotated, and then lets the new queries see all of
     them. `width` is the number of new queries of each sequence, None where that differs.
     """
-    window = model.config.window_size
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        if model.rotary is None:
+        rotary = model.rotary_of(layer)
+        if rotary is None:
             cache.append(layer, k, v, tables)
         else:
-            cache.append(layer, k, v, tables, q=q, rotary=model.rotary)
+            cache.append(layer, k, v, tables, q=q, rotary=rotary)
         queries = q if width is None else q.reshape(-1, width, *q.shape[1:])
-        seen = cache.attend(layer, queries, tables, causal=True, window_size=window)
+        seen = cache.attend(layer, queries, tables, **model.config.attention_options(layer))
         return seen.reshape(q.shape)
 
     return attend

@@ -35,7 +35,9 @@ class TokenModel(Protocol):
     config: Config
     xp: ModuleType
     group: Group | None
-    rotary: Rotary | None
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """Return the rotary tables of a layer."""
 
     @property
     def tokenizer(self) -> TextTokenizer | None:

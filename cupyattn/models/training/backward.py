@@ -37,14 +37,17 @@ from cupyattn import (
     linear_backward,
     rms_norm_backward,
 )
+from cupyattn.models.config import Config
 from cupyattn.models.forward import (
     SecondStream,
     activated,
     activation_backward,
+    added,
     heads_of,
     hidden_states,
     logit_chunks,
     loss_dtype,
+    rounded_to,
 )
 from cupyattn.models.training.batches import Batch
 from cupyattn.models.transformer import Model
@@ -212,37 +215,42 @@ def adapted_already() -> NotImplementedError:
     )
 
 
+Heads = tuple[Array, Array, Array]
+"""The heads of q, k and v, as `cupyattn.models.forward.normed_heads` returns them."""
+
+
 class SampleAttention:
     """Attention within the packed samples of a batch, with rotated q and k; an `Attend`."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
-        self.config, self._xp = model.config, model.xp
+        self._model, self.config, self._xp = model, model.config, model.xp
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         self._lengths = bounds, bounds, longest, longest
-        self._options: Keywords = {
-            "causal": True,
-            "window_size": model.config.window_size,
-            "rotary": model.rotary,
-        }
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Return attention; see `cupyattn.models.forward.Attend`."""
-        return attention_varlen(q, k, v, *self._lengths, **self._options)
+        return attention_varlen(q, k, v, *self._lengths, **self._options(layer))
 
-    def with_lse(self, qkv: Array) -> tuple[Array, Array]:
-        """Return attention (total, H D) and its log-sum-exp from rows of one product."""
-        q, k, v = heads_of(self.config, qkv)
-        out, lse = attention_varlen(q, k, v, *self._lengths, **self._options, return_lse=True)
-        return out.reshape(len(qkv), -1), lse
+    def _options(self, layer: int) -> Keywords:
+        rotary = self._model.rotary_of(layer)
+        return {**self.config.attention_options(layer), "rotary": rotary}
 
-    def backward(self, dout: Array, qkv: Array, out: Array, lse: Array, *, into: Array) -> Array:
+    def with_lse(self, layer: int, heads: Heads) -> tuple[Array, Array]:
+        """Return attention (total, H D) and its log-sum-exp."""
+        (q, k, v), options = heads, self._options(layer)
+        out, lse = attention_varlen(q, k, v, *self._lengths, **options, return_lse=True)
+        return out.reshape(len(out), -1), lse
+
+    def backward(
+        self, layer: int, dout: Array, heads: Heads, out: Array, lse: Array, *, into: Array
+    ) -> Array:
         """Write the gradient of qkv, with the same bits in every run."""
-        grads = AttentionGrads(*heads_of(self.config, into))
-        q, k, v = heads_of(self.config, qkv)
-        shape = len(qkv), self.config.num_heads, self.config.head_dim
+        (q, k, v), config = heads, self.config
+        shape = len(out), config.num_heads, config.head_dim
         attention_varlen_backward(
             dout.reshape(shape), q, k, v, out.reshape(shape), lse,
-            *self._lengths, **self._options, deterministic=True, grads=grads,
+            *self._lengths, **self._options(layer), deterministic=True,
+            grads=AttentionGrads(*heads_of(config, into)),
         )  # fmt: skip
         return into
 
@@ -274,19 +282,20 @@ def loss_and_gradients(
     x = inputs.pop()
     hidden, *statistics = weights.norm(x, return_stats=True)
     dloss = xp.full((), 1 / num_labels, loss_dtype(hidden.dtype)) * loss_scale
-    loss, dhidden = head_backward(weights.head, hidden, batch.labels, dloss, gradients, xp)
+    given = batch.labels, dloss, gradients, xp, model.config.logit_softcap
+    loss, dhidden = head_backward(weights.head, hidden, *given)
     del hidden
     dx = norm_backward(weights.norm, dhidden, x, statistics, None, gradients)
     del dhidden
-    for layer in reversed(weights.layers):
+    for index, layer in reversed(list(enumerate(weights.layers))):
         x = inputs.pop()
-        if layer.mlp_norm is None:
-            dx = parallel_layer_backward(layer, x, dx, attention, gradients)
-        else:
-            dx = layer_backward(layer, x, dx, attention, gradients)
-    gradients.add_rows(weights.embedding, batch.ids, dx)
+        backward = layer_backward if layer.mlp_norm is not None else parallel_layer_backward
+        dx = backward(index, layer, x, dx, attention, gradients)
     if weights.positions is not None:
         gradients.add_rows(weights.positions, batch.positions, dx)
+    if model.config.embedding_scale is not None:
+        dx *= rounded_to(dx.dtype, model.config.embedding_scale)
+    gradients.add_rows(weights.embedding, batch.ids, dx)
     return loss / num_labels
 
 
@@ -299,36 +308,87 @@ def layer_inputs(model: Model, batch: Batch, attention: SampleAttention) -> list
 
 
 def layer_backward(
-    layer: Layer, x: Array, dx: Array, attention: SampleAttention, gradients: Gradients
+    index: int,
+    layer: Layer,
+    x: Array,
+    dx: Array,
+    attention: SampleAttention,
+    gradients: Gradients,
 ) -> Array:
     """Return the gradient of a layer's x from that of its result."""
     activation = attention.config.activation
     assert layer.mlp_norm is not None
     normed, *statistics = layer.norm(x, return_stats=True)
     qkv = layer.qkv(normed)
-    attended, lse = attention.with_lse(qkv)
-    middle = layer.output(attended, residual=x)
+    heads = kept_heads(attention.config, layer, qkv)
+    attended, lse = attention.with_lse(index, heads)
+    middle = added(layer.output, layer.output_norm, attended, x)
     mlp_normed, *mlp_statistics = layer.mlp_norm(middle, return_stats=True)
     inner, preactivation = layer.up(mlp_normed, activation=activation, return_preactivation=True)
 
-    dinner = product_backward(layer.down, dx, inner, gradients)
-    del inner
+    ddown = added_backward(layer.down, layer.down_norm, dx, inner, gradients)
+    dinner = product_backward(layer.down, ddown, inner, gradients)
+    del ddown, inner
     dup = activation_backward(dinner, preactivation, activation, into=preactivation)
     del dinner, preactivation
     dnormed = product_backward(layer.up, dup, mlp_normed, gradients)
     del dup, mlp_normed
     dmiddle = norm_backward(layer.mlp_norm, dnormed, middle, mlp_statistics, dx, gradients)
     del dnormed, middle, dx
-    dattended = product_backward(layer.output, dmiddle, attended, gradients)
-    dqkv = attention.backward(dattended, qkv, attended, lse, into=attention.empty_like(qkv))
-    del dattended, attended, lse, qkv
+    doutput = added_backward(layer.output, layer.output_norm, dmiddle, attended, gradients)
+    dattended = product_backward(layer.output, doutput, attended, gradients)
+    del doutput
+    dqkv = attention.empty_like(qkv)
+    attention.backward(index, dattended, heads, attended, lse, into=dqkv)
+    del dattended, attended, lse, heads
+    heads_backward(attention.config, layer, dqkv, qkv, gradients)
+    del qkv
     dnormed = product_backward(layer.qkv, dqkv, normed, gradients)
     del dqkv, normed
     return norm_backward(layer.norm, dnormed, x, statistics, dmiddle, gradients)
 
 
+def kept_heads(config: Config, layer: Layer, qkv: Array) -> Heads:
+    """Return the result of `normed_heads`, in other arrays than qkv where it writes."""
+    q, k, v = heads_of(config, qkv)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    return q, k, v
+
+
+def heads_backward(
+    config: Config, layer: Layer, dqkv: Array, qkv: Array, gradients: Gradients
+) -> None:
+    """Turn the gradient of the normalised heads into that of qkv, in place."""
+    (dq, dk, _), (q, k, _) = heads_of(config, dqkv), heads_of(config, qkv)
+    for norm, dnormed, x in ((layer.q_norm, dq, q), (layer.k_norm, dk, k)):
+        if norm is not None:
+            _, *statistics = norm(x, return_stats=True)
+            dnormed[...] = norm_backward(norm, dnormed, x, statistics, None, gradients)
+
+
+def added_backward(
+    product: Product | AdaptedProduct,
+    norm: Norm | None,
+    dx: Array,
+    given: Array,
+    gradients: Gradients,
+) -> Array:
+    """Return the gradient of the product in `cupyattn.models.forward.added`."""
+    if norm is None:
+        return dx
+    x = product(given)
+    _, *statistics = norm(x, return_stats=True)
+    return norm_backward(norm, dx, x, statistics, None, gradients)
+
+
 def parallel_layer_backward(
-    layer: Layer, x: Array, dx: Array, attention: SampleAttention, gradients: Gradients
+    index: int,
+    layer: Layer,
+    x: Array,
+    dx: Array,
+    attention: SampleAttention,
+    gradients: Gradients,
 ) -> Array:
     """Return the gradient of x of a layer whose attention and MLP are parallel (Phi)."""
     activation, columns = attention.config.activation, len(layer.qkv.weight)
@@ -348,10 +408,12 @@ def parallel_layer_backward(
     del inner
     activation_backward(dinner, up, activation, into=dup)
     del dinner
-    attended, lse = attention.with_lse(qkv)
+    heads = kept_heads(attention.config, layer, qkv)
+    attended, lse = attention.with_lse(index, heads)
     dattended = product_backward(layer.output, dx, attended, gradients)
-    attention.backward(dattended, qkv, attended, lse, into=dqkv)
-    del dattended, attended, lse
+    attention.backward(index, dattended, heads, attended, lse, into=dqkv)
+    del dattended, attended, lse, heads
+    heads_backward(attention.config, layer, dqkv, qkv, gradients)
     if layer.qkv_up is None:
         dnormed = product_backward(layer.up, dup, normed, gradients)
         dnormed = product_backward(layer.qkv, dqkv, normed, gradients, residual=dnormed)
@@ -394,7 +456,9 @@ def norm_backward(
 ) -> Array:
     """Return the gradient of a norm's x, plus `dx` from other readers of x."""
     if norm.bias is None:
-        of_rms = rms_norm_backward(dnormed, x, norm.weight, *statistics, dtotal=dx)
+        of_rms = rms_norm_backward(
+            dnormed, x, norm.weight, *statistics, weight_offset=norm.offset, dtotal=dx
+        )
         gradients.add(norm.weight, _present(of_rms.dweight))
         return _present(of_rms.dx)
     bias = norm.bias if gradients.wants(norm.bias) else None
@@ -412,18 +476,22 @@ def _present(gradient: Array | None) -> Array:
 
 
 def head_backward(
-    head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: ModuleType
-) -> tuple[Array, Array]:
+    head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: ModuleType,
+    softcap: float | None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return the sum of all losses, and dhidden, for the gradient `dloss` of each loss.
 
     The gradient of a chunk of logits is written over them.
     """
     total, dhidden = xp.zeros((), dloss.dtype), xp.empty_like(hidden)
-    for rows, logits in logit_chunks(head, hidden, xp):
+    for rows, logits in logit_chunks(head, hidden, xp, softcap):
         loss, lse = cross_entropy(logits, labels[rows], reduction="sum", return_lse=True)
         total += loss
+        slope = None if softcap is None else 1 - (logits / softcap) ** 2
         dlogits = cross_entropy_backward(
             dloss, logits, labels[rows], lse, reduction="sum", dlogits=logits
         )
+        if slope is not None:
+            dlogits *= slope
         product_backward(head, dlogits, hidden[rows], gradients, out=dhidden[rows])
     return total, dhidden

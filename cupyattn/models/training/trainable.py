@@ -125,7 +125,8 @@ def batch_loss(model: Model, batch: Batch) -> Array:
     """Return the mean loss of a batch's labels, by the forward alone."""
     attend = SampleAttention(model, batch)
     hidden = model.hidden(batch.ids, batch.positions, attend)
-    return mean_loss(model.weights.head, hidden, batch.labels, model.xp)
+    given = batch.labels, model.xp, model.config.logit_softcap
+    return mean_loss(model.weights.head, hidden, *given)
 
 
 def loss_of(model: Model, samples: Sequence[Sample], *, batch_tokens: int) -> float:

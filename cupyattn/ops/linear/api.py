@@ -143,12 +143,12 @@ def linear(
         shape, transposed or not, for any dtype of x.
     b : array (N,), dtype of x, optional
         Added to every row; (2 N,) with a gated activation. Contiguous.
-    activation : {None, "gelu", "gelu_tanh", "silu", "relu", "swiglu", "geglu"}
+    activation : {None, "gelu", "gelu_tanh", "silu", "relu", "swiglu", "geglu", "geglu_tanh"}
         For a number x: "gelu" is x Phi(x), exact; "gelu_tanh" is its approximation
         0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, arXiv:1606.08415);
         "silu" is x / (1 + exp(-x)); "relu" is max(x, 0). The gated activations (Shazeer,
         arXiv:2002.05202) take a w of 2 N columns, those of the gate, then those of up: "swiglu" is
-        silu(gate) * up, "geglu" is gelu(gate) * up.
+        silu(gate) * up, "geglu" is gelu(gate) * up, "geglu_tanh" is gelu_tanh(gate) * up.
     residual : array (..., N), dtype of x, optional
         Added after the activation. Its strides are restricted as those of x are.
     return_preactivation : bool

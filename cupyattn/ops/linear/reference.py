@@ -264,7 +264,7 @@ class LinearGrads(NamedTuple):
     db: Array | None = None
 
 
-GATES = {"swiglu": "silu", "geglu": "gelu"}
+GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """Gated activations, each with the activation that it applies to its gate."""
 
 

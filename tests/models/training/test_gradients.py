@@ -200,18 +200,25 @@ flags = st.booleans()
 
 @st.composite
 def configs(draw):
-    architecture = draw(st.sampled_from(["gpt2", "llama", "phi"]))
+    architecture = draw(st.sampled_from(["gpt2", "llama", "phi", "gemma"]))
     groups, share = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
     size = draw(st.sampled_from([2, 4, 6]))
     rotary = 0 if architecture == "gpt2" else draw(st.sampled_from(range(2, size + 1, 2)))
-    gated = architecture == "llama"
+    activations = ("gelu", "gelu_tanh", "silu")
+    if architecture in ("llama", "gemma"):
+        activations = ("swiglu", "geglu", "geglu_tanh")
+    scale, cap = st.sampled_from([None, 0.3]), st.sampled_from([None, 2.0])
+    layers = st.lists(st.integers(0, 2), max_size=2).map(tuple)
     return Config(
         architecture, draw(st.integers(3, 30)), draw(st.integers(1, 3)),
         draw(st.sampled_from([4, 7, 8])), groups * share, groups, size, draw(st.integers(1, 9)), 16,
         draw(st.sampled_from([1e-5, 0.1])),
-        draw(st.sampled_from(["swiglu", "geglu"] if gated else ["gelu", "gelu_tanh", "silu"])),
+        draw(st.sampled_from(activations)),
         rotary_dim=rotary, tied=draw(flags), window_size=draw(st.sampled_from([None, (2, 0)])),
         qkv_bias=draw(flags), output_bias=draw(flags), mlp_bias=draw(flags), head_bias=draw(flags),
+        qk_norm=draw(flags), global_layers=draw(layers), unrotated_layers=draw(layers),
+        local_rope_base=draw(st.sampled_from([None, 50.0])), softmax_scale=draw(scale),
+        attention_softcap=draw(cap), logit_softcap=draw(cap), embedding_scale=draw(cap),
     )  # fmt: skip
 
 
@@ -267,7 +274,7 @@ CONFIGS = {**TINY, **PHIS}
 
 
 @pytest.mark.parametrize(
-    "name", mostly_deep(CONFIGS, ["gpt2", "qwen2", "mistral", "phi", "phi, gated"])
+    "name", mostly_deep(CONFIGS, ["gpt2", "qwen2", "qwen3", "phi", "phi, gated", "gemma2"])
 )
 @pytest.mark.parametrize("dropout", [None, 0.4, *deep(0.0)], ids=lambda p: f"dropout {p}")
 def test_gradients_are_those_of_finite_differences(name, dropout):

@@ -96,6 +96,7 @@ def test_all_linear_is_written_by_its_names(name, tmp_path):
     assert targets == {
         "gpt2": ["c_attn", "c_fc", "c_proj"],
         "phi": ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"],
+        "phi3": ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"],
     }.get(name, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"])
     again = LoraAdapters.load(model_of(TINY[name], "float32"), tmp_path)
     assert again.arrays.keys() == adapters.arrays.keys()
