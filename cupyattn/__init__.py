@@ -36,6 +36,7 @@ __all__ = [
     "LinearGrads",
     "LinearScaling",
     "Llama3Scaling",
+    "LongRopeScaling",
     "MaskMod",
     "NTKScaling",
     "OutOfBlocksError",

@@ -75,6 +75,7 @@ from cupyattn.ops.rope.api import rope_backward as rope_backward
 from cupyattn.ops.rope.api import rope_tables as rope_tables
 from cupyattn.ops.rope.reference import LinearScaling as LinearScaling
 from cupyattn.ops.rope.reference import Llama3Scaling as Llama3Scaling
+from cupyattn.ops.rope.reference import LongRopeScaling as LongRopeScaling
 from cupyattn.ops.rope.reference import NTKScaling as NTKScaling
 from cupyattn.ops.rope.reference import YarnScaling as YarnScaling
 from cupyattn.ops.sampling.api import sample as sample

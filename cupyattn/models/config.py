@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope_tables
+from cupyattn import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+    rope_tables,
+)
 from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.errors import error, shown
 
-RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 _MOST = {"num_layers": 10_000, "head_dim": 256, "max_positions": 10_000_000}
 _MOST_OTHERS = 10_000_000
@@ -67,6 +74,9 @@ class Config(NamedTuple):
         The c of c tanh(x / c), for scores and for logits (Gemma 2).
     embedding_scale : float, optional
         The factor of embedded tokens, which is rounded to the model's dtype first (Gemma).
+    query_growth : (float, int), optional
+        (b, L): at position p, rotated queries are multiplied by 1 + b log(1 + floor(p / L))
+        (Ministral 3).
     """
 
     architecture: str
@@ -99,6 +109,7 @@ class Config(NamedTuple):
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float | None = None
+    query_growth: tuple[float, int] | None = None
 
     def window_of(self, layer: int) -> tuple[int, int] | None:
         """Return the window of a layer, None if a query sees all earlier keys."""
@@ -176,36 +187,20 @@ def checked(config: Config) -> Config:
     return config
 
 
-_LONGEST_GUESS = 1 << 17
-
-
-def extended(config: Config, original: int | None = None) -> Config:
-    """Return the config of a file with all positions that its rotary scaling reaches.
-
-    Many files with YaRN or linear scaling give the length before it: such a model reads factor
-    times that length. `original` is the length before linear scaling, if the file gives it.
-    Otherwise its `max_positions` may be the length before or after, and are extended to at most
-    131,072: longer ones, such as Gemma 3's, are the length after.
-    """
-    scaling, positions = config.rope_scaling, config.max_positions
-    if isinstance(scaling, YarnScaling):
-        longest = scaling.factor * scaling.original_length
-    elif isinstance(scaling, LinearScaling):
-        longest = scaling.factor * (original or positions)
-        longest = longest if original else min(longest, _LONGEST_GUESS)
-    else:
-        return config
-    return config._replace(max_positions=max(positions, int(longest)))
+_EXPERTS = ("mixtral", "gpt_oss", "gpt-oss", "deepseek", "llama4", "dbrx", "grok", "glm4_moe")
+"""How names of models with experts begin, if they do not contain "moe"."""
 
 
 def unknown_architecture(name: object, where: str = "") -> Exception:
     """Make the error for an architecture that has no forward."""
+    experts = isinstance(name, str) and ("moe" in name.lower() or name.startswith(_EXPERTS))
     return error(
         NotImplementedError,
-        f"{where}{': ' if where else ''}the architecture {shown(name)}",
-        "forwards exist for GPT-2, for Llama and what shares its layers (Mistral, Qwen2, SmolLM2), "
-        "and for Phi-2",
-        "load a model of one of these",
+        f"{where}{': ' if where else ''}the architecture {shown(name)}"
+        f"{', a mixture of experts' if experts else ''}",
+        "forwards exist for GPT-2, for Llama and what shares its layers (Mistral, Ministral, "
+        "Qwen2, Qwen3, SmolLM2, SmolLM3), for the text of Gemma 2 and 3, and for Phi-2, 3 and 4",
+        "load a dense model of one of these",
     )
 
 

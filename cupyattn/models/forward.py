@@ -142,17 +142,18 @@ def hidden_states(
     if weights.positions is not None:
         x += embedding(weights.positions, positions)
     yield x
+    growth = query_growth(config, positions, x.dtype)
     for index, layer in enumerate(weights.layers):
         normed = layer.norm(x)
         if layer.mlp_norm is None:
             qkv, inner = qkv_and_inner(config, layer, normed)
             with second_stream:
                 y = layer.down(inner(), residual=x)
-            attended = attend(index, *normed_heads(config, layer, qkv))
+            attended = attend(index, *normed_heads(config, layer, qkv, growth))
             second_stream.join()
             x = layer.output(attended.reshape(len(x), width), residual=y)
         else:
-            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed)))
+            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed), growth))
             x = added(layer.output, layer.output_norm, attended.reshape(len(x), width), x)
             # Without a name for what is inside, which would keep its memory through the next layer.
             x = added(
@@ -188,15 +189,29 @@ def added(product: Product, norm: Norm | None, given: Array, x: Array) -> Array:
     return total
 
 
-def normed_heads(config: Config, layer: Layer, qkv: Array) -> tuple[Array, Array, Array]:
+def query_growth(config: Config, positions: Array, dtype: np.dtype) -> Array | None:
+    """Return the factors of queries (total, 1, 1), if they grow with their positions."""
+    if config.query_growth is None:
+        return None
+    rate, length = config.query_growth
+    passed: Any = np.floor(positions.astype(np.float32) / length)
+    factors = 1 + rate * np.log1p(passed)
+    return factors.astype(dtype)[:, None, None]
+
+
+def normed_heads(
+    config: Config, layer: Layer, qkv: Array, growth: Array | None
+) -> tuple[Array, Array, Array]:
     """Return the heads of q, k and v, with those of q and k normalised if the layer does so.
 
-    The norms are written over their rows of qkv.
+    The norms, and q times its growth, are written over their rows of qkv.
     """
     q, k, v = heads_of(config, qkv)
     if layer.q_norm is not None and layer.k_norm is not None:
         layer.q_norm(q, out=q)
         layer.k_norm(k, out=k)
+    if growth is not None:
+        q *= growth
     return q, k, v
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import numpy as np
 
-from cupyattn import QuantizedWeight, Rotary, attention, rope_tables
+from cupyattn import LongRopeScaling, QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.distributed import Group
 from cupyattn.models.config import Config, RopeScaling
 from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss, softcapped
@@ -34,8 +34,11 @@ class Model(Generates):
     xp : module
         numpy or cupy, the library of its arrays.
     rotary : Rotary, or None
-        The tables for all positions of the config; None if positions have an embedding. Layers
-        may have others: see `rotary_of`.
+        The tables for all `positions`; None if positions have an embedding. Layers may have
+        others: see `rotary_of`.
+    positions : int
+        The longest sequence with these tables: `Config.max_positions`, or with a
+        `cupyattn.LongRopeScaling` its original length; see `for_length`.
     group : distributed.Group, or None
         The ranks that hold the model; config and weights are this rank's share.
     """
@@ -56,6 +59,10 @@ class Model(Generates):
         self.group = group
         self._read_tokenizer = read_tokenizer
         self._second_stream = SecondStream(xp)
+        scaling, self.positions = config.rope_scaling, config.max_positions
+        if isinstance(scaling, LongRopeScaling):
+            self.positions = min(self.positions, scaling.original_length)
+        self._long_rotary: Rotary | None = None
         self.rotary = self._tables(config.rope_base, config.rope_scaling)
         self._local_rotary = self.rotary
         if config.local_rope_base is not None:
@@ -73,9 +80,24 @@ class Model(Generates):
         config = self.config
         if not config.rotary_dim:
             return None
-        tables = rope_tables(config.max_positions, config.rotary_dim, base=base, scaling=scaling)
+        tables = rope_tables(self.positions, config.rotary_dim, base=base, scaling=scaling)
         cos, sin = map(self.xp.asarray, tables)
         return Rotary(cos, sin)
+
+    def for_length(self, length: int) -> Model:
+        """Return this model with the rotary tables for sequences of a length.
+
+        It is the model itself unless its scaling is a `cupyattn.LongRopeScaling` and the length is
+        above `LongRopeScaling.original_length`: then all positions have other frequencies.
+        """
+        if length <= self.positions or self.positions == self.config.max_positions:
+            return self
+        twin = copy(self)
+        twin.positions = self.config.max_positions
+        if self._long_rotary is None:
+            self._long_rotary = twin._tables(self.config.rope_base, self.config.rope_scaling)
+        twin.rotary = twin._local_rotary = self._long_rotary
+        return twin
 
     def rotary_of(self, layer: int) -> Rotary | None:
         """Return the rotary tables of a layer, None for a layer without rotary positions."""
@@ -246,11 +268,12 @@ class Model(Generates):
 
     def dense_attention(self, batch: int, length: int) -> Attend:
         """Return the attention, for `hidden`, of sequences of one length that begin at 0."""
+        model = self.for_length(length)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, k, v = (each.reshape(batch, length, *each.shape[1:]) for each in (q, k, v))
             options = self.config.attention_options(layer)
-            out = attention(q, k, v, rotary=self.rotary_of(layer), **options)
+            out = attention(q, k, v, rotary=model.rotary_of(layer), **options)
             return out.reshape(-1, *out.shape[2:])
 
         return attend

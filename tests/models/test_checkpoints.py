@@ -16,8 +16,9 @@ from support.tiny_models import TINY, expected_of
 import cupyattn
 from cupyattn import models
 from cupyattn.models.checkpoints import writing
+from cupyattn.models.checkpoints.config_writing import config_json
 from cupyattn.models.checkpoints.fields import Fields
-from cupyattn.models.checkpoints.hugging_face import config_json, config_of
+from cupyattn.models.checkpoints.hugging_face import config_of
 from cupyattn.models.checkpoints.writing import write_folder, write_whole
 from cupyattn.models.weights import named_arrays
 
@@ -261,12 +262,17 @@ SCALINGS = (
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "mistral", "qwen2", "geglu"])
+@pytest.mark.parametrize("name", TINY)
 def test_a_config_is_written_as_it_is_read(name):
     config = TINY[name]._replace(bos_id=1, eos_ids=(2, 3))
     config = config._replace(qkv_bias=config.qkv_bias or config.output_bias)
-    for scaling in (None, *SCALINGS) if config.rotary_dim else (None,):
+    pairs = config.rotary_dim // 2
+    longrope = cupyattn.LongRopeScaling((1.5,) * pairs, (2.5,) * pairs, 16, 1.25)
+    for scaling in (None, *SCALINGS, longrope) if pairs else (None,):
         config = config._replace(rope_scaling=scaling)
+        length = getattr(scaling, "original_length", 8)
+        if config.query_growth is not None:  # one field of config.json is both lengths
+            config = config._replace(query_growth=(0.5, length))
         written = json.loads(json.dumps(config_json(config, "m.gguf")))
         assert config_of(Fields(written, "m.gguf"), Fields({}, "m.gguf")) == config
         config = config._replace(eos_ids=config.eos_ids[:-1])

@@ -74,6 +74,9 @@ def attended(config: Config, qkv, index, layer):
     if config.rotary_dim and index not in config.unrotated_layers:
         q, k = rotated(q, config, base), rotated(k, config, base)
     rows = np.arange(len(qkv))
+    if config.query_growth is not None:
+        rate, length = config.query_growth
+        q = q * (1 + rate * np.log1p(rows // length))[:, None, None]
     distance = rows[:, None] - rows
     left = config.window_size[0] if is_local else len(rows)
     scale = size**-0.5 if config.softmax_scale is None else config.softmax_scale

@@ -51,6 +51,7 @@ TINY = {
         logit_softcap=3.0,
     ),
     "smollm3": LLAMA._replace(num_layers=4, unrotated_layers=(3,), tied=True),
+    "ministral3": LLAMA._replace(query_growth=(0.3, 4), head_dim=8, rotary_dim=8),
     "phi3": LLAMA._replace(architecture="phi3", rotary_dim=12),
     "geglu": LLAMA._replace(activation="geglu", mlp_bias=True, output_bias=True),
 }

@@ -48,6 +48,25 @@ class Fields(NamedTuple):
             raise self._damaged(name, value, "a finite number above 0")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0."""
+        value = self._value(name, None)
+        found = value if isinstance(value, list) else [None]
+        one = [Fields({name: each}, self.where, "", self.refuse_file) for each in found]
+        return tuple([each.number(name) for each in one])
+
+    def words(self, name: str, allowed: Collection[str], count: int) -> tuple[str, ...] | None:
+        """Return one of the allowed words for each of so many layers, or None if it is absent."""
+        value = self.given.get(self.prefix + name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < count:
+            raise self._damaged(name, value, f"a list of {count} words")
+        for each in value[:count]:
+            if each not in allowed:
+                raise self._unsupported(name, each, ", ".join(map(repr, allowed)))
+        return tuple(value[:count])
+
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false."""
         value = self._value(name, default)

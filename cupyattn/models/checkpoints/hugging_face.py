@@ -5,12 +5,14 @@ config.json is read as transformers up to version 4 and from 5 on write it.
 
 from __future__ import annotations
 
+import math
 import os
 from functools import partial
 from pathlib import Path
 
-from cupyattn import LinearScaling, Llama3Scaling, YarnScaling
-from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, damaged
+from cupyattn import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, AnyTensor, Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.quantization import unpacking_of
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
@@ -20,7 +22,112 @@ from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_json
 
-_OF_LLAMA = ("llama", "mistral", "qwen2")
+Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
+"""From the tensors of files, by their names, to those of a model."""
+
+_MARKS = {STATE: "bitsandbytes", ".qweight": "GPTQ or AWQ"}
+"""Parts of tensors' names that only quantised models have, each with its method."""
+
+
+def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
+    """Return the tensors of a model that is not quantised, or raise ValueError."""
+    for name, tensor in stored.items():
+        for mark, method in _MARKS.items():
+            if mark in name:
+                raise error(
+                    ValueError,
+                    f"{where}: no quantization_config, but {tensor.what} is quantised by {method}",
+                    "quantised weights need a quantization_config",
+                    "take the config.json that was published with these files",
+                )
+    return {name: tensor.as_floats() for name, tensor in stored.items()}
+
+
+def unpacking_of(config: Fields) -> Unpacking:
+    """Return how to read the tensors of a folder; raise for a method without code."""
+    given = config.object("quantization_config")
+    if not given:
+        return partial(plain, where=config.where)
+    fields = Fields(given, f"{config.where}, quantization_config")
+    method = given.get("quant_method")
+    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        method = "bitsandbytes"  # whose first releases did not write their name
+    readers = {
+        "bitsandbytes": _unpacking_bitsandbytes,
+        "gptq": _unpacking_gptq,
+        "awq": _unpacking_awq,
+    }
+    if not isinstance(method, str) or method not in readers:
+        raise _unsupported(fields, f"quant_method is {shown(method)}")
+    return readers[method](fields)
+
+
+def _unpacking_bitsandbytes(fields: Fields) -> Unpacking:
+    if not fields.flag("load_in_4bit", False):
+        raise _unsupported(fields, "weights are LLM.int8() of bitsandbytes")
+    kind = fields.given.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise _unsupported(fields, f"bnb_4bit_quant_type is {shown(kind)}")
+    storage = fields.given.get("bnb_4bit_quant_storage", "uint8")
+    if storage != "uint8":
+        raise _unsupported(fields, f"bnb_4bit_quant_storage is {shown(storage)}")
+    return unpacked_nf4
+
+
+def _unpacking_gptq(fields: Fields) -> Unpacking:
+    _require_four_bits(fields)
+    form = fields.given.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise _unsupported(fields, f"checkpoint_format is {shown(form)}")
+    return partial(
+        unpacked_gptq,
+        group_size=_group_size(fields),
+        zeros_less_one=form == "gptq",
+        in_order=not fields.flag("desc_act", False),
+    )
+
+
+def _unpacking_awq(fields: Fields) -> Unpacking:
+    _require_four_bits(fields)
+    version = fields.given.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _unsupported(fields, f"version is {shown(version)}")
+    if not fields.flag("zero_point", True):
+        raise _unsupported(fields, "zero_point is False")
+    size = _group_size(fields)
+    return lambda stored: unpacked_awq(stored, size)
+
+
+def _require_four_bits(fields: Fields) -> None:
+    bits = fields.given.get("bits")
+    if bits != 4 or isinstance(bits, bool):
+        raise _unsupported(fields, f"bits is {shown(bits)}")
+
+
+def _group_size(fields: Fields) -> int | None:
+    """Return how many weights along K share a scale; None means all of them."""
+    size = fields.given.get("group_size", -1)
+    if size in (None, -1):
+        return None
+    if not isinstance(size, int) or size < 32 or size & (size - 1):
+        raise _unsupported(fields, f"group_size is {shown(size)}")
+    return size
+
+
+def _unsupported(fields: Fields, what: str) -> Exception:
+    return error(
+        NotImplementedError,
+        f"{fields.where}: {what}",
+        "quantised safetensors must be bitsandbytes' NF4 in uint8, or GPTQ or AWQ (gemm, with zero "
+        "points) in 4 bits with groups of a power of two from 32 on, or one group for all",
+        "load such files, the model from before it was quantised, or a GGUF file of it",
+    )
+
+
+_OF_LLAMA = ("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3")
+_OF_GEMMA = ("gemma2", "gemma3_text")
+_WITH_TEXT = ("gemma3", "mistral3")
+"""Models of text and images, whose `text_config` may be of a kind above."""
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -30,19 +137,32 @@ _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-_GATED = {"gelu": "geglu", "silu": "swiglu", "swish": "swiglu"}
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_GATED = {
+    "gelu": "geglu",
+    "gelu_new": "geglu_tanh",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "silu": "swiglu",
+    "swish": "swiglu",
+}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 
 
 def config_of(fields: Fields, generation: Fields) -> Config:
     """Return the config of a folder from config.json and generation_config.json."""
     kind = fields.given.get("model_type")
+    if kind in _WITH_TEXT:
+        fields, kind = _text_of(fields, kind)
     if kind == "gpt2":
         config = _gpt2(fields)
     elif kind in _OF_LLAMA:
         config = _llama(fields, kind)
     elif kind == "phi":
         config = _phi(fields)
+    elif kind == "phi3":
+        config = _phi3(fields)
+    elif kind in _OF_GEMMA:
+        config = _gemma(fields, kind)
     else:
         raise unknown_architecture(kind, fields.where)
     begin = (*fields.ids("bos_token_id"), None)[0]
@@ -54,11 +174,15 @@ def config_of(fields: Fields, generation: Fields) -> Config:
         raise damaged(fields.where, str(failure)) from failure
 
 
-def _original_length(fields: Fields) -> int | None:
-    """Return the length before the scaling of rotary embeddings, if the config has it."""
-    rope = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
-    where = f"{fields.where}, rotary embedding"
-    return Fields(rope, where).integer("original_max_position_embeddings", 0, least=0) or None
+def _text_of(fields: Fields, kind: str) -> tuple[Fields, str]:
+    """Return the config of the text model in that of a model of text and images, and its kind."""
+    text = fields.object("text_config")
+    own = text.get("model_type", "gemma3_text" if kind == "gemma3" else None)
+    if own not in (*_OF_LLAMA, *_OF_GEMMA):
+        raise unknown_architecture(own, f"{fields.where}, text_config")
+    outer = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+    given = {name: fields.given[name] for name in outer if fields.given.get(name) is not None}
+    return fields._replace(given={**given, **text}), own
 
 
 def _gpt2(fields: Fields) -> Config:
@@ -88,23 +212,33 @@ def _gpt2(fields: Fields) -> Config:
 
 def _llama(fields: Fields, kind: str) -> Config:
     biased = fields.flag("attention_bias", False)
-    return Config(
+    head_dim = {"qwen3": 128, "ministral3": 128}.get(kind)
+    bases = {"smollm3": 2e6, "ministral3": 1e6}
+    sizes = _sizes(fields, head_dim)
+    rope = _rope(fields, sizes["head_dim"], base=bases.get(kind, 10000.0))
+    config = Config(
         "llama",
-        **_sizes_and_rope(fields),
+        **sizes,
+        **rope,
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=_GATED[fields.choice("hidden_act", _GATED, "silu")],
-        window_size=_window(fields, kind),
         qkv_bias=biased or kind == "qwen2",
-        output_bias=biased and kind == "llama",
+        output_bias=biased and kind in ("llama", "qwen3", "smollm3"),
         mlp_bias=fields.flag("mlp_bias", False),
+        qk_norm=kind == "qwen3",
     )
+    if kind == "smollm3":
+        config = config._replace(unrotated_layers=_unrotated(fields, config.num_layers))
+    return config._replace(**_windows(fields, kind, config))
 
 
 def _phi(fields: Fields) -> Config:
     fields.refuse("qk_layernorm", False)
+    sizes = _sizes(fields)
     return Config(
         "phi",
-        **_sizes_and_rope(fields, rotated=0.5),
+        **sizes,
+        **_rope(fields, sizes["head_dim"], 0.5),
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         activation=_ACTIVATIONS[fields.choice("hidden_act", _ACTIVATIONS, "gelu_new")],
         qkv_bias=True,
@@ -114,40 +248,129 @@ def _phi(fields: Fields) -> Config:
     )
 
 
-def _sizes_and_rope(fields: Fields, rotated: float = 1.0) -> Json:
-    """Read the options that all models but GPT-2 have; `rotated` is the part of a head."""
+def _phi3(fields: Fields) -> Config:
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        fields.refuse(name, False)
+    sizes = _sizes(fields)
+    config = Config(
+        "phi3",
+        **sizes,
+        **_rope(fields, sizes["head_dim"]),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        activation=_GATED[fields.choice("hidden_act", _GATED, "silu")],
+    )
+    return config._replace(**_windows(fields, "phi3", config))
+
+
+def _gemma(fields: Fields, kind: str) -> Config:
+    fields.refuse("use_bidirectional_attention", False)
+    biased = fields.flag("attention_bias", False)
+    sizes = _sizes(fields, 256)
+    main, local = fields, None
+    if kind == "gemma3_text":
+        ropes = fields.object("rope_parameters")
+        local = _local_base(fields, ropes)
+        if ropes:
+            main = fields._replace(given={**fields.given, "rope_parameters": ropes.get(_GLOBAL)})
+    cap, last_cap = (50.0, 30.0) if kind == "gemma2" else (None, None)
+    config = Config(
+        "gemma",
+        **{**sizes, "tied": fields.flag("tie_word_embeddings", True)},
+        **_rope(main, sizes["head_dim"], base=10000.0 if kind == "gemma2" else 1e6),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=_GATED[fields.choice("hidden_activation", _GATED, "gelu_pytorch_tanh")],
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=kind == "gemma3_text",
+        local_rope_base=local,
+        softmax_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_softcap=_cap(fields, "attn_logit_softcapping", cap),
+        logit_softcap=_cap(fields, "final_logit_softcapping", last_cap),
+        embedding_scale=sizes["hidden_size"] ** 0.5,
+    )
+    return config._replace(**_windows(fields, kind, config))
+
+
+def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+    """Return a softcap; null means none, and what is absent the default."""
+    if name not in fields.given:
+        return default
+    return None if fields.given[name] is None else fields.number(name)
+
+
+def _local_base(fields: Fields, ropes: Json) -> float:
+    """Return the base of rotary positions in Gemma 3's layers with a window."""
+    where = f"{fields.where}, rotary embedding of {_LOCAL}"
+    given = ropes.get(_LOCAL) or {"rope_theta": fields.given.get("rope_local_base_freq")}
+    rope = Fields(given if isinstance(given, dict) else {}, where)
+    rope.choice("rope_type", ("default",), "default")
+    return rope.number("rope_theta", 10000.0)
+
+
+def _unrotated(fields: Fields, layers: int) -> tuple[int, ...]:
+    """Return SmolLM3's layers without rotary positions, the zeros of `no_rope_layers`."""
+    given = fields.given.get("no_rope_layers")
+    if given is None:
+        step = fields.integer("no_rope_layer_interval", 4)
+        return tuple(range(step - 1, layers, step))
+    if not isinstance(given, list) or len(given) < layers or not {*given} <= {0, 1}:
+        raise damaged(fields.where, f"no_rope_layers is {shown(given)}, not 0 or 1 for each layer")
+    return tuple(layer for layer in range(layers) if not given[layer])
+
+
+def _sizes(fields: Fields, head_dim: int | None = None) -> Json:
+    """Read the sizes that all models but GPT-2 have."""
     heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", width // heads)
     return {
         "vocab_size": fields.integer("vocab_size"),
         "num_layers": fields.integer("num_hidden_layers"),
         "hidden_size": width,
         "num_heads": heads,
         "num_kv_heads": fields.integer("num_key_value_heads", heads),
-        "head_dim": head_dim,
+        "head_dim": fields.integer("head_dim", head_dim or width // heads),
         "intermediate_size": fields.integer("intermediate_size"),
         "max_positions": fields.integer("max_position_embeddings"),
         "tied": fields.flag("tie_word_embeddings", False),
-        **_rope(fields, head_dim, rotated),
     }
 
 
-_MISTRAL_WINDOW = 4096
-"""The sliding_window of a Mistral config.json that does not mention it."""
+_WINDOWS = {"mistral": 4096, "ministral": 4096, "gemma2": 4096, "gemma3_text": 4096}
+"""The windows of configs that do not have the field; null is no window."""
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6}
+"""Every how many layers one sees all keys, unless the config names the layers."""
+_MAY_SLIDE = ("qwen2", "qwen3", "smollm3")
+"""Models that have windows only with `use_sliding_window`."""
 
 
-def _window(fields: Fields, kind: str) -> tuple[int, int] | None:
-    """Return the window: `sliding_window` includes the key of the query itself."""
-    if kind == "qwen2":  # it has one in its last layers only, and no published model uses it
-        fields.refuse("use_sliding_window", False)
-    # transformers takes a field that is absent for its default, and null for no window.
-    absent = 0 if "sliding_window" in fields.given else _MISTRAL_WINDOW
-    window = fields.integer("sliding_window", absent, least=0) if kind == "mistral" else 0
-    return (window - 1, 0) if window else None
+def _windows(fields: Fields, kind: str, config: Config) -> Json:
+    """Return the window and the layers without it; `sliding_window` counts the query's own key."""
+    window = 0
+    if kind != "llama" and fields.flag("use_sliding_window", kind not in _MAY_SLIDE):
+        has_one = fields.given.get("sliding_window", _WINDOWS.get(kind)) is not None
+        window = fields.integer("sliding_window", _WINDOWS.get(kind), least=0) if has_one else 0
+    if not window:
+        return {}
+    layers = range(config.num_layers)
+    types = fields.words("layer_types", (_LOCAL, _GLOBAL), len(layers))
+    if types is not None:
+        everywhere = tuple(layer for layer in layers if types[layer] == _GLOBAL)
+    elif kind in ("qwen2", "qwen3"):
+        everywhere = tuple(layers[: fields.integer("max_window_layers", 28, least=0)])
+    elif kind == "smollm3":
+        everywhere = tuple(layer for layer in layers if layer not in config.unrotated_layers)
+    else:
+        step = fields.integer("sliding_window_pattern", _PATTERNS.get(kind, len(layers) + 1))
+        everywhere = tuple(layers[step - 1 :: step])
+    if len(everywhere) == len(layers):
+        return {}
+    return {"window_size": (window - 1, 0), "global_layers": everywhere}
 
 
-def _rope(fields: Fields, head_dim: int, rotated: float) -> Json:
-    """Read rope_parameters, or the fields that transformers before 5 has instead."""
+def _rope(fields: Fields, head_dim: int, rotated: float = 1.0, base: float = 10000.0) -> Json:
+    """Read rope_parameters, or the fields that transformers before 5 has instead.
+
+    `rotated` is the part of a head, and `base` the base, of configs without these fields.
+    """
     fields.refuse("rope_interleaved", False)
     older = ("rope_theta", "partial_rotary_factor")
     rope = Fields(
@@ -159,11 +382,12 @@ def _rope(fields: Fields, head_dim: int, rotated: float) -> Json:
         f"{fields.where}, rotary embedding",
     )
     name = "type" if rope.given.get("rope_type") is None else "rope_type"
+    if "short_factor" in rope.given and rope.given.get(name) in ("su", "yarn"):
+        rope.given[name] = "longrope"  # as it was first called
     kind = rope.choice(name, _ROPE_TYPES, default="default")
     rotary_dim = int(head_dim * rope.number("partial_rotary_factor", rotated))
-    trained = rope.integer(
-        "original_max_position_embeddings", fields.integer("max_position_embeddings")
-    )
+    positions = fields.integer("max_position_embeddings")
+    trained = rope.integer("original_max_position_embeddings", positions)
     scaling: RopeScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(rope.number("factor"))
@@ -175,139 +399,46 @@ def _rope(fields: Fields, head_dim: int, rotated: float) -> Json:
             trained,
         )
     elif kind == "yarn":
-        rope.refuse("mscale")
-        rope.refuse("mscale_all_dim")
-        rope.refuse("truncate", True)
-        absent = rope.given.get("attention_factor") is None
-        scaling = YarnScaling(
-            rope.number("factor"),
-            trained,
-            rope.number("beta_fast", 32.0),
-            rope.number("beta_slow", 1.0),
-            None if absent else rope.number("attention_factor"),
+        scaling = _yarn(rope, trained)
+    elif kind == "longrope":
+        trained = fields.integer("original_max_position_embeddings", trained)
+        scaling = _longrope(rope, trained, positions)
+    found: Json = {
+        "rotary_dim": rotary_dim,
+        "rope_base": rope.number("rope_theta", base),
+        "rope_scaling": scaling,
+    }
+    if rope.given.get("llama_4_scaling_beta") is not None:
+        found["query_growth"] = rope.number("llama_4_scaling_beta"), trained
+    return found
+
+
+def _yarn(rope: Fields, trained: int) -> YarnScaling:
+    rope.refuse("truncate", True)
+    factor = rope.number("factor")
+    attention = None
+    if rope.given.get("attention_factor") is not None:
+        attention = rope.number("attention_factor")
+    elif rope.given.get("mscale") and rope.given.get("mscale_all_dim"):
+        one, all_dim = (
+            0.1 * rope.number(name) * math.log(max(factor, 1.0)) + 1
+            for name in ("mscale", "mscale_all_dim")
         )
-    base = rope.number("rope_theta", 10000.0)
-    return {"rotary_dim": rotary_dim, "rope_base": base, "rope_scaling": scaling}
+        attention = one / all_dim
+    fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+    return YarnScaling(factor, trained, fast, slow, attention)
 
 
-def config_json(config: Config, where: str) -> Json:
-    """Return the config.json of a model: what `config_of` reads as this config.
-
-    Options of rotary embeddings have the names that transformers before and from version 5 read.
-    Raises NotImplementedError if no config.json describes the model of the file `where`.
-    """
-    written = _gpt2_json(config) if config.architecture == "gpt2" else _llama_or_phi_json(config)
-    ends = config.eos_ids
-    written |= {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": list(ends) if len(ends) > 1 else (*ends, None)[0],
-    }
-    if isinstance(config.rope_scaling, LinearScaling):  # which `extended` must not extend again
-        original = max(1, int(config.max_positions / config.rope_scaling.factor))
-        written["rope_scaling"].setdefault("original_max_position_embeddings", original)
-    try:
-        same = config_of(Fields(written, where), Fields({}, where)) == config
-    except (ValueError, NotImplementedError):
-        same = False
-    if same:
-        return written
-    raise error(
-        NotImplementedError,
-        f"{where}: no config.json of transformers describes {config}",
-        "a model is written as a folder of GPT-2, Llama, Mistral, Qwen2 or Phi",
-        "keep the adapters next to the file: generate FILE ... --adapters DIR needs no merging",
+def _longrope(rope: Fields, trained: int, positions: int) -> LongRopeScaling:
+    """Read the two lists; the scale is that of arXiv:2402.13753, for the model's longest text."""
+    factor = rope.number("factor", positions / trained)
+    scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return LongRopeScaling(
+        rope.numbers("short_factor"),
+        rope.numbers("long_factor"),
+        trained,
+        rope.number("attention_factor", scale),
     )
-
-
-def _gpt2_json(config: Config) -> Json:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": config.hidden_size,
-        "n_head": config.num_heads,
-        "n_layer": config.num_layers,
-        "n_inner": config.intermediate_size,
-        "n_positions": config.max_positions,
-        "layer_norm_epsilon": config.norm_eps,
-        "activation_function": _NAMED.get(config.activation),
-    }
-
-
-_NAMED = {
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_new",
-    "relu": "relu",
-    "silu": "silu",
-    "geglu": "gelu",
-    "swiglu": "silu",
-}
-"""The name of an activation in config.json."""
-
-
-def _llama_or_phi_json(config: Config) -> Json:
-    written: Json = {
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_positions,
-        "hidden_act": _NAMED.get(config.activation),
-        "rope_theta": config.rope_base,
-    }
-    if config.rope_scaling is not None:
-        written["rope_scaling"] = _scaling_json(config.rope_scaling)
-    if config.rotary_dim != config.head_dim or config.architecture == "phi":
-        written["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-    if config.architecture == "phi":
-        return {
-            "model_type": "phi",
-            "architectures": ["PhiForCausalLM"],
-            "layer_norm_eps": config.norm_eps,
-            **written,
-        }
-    kind, name = "llama", "LlamaForCausalLM"
-    if config.window_size is not None:
-        kind, name = "mistral", "MistralForCausalLM"
-        written["sliding_window"] = config.window_size[0] + 1
-    elif config.qkv_bias and not config.output_bias:
-        kind, name = "qwen2", "Qwen2ForCausalLM"
-    return {
-        "model_type": kind,
-        "architectures": [name],
-        "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.qkv_bias and kind != "qwen2",
-        "mlp_bias": config.mlp_bias,
-        **written,
-    }
-
-
-def _scaling_json(scaling: RopeScaling) -> Json:
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3Scaling):
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }
-    if isinstance(scaling, YarnScaling):
-        found = {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_length,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-        }
-        if scaling.attention_factor is not None:
-            found["attention_factor"] = scaling.attention_factor
-        return found
-    return {}
 
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cupyattn import QuantizedWeight, dequantize
+from cupyattn.models.checkpoints.config_writing import config_json
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, places
-from cupyattn.models.checkpoints.hugging_face import config_json, read_object
+from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.config import Config
 from cupyattn.models.tokenizer import Tokenizer, write_tokenizer
 from cupyattn.models.weights import PRODUCTS, Layer, Product, Weights, empty, named_arrays

@@ -217,6 +217,8 @@ class Generator:
         captured: bool | None = None,
     ) -> None:
         config, dtype = model.config, as_cache_dtype(cache_dtype, model.dtype)
+        if lengths is not None:
+            model = model.for_length(max(as_lengths(lengths), default=0))
         max_batch = as_count("max_batch", max_batch, 1, MOST_SEQUENCES)
         self._model, self._lookup = model, as_count("lookup", lookup, 0)
         alike = {
@@ -384,7 +386,7 @@ class Generator:
         ends = [own.of(prompt, self._model) for prompt in prompts]
         new = as_count("max_new_tokens", max_new_tokens, 1)
         for prompt in prompts:
-            require_positions(len(prompt.ids), new, self._model.config.max_positions)
+            self._require_positions(len(prompt.ids), new)
         ids = [prompt.ids for prompt in prompts]
         alike = {
             "prompts": f"{shown(ids)} ({fingerprint(repr(ids).encode())})",
@@ -406,6 +408,17 @@ class Generator:
             raise
         self._running |= {each.request.number: each for each in submitted}
         return submitted
+
+    def _require_positions(self, tokens: int, new: int) -> None:
+        require_positions(tokens, new, self._model.config.max_positions)
+        if tokens + new - 1 > self._model.positions:
+            raise error(
+                ValueError,
+                f"got a prompt of {tokens} tokens and max_new_tokens = {new}",
+                f"this generator's rotary tables are for up to {self._model.positions} positions: "
+                "longer sequences have other frequencies",
+                f"pass Generator(model, lengths=[{tokens + new}])",
+            )
 
     def _device(self) -> AbstractContextManager[object]:
         return device_of(self._model.weights.embedding)
@@ -432,7 +445,7 @@ class Generator:
         pairs = zip(batch, generations, strict=True)
         drafts = [generation.draft(work, self._lookup) for work, generation in pairs]
         longest = max(len(work.sequence) for work in batch) + self._lookup
-        if self._decoding is not None and longest <= self._model.config.max_positions:
+        if self._decoding is not None and longest <= self._model.positions:
             # A captured step has as many tokens of each sequence.
             drafts = padded(drafts, self._lookup)
         return drafts if any(drafts) and appended(batch, drafts) else None

@@ -35,6 +35,7 @@ class TokenModel(Protocol):
     config: Config
     xp: ModuleType
     group: Group | None
+    positions: int
 
     def rotary_of(self, layer: int) -> Rotary | None:
         """Return the rotary tables of a layer."""

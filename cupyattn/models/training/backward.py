@@ -37,7 +37,6 @@ from cupyattn import (
     linear_backward,
     rms_norm_backward,
 )
-from cupyattn.models.config import Config
 from cupyattn.models.forward import (
     SecondStream,
     activated,
@@ -47,6 +46,7 @@ from cupyattn.models.forward import (
     hidden_states,
     logit_chunks,
     loss_dtype,
+    query_growth,
     rounded_to,
 )
 from cupyattn.models.training.batches import Batch
@@ -223,9 +223,10 @@ class SampleAttention:
     """Attention within the packed samples of a batch, with rotated q and k; an `Attend`."""
 
     def __init__(self, model: Model, batch: Batch) -> None:
-        self._model, self.config, self._xp = model, model.config, model.xp
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
+        self._model, self.config, self._xp = model.for_length(longest), model.config, model.xp
         self._lengths = bounds, bounds, longest, longest
+        self._positions = batch.positions
 
     def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
         """Return attention; see `cupyattn.models.forward.Attend`."""
@@ -234,6 +235,10 @@ class SampleAttention:
     def _options(self, layer: int) -> Keywords:
         rotary = self._model.rotary_of(layer)
         return {**self.config.attention_options(layer), "rotary": rotary}
+
+    def growth(self, dtype: np.dtype) -> Array | None:
+        """Return the factors of queries; see `cupyattn.models.forward.query_growth`."""
+        return query_growth(self.config, self._positions, dtype)
 
     def with_lse(self, layer: int, heads: Heads) -> tuple[Array, Array]:
         """Return attention (total, H D) and its log-sum-exp."""
@@ -320,7 +325,7 @@ def layer_backward(
     assert layer.mlp_norm is not None
     normed, *statistics = layer.norm(x, return_stats=True)
     qkv = layer.qkv(normed)
-    heads = kept_heads(attention.config, layer, qkv)
+    heads = kept_heads(attention, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
     middle = added(layer.output, layer.output_norm, attended, x)
     mlp_normed, *mlp_statistics = layer.mlp_norm(middle, return_stats=True)
@@ -341,26 +346,31 @@ def layer_backward(
     dqkv = attention.empty_like(qkv)
     attention.backward(index, dattended, heads, attended, lse, into=dqkv)
     del dattended, attended, lse, heads
-    heads_backward(attention.config, layer, dqkv, qkv, gradients)
+    heads_backward(attention, layer, dqkv, qkv, gradients)
     del qkv
     dnormed = product_backward(layer.qkv, dqkv, normed, gradients)
     del dqkv, normed
     return norm_backward(layer.norm, dnormed, x, statistics, dmiddle, gradients)
 
 
-def kept_heads(config: Config, layer: Layer, qkv: Array) -> Heads:
+def kept_heads(attention: SampleAttention, layer: Layer, qkv: Array) -> Heads:
     """Return the result of `normed_heads`, in other arrays than qkv where it writes."""
-    q, k, v = heads_of(config, qkv)
+    q, k, v = heads_of(attention.config, qkv)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = layer.q_norm(q), layer.k_norm(k)
-    return q, k, v
+    growth = attention.growth(q.dtype)
+    return (q if growth is None else q * growth), k, v
 
 
 def heads_backward(
-    config: Config, layer: Layer, dqkv: Array, qkv: Array, gradients: Gradients
+    attention: SampleAttention, layer: Layer, dqkv: Array, qkv: Array, gradients: Gradients
 ) -> None:
-    """Turn the gradient of the normalised heads into that of qkv, in place."""
-    (dq, dk, _), (q, k, _) = heads_of(config, dqkv), heads_of(config, qkv)
+    """Turn the gradient of the heads that attention saw into that of qkv, in place."""
+    dq, dk, _ = heads_of(attention.config, dqkv)
+    q, k, _ = heads_of(attention.config, qkv)
+    growth = attention.growth(dq.dtype)
+    if growth is not None:
+        dq *= growth
     for norm, dnormed, x in ((layer.q_norm, dq, q), (layer.k_norm, dk, k)):
         if norm is not None:
             _, *statistics = norm(x, return_stats=True)
@@ -408,12 +418,12 @@ def parallel_layer_backward(
     del inner
     activation_backward(dinner, up, activation, into=dup)
     del dinner
-    heads = kept_heads(attention.config, layer, qkv)
+    heads = kept_heads(attention, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
     dattended = product_backward(layer.output, dx, attended, gradients)
     attention.backward(index, dattended, heads, attended, lse, into=dqkv)
     del dattended, attended, lse, heads
-    heads_backward(attention.config, layer, dqkv, qkv, gradients)
+    heads_backward(attention, layer, dqkv, qkv, gradients)
     if layer.qkv_up is None:
         dnormed = product_backward(layer.up, dup, normed, gradients)
         dnormed = product_backward(layer.qkv, dqkv, normed, gradients, residual=dnormed)

@@ -20,6 +20,7 @@ from cupyattn.ops.rope.kernels import (
 from cupyattn.ops.rope.reference import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NTKScaling,
     RopeScaling,
     YarnScaling,
@@ -328,7 +329,7 @@ def _on_cpu(problem: RopeProblem, arrays: RopeArrays[Any]) -> RopeArrays[Any]:
 
 _MOST = 2**31 - 1
 """The most positions, and features: kernels count in int32."""
-_SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling)
+_SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
 
 
 def rope_tables(
@@ -349,8 +350,9 @@ def rope_tables(
         R, the number of features that are rotated: even, below 2**31.
     base : float
         Pair m rotates by ``base ** (-2 m / R)`` from one position to the next.
-    scaling : LinearScaling, NTKScaling, YarnScaling or Llama3Scaling, optional
-        Changes the frequencies, to use a model beyond the length that it was trained on.
+    scaling : LinearScaling, NTKScaling, YarnScaling, Llama3Scaling or LongRopeScaling, optional
+        Changes the frequencies, to use a model beyond the length that it was trained on. The
+        frequencies of LongRopeScaling depend on `length`.
     dtype : {"float32", "float16", "bfloat16", "float64"}
         dtype of the tables, which are computed in float64 and rounded once.
 
@@ -403,7 +405,7 @@ def rope_tables(
         "it is above 1 and finite",
         "pass the model's, 10000.0 most often",
     )
-    _check_scaling(scaling)
+    _check_scaling(scaling, rotary_dim)
     _require(
         math.isfinite(_largest_angle(length, rotary_dim, base, scaling)),
         f"base = {base} with scaling = {shown(scaling)}",
@@ -420,13 +422,14 @@ def _largest_angle(length: int, rotary_dim: int, base: float, scaling: RopeScali
     """Return the largest angle of a table; inf for frequencies that are too large for a float."""
     try:
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            found = reference.rope_frequencies(rotary_dim, base=base, scaling=scaling)
+            options: Any = {"base": base, "scaling": scaling, "length": length}
+            found = reference.rope_frequencies(rotary_dim, **options)
             return float(max(length - 1, 1) * found.max(initial=0.0))
     except (OverflowError, ValueError):  # raised by Python's own arithmetic
         return math.inf
 
 
-def _check_scaling(scaling: object) -> None:
+def _check_scaling(scaling: object, rotary_dim: int) -> None:
     if scaling is None:
         return
     names = ", ".join(each.__name__ for each in _SCALINGS)
@@ -440,11 +443,19 @@ def _check_scaling(scaling: object) -> None:
     for name, value in scaling._asdict().items():
         if value is None:
             continue
-        number = real(f"{name} of scaling", value)
+        several = isinstance(value, tuple)
+        for each in value if several else (value,):
+            number = real(f"{name} of scaling", each)
+            _require(
+                0 < number < float("inf"),
+                f"{name} = {number} of {type(scaling).__name__}",
+                "it is above 0 and finite",
+                "pass the model's",
+            )
         _require(
-            0 < number < float("inf"),
-            f"{name} = {number} of {type(scaling).__name__}",
-            "it is above 0 and finite",
+            not several or len(value) == rotary_dim // 2,
+            f"{len(value) if several else 1} {name} of {type(scaling).__name__}",
+            f"there is a factor for each of {rotary_dim // 2} pairs",
             "pass the model's",
         )
     if isinstance(scaling, Llama3Scaling):

@@ -241,11 +241,44 @@ class Llama3Scaling(NamedTuple):
         return 1.0
 
 
-RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling
+class LongRopeScaling(NamedTuple):
+    """LongRoPE: each frequency is divided by its own factor, one of two lists by the length.
+
+    Ding et al., "LongRoPE: extending LLM context window beyond 2 million tokens", arXiv:2402.13753.
+    Phi-3 and Phi-4 have the two lists.
+
+    Attributes
+    ----------
+    short_factors, long_factors : tuple of float
+        A factor for each pair: for tables of at most original_length positions, and for longer
+        ones.
+    original_length : int
+        Length that the model was first trained on.
+    attention_factor : float
+        The factor of cosines and sines.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_length: int
+    attention_factor: float = 1.0
+
+    def frequencies(self, plain: Float64, base: float, length: int = 1) -> Float64:
+        """Return the frequencies in tables of a length, from those without scaling."""
+        is_long = length > self.original_length
+        return plain / np.asarray(self.long_factors if is_long else self.short_factors)
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of cosines and sines."""
+        return self.attention_factor
+
+
+RopeScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 
 def rope_frequencies(
-    rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None
+    rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None, length: int = 1
 ) -> Float64:
     """Return the angle by which each pair rotates from one position to the next.
 
@@ -258,6 +291,8 @@ def rope_frequencies(
     """
     half = rotary_dim // 2
     plain = np.asarray(base ** (-np.arange(half) / max(half, 1)), dtype=np.float64)
+    if isinstance(scaling, LongRopeScaling):
+        return scaling.frequencies(plain, base, length)
     return plain if scaling is None else scaling.frequencies(plain, base)
 
 
@@ -265,7 +300,7 @@ def rope_tables(
     length: int, rotary_dim: int, *, base: float = 10000.0, scaling: RopeScaling | None = None
 ) -> tuple[Float64, Float64]:
     """Return cosines and sines (length, rotary_dim / 2) of every position and pair."""
-    frequencies = rope_frequencies(rotary_dim, base=base, scaling=scaling)
+    frequencies = rope_frequencies(rotary_dim, base=base, scaling=scaling, length=length)
     angles = np.arange(length)[:, None] * frequencies
     scale = 1.0 if scaling is None else scaling.attention_scale
     return scale * np.cos(angles), scale * np.sin(angles)

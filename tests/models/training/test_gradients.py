@@ -218,6 +218,7 @@ def configs(draw):
         qkv_bias=draw(flags), output_bias=draw(flags), mlp_bias=draw(flags), head_bias=draw(flags),
         qk_norm=draw(flags), global_layers=draw(layers), unrotated_layers=draw(layers),
         local_rope_base=draw(st.sampled_from([None, 50.0])), softmax_scale=draw(scale),
+        query_growth=draw(st.sampled_from([None, (0.5, 3)])),
         attention_softcap=draw(cap), logit_softcap=draw(cap), embedding_scale=draw(cap),
     )  # fmt: skip
 
