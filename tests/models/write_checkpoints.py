@@ -1,6 +1,6 @@
 """Write the checkpoints of this folder, and the results of transformers and bitsandbytes for them.
 
-    python tests/models/write_checkpoints.py
+    python tests/models/write_checkpoints.py [newer]
 
 needs torch, transformers and bitsandbytes (these were written by torch 2.13.0, transformers 5.23.0
 and bitsandbytes 0.50.2 on a CPU, 2026-11-23). Each folder is a model of a few thousand random
@@ -8,12 +8,20 @@ weights as it would be published, with the config of transformers since version 
 For each model expected.npz has token ids, their logits and hidden states in float32, and the error
 of the logits in float16. A file of ``packed`` has "linear.weight" of `packed_weights` in NF4, with
 absmax in float32 or quantised too, and as "expected" some of its rows, dequantised.
+
+With "newer" it writes newer.zip (by torch 2.13.0, transformers 5.24.0 and peft 0.21.2 on a CPU,
+2026-11-28): a folder for each of `NEWER`, in some also the config of transformers before 5 as
+older.json, adapters of PEFT, and expected.npz of all of them with, besides the above, greedy tokens
+and the gradients that ``training/write_gradients.py`` describes.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +77,59 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write(name: str, kind: str, numbers: dict[str, Any]) -> dict[str, np.ndarray]:
+GEMMA = {
+    **SMALL, **ENDS, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 4, "rms_norm_eps": 1e-3,
+    "pad_token_id": 0,
+}  # fmt: skip
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+GEMMA3 = {
+    **GEMMA, "layer_types": [LOCAL, LOCAL, GLOBAL],
+    "rope_parameters": {
+        GLOBAL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        LOCAL: {"rope_type": "default", "rope_theta": 1e3},
+    },
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.25, 1.5], "long_factor": [1.0, 3.0, 9.0],
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+PHI3 = {**SMALL, **ENDS, "hidden_size": 32, "original_max_position_embeddings": 8,
+        "rope_parameters": LONGROPE, "pad_token_id": 0}  # fmt: skip
+NEWER: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3Config", {**SMALL, **ENDS, "head_dim": 8, "tie_word_embeddings": True,
+                              "rms_norm_eps": 1e-3}),
+    "qwen3_sliding": ("Qwen3Config", {
+        **SMALL, **ENDS, "head_dim": 6, "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 4, "max_window_layers": 1}),
+    "gemma3": ("Gemma3TextConfig", GEMMA3),
+    "gemma2": ("Gemma2Config", {
+        **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "phi3": ("Phi3Config", {**SMALL, **ENDS, "sliding_window": 5, "pad_token_id": 0}),
+    "phi4_mini": ("Phi3Config", {**PHI3, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3Config", {**SMALL, **ENDS, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "mistral": ("MistralConfig", {**SMALL, **ENDS, "head_dim": 6, "sliding_window": None}),
+    "ministral": ("MinistralConfig", {
+        **SMALL, **ENDS, "head_dim": 6, "sliding_window": 4, "layer_types": [LOCAL, GLOBAL]}),
+    "ministral3": ("Ministral3Config", {
+        **SMALL, **ENDS, "head_dim": 8,
+        "rope_parameters": {
+            **YARN, "original_max_position_embeddings": 4, "mscale": 1.0, "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.2}}),
+}  # fmt: skip
+ADAPTED = ("qwen3", "gemma3", "gemma2", "phi4_mini", "smollm3", "ministral3")
+PROMPT, NEW_TOKENS, SHORT = 9, 7, 7
+
+
+def write(
+    name: str, kind: str, numbers: dict[str, Any], parent: Path = FOLDER
+) -> dict[str, np.ndarray]:
     """Write a model's folder, and return what is expected of the model."""
     import torch
     import transformers
 
-    folder = FOLDER / name
+    folder = parent / name
     config = getattr(transformers, kind)(**numbers)
     torch.manual_seed(sum(name.encode()))
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -87,6 +142,8 @@ def write(name: str, kind: str, numbers: dict[str, Any]) -> dict[str, np.ndarray
         model = model.bfloat16()
     model.save_pretrained(folder, max_shard_size="8KB" if name == "llama3" else "1GB")
     found = {f"{name}/{key}": array for key, array in expected(folder).items()}
+    if name in NEWER:
+        found |= {f"{name}/{key}": array for key, array in continued(folder).items()}
     if name.endswith("older"):
         write_older(folder)
     return found
@@ -124,6 +181,74 @@ def expected(folder: Path) -> dict[str, np.ndarray]:
         "states": found,
         "float16_difference": (half - logits).abs().max().numpy(),
     }
+
+
+def continued(folder: Path) -> dict[str, np.ndarray]:
+    """Return greedy tokens, and the logits of sequences so short that LongRoPE is not long."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 11))
+    tokens = torch.from_numpy(ids)
+    with torch.no_grad():
+        short = model(tokens[:, :SHORT]).logits.numpy()
+        for _ in range(NEW_TOKENS):
+            given = tokens[:, :PROMPT] if tokens.shape[1] == ids.shape[1] else tokens
+            tokens = torch.cat([given, model(given).logits[:, -1:].argmax(-1)], 1)
+    return {"short_logits": short, "greedy": tokens[:, PROMPT:].numpy().astype(np.int32)}
+
+
+def write_newer() -> None:
+    """Write newer.zip, with the same bytes for the same contents."""
+    sys.path.insert(0, str(FOLDER.parent / "training"))
+    import write_gradients
+
+    with tempfile.TemporaryDirectory() as temporary:
+        top = Path(temporary)
+        found: dict[str, np.ndarray] = {}
+        for name, (kind, numbers) in NEWER.items():
+            found |= write(name, kind, numbers, top)
+            (top / name / "generation_config.json").unlink(missing_ok=True)
+            older = older_config(json.loads((top / name / "config.json").read_text()))
+            (top / name / "older.json").write_text(json.dumps(older, indent=2) + "\n")
+            if name in ADAPTED:
+                options = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+                kept = top / name / "adapters"
+                of_gradients = write_gradients.write(name, options, top, kept)
+                found |= {key.replace("/", "/lora/", 1): each for key, each in of_gradients.items()}
+        np.savez_compressed(top / "expected.npz", **found)
+        with zipfile.ZipFile(FOLDER.parent / "newer.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(top.rglob("*")):
+                if path.is_file():
+                    entry = zipfile.ZipInfo(str(path.relative_to(top)), (2026, 11, 28, 0, 0, 0))
+                    entry.compress_type = zipfile.ZIP_DEFLATED
+                    archive.writestr(entry, path.read_bytes())
+
+
+def older_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the form that a config.json had before transformers 5."""
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.51.0"
+    rope = config.pop("rope_parameters")
+    if LOCAL in rope:
+        config["rope_local_base_freq"] = rope[LOCAL]["rope_theta"]
+        rope = rope[GLOBAL]
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if kind == "longrope":
+        del config["rope_scaling"]["original_max_position_embeddings"]
+    types = config.pop("layer_types", None)
+    if config["model_type"] == "gemma3_text":
+        config["sliding_window_pattern"] = 3
+    elif config["model_type"] == "ministral":
+        config["layer_types"] = types
+    return config
 
 
 def write_older(folder: Path) -> None:
@@ -175,7 +300,9 @@ def write_packed(name: str) -> None:
     save_file(tensors, PACKED / f"{name}.safetensors")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["newer"]:
+    write_newer()
+elif __name__ == "__main__":
     shutil.rmtree(FOLDER, ignore_errors=True)
     found: dict[str, np.ndarray] = {}
     for name, (kind, numbers) in MODELS.items():

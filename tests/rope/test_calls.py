@@ -15,7 +15,14 @@ from support.recording_device import device_array
 from support.search import deep, examples, wider
 
 import cupyattn
-from cupyattn import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, reference
+from cupyattn import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+    reference,
+)
 from cupyattn.emulator import Report
 from cupyattn.ops.rope import kernels
 from cupyattn.testing import lay_out
@@ -315,6 +322,17 @@ def test_ntk_scaling_keeps_the_highest_and_divides_the_lowest_frequency():
     assert reference.rope_frequencies(2, scaling=NTKScaling(8.0)).tolist() == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("length", "factors"), [(1, (1.0, 2.0)), (9, (1.0, 2.0)), (10, (4.0, 8.0))]
+)
+def test_longrope_divides_each_frequency_by_the_factors_of_the_length(length, factors):
+    scaling = LongRopeScaling((1.0, 2.0), (4.0, 8.0), 9, 1.25)
+    cos, sin = cupyattn.rope_tables(length, 4, base=100.0, scaling=scaling, dtype="float64")
+    angles = np.arange(length)[:, None] * np.array([1.0, 0.1]) / factors
+    assert_allclose(cos, 1.25 * np.cos(angles), rtol=1e-15)
+    assert_allclose(sin, 1.25 * np.sin(angles), rtol=1e-15)
+
+
 def test_llama_3_scaling():
     """Each frequency follows the branches of Meta's code of Llama 3.1."""
     plain = reference.rope_frequencies(128, base=500000.0)
@@ -406,6 +424,12 @@ def test_frequencies_match_transformers():
         ((4, 8), {"scaling": Llama3Scaling(8, 4, 4)}, ValueError, "high_freq_factor = 4; it is"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 32)}, ValueError, "beta_fast = 1; it is at"),
         ((4, 8), {"scaling": YarnScaling(4, 9, 1, 1), "dtype": "float64"}, None, ""),
+        ((4, 4), {"scaling": LongRopeScaling((1.0,), (1.0, 2.0), 9)}, ValueError,
+         "1 short_factors of LongRopeScaling; there is a factor for each of 2 pairs"),
+        ((4, 4), {"scaling": LongRopeScaling((1.0, 2.0), (1.0, -2.0), 9)}, ValueError,
+         "long_factors = -2.0 of LongRopeScaling; it is above 0"),
+        ((4, 4), {"scaling": LongRopeScaling(("1", 2.0), (1.0, 2.0), 9)}, TypeError,
+         "short_factors of scaling has type str"),
         ((4, 8), {"scaling": NTKScaling(1e300)}, ValueError, "NTKScaling.*angles of 4 positions"),
         ((4, 8), {"scaling": LinearScaling(1e-308)}, ValueError, "angles of 4 positions are fin"),
         ((4, 8), {"scaling": LinearScaling(1e-320)}, ValueError, "angles of 4 positions are fin"),

@@ -99,7 +99,8 @@ class Fields(NamedTuple):
 
     def refuse(self, name: str, allowed: Any = None) -> None:
         """Refuse a trait unless it is absent or has the allowed value, which means the same."""
-        value = self.given.get(self.prefix + name, allowed)
+        value = self.given.get(self.prefix + name)
+        value = allowed if value is None else value
         if value != allowed or isinstance(value, bool) != isinstance(allowed, bool):
             code = "models without it" if allowed is None else repr(allowed)
             raise self._unsupported(name, value, code)

@@ -32,7 +32,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write(name: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
+def write(
+    name: str, options: dict[str, Any], checkpoints: Path = CHECKPOINTS, kept: Path | None = None
+) -> dict[str, np.ndarray]:
     """Write a folder of adapters, and return what is expected of them."""
     import peft
     import torch
@@ -40,7 +42,7 @@ def write(name: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
 
     torch.manual_seed(sum(name.encode()))
     base = AutoModelForCausalLM.from_pretrained(
-        CHECKPOINTS / name, dtype=torch.float64, attn_implementation="eager"
+        checkpoints / name, dtype=torch.float64, attn_implementation="eager"
     )
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=False).eval()
@@ -54,12 +56,13 @@ def write(name: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
     losses = [model(each[None], labels=each[None]).loss for each in tokens]
     loss = torch.stack(losses).mean()
     loss.backward()
-    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    kept = kept or FOLDER / name
+    shutil.rmtree(kept, ignore_errors=True)
     model.peft_config["default"].base_model_name_or_path = name
-    model.float().save_pretrained(FOLDER / name)
-    (FOLDER / name / "README.md").unlink()
-    (FOLDER / name / "adapter_model.safetensors").chmod(0o644)
-    path = FOLDER / name / "adapter_config.json"
+    model.float().save_pretrained(kept)
+    (kept / "README.md").unlink()
+    (kept / "adapter_model.safetensors").chmod(0o644)
+    path = kept / "adapter_config.json"
     written = json.loads(path.read_text())
     if isinstance(written["target_modules"], list):
         written["target_modules"].sort()
