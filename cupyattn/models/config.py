@@ -151,6 +151,13 @@ def checked(config: Config) -> Config:
         raise unknown_architecture(architecture)
     sizes = ("vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim",
              "intermediate_size", "max_positions")  # fmt: skip
+    if isinstance(config.head_dim, int) and _MOST["head_dim"] < config.head_dim <= 2**16:
+        raise error(
+            NotImplementedError,
+            f"head_dim = {config.head_dim}",
+            f"attention has kernels for head dims up to {_MOST['head_dim']}",
+            "load a model with smaller heads",
+        )
     for name in sizes:
         size, most = getattr(config, name), _MOST.get(name, _MOST_OTHERS)
         _require(
@@ -185,6 +192,28 @@ def checked(config: Config) -> Config:
     )
     rope_tables(1, rotary_dim, base=base, scaling=config.rope_scaling)  # checks both
     return config
+
+
+_LONGEST_GUESS = 1 << 17
+
+
+def extended(config: Config, original: int | None = None) -> Config:
+    """Return the config of a file with all positions that its rotary scaling reaches.
+
+    Many files with YaRN or linear scaling give the length before it: such a model reads factor
+    times that length. `original` is the length before linear scaling, if the file gives it.
+    Otherwise its `max_positions` may be the length before or after, and are extended to at most
+    131,072: longer ones, such as Gemma 3's, are the length after.
+    """
+    scaling, positions = config.rope_scaling, config.max_positions
+    if isinstance(scaling, YarnScaling):
+        longest = scaling.factor * scaling.original_length
+    elif isinstance(scaling, LinearScaling):
+        longest = scaling.factor * (original or positions)
+        longest = longest if original else min(longest, _LONGEST_GUESS)
+    else:
+        return config
+    return config._replace(max_positions=max(positions, int(longest)))
 
 
 _EXPERTS = ("mixtral", "gpt_oss", "gpt-oss", "deepseek", "llama4", "dbrx", "grok", "glm4_moe")

@@ -6,6 +6,7 @@ that of transformers 4.
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -25,6 +26,7 @@ from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.weights import named_arrays
 
 pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
 
 ARCHIVE = Path(__file__).parent / "newer.zip"
 NAMES = (
@@ -147,12 +149,40 @@ def test_the_scale_of_yarn_from_two_scales(archive):
     assert scaling.attention_factor == pytest.approx(1.138629 / 1.069315, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "prefix", "head"),
+    [
+        ("gemma3", "gemma3", "model.language_model.", "lm_head."),
+        ("gemma3", "gemma3", "language_model.model.", "language_model.lm_head."),
+        ("ministral3", "mistral3", "language_model.model.", "language_model.lm_head."),
+    ],
+)
+def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, head, tmp_path):
+    """Its weights of vision are not read; the tokens that end a text are outside."""
+    config = json.loads((archive / name / "config.json").read_text())
+    outer = {each: config.pop(each) for each in ("bos_token_id", "eos_token_id")}
+    outer["tie_word_embeddings"] = config.pop("tie_word_embeddings")
+    whole = {"model_type": kind, "text_config": config, "vision_config": {}, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    renamed = {
+        each.replace("lm_head.", head) if each[0] == "l" else each.replace("model.", prefix, 1): a
+        for each, a in load_file(archive / name / "model.safetensors").items()
+    }
+    vision = prefix.partition("language_model.")[0] + "vision_tower.layers.0.weight"
+    save_file({**renamed, vision: np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
+    model = models.load(tmp_path, dtype="float32", xp=np)
+    assert model.config == load(archive, name).config
+    ids = of(archive, name)["ids"]
+    assert_array_equal(model.logits(ids), load(archive, name).logits(ids))
+
+
 @pytest.mark.parametrize(("length", "window"), [(None, (4095, 0)), (8, (7, 0)), (0, None)])
 def test_mistral_without_the_field_has_a_window_of_4096(archive, length, window, tmp_path):
     folder = shutil.copytree(archive / "mistral", tmp_path / "mistral")
     config = (folder / "config.json").read_text()
     line = "" if length is None else f'"sliding_window": {length or "null"},'
     assert '"sliding_window": null,' in config
+    config = config.replace('"max_position_embeddings": 64', '"max_position_embeddings": 8192')
     (folder / "config.json").write_text(config.replace('"sliding_window": null,', line))
     assert models.load(folder, xp=np).config.window_size == window
 

@@ -18,7 +18,7 @@ from support.search import Search
 from support.tiny_models import TINY
 
 from cupyattn import models
-from cupyattn.models.checkpoints import copying, gguf, hugging_face
+from cupyattn.models.checkpoints import config_writing, copying, gguf, hugging_face
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.tokenizer.byte_level import KINDS, byte_level
 from cupyattn.models.tokenizer.text import rendered
@@ -315,6 +315,7 @@ def test_a_config_that_is_no_json(copy, text):
         ("llama_older", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0,
                                             "truncate": False}}, "truncate is False"),
+        ("llama3", {"head_dim": 512}, "head_dim = 512; attention has kernels for head dims up to"),
         ("llama3", {"hidden_act": "relu"}, "hidden_act is 'relu'; there is code for 'gelu'"),
         ("llama3", {"quantization_config": {"bits": 4}}, "quant_method is None"),
         ("llama3", {"rope_interleaved": True}, "rope_interleaved is True; there is code for False"),
@@ -392,7 +393,7 @@ def test_positions_reach_as_far_as_rotary_scaling(copy, given, scaling, position
     folder = copy("llama_older", max_position_embeddings=given, rope_scaling=scaling)
     config = hugging_face.open_folder(folder).config
     assert config.max_positions == positions
-    written = hugging_face.config_json(config, "m")
+    written = config_writing.config_json(config, "m")
     again = hugging_face.config_of(Fields(written, "m"), Fields({}, "m"))
     assert again == config
     if positions == 256:

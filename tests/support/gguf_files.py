@@ -7,11 +7,16 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from cupyattn.models import Model
+from cupyattn import LongRopeScaling
+from cupyattn.models import Config, Model
+from cupyattn.models.weights import LAYER_NORMS
 
 LAYERS = {
     "norm": "attn_norm", "output": "attn_output", "mlp_norm": "ffn_norm", "down": "ffn_down",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "output_norm": "post_attention_norm",
+    "down_norm": "post_ffw_norm",
 }  # fmt: skip
+PAIRED = ("llama", "smollm3", "mistral3")
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -36,13 +41,15 @@ def tensors_of(model: Model, architecture: str) -> dict[str, np.ndarray]:
                     found[f"blk.{number}.{file_name}.{kind}"] = getattr(part, kind)
         for kind in ("weight", "bias"):
             qkv, up = getattr(layer.qkv, kind), getattr(layer.up, kind)
-            if config.architecture != "llama":
-                found[f"blk.{number}.attn_qkv.{kind}"] = qkv
-                found[f"blk.{number}.ffn_up.{kind}"] = up
+            if config.architecture in ("gpt2", "phi", "phi3"):
+                if qkv is not None:
+                    found[f"blk.{number}.attn_qkv.{kind}"] = qkv
+                if up is not None:
+                    found[f"blk.{number}.ffn_up.{kind}"] = up
                 continue
             if qkv is not None:
                 q, k, v = np.split(qkv, [queries, queries + keys])
-                if architecture == "llama":
+                if architecture in PAIRED:
                     q, k = permuted(q, config.num_heads), permuted(k, config.num_kv_heads)
                 for name, rows in zip("qkv", (q, k, v), strict=True):
                     found[f"blk.{number}.attn_{name}.{kind}"] = rows
@@ -54,7 +61,32 @@ def tensors_of(model: Model, architecture: str) -> dict[str, np.ndarray]:
             array = getattr(part, kind)
             if array is not None and array is not weights.embedding:
                 found[f"{name}.{kind}"] = array
+    scaling = config.rope_scaling
+    if isinstance(scaling, LongRopeScaling):
+        for kind in ("short", "long"):
+            factors = np.array(getattr(scaling, f"{kind}_factors"), np.float32)
+            found[f"rope_factors_{kind}.weight"] = factors
+    if config.architecture == "gemma":
+        norms = [name for name in found if name.endswith("norm.weight")]
+        found |= {name: found[name] + np.float32(1) for name in norms}
     return found
+
+
+def metadata_of(config: Config, architecture: str) -> dict[str, object]:
+    """The keys that only some architectures have, as llama.cpp's converter writes them."""
+    found: dict[str, object] = {}
+    if config.window_size is not None:
+        found["attention.sliding_window"] = config.window_size[0] + 1
+    if architecture == "gemma2":
+        found["attn_logit_softcapping"] = config.attention_softcap
+        found["final_logit_softcapping"] = config.logit_softcap
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        found["rope.scaling.original_context_length"] = config.rope_scaling.original_length
+        found["rope.scaling.attn_factor"] = config.rope_scaling.attention_factor
+    if config.query_growth is not None:
+        found["attention.temperature_scale"] = config.query_growth[0]
+        found["rope.scaling.original_context_length"] = config.query_growth[1]
+    return {f"{architecture}.{key}": value for key, value in found.items()}
 
 
 def write_gguf(
@@ -83,7 +115,7 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    if config.architecture == "llama":
+    if config.architecture not in LAYER_NORMS:
         writer.add_layer_norm_rms_eps(config.norm_eps)
         writer.add_key_length(config.head_dim)
     else:
@@ -91,7 +123,7 @@ def write_gguf(
     if config.rotary_dim:
         writer.add_rope_dimension_count(config.rotary_dim)
         writer.add_rope_freq_base(config.rope_base)
-    for key, value in (metadata or {}).items():
+    for key, value in {**metadata_of(config, architecture), **(metadata or {})}.items():
         if isinstance(value, list):
             writer.add_array(key, value)
         else:

@@ -40,7 +40,7 @@ TINY = {
     "phi": PHI,
     "mistral": LLAMA._replace(window_size=(3, 0), rope_base=1e6),
     "qwen2": LLAMA._replace(qkv_bias=True, tied=True, num_kv_heads=1),
-    "qwen3": LLAMA._replace(qk_norm=True, head_dim=12, rotary_dim=12),
+    "qwen3": LLAMA._replace(qk_norm=True, head_dim=24, rotary_dim=24),
     "gemma3": GEMMA,
     "gemma2": GEMMA._replace(
         num_layers=2,

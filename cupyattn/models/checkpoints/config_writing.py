@@ -24,6 +24,9 @@ def config_json(config: Config, where: str) -> Json:
         "bos_token_id": config.bos_id,
         "eos_token_id": list(ends) if len(ends) > 1 else (*ends, None)[0],
     }
+    if isinstance(config.rope_scaling, LinearScaling):  # which `extended` must not extend again
+        original = max(1, int(config.max_positions / config.rope_scaling.factor))
+        written["rope_scaling"].setdefault("original_max_position_embeddings", original)
     try:
         same = config_of(Fields(written, where), Fields({}, where)) == config
     except (ValueError, NotImplementedError):

@@ -124,7 +124,10 @@ _OF_LLAMA = Naming(
     last_norm="norm",
     head="lm_head",
     prefix="model.",
-    ignored=(r"rotary_emb\.inv_freq$",),
+    ignored=(
+        r"rotary_emb\.inv_freq$",
+        r"^(model\.)?(vision_tower|vision_model|multi_modal_projector)\.",
+    ),
 )
 
 HUGGING_FACE = {
@@ -228,7 +231,15 @@ def product_names(
     )
 
 
+_WITHIN = ("model.language_model.", "language_model.model.")
+"""Prefixes of a text model in one of text and images, of transformers from 4.52 and before it."""
+
+
 def _prefix(naming: Naming, present: Collection[str]) -> str:
+    if naming.prefix == "model.":
+        for prefix in _WITHIN:
+            if any(name.startswith(prefix) for name in present):
+                return prefix
     has_it = not present or any(name.startswith(naming.prefix) for name in present)
     return naming.prefix if has_it else ""
 
@@ -285,7 +296,8 @@ def places(
     put_norm(prefix + naming.last_norm, weights.norm)
     logits = weights.head.weight
     assert not isinstance(logits, QuantizedWeight)
-    head = {f"{naming.head}.weight": TensorTarget({"all": logits}, logits.shape)}
+    within = "language_model." if prefix == _WITHIN[1] else ""
+    head = {f"{within}{naming.head}.weight": TensorTarget({"all": logits}, logits.shape)}
     if not config.tied:
         filled |= head
     if weights.head.bias is not None:

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import LinearScaling, Llama3Scaling, QuantizedWeight, YarnScaling
+from cupyattn import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    QuantizedWeight,
+    YarnScaling,
+)
 from cupyattn.models.checkpoints.contents import (
     GGUF,
     AnyTensor,
@@ -36,6 +42,7 @@ from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.config import Config, RopeScaling, checked, extended, unknown_architecture
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer import require_known_tokenizer, tokenizer_of_gguf
+from cupyattn.models.weights import LAYER_NORMS
 from cupyattn.ops.linear.weight_formats import Blocks
 from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown, size_text
@@ -348,7 +355,36 @@ class _Info(NamedTuple):
         return Tensor(self.shape, read_rows if rows else read_items), total
 
 
-_FORWARDS = {"gpt2": "gpt2", "llama": "llama", "qwen2": "llama", "phi2": "phi"}
+_FORWARDS = {
+    "gpt2": "gpt2",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "llama": "llama",
+    "mistral3": "llama",
+    "phi2": "phi",
+    "phi3": "phi3",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "smollm3": "llama",
+}
+_READ_TRAITS = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("final_logit_softcapping",),
+    "mistral3": ("rope.scaling.yarn_log_multiplier",),
+    "phi3": ("rope.scaling.attn_factor",),
+}
+"""Those of `_UNSUPPORTED` that some architectures have."""
+_READ_SOFTCAPS = {
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+}
+_GEMMA2_SOFTCAPS = {"attention_softcap": 50.0, "logit_softcap": 30.0}
+_UNROTATED_STEP = 4
+"""Every how many layers SmolLM3 has one without rotary positions: llama.cpp has no key for it."""
+_PATTERNS = {"gemma2": 2, "gemma3": 6}
+"""Every how many layers one sees all keys, by default."""
+_LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27 billion weights, whose scores have another scale in llama.cpp."""
 _SCALINGS = ("none", "linear", "yarn")
 _UNSUPPORTED: Json = {
     "attention.causal": True,
@@ -381,9 +417,23 @@ def open_gguf(path: Path) -> Checkpoint:
         str(path),
         _config(file, kind, naming, str(path)),
         naming,
-        file.tensors,
+        _less_one(file.tensors) if _FORWARDS[kind] == "gemma" else file.tensors,
         partial(tokenizer_of_gguf, file.metadata, str(path)),
     )
+
+
+def _less_one(tensors: dict[str, AnyTensor]) -> dict[str, AnyTensor]:
+    """Return Gemma's tensors with the weights of norms as published: the file has 1 + w."""
+
+    def lessened(tensor: Tensor) -> Tensor:
+        return Tensor(tensor.shape, lambda start, stop: tensor.read(start, stop) - 1)
+
+    return {
+        name: lessened(tensor)
+        if name.endswith("norm.weight") and isinstance(tensor, Tensor)
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
@@ -396,11 +446,12 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
         return f"{naming.layer.format(0)}{name}.bias" in tensors
 
     for trait, neutral in _UNSUPPORTED.items():
-        fields.refuse(trait, neutral)
+        if trait not in _READ_TRAITS.get(kind, ()):
+            fields.refuse(trait, neutral)
     embedding = tensors.get(f"{naming.embedding}.weight")
     if embedding is None:
         raise damaged(where, f"tensors are missing: {naming.embedding}.weight")
-    rms = "_rms" if _FORWARDS[kind] == "llama" else ""
+    rms = "" if _FORWARDS[kind] in LAYER_NORMS else "_rms"
     heads, width = fields.integer("attention.head_count"), fields.integer("embedding_length")
     head_dim = fields.integer("attention.key_length", width // heads)
     if naming.paired and head_dim % 2:
@@ -408,7 +459,6 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
     positions, rotates = fields.integer("context_length"), kind != "gpt2"
     base = fields.number("rope.freq_base", 10000.0)
     rotary_dim = fields.integer("rope.dimension_count", head_dim) if rotates else 0
-    window = fields.integer("attention.sliding_window", 0, least=0)
     config = Config(
         _FORWARDS[kind],
         vocab_size=embedding.shape[0],
@@ -425,7 +475,6 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
         rope_base=base,
         rope_scaling=_scaling(file, fields, base, rotary_dim, positions) if rotates else None,
         tied=f"{naming.head}.weight" not in tensors,
-        window_size=(window - 1, 0) if window else None,
         qkv_bias=has(naming.qkv[0]),
         output_bias=has(naming.output),
         mlp_bias=has(naming.up[0]),
@@ -441,14 +490,65 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
     )
     original = fields.integer("rope.scaling.original_context_length", 0, least=0)
     try:
-        return checked(extended(config, original or None))
+        config = extended(config._replace(**_traits(fields, kind, config)), original or None)
+        return checked(config)
     except ValueError as failure:
         raise damaged(where, str(failure)) from failure
+
+
+def _traits(fields: Fields, kind: str, config: Config) -> Json:
+    """Return the traits that only some architectures have."""
+    found = _windows(fields, kind, config.num_layers, config.max_positions)
+    if kind in ("qwen3", "gemma3"):
+        found["qk_norm"] = True
+    if kind == "smollm3":
+        layers = range(_UNROTATED_STEP - 1, config.num_layers, _UNROTATED_STEP)
+        found["unrotated_layers"] = tuple(layers)
+    if kind == "mistral3" and fields.number("attention.temperature_scale", 0.0, zero_allowed=True):
+        trained = fields.integer("rope.scaling.original_context_length", config.max_positions)
+        length = fields.integer("attention.temperature_length", trained)
+        found["query_growth"] = fields.number("attention.temperature_scale"), length
+    if _FORWARDS[kind] != "gemma":
+        return found
+    width = config.head_dim
+    if config.num_layers == _LARGEST_GEMMAS[kind]:
+        width = config.hidden_size // config.num_heads
+    if kind == "gemma3":
+        found["local_rope_base"] = fields.number("rope.freq_base_swa", 10000.0)
+    for name, key in _READ_SOFTCAPS.items():
+        if key in _READ_TRAITS[kind]:
+            default = {"gemma2": _GEMMA2_SOFTCAPS[name]}.get(kind, 0.0)
+            found[name] = fields.number(key, default, zero_allowed=True) or None
+    return {
+        **found,
+        "activation": "geglu_tanh",
+        "softmax_scale": width**-0.5,
+        "embedding_scale": config.hidden_size**0.5,
+    }
+
+
+def _windows(fields: Fields, kind: str, layers: int, positions: int) -> Json:
+    """Return the window, and the layers that see all keys."""
+    window = fields.integer("attention.sliding_window", 0, least=0)
+    if not 0 < window < positions:
+        return {}
+    pattern = fields.given.get(f"{kind}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        local = [*pattern, *[False] * layers]
+        everywhere = tuple(layer for layer in range(layers) if not local[layer])
+    else:
+        step = fields.integer("attention.sliding_window_pattern", _PATTERNS.get(kind, layers + 1))
+        everywhere = tuple(range(step - 1, layers, step))
+    if len(everywhere) == layers:
+        return {}
+    return {"window_size": (window - 1, 0), "global_layers": everywhere}
 
 
 def _scaling(
     file: GGUFFile, fields: Fields, base: float, rotary_dim: int, positions: int
 ) -> RopeScaling | None:
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, fields, rotary_dim // 2, positions)
     factors = file.tensors.get("rope_freqs.weight")
     if isinstance(factors, QuantisedTensor):
         raise damaged(fields.where, "rope_freqs.weight, a list of factors, is quantised")
@@ -458,13 +558,33 @@ def _scaling(
     older = fields.number("rope.scale_linear", 1.0, zero_allowed=True)
     factor = fields.number("rope.scaling.factor", older, zero_allowed=True) or 1.0
     if kind == "yarn":
+        logs = fields.number("rope.scaling.yarn_log_multiplier", 0.0, zero_allowed=True)
+        growth = 0.1 * math.log(max(factor, 1.0))
         return YarnScaling(
             factor,
             fields.integer("rope.scaling.original_context_length", positions),
             fields.number("rope.scaling.yarn_beta_fast", 32.0),
             fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            (growth + 1) / (logs * growth + 1) if logs else None,
         )
     return LinearScaling(factor) if kind == "linear" and factor != 1 else None
+
+
+def _longrope(file: GGUFFile, fields: Fields, pairs: int, positions: int) -> RopeScaling:
+    """Read the two lists of factors."""
+
+    def factors(name: str) -> tuple[float, ...]:
+        tensor = file.tensors.get(name)
+        if not isinstance(tensor, Tensor) or tensor.shape != (pairs,):
+            raise damaged(fields.where, f"{name} is not a list of {pairs} factors")
+        return tuple(tensor.read(0, pairs).astype(np.float64).tolist())
+
+    return LongRopeScaling(
+        factors("rope_factors_short.weight"),
+        factors("rope_factors_long.weight"),
+        fields.integer("rope.scaling.original_context_length", positions),
+        fields.number("rope.scaling.attn_factor", 1.0),
+    )
 
 
 def _llama3(factors: Tensor, base: float, rotary_dim: int, where: str) -> RopeScaling:

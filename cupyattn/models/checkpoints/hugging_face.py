@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from cupyattn import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
-from cupyattn.models.checkpoints.bitsandbytes import STATE, unpacked_nf4
-from cupyattn.models.checkpoints.contents import HUGGING_FACE, AnyTensor, Checkpoint, damaged
+from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, damaged
 from cupyattn.models.checkpoints.fields import Fields
 from cupyattn.models.checkpoints.quantization import unpacking_of
 from cupyattn.models.checkpoints.safetensors_files import Stored, read_safetensors
@@ -22,112 +21,19 @@ from cupyattn.runtime.annotations import Json
 from cupyattn.runtime.errors import error, shown
 from cupyattn.runtime.reading import read_json
 
-Unpacking = Callable[[dict[str, Stored]], dict[str, AnyTensor]]
-"""From the tensors of files, by their names, to those of a model."""
-
-_MARKS = {STATE: "bitsandbytes", ".qweight": "GPTQ or AWQ"}
-"""Parts of tensors' names that only quantised models have, each with its method."""
-
-
-def plain(stored: dict[str, Stored], where: str) -> dict[str, AnyTensor]:
-    """Return the tensors of a model that is not quantised, or raise ValueError."""
-    for name, tensor in stored.items():
-        for mark, method in _MARKS.items():
-            if mark in name:
-                raise error(
-                    ValueError,
-                    f"{where}: no quantization_config, but {tensor.what} is quantised by {method}",
-                    "quantised weights need a quantization_config",
-                    "take the config.json that was published with these files",
-                )
-    return {name: tensor.as_floats() for name, tensor in stored.items()}
-
-
-def unpacking_of(config: Fields) -> Unpacking:
-    """Return how to read the tensors of a folder; raise for a method without code."""
-    given = config.object("quantization_config")
-    if not given:
-        return partial(plain, where=config.where)
-    fields = Fields(given, f"{config.where}, quantization_config")
-    method = given.get("quant_method")
-    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        method = "bitsandbytes"  # whose first releases did not write their name
-    readers = {
-        "bitsandbytes": _unpacking_bitsandbytes,
-        "gptq": _unpacking_gptq,
-        "awq": _unpacking_awq,
-    }
-    if not isinstance(method, str) or method not in readers:
-        raise _unsupported(fields, f"quant_method is {shown(method)}")
-    return readers[method](fields)
-
-
-def _unpacking_bitsandbytes(fields: Fields) -> Unpacking:
-    if not fields.flag("load_in_4bit", False):
-        raise _unsupported(fields, "weights are LLM.int8() of bitsandbytes")
-    kind = fields.given.get("bnb_4bit_quant_type", "fp4")
-    if kind != "nf4":
-        raise _unsupported(fields, f"bnb_4bit_quant_type is {shown(kind)}")
-    storage = fields.given.get("bnb_4bit_quant_storage", "uint8")
-    if storage != "uint8":
-        raise _unsupported(fields, f"bnb_4bit_quant_storage is {shown(storage)}")
-    return unpacked_nf4
-
-
-def _unpacking_gptq(fields: Fields) -> Unpacking:
-    _require_four_bits(fields)
-    form = fields.given.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise _unsupported(fields, f"checkpoint_format is {shown(form)}")
-    return partial(
-        unpacked_gptq,
-        group_size=_group_size(fields),
-        zeros_less_one=form == "gptq",
-        in_order=not fields.flag("desc_act", False),
-    )
-
-
-def _unpacking_awq(fields: Fields) -> Unpacking:
-    _require_four_bits(fields)
-    version = fields.given.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise _unsupported(fields, f"version is {shown(version)}")
-    if not fields.flag("zero_point", True):
-        raise _unsupported(fields, "zero_point is False")
-    size = _group_size(fields)
-    return lambda stored: unpacked_awq(stored, size)
-
-
-def _require_four_bits(fields: Fields) -> None:
-    bits = fields.given.get("bits")
-    if bits != 4 or isinstance(bits, bool):
-        raise _unsupported(fields, f"bits is {shown(bits)}")
-
-
-def _group_size(fields: Fields) -> int | None:
-    """Return how many weights along K share a scale; None means all of them."""
-    size = fields.given.get("group_size", -1)
-    if size in (None, -1):
-        return None
-    if not isinstance(size, int) or size < 32 or size & (size - 1):
-        raise _unsupported(fields, f"group_size is {shown(size)}")
-    return size
-
-
-def _unsupported(fields: Fields, what: str) -> Exception:
-    return error(
-        NotImplementedError,
-        f"{fields.where}: {what}",
-        "quantised safetensors must be bitsandbytes' NF4 in uint8, or GPTQ or AWQ (gemm, with zero "
-        "points) in 4 bits with groups of a power of two from 32 on, or one group for all",
-        "load such files, the model from before it was quantised, or a GGUF file of it",
-    )
-
-
 _OF_LLAMA = ("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "smollm3")
 _OF_GEMMA = ("gemma2", "gemma3_text")
 _WITH_TEXT = ("gemma3", "mistral3")
 """Models of text and images, whose `text_config` may be of a kind above."""
+_DEFAULTS: dict[str, Json] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+}
+"""What published text_configs leave out."""
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -174,6 +80,13 @@ def config_of(fields: Fields, generation: Fields) -> Config:
         raise damaged(fields.where, str(failure)) from failure
 
 
+def _original_length(fields: Fields) -> int | None:
+    """Return the length before the scaling of rotary embeddings, if the config has it."""
+    rope = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
+    where = f"{fields.where}, rotary embedding"
+    return Fields(rope, where).integer("original_max_position_embeddings", 0, least=0) or None
+
+
 def _text_of(fields: Fields, kind: str) -> tuple[Fields, str]:
     """Return the config of the text model in that of a model of text and images, and its kind."""
     text = fields.object("text_config")
@@ -182,7 +95,7 @@ def _text_of(fields: Fields, kind: str) -> tuple[Fields, str]:
         raise unknown_architecture(own, f"{fields.where}, text_config")
     outer = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
     given = {name: fields.given[name] for name in outer if fields.given.get(name) is not None}
-    return fields._replace(given={**given, **text}), own
+    return fields._replace(given={**_DEFAULTS.get(own, {}), **given, **text}), own
 
 
 def _gpt2(fields: Fields) -> Config:
@@ -348,7 +261,7 @@ def _windows(fields: Fields, kind: str, config: Config) -> Json:
     if kind != "llama" and fields.flag("use_sliding_window", kind not in _MAY_SLIDE):
         has_one = fields.given.get("sliding_window", _WINDOWS.get(kind)) is not None
         window = fields.integer("sliding_window", _WINDOWS.get(kind), least=0) if has_one else 0
-    if not window:
+    if not 0 < window < config.max_positions:
         return {}
     layers = range(config.num_layers)
     types = fields.words("layer_types", (_LOCAL, _GLOBAL), len(layers))
