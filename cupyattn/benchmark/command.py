@@ -63,6 +63,8 @@ class Option:
     metavar: str | tuple[str, ...] | None = "N"
     repeated: int | None = None
     """Number of values, if the option can be given several times."""
+    alias: str | None = None
+    """Another name."""
 
     @property
     def dest(self) -> str:
@@ -91,7 +93,8 @@ class Option:
             given |= {"nargs": self.repeated, "action": "append"}
         elif several and "commas" not in self.help:
             given["nargs"] = "+"
-        parser.add_argument(f"--{self.name}", **given)
+        names = [self.name, self.alias] if self.alias else [self.name]
+        parser.add_argument(*(f"--{name}" for name in names), **given)
 
 
 def with_defaults(given: Iterable[Option], **defaults: object) -> tuple[Option, ...]:

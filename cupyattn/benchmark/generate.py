@@ -340,7 +340,7 @@ def _sizes(arguments: argparse.Namespace) -> list[PromptSize]:
 BENCHMARK = Benchmark(
     name="generate",
     title="Generating",
-    help="tokens a second of GPT-2, Llama and Phi-2, and the kernels of a step, on a GPU",
+    help="tokens a second of language models, and the kernels of a step, on a GPU",
     description="Generate greedily with whole models, and time each kernel of a step of decoding "
     "with the bytes that it moves; then the same model by other libraries.",
     note="first token: until every prompt has one; new token: a step after it, whose bytes are "
@@ -349,8 +349,9 @@ BENCHMARK = Benchmark(
     f"beyond its bytes here, and its bytes at {T4_GB_PER_S:.0f} GB/s; without a GPU these alone, "
     "the least that it takes.",
     options=(
-        Option("model", list(models.PRESETS), "random weights of these shapes, or folders and "
-               "files", str, metavar="MODEL"),
+        Option("model", ["gpt2", "llama-3.2-1b", "phi-2"], "random weights of these shapes "
+               f"({', '.join(models.PRESETS)}), or folders and files", str, metavar="MODEL",
+               alias="random"),
         Option("prompt", [128], "tokens of each prompt"),
         Option("batch", [1, 32], "prompts at a time"),
         Option("new-tokens", 128, "new tokens of each prompt", integer(2)),

@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyattn.benchmark.libraries import missing_library
 from cupyattn.models import Config, Model
+from cupyattn.models.checkpoints.config_writing import config_json
 from cupyattn.runtime.annotations import Keywords
 
 GENERATING = ("transformers", "static")
@@ -88,34 +89,7 @@ def baseline(name: str, model: Model, folder: str | None) -> Generate:
 
 def transformers_config(transformers: ModuleType, config: Config) -> Any:
     """Return transformers' config of the same numbers."""
-    shared = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tied,
-              "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
-    if config.architecture == "gpt2":
-        return transformers.GPT2Config(
-            n_positions=config.max_positions, n_embd=config.hidden_size, n_layer=config.num_layers,
-            n_head=config.num_heads, n_inner=config.intermediate_size,
-            layer_norm_epsilon=config.norm_eps, activation_function="gelu_new", **shared,
-        )  # fmt: skip
-    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_base}
-    if config.rope_scaling is not None:
-        scaling: Any = config.rope_scaling
-        rope |= {
-            "rope_type": "llama3", "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }  # fmt: skip
-    shared |= {
-        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_positions,
-    }  # fmt: skip
-    if config.architecture == "phi":
-        rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
-        return transformers.PhiConfig(
-            layer_norm_eps=config.norm_eps, hidden_act="gelu_new", rope_parameters=rope, **shared
-        )
-    return transformers.LlamaConfig(
-        rms_norm_eps=config.norm_eps, head_dim=config.head_dim, rope_parameters=rope, **shared
-    )
+    written = config_json(config, "the model")
+    kind = written.pop("model_type")
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return transformers.AutoConfig.for_model(kind, **{**written, **none})

@@ -175,7 +175,10 @@ def add_parser(commands: Commands) -> None:
         help="only print the memory that it would take on a GPU, line by line; needs no DATA",
     )  # fmt: skip
     parser.add_argument(
-        "--random", choices=tuple(models.PRESETS), help="with --dry-run: shapes instead of MODEL"
+        "--random",
+        choices=tuple(models.PRESETS),
+        metavar="NAME",
+        help=f"with --dry-run: shapes instead of MODEL; one of {', '.join(models.PRESETS)}",
     )
     parser.add_argument(
         "--memory-gb", type=positive, metavar="GB",

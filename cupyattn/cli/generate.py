@@ -39,7 +39,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--random",
         choices=tuple(models.PRESETS),
-        help="instead of MODEL and PROMPT: these shapes with random weights, and a random prompt",
+        metavar="NAME",
+        help="instead of MODEL and PROMPT: these shapes with random weights, and a random prompt; "
+        f"one of {', '.join(models.PRESETS)}",
     )
     parser.add_argument(
         "--prompt-tokens",

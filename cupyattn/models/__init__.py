@@ -1,9 +1,10 @@
-"""GPT-2, Llama and Phi-2 on the library's functions: from files of weights to logits and text.
+"""Language models on the library's functions: from files of weights to logits and text.
 
 >>> import numpy as np
 >>> from cupyattn import models
 >>> sorted(models.PRESETS)
-['gpt2', 'llama-3.2-1b', 'phi-2']
+['gemma-3-1b', 'gpt2', 'llama-3.2-1b', 'phi-2', 'phi-4-mini',
+ 'qwen3-0.6b', 'qwen3-1.7b', 'qwen3-4b']
 
 `cupyattn.models.training` fine-tunes them; it is imported at its first use.
 """

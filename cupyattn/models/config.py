@@ -1,7 +1,8 @@
-"""The numbers that describe a model, and the shapes of three well-known ones."""
+"""The numbers that describe a model, and the shapes of well-known ones."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from cupyattn import (
@@ -125,6 +126,20 @@ class Config(NamedTuple):
         }
 
 
+_QWEN3 = Config(
+    "llama", 151936, 28, 1024, 16, 8, 128, 3072, 40960, 1e-6, "swiglu",
+    rotary_dim=128, rope_base=1e6, tied=True, qk_norm=True, bos_id=151643, eos_ids=(151645,),
+)  # fmt: skip
+_PHI4_MINI_FACTORS = (
+    1.0, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+    5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158,
+    11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+    25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71,
+    32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+)  # fmt: skip
+_PHI4_MINI_SCALE = (1 + math.log(32) / math.log(4096)) ** 0.5
+
 PRESETS = {
     "gpt2": Config(
         "gpt2", 50257, 12, 768, 12, 12, 64, 3072, 1024, 1e-5, "gelu_tanh",
@@ -140,8 +155,25 @@ PRESETS = {
         rotary_dim=32, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True, bos_id=50256,
         eos_ids=(50256,),
     ),
+    "qwen3-0.6b": _QWEN3,
+    "qwen3-1.7b": _QWEN3._replace(hidden_size=2048, intermediate_size=6144),
+    "qwen3-4b": _QWEN3._replace(
+        num_layers=36, hidden_size=2560, num_heads=32, intermediate_size=9728
+    ),
+    "gemma-3-1b": Config(
+        "gemma", 262144, 26, 1152, 4, 1, 256, 6912, 32768, 1e-6, "geglu_tanh",
+        rotary_dim=256, rope_base=1e6, local_rope_base=1e4, tied=True, qk_norm=True,
+        window_size=(511, 0), global_layers=(5, 11, 17, 23), softmax_scale=256**-0.5,
+        embedding_scale=1152**0.5, bos_id=2, eos_ids=(1, 106),
+    ),
+    "phi-4-mini": Config(
+        "phi3", 200064, 32, 3072, 24, 8, 128, 8192, 131072, 1e-5, "swiglu",
+        rotary_dim=96, tied=True, bos_id=199999, eos_ids=(199999, 200020),
+        rope_scaling=LongRopeScaling((1.0,) * 48, _PHI4_MINI_FACTORS, 4096, _PHI4_MINI_SCALE),
+    ),
 }  # fmt: skip
-"""GPT-2 of 124 million weights, Llama-3.2-1B and Phi-2, as their authors published them."""
+"""GPT-2 of 124 million weights and the other models by their names, as their authors published
+them; "gemma-3-1b" and "phi-4-mini" are the instructed ones."""
 
 
 def checked(config: Config) -> Config:

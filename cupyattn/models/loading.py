@@ -250,7 +250,8 @@ def load(
 
     Notes
     -----
-    Models are GPT-2, Llama, Mistral, Qwen2, SmolLM2 and Phi-2. Weights are read a few million
+    Models are GPT-2, Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3, the text of Gemma 2
+    and 3, Phi-2, Phi-3 and Phi-4, dense ones alone. Weights are read a few million
     numbers at a time, so that loading needs little more memory than the model. Pickles are never
     opened.
 
@@ -427,8 +428,9 @@ def random(
 
     Parameters
     ----------
-    name_or_config : {"gpt2", "llama-3.2-1b", "phi-2"} or Config
-        The shapes: of GPT-2 (124 million), Llama-3.2-1B, Phi-2, or any others.
+    name_or_config : str or Config
+        The shapes: a name in `PRESETS`, such as "gpt2" (124 million weights), "llama-3.2-1b",
+        "qwen3-1.7b", "gemma-3-1b" or "phi-4-mini", or any others.
     dtype, quantize, xp : optional
         As in `load`, without quantize="file".
     seed : int

@@ -113,7 +113,16 @@ def test_large_scores_stay_finite_in_float16():
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("gpt2", 124_439_808), ("llama-3.2-1b", 1_235_814_400), ("phi-2", 2_779_683_840)],
+    [
+        ("gpt2", 124_439_808),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("phi-2", 2_779_683_840),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("gemma-3-1b", 999_885_952),
+        ("phi-4-mini", 3_836_021_760),
+    ],
 )
 def test_presets_have_as_many_weights_as_published(name, count):
     shapes = SimpleNamespace(empty=lambda shape, kind: np.broadcast_to(kind.type(0), shape))
@@ -142,7 +151,7 @@ LLAMA = TINY["llama"]
         (lambda m: m.loss(IDS, IDS[:, 1:]), ValueError, r"shape \(3, 10\) for ids of .*\(3, 11\)"),
         (lambda m: m.loss(IDS, IDS * 1.0), TypeError, "got ids of float64"),
         (lambda m: m.loss(IDS, np.full_like(IDS, 67)), ValueError, "67"),
-        (lambda _: models.random("gpt3"), ValueError, "'gpt2', 'llama-3.2-1b', 'phi-2'"),
+        (lambda _: models.random("gpt3"), ValueError, "'gpt2', 'llama-3.2-1b', 'phi-2', 'qw"),
         (lambda _: models.random(3), TypeError, "models.Config"),
         (lambda _: models.random(LLAMA._replace(architecture="bert")), NotImplementedError,
          "'bert'.*Llama"),

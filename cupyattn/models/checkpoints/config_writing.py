@@ -137,10 +137,10 @@ def _other_json(config: Config) -> Json:
 
 
 def _gemma_json(config: Config, kind: str) -> Json:
-    scale = config.softmax_scale
+    scale = None if config.softmax_scale is None else round(config.softmax_scale**-2, 6)
     found: Json = {
         "hidden_activation": _NAMED.get(config.activation),
-        "query_pre_attn_scalar": None if scale is None else round(scale**-2, 6),
+        "query_pre_attn_scalar": int(scale) if scale and scale.is_integer() else scale,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
     }
