@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Json] = {
         "max_position_embeddings": 131_072,
     }
 }
-"""What published text_configs leave out."""
+"""The numbers that published text_configs leave out."""
 _ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",

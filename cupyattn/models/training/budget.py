@@ -86,13 +86,19 @@ def working_bytes(
         attention = known + 2 * queries + rotated
         weight = max(up + qkv, queries) * width
     else:
-        known = kept + width + qkv + queries + low
-        mlp = known + 2 * width + max(up + adapted, up + 2 * inner + 2 * fused)
-        attention = known + width + queries + qkv + rotated
+        normed = queries + keys if config.qk_norm else 0  # q and k, beside those of the product
+        grown = queries if config.query_growth is not None else 0
+        known = kept + width + qkv + normed + grown + queries + low
+        ddown, again = (width, 3 * width) if config.architecture == "gemma" else (0, 0)
+        mlp = known + 2 * width + up
+        mlp += max(adapted, ddown + 2 * inner + 2 * fused, again + inner)
+        attention = known + width + max(ddown + queries, queries + qkv + rotated, again)
         weight = max(up, qkv) * width
     rows = min(rows_at_once(config.vocab_size, size), tokens)
     parts = min(4 * _MOST_PARTS * rows * width, _MOST_PARTS_BYTES)
     head = rows * config.vocab_size * size + (0 if full else parts)
+    if config.logit_softcap is not None:  # its slope, and what that is computed from
+        head += 2 * rows * config.vocab_size * size
     return Working(
         tokens * kept * size,
         max(

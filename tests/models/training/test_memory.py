@@ -185,14 +185,22 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options)
         every := [
             (name, lengths, options)
             for lengths in ((700, 324, 1024), (1024,) * 4)
-            for name in models.PRESETS
+            for name in ("gpt2", "llama-3.2-1b", "phi-2", "qwen3-0.6b", "gemma-3-1b", "phi-4-mini")
             for options in ({}, {"dropout": 0.1}, {"full": True}, {"quantize": "nf4"})
             if name == "gpt2" or "full" not in options
         ],
-        [*every[1:3], every[4], every[-1]],
+        [*every[1:3], every[4], every[10], every[28]],
     ),
     ids=str,
 )
 def test_the_working_set_is_exact_to_a_percent(name, lengths, options, monkeypatch):
     taken, said = counted(name, lengths, monkeypatch, **options)
-    assert 0.99 * taken <= said <= 1.01 * taken + (name == "gpt2") * 2**26
+    assert (
+        0.99 * taken
+        <= said
+        <= 1.01 * taken
+        + 2**26
+        * (
+            name in ("gpt2", "qwen3-0.6b", "gemma-3-1b")  # whose head may take most
+        )
+    )
