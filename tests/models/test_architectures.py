@@ -24,6 +24,7 @@ from cupyattn.models.checkpoints.writing import write_folder
 from cupyattn.models.training.batches import Batch
 from cupyattn.models.training.lora import LoraAdapters
 from cupyattn.models.weights import named_arrays
+from cupyattn.runtime.arrays import dtype_of
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
@@ -80,10 +81,13 @@ def test_hidden_states_in_float32(archive, name):
         np.testing.assert_allclose(ours, theirs, atol=2e-5 * scale, err_msg=f"step {step}")
 
 
-def test_logits_in_float16(archive, name):
-    expected, model = of(archive, name), load(archive, name, dtype="float16")
-    error = np.abs(model.logits(expected["ids"]).astype(np.float32) - expected["logits"]).max()
-    assert error <= 4 * expected["float16_difference"]
+@pytest.mark.parametrize(("dtype", "unit"), [("float16", 1), ("bfloat16", 8)])
+def test_logits_in_16_bits(archive, name, dtype, unit):
+    expected, model = of(archive, name), load(archive, name, dtype=dtype)
+    logits = model.logits(expected["ids"])
+    assert logits.dtype == dtype_of(dtype)
+    error = np.abs(logits.astype(np.float32) - expected["logits"]).max()
+    assert error <= 4 * unit * expected["float16_difference"]
 
 
 @pytest.mark.nvrtc
@@ -94,6 +98,22 @@ def test_kernels_in_float16(archive, name):
         logits = model.logits(expected["ids"][:1])
     error = np.abs(logits.astype(np.float32) - expected["logits"][:1]).max()
     assert error <= 4 * expected["float16_difference"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", mostly_deep(ADAPTED, ["qwen3"]))
+def test_kernels_generate_the_same(archive, name):
+    """Prompts of two lengths, then captured steps of decoding, in float16."""
+    model = load(archive, name, dtype="float16")
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8]]
+
+    def generated():
+        generator = models.Generator(model, captured=True, lengths=[12, 12])
+        return generator.generate(prompts, max_new_tokens=6)
+
+    expected = generated()
+    with cupyattn.backend("emulator"):
+        assert generated() == expected
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -155,6 +155,11 @@ _OF_A_MODEL = (
     "intermediate_size", "norm_eps", "activation", "rotary_dim", "rope_base", "qkv_bias",
     "output_bias", "mlp_bias", "head_bias",
 )  # fmt: skip
+_OF_SOME = (
+    "qk_norm", "global_layers", "local_rope_base", "unrotated_layers", "softmax_scale",
+    "attention_softcap", "logit_softcap", "embedding_scale", "query_growth",
+)  # fmt: skip
+"""Traits that only some models have: those of the others have the fingerprints that they had."""
 _ITEMS = 64
 """Items of each array: training changes all arrays of a model."""
 
@@ -200,5 +205,7 @@ def config_fingerprint(config: Config) -> str:
     whether the head is repeated, and in the last digits of float32 numbers.
     """
     values = [getattr(config, name) for name in _OF_A_MODEL]
+    defaults = Config._field_defaults
+    values += [each for name in _OF_SOME if (each := getattr(config, name)) != defaults[name]]
     rounded = [f"{value:.6g}" if isinstance(value, float) else value for value in values]
     return sha256(json.dumps(rounded).encode()).hexdigest()[:16]
