@@ -194,6 +194,21 @@ def test_the_text_of_a_model_of_text_and_images(archive, name, kind, prefix, hea
     assert model.config == load(archive, name).config
     ids = of(archive, name)["ids"]
     assert_array_equal(model.logits(ids), load(archive, name).logits(ids))
+    write_folder(model.weights, model.config, tmp_path, tmp_path / "new")
+    assert "text_config" not in json.loads((tmp_path / "new" / "config.json").read_text())
+    again = models.load(tmp_path / "new", dtype="float32", xp=np)
+    assert again.config == model.config
+    assert_array_equal(model.logits(ids), again.logits(ids))
+
+
+def test_layers_with_a_longer_window_than_positions_keep_their_rotary_base(archive, tmp_path):
+    folder = shutil.copytree(archive / "gemma3", tmp_path / "gemma3")
+    config = (folder / "config.json").read_text()
+    assert '"sliding_window": 4,' in config
+    (folder / "config.json").write_text(config.replace('dow": 4,', 'dow": 512,'))
+    found = models.load(folder, dtype="float32", xp=np)
+    assert (found.config.window_size, found.config.global_layers) == ((511, 0), (2,))
+    assert found.rotary_of(0) is not found.rotary_of(2)
 
 
 @pytest.mark.parametrize(("length", "window"), [(None, (4095, 0)), (8, (7, 0)), (0, None)])

@@ -230,6 +230,8 @@ def test_scalings(tmp_path, metadata, scaling):
         ("gemma3", {"attention.sliding_window_pattern": 3}, {"global_layers": (2, 5)}),
         ("gemma3", {"attention.sliding_window_pattern": [True, False, True, True, True, False]},
          {"global_layers": (1, 5, 6)}),
+        ("gemma3", {"attention.sliding_window": 4096},
+         {"window_size": (4095, 0), "global_layers": (5,)}),
         ("gemma3", {"block_count": 62}, {"softmax_scale": 8**-0.5}),
         ("gemma2", {"block_count": 46}, {"softmax_scale": 8**-0.5}),
         ("gemma2", {"attention.sliding_window": 4096}, {"window_size": None}),

@@ -530,7 +530,7 @@ def _traits(fields: Fields, kind: str, config: Config) -> Json:
 def _windows(fields: Fields, kind: str, layers: int, positions: int) -> Json:
     """Return the window, and the layers that see all keys."""
     window = fields.integer("attention.sliding_window", 0, least=0)
-    if not 0 < window < positions:
+    if not window or (window >= positions and kind != "gemma3"):  # which has another base
         return {}
     pattern = fields.given.get(f"{kind}.attention.sliding_window_pattern")
     if isinstance(pattern, list):
