@@ -155,10 +155,12 @@ def add_parser(commands: Commands) -> None:
         "finetune",
         help="train a model's adapters, or all of it, on a file of text",
         description="Train LoRA adapters of a language model, or with --full all weights. DATA has "
-        "a JSON object on each line: {\"text\": ...}, {\"prompt\": ..., \"completion\": ...}, of "
-        "which the prompt is not learnt, or {\"messages\": [...]}, of which the assistant's are. "
-        "The same call gives the same losses, bit for bit, also where it was interrupted and "
-        "resumed.",
+        "a JSON object on each line, or is one array of objects: {\"text\": ...}, "
+        "{\"prompt\": ..., \"completion\": ...}, of which the prompt is not learnt, or a "
+        "chat, of which the assistant's answers are: {\"messages\": [...]}, Alpaca's "
+        "{\"instruction\": ..., \"input\": ..., \"output\": ...}, ShareGPT's "
+        "{\"conversations\": [...]}. The same call gives the same losses, bit for bit, also where "
+        "it was interrupted and resumed.",
         epilog="python -m cupyattn finetune FOLDER data.jsonl --lora-rank 16 --quantize nf4",
     )  # fmt: skip
     parser.add_argument(

@@ -192,6 +192,8 @@ def write_folder(
         saved = _copied(source, folder, dtype)
         if "text_config" in saved:  # of text and images: the text model is written
             saved = {**config_json(config, str(folder)), "torch_dtype": dtype}
+        if not config.tied:  # adapters may have made a head of a model whose embedding was it
+            saved["tie_word_embeddings"] = False
     text = (json.dumps(saved, indent=2) + "\n").encode()
     write_whole({folder / _CONFIG: lambda file: file.write(text)})
 

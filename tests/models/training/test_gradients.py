@@ -137,7 +137,10 @@ def test_what_is_computed_again_has_the_same_bits(name, emulated, monkeypatch):
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
-    ("name", "kind_of"), mostly_deep(product(("gpt2", "llama", "phi"), KINDS), [("llama", "full")])
+    ("name", "kind_of"),
+    mostly_deep(
+        product(("gpt2", "llama", "phi", "gemma3", "gemma2", "qwen3"), KINDS), [("llama", "full")]
+    ),
 )
 def test_kernels_give_the_same(name, kind_of):
     """Gradients of float16 with every check on, within what float16 keeps of each array's."""
