@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from support.archives import unpacked
 from support.search import deep, mostly_deep
 from support.tiny_models import expected_of
 from support.training import converted, gradients_of
@@ -29,7 +29,6 @@ from cupyattn.runtime.arrays import dtype_of
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
 
-ARCHIVE = Path(__file__).parent / "newer.zip"
 NAMES = (
     "gemma2", "gemma3", "ministral", "ministral3", "mistral", "phi3", "phi4_mini", "qwen3",
     "qwen3_sliding", "smollm3",
@@ -39,11 +38,8 @@ PROMPT, SHORT = 9, 7
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory):
-    with zipfile.ZipFile(ARCHIVE) as file:
-        folder = tmp_path_factory.mktemp("newer")
-        file.extractall(folder)
-    return folder
+def archive():
+    return unpacked(Path(__file__).parent / "newer.zip")
 
 
 @pytest.fixture(params=NAMES)

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from support.archives import unpacked
 from support.tiny_models import TINY, expected_of
 
 import cupyattn
@@ -26,7 +27,7 @@ pytest.importorskip("safetensors")
 
 from safetensors.numpy import load_file, save_file
 
-FOLDER = Path(__file__).parent / "checkpoints"
+FOLDER = unpacked(Path(__file__).parent / "checkpoints.zip")
 EXPECTED = Path(__file__).parent / "expected.npz"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 
@@ -178,7 +179,7 @@ FOLDERS = ("gpt2", "llama3", "phi", "qwen2")
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_model_is_read_as_it_was_written(name, dtype, request, tmp_path):
-    source = request.path.parent / "checkpoints" / name
+    source = FOLDER / name
     model = models.load(source, dtype=dtype, xp=np)
     write_folder(model.weights, model.config, source, tmp_path / "new")
     again = models.load(tmp_path / "new", dtype=dtype, xp=np)
@@ -195,7 +196,7 @@ def test_a_model_is_read_as_it_was_written(name, dtype, request, tmp_path):
 @pytest.mark.parametrize("fails", ["weights", "the tokenizer", "the config"])
 def test_a_folder_with_a_config_is_complete(fails, request, tmp_path, monkeypatch):
     source = tmp_path / "model"
-    shutil.copytree(request.path.parent / "checkpoints" / "qwen2", source)
+    shutil.copytree(FOLDER / "qwen2", source)
     (source / "tokenizer_config.json").write_text("{}")
     model = models.load(source, dtype="float32", xp=np)
     new = tmp_path / "new"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.archives import unpacked
 from support.search import Search
 from support.tiny_models import TINY
 
@@ -29,7 +30,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 
 from support.tiny_models import tensors_of, write_folder  # noqa: E402
 
-FOLDER = Path(__file__).parent / "checkpoints"
+FOLDER = unpacked(Path(__file__).parent / "checkpoints.zip")
 
 
 @pytest.fixture

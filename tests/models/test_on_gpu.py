@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.archives import unpacked
 from support.tiny_models import TINY, expected_of
 
 from cupyattn import models
@@ -13,7 +14,7 @@ from cupyattn.models.weights import named_arrays
 
 pytestmark = pytest.mark.gpu
 
-FOLDER = Path(__file__).parent / "checkpoints"
+FOLDER = unpacked(Path(__file__).parent / "checkpoints.zip")
 ERRORS = {"float32": 2e-4, "float16": 0.03, "bfloat16": 0.25}
 
 
@@ -26,7 +27,7 @@ def test_loaded_models_give_the_same_logits(name, dtype):
     model = models.load(FOLDER / name, dtype=dtype, xp=cupy)
     twin = models.load(FOLDER / name, dtype=dtype, xp=np)
     assert_same_arrays(model, twin)
-    expected = expected_of(FOLDER.parent / "expected.npz", name)
+    expected = expected_of(Path(__file__).parent / "expected.npz", name)
     logits = model.logits(expected["ids"]).get().astype(np.float32)
     float16 = 3 * float(expected["float16_difference"])
     allowed = float16 if dtype == "float16" else ERRORS[dtype]

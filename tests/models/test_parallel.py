@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from models.test_quantised import CONFIGS, KINDS
 from numpy.testing import assert_allclose, assert_array_equal
+from support.archives import unpacked
 from support.search import deep, mostly_deep
 from support.tiny_models import TINY
 
@@ -28,7 +29,7 @@ from cupyattn.models.weights import PRODUCTS
 from cupyattn.ops.linear.weight_formats import FORMATS
 from cupyattn.runtime.device.cuda import device_count
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
+CHECKPOINTS = unpacked(Path(__file__).parent / "checkpoints.zip")
 IDS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
 LLAMA = models.random(TINY["llama"], dtype="float32", xp=np)
 

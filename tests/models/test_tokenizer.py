@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 tokenizers = pytest.importorskip("tokenizers")
-pytest.importorskip("tokenizers")
 
+from support.archives import unpacked  # noqa: E402
 from tokenizers import processors  # noqa: E402
 
 from cupyattn import models  # noqa: E402
@@ -25,7 +25,7 @@ from cupyattn.models.tokenizer import (  # noqa: E402
 )
 from cupyattn.models.tokenizer.byte_level import KINDS, byte_level  # noqa: E402
 
-FOLDER = Path(__file__).parent / "checkpoints"
+FOLDER = unpacked(Path(__file__).parent / "checkpoints.zip")
 TEXTS = [
     "", " ", "Hello, world!", "  two  spaces ", "tabs\tand\n\nlines\r\n", "it's we'll I'D",
     "naïve café", "日本語のテキスト", "🙂👍🏽", "x=3.14159; foo_bar(1, 2)", "12345 ½ ٣",

@@ -20,6 +20,7 @@ pytest.importorskip("tokenizers")
 gguf = pytest.importorskip("gguf")
 
 from safetensors.numpy import load_file, save_file  # noqa: E402
+from support.archives import unpacked  # noqa: E402
 from support.gguf_files import tensors_of, write_gguf  # noqa: E402
 from support.tiny_models import TINY  # noqa: E402
 
@@ -92,7 +93,7 @@ FILES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_a_folder_that_is_none_is_refused_by_name(name, make, tmp_path):
-    shutil.copytree(HERE / "checkpoints" / "gpt2", tmp_path, dirs_exist_ok=True)
+    shutil.copytree(unpacked(HERE / "checkpoints.zip") / "gpt2", tmp_path, dirs_exist_ok=True)
     for other, text in (("vocab.json", "{}"), ("merges.txt", "")):
         (tmp_path / other).write_text(text)
     (tmp_path / name).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Write the checkpoints of this folder, and the results of transformers and bitsandbytes for them.
+"""Write checkpoints.zip, and the results of transformers and bitsandbytes for its models.
 
-    python tests/models/write_checkpoints.py [newer]
+    PYTHONPATH=tests python tests/models/write_checkpoints.py [newer]
 
 needs torch, transformers and bitsandbytes (these were written by torch 2.13.0, transformers 5.23.0
 and bitsandbytes 0.50.2 on a CPU, 2026-11-23). Each folder is a model of a few thousand random
@@ -18,17 +18,16 @@ and the gradients that ``training/write_gradients.py`` describes.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.archives import pack
 
-FOLDER = Path(__file__).parent / "checkpoints"
-PACKED = Path(__file__).parent / "packed"
+HERE = Path(__file__).parent
+PACKED = HERE / "packed"
 SHAPES = {"plain": (24, 128), "nested": (72, 256)}
 """(N, K) of the packed weights; the second has more than 256 blocks."""
 ROWS = (0, 11, -1)
@@ -122,9 +121,7 @@ ADAPTED = ("qwen3", "gemma3", "gemma2", "phi4_mini", "smollm3", "ministral3")
 PROMPT, NEW_TOKENS, SHORT = 9, 7, 7
 
 
-def write(
-    name: str, kind: str, numbers: dict[str, Any], parent: Path = FOLDER
-) -> dict[str, np.ndarray]:
+def write(name: str, kind: str, numbers: dict[str, Any], parent: Path) -> dict[str, np.ndarray]:
     """Write a model's folder, and return what is expected of the model."""
     import torch
     import transformers
@@ -202,8 +199,8 @@ def continued(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_newer() -> None:
-    """Write newer.zip, with the same bytes for the same contents."""
-    sys.path.insert(0, str(FOLDER.parent / "training"))
+    """Write newer.zip."""
+    sys.path.insert(0, str(HERE / "training"))
     import write_gradients
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -220,12 +217,7 @@ def write_newer() -> None:
                 of_gradients = write_gradients.write(name, options, top, kept)
                 found |= {key.replace("/", "/lora/", 1): each for key, each in of_gradients.items()}
         np.savez_compressed(top / "expected.npz", **found)
-        with zipfile.ZipFile(FOLDER.parent / "newer.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in sorted(top.rglob("*")):
-                if path.is_file():
-                    entry = zipfile.ZipInfo(str(path.relative_to(top)), (2026, 11, 28, 0, 0, 0))
-                    entry.compress_type = zipfile.ZIP_DEFLATED
-                    archive.writestr(entry, path.read_bytes())
+        pack(top, HERE / "newer.zip")
 
 
 def older_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -303,11 +295,12 @@ def write_packed(name: str) -> None:
 if __name__ == "__main__" and sys.argv[1:] == ["newer"]:
     write_newer()
 elif __name__ == "__main__":
-    shutil.rmtree(FOLDER, ignore_errors=True)
     found: dict[str, np.ndarray] = {}
-    for name, (kind, numbers) in MODELS.items():
-        found |= write(name, kind, numbers)
-    np.savez_compressed(FOLDER.parent / "expected.npz", **found)
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, (kind, numbers) in MODELS.items():
+            found |= write(name, kind, numbers, Path(temporary))
+        pack(Path(temporary), HERE / "checkpoints.zip")
+    np.savez_compressed(HERE / "expected.npz", **found)
     PACKED.mkdir(exist_ok=True)
     for each in SHAPES:
         write_packed(each)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.archives import unpacked
 from support.tiny_models import TINY, expected_of
 from support.training import adapters_of, batch_of, gradients_of, model_of, num_labels
 
@@ -18,8 +19,8 @@ from cupyattn.runtime.arrays import dtype_of
 
 pytestmark = pytest.mark.gpu
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
-ADAPTERS = Path(__file__).parent / "adapters"
+CHECKPOINTS = unpacked(Path(__file__).parents[1] / "checkpoints.zip")
+ADAPTERS = unpacked(Path(__file__).parent / "adapters.zip")
 ERRORS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 0.2}
 """The error of a gradient relative to its norm, for the same rounded arrays."""
 KINDS = {"lora": adapters_of, "full": FullWeights}
@@ -105,7 +106,7 @@ def test_files_of_adapters(tmp_path):
     again = LoraAdapters.load(model, tmp_path)
     for key, array in adapters.arrays.items():
         np.testing.assert_array_equal(array.get(), again.arrays[key].get())
-    expected = expected_of(ADAPTERS.parent / "expected.npz", "llama_older")
+    expected = expected_of(Path(__file__).parent / "expected.npz", "llama_older")
     for ids, loss in zip(expected["ids"], expected["losses"], strict=True):
         assert abs(float(adapters.model.loss(ids[None])) - loss) < 0.03
     prompts = [[3, 1, 4], [1, 5]]

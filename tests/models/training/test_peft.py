@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.archives import unpacked
 from support.tiny_models import TINY, config_of, expected_of
 from support.training import adapters_of, batch_of, converted, gradients_of, model_of
 
@@ -25,9 +26,9 @@ from cupyattn.models.training.optimizer import Schedule
 from cupyattn.models.training.trainable import config_fingerprint
 from cupyattn.models.training.trainer import Trainer
 
-FOLDER = Path(__file__).parent / "adapters"
+FOLDER = unpacked(Path(__file__).parent / "adapters.zip")
 EXPECTED = Path(__file__).parent / "expected.npz"
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CHECKPOINTS = unpacked(Path(__file__).parents[1] / "checkpoints.zip")
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 PREFIX = "base_model.model."
 

@@ -1,24 +1,25 @@
 """Write adapters of tiny models as PEFT saves them, with what torch makes of their gradients.
 
-    python tests/models/training/write_gradients.py
+    PYTHONPATH=tests python tests/models/training/write_gradients.py
 
 needs torch, transformers and peft (these were written by torch 2.15.0, transformers 5.23.0 and peft
-0.21.2 on a CPU, 2026-11-23). The models are those of tests/models/checkpoints. A folder has PEFT's
-own two files. For each model expected.npz has token ids, the loss of each sequence, and by PEFT's
-names the gradients of every adapter, computed in float64 (norms and rotary tables in float32).
+0.21.2 on a CPU, 2026-11-23). The models are those of tests/models/checkpoints.zip. A folder of
+adapters.zip has PEFT's own two files. For each model expected.npz has token ids, the loss of each
+sequence, and by PEFT's names the gradients of every adapter, computed in float64 (norms and rotary
+tables in float32).
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.archives import pack, unpacked
 
-FOLDER = Path(__file__).parent / "adapters"
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+HERE = Path(__file__).parent
 ADAPTERS: dict[str, dict[str, Any]] = {
     "gpt2": {"r": 2, "lora_alpha": 5, "target_modules": "all-linear", "fan_in_fan_out": True},
     "llama3": {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -33,9 +34,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def write(
-    name: str, options: dict[str, Any], checkpoints: Path = CHECKPOINTS, kept: Path | None = None
+    name: str, options: dict[str, Any], checkpoints: Path, kept: Path
 ) -> dict[str, np.ndarray]:
-    """Write a folder of adapters, and return what is expected of them."""
+    """Write the folder `kept` of adapters, and return what is expected of them."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
@@ -56,8 +57,6 @@ def write(
     losses = [model(each[None], labels=each[None]).loss for each in tokens]
     loss = torch.stack(losses).mean()
     loss.backward()
-    kept = kept or FOLDER / name
-    shutil.rmtree(kept, ignore_errors=True)
     model.peft_config["default"].base_model_name_or_path = name
     model.float().save_pretrained(kept)
     (kept / "README.md").unlink()
@@ -76,6 +75,9 @@ def write(
 
 if __name__ == "__main__":
     found: dict[str, np.ndarray] = {}
-    for name, options in ADAPTERS.items():
-        found |= write(name, options)
-    np.savez_compressed(FOLDER.parent / "expected.npz", **found)
+    checkpoints = unpacked(HERE.parent / "checkpoints.zip")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, options in ADAPTERS.items():
+            found |= write(name, options, checkpoints, Path(temporary, name))
+        pack(Path(temporary), HERE / "adapters.zip")
+    np.savez_compressed(HERE / "expected.npz", **found)
