@@ -23,6 +23,11 @@ activation "swiglu" of one product. Phi-2 (Javaheripi and Bubeck, "Phi-2: the su
 small language models", 2023) rotates only the first features of a head, and has layer norms. The
 weights and the config contain all of that: a norm with a bias is a layer norm.
 
+Qwen3 (arXiv:2505.09388) and Gemma 3 (arXiv:2503.19786) normalise each head of q and k before it is
+rotated. Gemma 2 (arXiv:2408.00118) and 3 scale the embedding by sqrt(E), have weights 1 + w in all
+norms, and windows in some layers; Gemma 2 has softcaps. Phi-3 (arXiv:2404.14219) is Llama with
+fused products in its files. Some layers of SmolLM3 do not rotate.
+
 Each call below is one kernel; the sum of two embeddings is one more. All other sums are computed
 where a product is stored. The loss computes the head and its cross-entropy for a limited number of
 rows at a time.

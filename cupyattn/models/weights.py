@@ -75,9 +75,10 @@ class Layer(NamedTuple):
         One product whose rows are qkv and up, if both read the same (Phi) and the activation of
         `up` is a separate function.
     q_norm, k_norm : Norm, or None
-        Of each head of q and of k (D,).
+        Applied to each head of q and of k before it is rotated; weights (D,).
     output_norm, down_norm : Norm, or None
-        Of what `output` and `down` compute, before it is added to the hidden states (Gemma).
+        Applied to the results of `output` and `down` before these are added to the hidden states
+        (Gemma).
     """
 
     norm: Norm
