@@ -139,10 +139,14 @@ def row_name(row: Specialisation) -> str:
         parts += [f"{macros[name]} {word}" for name, word in counts.items() if name in macros]
     if "TILE_INNER" in macros:  # of a product's tiles its caller chose one by its sizes
         parts.append(f"{macros['TILE_ROWS']} x {macros['TILE_COLUMNS']}")
+    if "A_ALONG" in macros:
+        parts.append(f"{macros['TILE_M']} x {macros['TILE_N']}")
     if int(macros.get("M_TILES", 0)) > 2:  # of two heights of the forward's tiles
         parts.append("tall tiles")
     if macros.get("VEC") == 1:
         parts.append("scalar loads")
+    elif macros.get("OUT_VEC") == 1:
+        parts.append("scalar stores")
     parts += [
         (name if value == "true" else f"{name}={value}") + _together(macros.get(f"{name}_VEC", 1))
         for name, value in _options_on(macros).items()

@@ -207,9 +207,13 @@ _LONG = 40
 """Characters of a row's name that leave room for the other columns in a line of 80."""
 _SHORTER = (
     (r"\b([A-Z])_LINES=k", r"\1 "),
+    (r"\b([A-Z])_LOADER=Pair\w+", r"\1 Along"),
+    (r"\b([A-Z])_LOADER=Transposing\w+", r"\1 Across"),
+    (r"\b([A-Z])_LOADER=Item\w+", r"\1 Items"),
+    (r"\b([A-Z])_ALONG=k", r"\1 "),
     (r"\b(ACTIVATION|FORMAT)=", ""),
     (r"float(?=\d)", "f"),
-    (r"\bscalar loads", "scalar"),
+    (r"\bscalar (loads|stores)", "scalar"),
     (r"\bscores by ", "scores x"),
 )
 """Patterns in long names and what is written instead."""
