@@ -51,7 +51,9 @@ from cupyattn.ops.linear.api import linear_gelu_backward as linear_gelu_backward
 from cupyattn.ops.linear.api_matmul import matmul as matmul
 from cupyattn.ops.linear.api_quantised import dequantize as dequantize
 from cupyattn.ops.linear.api_quantised import quantize as quantize
+from cupyattn.ops.linear.api_quantised import quantize_rows as quantize_rows
 from cupyattn.ops.linear.reference import LinearGrads as LinearGrads
+from cupyattn.ops.linear.row_formats import QuantizedRows as QuantizedRows
 from cupyattn.ops.linear.weight_formats import QuantizedWeight as QuantizedWeight
 from cupyattn.ops.losses.api import cross_entropy as cross_entropy
 from cupyattn.ops.losses.api import cross_entropy_backward as cross_entropy_backward

@@ -18,10 +18,11 @@ from cupyattn.ops.attention.kernels import (
 from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
-from cupyattn.ops.linear import kernels_matmul as matmul
+from cupyattn.ops.linear import kernels_int8 as int8
 from cupyattn.ops.linear import kernels_quantised as quantised
 from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile
+from cupyattn.ops.linear import kernels_rows as quantised_rows
 from cupyattn.ops.linear import kernels_skinny as skinny
 from cupyattn.ops.linear import kernels_tensor_core as linear_tensor_core
 from cupyattn.ops.losses import kernels as cross_entropy
@@ -68,6 +69,8 @@ _MODULES = (
     matmul,
     quantised,
     quantised_tile,
+    quantised_rows,
+    int8,
 )
 
 KERNELS: dict[str, KernelSpec] = {

@@ -1,4 +1,4 @@
-// Pairs of float16 in one word, as in tensor-core fragments: the first number is in the low half.
+// Pairs of float16 (or bfloat16) in one word, as in tensor-core fragments: the first number is in the low half.
 #pragma once
 
 #include "numeric.cuh"
@@ -46,6 +46,27 @@ __device__ __forceinline__ uint32 pack_halves(float x, float y) {
 __device__ __forceinline__ float2 unpack_halves(uint32 word) {
   return __half22float2(
       __halves2half2(__ushort_as_half(static_cast<uint16>(word)), __ushort_as_half(static_cast<uint16>(word >> 16))));
+}
+
+// Both for any dtype of 16 bits.
+template <typename Scalar>
+__device__ __forceinline__ uint32 pack_pair(float x, float y) {
+  const Scalar low = from_float<Scalar>(x), high = from_float<Scalar>(y);
+  return *reinterpret_cast<const uint16*>(&low) | static_cast<uint32>(*reinterpret_cast<const uint16*>(&high)) << 16;
+}
+template <>
+__device__ __forceinline__ uint32 pack_pair<float16>(float x, float y) {
+  return pack_halves(x, y);
+}
+
+template <typename Scalar>
+__device__ __forceinline__ float2 unpack_pair(uint32 word) {
+  const uint16 low = static_cast<uint16>(word), high = static_cast<uint16>(word >> 16);
+  return {to_float(*reinterpret_cast<const Scalar*>(&low)), to_float(*reinterpret_cast<const Scalar*>(&high))};
+}
+template <>
+__device__ __forceinline__ float2 unpack_pair<float16>(uint32 word) {
+  return unpack_halves(word);
 }
 
 // Pack x * 2^112 and y * 2^112 for 0 <= x, y <= 65504 * 2^-112. With this scale the exponent field of float32 is that

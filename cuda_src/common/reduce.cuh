@@ -31,10 +31,10 @@ __device__ __forceinline__ T warp_reduce(T x, Op op = Op()) {
   return x;
 }
 
-// `partial_s` has one float per warp. The caller may reuse it only after its next barrier. Two reductions in a row may
+// `partial_s` has one item per warp. The caller may reuse it only after its next barrier. Two reductions in a row may
 // use the same one, because each begins with a barrier.
-template <typename Op, int kThreads>
-__device__ __forceinline__ float cta_reduce(float x, float* partial_s, Op op = Op()) {
+template <typename Op, int kThreads, typename T>
+__device__ __forceinline__ T cta_reduce(T x, T* partial_s, Op op = Op()) {
   constexpr int kWarps = kThreads / kWarpSize;
   static_assert(kThreads % kWarpSize == 0 && kWarps <= kWarpSize, "whole warps, at most 32 of them");
   x = warp_reduce(x, op);

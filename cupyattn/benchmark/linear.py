@@ -140,7 +140,8 @@ class LinearInputs:
         product, source = self.product, self.harness.arrays()
         if not self.harness.filled:
             return empty(blocks_for(name, product.K), product.N, product.K, np)
-        size, arrays = FORMATS[name].block_size or product.K, {}
+        size = FORMATS[name].block_size or product.K
+        arrays: dict[str, Any] = {}
         for piece, (shape, kind) in pieces(name, product.N, product.K, size).items():
             if kind.kind == "f":
                 arrays[piece] = source.uniform(*shape, dtype=kind, scale=product.K**-0.5)

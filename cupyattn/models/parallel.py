@@ -37,8 +37,9 @@ def rows_of(weight: Array | QuantizedWeight, parts: Sequence[slice], xp: ModuleT
     if not isinstance(weight, QuantizedWeight):
         return cut(weight)
     weight = _with_float_scales(weight)
-    arrays = {name: cut(array) for name, array in weight.arrays.items()}
-    return QuantizedWeight(weight.format, **arrays, block_size=weight.block_size, transposed=True)
+    fields: dict[str, Any] = {name: cut(array) for name, array in weight.arrays.items()}
+    fields |= {"block_size": weight.block_size, "rotation": weight.rotation}
+    return QuantizedWeight(weight.format, **fields, transposed=True)
 
 
 def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> Any:
@@ -51,7 +52,7 @@ def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> 
     weight = _with_float_scales(weight)
     form, inner = FORMATS[weight.format], part.stop - part.start
     block_size = math.gcd(weight.block_size, part.start, part.stop)
-    unit = math.lcm(UNIT, form.super_block or UNIT)
+    unit = math.lcm(UNIT, form.super_block or UNIT, weight.rotation or UNIT)
     if not form.allows(block_size, inner) or part.start % unit or part.stop % unit:
         raise error(
             ValueError,
@@ -71,13 +72,14 @@ def columns_of(weight: Array | QuantizedWeight, part: slice, xp: ModuleType) -> 
             xp.repeat(found, repeats, axis=1)[:, begin : begin + inner // block_size]
         )
 
-    arrays = {
+    fields: dict[str, Any] = {
         "codes": cut(weight.codes, 8 // form.bits),
         "scales": cut(weight.scales, weight.block_size, weight.block_size // block_size),
     }
     if weight.super_scales is not None:
-        arrays["super_scales"] = cut(weight.super_scales, unit)
-    return QuantizedWeight(weight.format, **arrays, block_size=block_size, transposed=True)
+        fields["super_scales"] = cut(weight.super_scales, unit)
+    fields |= {"block_size": block_size, "rotation": weight.rotation}
+    return QuantizedWeight(weight.format, **fields, transposed=True)
 
 
 def _with_float_scales(weight: QuantizedWeight) -> QuantizedWeight:

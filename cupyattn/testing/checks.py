@@ -141,8 +141,15 @@ def on_host(value: Any) -> Any:
     if isinstance(value, cupyattn.QuantizedWeight):
         arrays = {name: on_host(array) for name, array in value.arrays.items()}
         return cupyattn.QuantizedWeight(
-            value.format, **arrays, block_size=value.block_size, transposed=value.transposed
+            value.format,
+            **arrays,
+            block_size=value.block_size,
+            transposed=value.transposed,
+            rotation=value.rotation,
         )
+    if isinstance(value, cupyattn.QuantizedRows):
+        codes, scales = on_host(value.codes), on_host(value.scales)
+        return cupyattn.QuantizedRows(codes, scales, value.rotation, dtype=value.dtype)
     return value
 
 

@@ -254,10 +254,9 @@ def _merge_attention(*arrays: NumpyArray) -> ExpectedResult:
 
 
 def _exact(array: Any) -> Any:
-    """Return an array in float64; a quantised weight as it is."""
-    if array is None or isinstance(array, cupyattn.QuantizedWeight):
-        return array
-    return array.astype(np.float64)
+    """Return an array in float64; what is quantised as it is."""
+    kept = type(None) | cupyattn.QuantizedWeight | cupyattn.QuantizedRows
+    return array if isinstance(array, kept) else array.astype(np.float64)
 
 
 def _linear(
@@ -268,11 +267,18 @@ def _linear(
     bound_of: BoundOf = reference.linear_bound,
     residual: NumpyArray | None = None,
     activation: str | None = None,
+    activations: str | None = None,
     return_preactivation: bool = False,
 ) -> ExpectedResult:
     arrays = x, w, b, residual
-    results = reference.linear(*map(_exact, arrays), activation=activation)
-    bounds = bound_of(*arrays, activation=activation, dtype=x.dtype)
+    options: dict[str, Any] = {"activation": activation, "activations": activations}
+    results = reference.linear(*map(_exact, arrays), **options)
+    bounds = bound_of(*arrays, **options, dtype=x.dtype)
+    if activations and not isinstance(x, cupyattn.QuantizedRows):  # a GPU may multiply floats
+        floats = reference.linear(*map(_exact, arrays), activation=activation)
+        others = bound_of(*arrays, activation=activation, dtype=x.dtype)
+        for error, result, other, more in zip(bounds, results, floats, others, strict=True):
+            error += abs(result - other) + more
     if activation is None:
         return _first((results[0], None), (bounds[0], None), return_preactivation)
     return _first(results, bounds, return_preactivation)

@@ -192,13 +192,15 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     linear: (
         ("x", "w", "b"),
-        {"activation": None, "residual": None, "return_preactivation": False, "out": None,
-         "workspace": None},
+        {"activation": None, "residual": None, "activations": None, "return_preactivation": False,
+         "out": None, "workspace": None},
     ),
     cupyattn.matmul: (("a", "b"), {"out": None}),
     cupyattn.quantize: (
-        ("w",), {"format": "nf4", "block_size": None, "out": None, "workspace": None},
+        ("w",),
+        {"format": "nf4", "block_size": None, "rotation": None, "out": None, "workspace": None},
     ),
+    cupyattn.quantize_rows: (("x",), {"rotation": None, "out": None}),
     cupyattn.dequantize: (("weight",), {"dtype": None, "out": None, "workspace": None}),
     linear_backward: (
         ("dout", "x", "w", "b"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class LinearProblem(LinearCase):
     """The format of w where it is quantised: its rows of codes are columns of w, or rows if it is
     transposed."""
     block_size: int | None = None
+    rotation: int | None = None
 
     def weight(self, name: str = "w") -> Any:
         """w, or an array of its shape that lies as it does."""
@@ -52,6 +53,7 @@ class LinearProblem(LinearCase):
         outer, inner = (self.K, self.width) if self.transposed else (self.width, self.K)
         block_size = self.block_size or math.gcd(FORMATS[self.weights].block_size or 0, inner)
         weight = of_usual_size(self.weights, outer, inner, block_size, seed=self.seed)
+        weight = replace(weight, rotation=self.rotation)
         return weight.T if self.transposed else weight
 
     def given_grads(self) -> LinearGrads | None:

@@ -97,7 +97,11 @@ def moved(weight: QuantizedWeight, put: Any) -> QuantizedWeight:
     """Return the weight with its arrays elsewhere."""
     arrays = {name: put(array) for name, array in weight.arrays.items()}
     return QuantizedWeight(
-        weight.format, **arrays, block_size=weight.block_size, transposed=weight.transposed
+        weight.format,
+        **arrays,
+        block_size=weight.block_size,
+        transposed=weight.transposed,
+        rotation=weight.rotation,
     )
 
 

@@ -40,9 +40,9 @@ __device__ __forceinline__ int column_in_quad() {
   return kWords == 4 ? q * 8 : q % 2 * 8 + q / 2 * 4;
 }
 
-// kWords words at `row_g` + column, except items from `columns` on.
-template <int kWords>
-__device__ __forceinline__ void load_words(uint32 (&words)[kWords], const float16* row_g, int column, int columns) {
+// kWords words of 16-bit items at `row_g` + column, except items from `columns` on.
+template <int kWords, typename Scalar>
+__device__ __forceinline__ void load_words(uint32 (&words)[kWords], const Scalar* row_g, int column, int columns) {
 #pragma unroll
   for (int i = 0; i < kWords; i++) words[i] = 0;
   if constexpr (OUT_VEC > 1) {
@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_words(uint32 (&words)[kWords], const float1
   }
 }
 
-template <int kWords>
-__device__ __forceinline__ void store_words(float16* row_g, const uint32 (&words)[kWords], int column, int columns) {
+template <int kWords, typename Scalar>
+__device__ __forceinline__ void store_words(Scalar* row_g, const uint32 (&words)[kWords], int column, int columns) {
   if constexpr (OUT_VEC > 1) {
     if (column >= columns) return;
     if constexpr (kWords == 4) {
@@ -82,10 +82,12 @@ __device__ __forceinline__ void store_words(float16* row_g, const uint32 (&words
 }
 
 // A matrix that is written, or added.
-struct Matrix {
-  float16* array_g;
+template <typename Scalar>
+struct MatrixOf {
+  Scalar* array_g;
   int64 stride;  // from row to row, in items
 };
+using Matrix = MatrixOf<float16>;
 
 // The place of a warp's sums in the result: the first row, the first position in the axis of columns, and the lengths
 // of both axes (with paired columns, of each half).
@@ -100,30 +102,64 @@ struct WarpCoordinates {
   }
 };
 
-// One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns
-// of each. They are rounded once, with the addend, if there is one.
+// write_columns of float32: a lane's pairs of columns are stored as they are, because a quad of lanes fills a sector.
 template <int kWords, typename Coordinates>
-__device__ __forceinline__ void write_columns(const Matrix& to, const Matrix& addend, float (&values)[kWords][2],
-                                              const Coordinates& place, int row, int first_place) {
+__device__ __forceinline__ void write_floats(const MatrixOf<float32>& to, const MatrixOf<float32>& addend,
+                                             const float (&values)[kWords][2], const Coordinates& place, int row,
+                                             int first_place) {
   using Columns = typename Coordinates::Columns;
-  const bool exists = row < place.rows;
-  const int own = first_place + column_in_quad<kWords>();
-  const int column = Columns::item(own), half_column = Columns::half(own) * place.columns;
-  uint32 words[kWords];
-  if (addend.array_g != nullptr) {
-    load_words(words, addend.array_g + row * addend.stride + half_column, column, exists ? place.columns : 0);
-    transpose_in_quad(words);
+  if (row >= place.rows) return;
 #pragma unroll
-    for (int i = 0; i < kWords; i++) {
-      const float2 more = unpack_halves(words[i]);
-      values[i][0] += more.x;
-      values[i][1] += more.y;
+  for (int i = 0; i < kWords; i++) {
+    const int own = first_place + 8 * i + lane_index() % 4 * 2;
+    const int column = Columns::item(own), half_column = Columns::half(own) * place.columns;
+    float32* pair_g = to.array_g + row * to.stride + half_column + column;
+    const float32* added_g = addend.array_g + row * addend.stride + half_column + column;
+    if (OUT_VEC > 1 && column < place.columns) {
+      float2 pair = make_float2(values[i][0], values[i][1]);
+      if (addend.array_g != nullptr) {
+        const float2 more = *reinterpret_cast<const float2*>(added_g);
+        pair.x += more.x, pair.y += more.y;
+      }
+      *reinterpret_cast<float2*>(pair_g) = pair;
+    } else if (OUT_VEC == 1) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        if (column + e < place.columns) pair_g[e] = addend.array_g ? values[i][e] + added_g[e] : values[i][e];
+      }
     }
   }
+}
+
+// One row of kWords neighbouring tiles of columns, the first of which begins at `first_place`; a lane has two columns
+// of each. They are rounded once, with the addend, if there is one.
+template <int kWords, typename Coordinates, typename Scalar>
+__device__ __forceinline__ void write_columns(const MatrixOf<Scalar>& to, const MatrixOf<Scalar>& addend,
+                                              float (&values)[kWords][2], const Coordinates& place, int row,
+                                              int first_place) {
+  using Columns = typename Coordinates::Columns;
+  if constexpr (sizeof(Scalar) == sizeof(float32)) {
+    write_floats(to, addend, values, place, row, first_place);
+  } else {
+    const bool exists = row < place.rows;
+    const int own = first_place + column_in_quad<kWords>();
+    const int column = Columns::item(own), half_column = Columns::half(own) * place.columns;
+    uint32 words[kWords];
+    if (addend.array_g != nullptr) {
+      load_words(words, addend.array_g + row * addend.stride + half_column, column, exists ? place.columns : 0);
+      transpose_in_quad(words);
 #pragma unroll
-  for (int i = 0; i < kWords; i++) words[i] = pack_halves(values[i][0], values[i][1]);
-  transpose_in_quad(words);
-  if (exists) store_words(to.array_g + row * to.stride + half_column, words, column, place.columns);
+      for (int i = 0; i < kWords; i++) {
+        const float2 more = unpack_pair<Scalar>(words[i]);
+        values[i][0] += more.x;
+        values[i][1] += more.y;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; i++) words[i] = pack_pair<Scalar>(values[i][0], values[i][1]);
+    transpose_in_quad(words);
+    if (exists) store_words(to.array_g + row * to.stride + half_column, words, column, place.columns);
+  }
 }
 
 // One row of a warp's tiles of columns from kFirst on, 4 at a time and then the rest; values_of(n, values) gives this

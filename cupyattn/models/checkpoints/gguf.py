@@ -75,7 +75,7 @@ def _block_rows(kind: _BlockKind, stored: np.ndarray, start: int, stop: int) -> 
     blocks = np.asarray(stored[start:stop]).reshape(stop - start, -1, kind.size)
     arrays = kind.unpack(blocks)
     codes = np.ascontiguousarray(arrays.pop("codes")).reshape(stop - start, -1)
-    rest = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    rest: dict[str, Any] = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     return QuantizedWeight(kind.format, codes, **rest, block_size=_BLOCK, transposed=True)
 
 

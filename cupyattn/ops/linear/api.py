@@ -16,9 +16,12 @@ from cupyattn.ops.linear.problem import (
     ForwardCall,
     LinearArrays,
     LinearBackwardArrays,
+    RowFormat,
+    WeightFormat,
     weight_fields,
 )
 from cupyattn.ops.linear.reference import LinearGrads
+from cupyattn.ops.linear.row_formats import QuantizedRows, quantized_rows
 from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
@@ -68,13 +71,14 @@ def _differentiated(
 
 @overload
 def linear(
-    x: Array,
+    x: Array | QuantizedRows,
     w: Array | QuantizedWeight,
     b: Array | None = ...,
     /,
     *,
     activation: str | None = ...,
     residual: Array | None = ...,
+    activations: str | None = ...,
     return_preactivation: Literal[False] = ...,
     out: Array | None = ...,
     workspace: Array | None = ...,
@@ -83,13 +87,14 @@ def linear(
 
 @overload
 def linear(
-    x: Array,
+    x: Array | QuantizedRows,
     w: Array | QuantizedWeight,
     b: Array | None = ...,
     /,
     *,
     activation: str | None = ...,
     residual: Array | None = ...,
+    activations: str | None = ...,
     return_preactivation: Literal[True],
     out: tuple[Array | None, Array | None] | None = ...,
     workspace: Array | None = ...,
@@ -98,13 +103,14 @@ def linear(
 
 @overload
 def linear(
-    x: Array,
+    x: Array | QuantizedRows,
     w: Array | QuantizedWeight,
     b: Array | None = ...,
     /,
     *,
     activation: str | None = ...,
     residual: Array | None = ...,
+    activations: str | None = ...,
     return_preactivation: bool,
     out: Array | tuple[Array | None, Array | None] | None = ...,
     workspace: Array | None = ...,
@@ -118,13 +124,14 @@ def linear(
     gradients=(*LinearGrads._fields, "dresidual"),
 )
 def linear(
-    x: Array,
+    x: Array | QuantizedRows,
     w: Array | QuantizedWeight,
     b: Array | None = None,
     /,
     *,
     activation: str | None = None,
     residual: Array | None = None,
+    activations: str | None = None,
     return_preactivation: bool = False,
     out: Array | tuple[Array | None, Array | None] | None = None,
     workspace: Array | None = None,
@@ -136,7 +143,8 @@ def linear(
     x : array (..., K)
         float16, float32 or bfloat16, CuPy or NumPy; float64 on NumPy arrays outside of the
         emulator. The last axis is contiguous. The axes before it are evenly spaced in memory, so
-        that they are M rows: whole arrays, slices of rows or of columns, broadcast rows.
+        that they are M rows: whole arrays, slices of rows or of columns, broadcast rows. Or
+        `QuantizedRows`, for a w in int8 of the same rotation; "dtype of x" is then their dtype.
     w : array (K, N), dtype of x
         One of its axes is contiguous, the other may have any stride: ``w.T`` of an array (N, K) and
         slices work without a copy. (K, 2 N) with a gated activation. Or a `QuantizedWeight` of that
@@ -151,6 +159,10 @@ def linear(
         silu(gate) * up, "geglu" is gelu(gate) * up, "geglu_tanh" is gelu_tanh(gate) * up.
     residual : array (..., N), dtype of x, optional
         Added after the activation. Its strides are restricted as those of x are.
+    activations : {None, "int8"}
+        "int8" multiplies int8 by int8: x is quantised as `quantize_rows` does, and rotated if w is.
+        w is a `QuantizedWeight` of "int8" with a scale for each column, of a K up to 133,000. See
+        Notes for when x stays in its dtype.
     return_preactivation : bool
         Return ``x @ w + b`` too, rounded to the dtype, which `linear_backward` can take.
     out : array or tuple, optional
@@ -188,7 +200,16 @@ def linear(
     float64 arrays a float64 BLAS.
 
     A quantised weight is dequantised inside the products, and the numbers are never stored: to
-    float16 on tensor cores, where weights beyond 65504 overflow, and otherwise to float32.
+    float16 on tensor cores, where weights beyond 65504 overflow, and otherwise to float32. A
+    rotated weight takes a rotated x: blocks of 64 items are summed in float32 and rounded to the
+    dtype, where 64 items of one size become one of 8 times the size.
+
+    With ``activations="int8"`` the sums are exact in int32, on tensor cores for every dtype of x.
+    A GPU without tensor cores, and every GPU for a few rows (below 112, on GeForce below 48),
+    multiplies x as it is instead, because it waits for the weight then: **a row's result can change
+    with the number of rows in the call** at that threshold. `QuantizedRows` are multiplied as int8
+    whatever their number. NumPy arrays always have the product of the codes. The gradient of x is
+    that of a product with the numbers of w.
 
     Examples
     --------
@@ -206,19 +227,49 @@ def linear(
     >>> packed = rng.standard_normal((8, 6), dtype=np.float32)
     >>> cupyattn.linear(x, packed, activation="swiglu").shape
     (2, 5, 3)
+
+    A product in int8, whose operands are rotated:
+
+    >>> x, w = rng.standard_normal((2, 64, 64), dtype=np.float32)
+    >>> weight = cupyattn.quantize(w, format="int8", rotation=64)
+    >>> rows = cupyattn.quantize_rows(x, rotation=64)
+    >>> out = cupyattn.linear(rows, weight)
+    >>> np.array_equal(out, cupyattn.linear(x, weight, activations="int8"))
+    True
+    >>> np.abs(out - x @ w).max() < 0.5
+    True
     """
     require_bool("return_preactivation", return_preactivation)
     given_out, given_preactivation = _split_out(out, return_preactivation, activation)
     weight, form = weight_fields(w)
-    arrays = LinearArrays(x, *weight, b, residual, given_out, given_preactivation, workspace)
+    rows, codes_x, scales_x = None, x, None
+    if activations is not None or isinstance(x, QuantizedRows):
+        rows, codes_x, scales_x = _int8_rows(x, form, activations)
+    arrays = LinearArrays(
+        codes_x, *weight, b, residual, given_out, given_preactivation, workspace, scales_x
+    )
     operands = adopt(arrays, _FORWARD_FIXES)
-    call = forward_call(operands, activation, bool(return_preactivation), form)
+    call = forward_call(operands, activation, bool(return_preactivation), form, rows)
     device = device_of(operands)
     if device is None:
         _on_cpu(arrays, call, w)
     else:
         run(device, forward_plan(call, device.traits), operands)
     return (arrays.out, arrays.preactivation) if return_preactivation else arrays.out
+
+
+def _int8_rows(x: Any, form: WeightFormat | None, activations: Any) -> tuple[RowFormat, Any, Any]:
+    """Check `activations`; return the format of x, its codes (or x itself) and their scales."""
+    if activations not in (None, "int8"):
+        raise error(
+            ValueError if isinstance(activations, str) else TypeError,
+            f"activations = {shown(activations)}",
+            'it is None, or "int8" for a product of int8 rows and an int8 weight',
+            "pass one of these",
+        )
+    if isinstance(x, QuantizedRows):
+        return RowFormat(x.rotation, x.dtype), x.codes, x.scales
+    return RowFormat(None if form is None else form.rotation), x, None
 
 
 def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[Any, Any]:
@@ -253,7 +304,14 @@ def _split_out(out: Any, return_preactivation: bool, activation: Any) -> tuple[A
 def _on_cpu(arrays: LinearArrays[Any], call: ForwardCall, w: Any) -> None:
     """Compute the results, and store them in their fields."""
     w = w if arrays.w is None else arrays.w
-    inputs = (arrays.x, w, arrays.b, arrays.residual)
+    x: Any = arrays.x
+    rows = call.problem.row_format
+    if rows is not None:
+        scales: Any = arrays.x_scales
+        if rows.dtype is None:
+            x, scales = reference.quantize_rows(x, rows.rotation)
+        x = quantized_rows(x, scales, rows.rotation, call.problem.dtype)
+    inputs = (x, w, arrays.b, arrays.residual)
     activation = call.problem.activation
     if call.problem.dtype == np.float64:
         results = reference.linear(*inputs, activation=activation)

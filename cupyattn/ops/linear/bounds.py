@@ -33,6 +33,13 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
 - For a quantised weight, w is the exact number of each code. Kernels multiply with weights that err
   by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16). It adds |x| ew
   to dz, and (|dz| + e) ew^T to dx.
+- For a rotated weight, both products are those of the rotated x and w: x H / 8 errs by ex = 7 u32
+  sum |x| / 8 of its block of 64, and by its rounding to the dtype, which adds ex (|w| + ew) to dz.
+  dx is rounded to the dtype, then rotated: its errors and 7 u32 |dx| add up over a block, times 1 /
+  8, and it is rounded again.
+- A product of int8 rows and an int8 weight has an exact sum. Its conversion to float32, two scales
+  and the bias round once each: dz = 5 u32 (|s sx sw| + |b|) + tiny. Codes and scales are exact,
+  because every device has the same ones.
 - An accumulated gradient is added before the rounding: u32 of both terms, and u_out of the sum.
 
 On NumPy arrays (`cupyattn.ops.linear.cpu`), results of every dtype are those of float32 arrays,
@@ -41,6 +48,7 @@ rounded once: sums in any order, and activations that err by at most as much as 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,9 +67,11 @@ from cupyattn.ops.linear.reference import (
     dequantised_rows,
     linear,
     linear_backward,
+    rotated,
     with_expanded_scales,
 )
-from cupyattn.ops.linear.weight_formats import QuantizedWeight
+from cupyattn.ops.linear.row_formats import QuantizedRows
+from cupyattn.ops.linear.weight_formats import ROTATION, QuantizedWeight
 from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
@@ -99,6 +109,7 @@ def linear_bound(
     residual: Any = None,
     *,
     activation: str | None = None,
+    activations: str | None = None,
     dtype: DTypeLike,
 ) -> tuple[Float64, Float64]:
     """Return error bounds of `linear`, for out and for the preactivation.
@@ -106,9 +117,11 @@ def linear_bound(
     Parameters
     ----------
     x, w, b, residual : floats
-        Already rounded to dtype; or w is a `QuantizedWeight`.
+        Already rounded to dtype; or w is a `QuantizedWeight`, and x perhaps `QuantizedRows`.
     activation : str, optional
         The activation of `linear`.
+    activations : {None, "int8"}
+        "int8": the bounds are relative to the exact product of the codes and scales of x and w.
     dtype : dtype or str
         float16, float32 or bfloat16: the dtype of the results.
 
@@ -117,13 +130,17 @@ def linear_bound(
     out_bound : (..., N) float64
     preactivation_bound : (..., W) float64
     """
-    x, b, residual = map(_float64, (x, b, residual))
-    w, w_error = _exact_weight(w, dtype)
+    b, residual = map(_float64, (b, residual))
     precision = precision_of(dtype)
-    out, z = linear(x, w, b, residual, activation=activation)
     kind = GATES.get(activation or "", activation)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        dz = _preactivation_error(x, w, w_error, b, dtype)
+        if activations is not None or isinstance(x, QuantizedRows):
+            out, z = linear(x, w, b, residual, activation=activation, activations=activations)
+            dz = _int8_error(z, w, b)
+        else:
+            x, x_error, w, w_error = _exact_operands(x, w, dtype)
+            out, z = linear(x, w, b, residual, activation=activation)
+            dz = _preactivation_error(x, x_error, w, w_error, b, dtype)
         at_gate = z[..., : out.shape[-1]], dz[..., : out.shape[-1]]
         error, magnitude = _value_error(kind, *at_gate), np.abs(activated(at_gate[0], kind))
         if activation in GATES:
@@ -153,11 +170,43 @@ def _exact_weight(w: Any, dtype: DTypeLike) -> tuple[Float64, Float64]:
     return exact if w.transposed else exact.T, weight_error(w, tensor_cores=tensor_cores)
 
 
-def _preactivation_error(x: Any, w: Any, w_error: Any, b: Any, dtype: DTypeLike) -> Float64:
+def _exact_operands(x: Any, w: Any, dtype: DTypeLike) -> tuple[Float64, Any, Float64, Float64]:
+    """Return x and its error, and w and its error; both are rotated for a rotated weight."""
+    x, x_error = _float64(x), np.zeros(())
+    if isinstance(w, QuantizedWeight) and w.rotation is not None:
+        x_error = _rotation_error(x) + precision_of(dtype).store(x := rotated(x))
+        w = replace(w, rotation=None)
+    return x, x_error, *_exact_weight(w, dtype)
+
+
+def _rotation_error(x: Float64) -> Float64:
+    """Return the error of sums of 64 items in float32, times 1 / 8."""
+    return (7 * U32 / 8) * _sums_of_blocks(np.abs(x)) + ROTATION * TINY32
+
+
+def _sums_of_blocks(x: Float64) -> Float64:
+    sums = x.reshape(*x.shape[:-1], -1, ROTATION).sum(axis=-1, keepdims=True)
+    return np.broadcast_to(sums, (*sums.shape[:-1], ROTATION)).reshape(x.shape)
+
+
+def _int8_error(z: Float64, w: QuantizedWeight, b: Any) -> Float64:
+    """Return the error of z = s sx sw + b of exact sums, codes and scales."""
+    bias = 0.0 if b is None else np.abs(b)
+    error: Float64 = 5 * U32 * (np.abs(z - (0.0 if b is None else b)) + bias)
+    return error + TINY32 * (1 + np.abs(w.scales[:, 0].astype(np.float64)))
+
+
+def _preactivation_error(
+    x: Any, x_error: Any, w: Any, w_error: Any, b: Any, dtype: DTypeLike
+) -> Float64:
     terms = _rounding_of_sum(x.shape[-1], dtype)
     bias = 0.0 if b is None else np.abs(b)
     error: Float64 = terms * (np.abs(x) @ np.abs(w) + bias) + TINY32 * (x.shape[-1] + 1)
-    return error + (1 + terms) * (np.abs(x) @ w_error) if w_error.ndim else error
+    if w_error.ndim:
+        error = error + (1 + terms) * (np.abs(x) @ w_error)
+    if x_error.ndim:
+        error = error + (1 + terms) * (x_error @ (np.abs(w) + w_error))
+    return error
 
 
 def _name(dtype: DTypeLike) -> str:
@@ -214,9 +263,10 @@ def linear_backward_bound(
     dtype : dtype or str
         float16, float32 or bfloat16: the dtype of the results.
     """
-    dout, x, b, z = map(_float64, (dout, x, b, preactivation))
+    dout, b, z = map(_float64, (dout, b, preactivation))
     quantised = isinstance(w, QuantizedWeight)
-    w, w_error = _exact_weight(w, dtype)
+    is_rotated = quantised and w.rotation is not None
+    x, x_error, w, w_error = _exact_operands(x, w, dtype)
     precision = precision_of(dtype)
     exact = linear_backward(dout, x, w, b, activation=activation, preactivation=z)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -226,7 +276,7 @@ def linear_backward_bound(
             dpre = np.zeros(())
             if z is None:
                 _, z = linear(x, w, b)
-                dpre = _preactivation_error(x, w, w_error, b, dtype) + precision.store(z)
+                dpre = _preactivation_error(x, x_error, w, w_error, b, dtype) + precision.store(z)
             dz, e = _preactivation_gradient_error(dout, z, dpre, activation)
             e = e + 2 * U32 * dz + TINY32
         if precision.u_in > U32 and activation is not None:
@@ -240,8 +290,14 @@ def linear_backward_bound(
         if quantised:
             exact = exact._replace(dw=None)
             dx_error += (1 + over_columns) * (total @ w_error.T)
+        dx_error = dx_error.reshape(x.shape)
+        if is_rotated:
+            dx = np.asarray(exact.dx)
+            dx_error += precision.store(np.abs(dx) + dx_error) + TINY32 * sum(w.shape)
+            dx_error = _sums_of_blocks(dx_error) / 8 + _rotation_error(np.abs(dx) + dx_error)
+            exact = exact._replace(dx=rotated(dx))
         errors = LinearGrads(
-            dx_error.reshape(x.shape),
+            dx_error,
             abs_x.T @ (e + over_rows * total),
             None if b is None else (e + over_rows * total).sum(axis=0),
         )
@@ -306,12 +362,15 @@ def cpu_linear_bound(
     residual: Any = None,
     *,
     activation: str | None = None,
+    activations: str | None = None,
     dtype: DTypeLike,
 ) -> tuple[Float64, Float64]:
     """Return error bounds of `linear` on NumPy arrays; parameters as for `linear_bound`."""
-    errors = linear_bound(x, w, b, residual, activation=activation, dtype="float32")
-    x, b, residual = map(_float64, (x, b, residual))
-    exact = linear(x, _exact_weight(w, "float32")[0], b, residual, activation=activation)
+    options: Any = {"activation": activation, "activations": activations}
+    errors = linear_bound(x, w, b, residual, **options, dtype="float32")
+    if activations is None and not isinstance(x, QuantizedRows):
+        x, w = _exact_operands(x, w, "float32")[::2]
+    exact = linear(x, w, *map(_float64, (b, residual)), **options)
     return _rounded(exact[0], errors[0], dtype), _rounded(exact[1], errors[1], dtype)
 
 
@@ -338,7 +397,8 @@ def cpu_linear_backward_bound(
     errors = linear_backward_bound(dout, x, w, b, **given, dtype="float32")
     given["preactivation"] = _float64(preactivation)
     dout, x, b = map(_float64, (dout, x, b))
-    exact = linear_backward(dout, x, _exact_weight(w, "float32")[0], b, **given)
+    w = w if isinstance(w, QuantizedWeight) else _float64(w)
+    exact = linear_backward(dout, x, w, b, **given)
     pairs = zip(exact, errors, strict=True)
     return LinearGrads(*(e if e is None else _rounded(value, e, dtype) for value, e in pairs))
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,11 @@ from cupyattn.ops.linear.reference import (
     LinearGrads,
     _halves,
     dequantised_rows,
+    int8_sums,
+    rotated,
     with_expanded_scales,
 )
+from cupyattn.ops.linear.row_formats import QuantizedRows
 from cupyattn.ops.linear.weight_formats import QuantizedWeight
 from cupyattn.runtime.outputs import widened
 from cupyattn.runtime.precision import Float32, Float64
@@ -125,7 +129,7 @@ def kept_weights(copies: KeptWeights) -> Iterator[None]:
 
 @np.errstate(all="ignore")
 def linear(
-    x: NDArray[Any],
+    x: NDArray[Any] | QuantizedRows,
     w: NDArray[Any] | QuantizedWeight,
     b: NDArray[Any] | None,
     residual: NDArray[Any] | None,
@@ -137,11 +141,16 @@ def linear(
     """Write activation(x w + b) + residual into out, and x w + b into preactivation."""
     kind = GATES.get(activation or "", activation)
     bias = None if b is None else widened(b)
-    rows_x, rows_residual, rows_out, rows_z = map(_as_rows, (x, residual, out, preactivation))
+    quantised = x if isinstance(x, QuantizedRows) else None
+    items = x if quantised is None else quantised.codes
+    rows_x, rows_residual, rows_out, rows_z = map(_as_rows, (items, residual, out, preactivation))
     step = max(_SUMS // max(w.shape[1], 1), 1)
     for first in range(0, len(rows_x), step):
         part = slice(first, first + step)
-        sums = product(widened(rows_x[part]), w)
+        if quantised is None:
+            sums = product(widened(rows_x[part]), w)
+        else:
+            sums = _int8_product(rows_x[part], quantised.scales.reshape(-1)[part], w)
         height = min(max(activations.BLOCK // max(w.shape[1], 1), 1), len(sums))
         scratch = None if kind is None else activations.scratch_of(kind, height * w.shape[1])
         for row in range(0, len(sums), height):
@@ -242,8 +251,21 @@ def product(x: Float32, w: NDArray[Any] | QuantizedWeight) -> Float32:
     return result
 
 
+def _int8_product(codes: NDArray[Any], scales: Float32, w: Any) -> Float32:
+    """Return the product of int8 rows and an int8 weight, as kernels round it."""
+    sums: Float32 = int8_sums(codes, w.codes).astype(np.float32)
+    sums *= scales[:, None]
+    sums *= w.scales[:, 0]
+    return sums
+
+
 def _quantised_product(x: Float32, weight: QuantizedWeight) -> Float32:
     weight = with_expanded_scales(weight)
+    if weight.rotation is not None:
+        plain = replace(weight, rotation=None)
+        if weight.transposed:
+            return rotated(_quantised_product(x, plain))
+        return _quantised_product(rotated(x), plain)
     rows = _parts(x, weight.outer, weight.inner)
     if weight.transposed:
         result = np.zeros((len(x), weight.inner), np.float32)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.linear.problem import LinearProblem
+from cupyattn.ops.linear.kernels_rows import RotatedSide, contiguous_rows, rotate_step
+from cupyattn.ops.linear.problem import LinearProblem, Matrix
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     INT4_LARGEST,
@@ -19,6 +20,7 @@ from cupyattn.ops.linear.weight_formats import (
     Blocks,
     pieces,
     require_blocks,
+    require_rotation,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.arrays import (
@@ -46,7 +48,7 @@ from cupyattn.runtime.checks import (
 )
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.errors import error, shown
-from cupyattn.runtime.plan import Output, Plan, Planner, Step, run
+from cupyattn.runtime.plan import SCRATCH_DTYPE, Output, Plan, Planner, Step, run
 from cupyattn.runtime.records import Record, T, given_of
 from cupyattn.runtime.spec import (
     KernelSpec,
@@ -262,7 +264,7 @@ def expand_step(count: int, slots: tuple[int | None, ...]) -> Step:
 
 
 def quantize_blocks(
-    operands: Operands[QuantizeArrays[Array]], kind: Any, block_size: Any
+    operands: Operands[QuantizeArrays[Array]], kind: Any, block_size: Any, rotation: int | None
 ) -> Blocks:
     """Check a call of quantize, and its values where these are checked."""
     size = None if block_size is None else integer("block_size", block_size)
@@ -273,7 +275,14 @@ def quantize_blocks(
             f"weights are quantised to {', '.join(map(repr, _MADE))}; others are read from files",
             "pass one of these",
         )
-    blocks = _checked_blocks(operands.description, kind, size)
+    if rotation is not None and kind != "int8":
+        raise error(
+            ValueError,
+            f"format = {kind!r} with rotation = {rotation}",
+            'weights of "int8" are rotated, no others',
+            'pass format="int8", or rotation=None',
+        )
+    blocks = _checked_blocks(operands.description, kind, size, rotation)
     require_apart(operands, dict.fromkeys(WEIGHT_FIELDS))
     if checks_values(operands):
         _require_values(operands.arrays.w, blocks)
@@ -304,7 +313,9 @@ def _require_values(w: Any, blocks: Blocks) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _checked_blocks(description: Description, kind: str, block_size: int | None) -> Blocks:
+def _checked_blocks(
+    description: Description, kind: str, block_size: int | None, rotation: int | None
+) -> Blocks:
     w = layouts_of(QuantizeArrays[Layout], description).w
     require_given("w", w)
     require_dtype("w", w, FLOATS)
@@ -313,6 +324,7 @@ def _checked_blocks(description: Description, kind: str, block_size: int | None)
     inner, outer = w.shape
     size = (FORMATS[kind].block_size or inner) if block_size is None else block_size
     require_blocks(kind, size, inner)
+    require_rotation(rotation, inner)
     if outer == 0:
         raise error(
             ValueError, f"w has shape {w.shape}", "N is at least 1", "pass a w with columns"
@@ -321,21 +333,39 @@ def _checked_blocks(description: Description, kind: str, block_size: int | None)
 
 
 def run_quantize(
-    device: Device, blocks: Blocks, operands: Operands[QuantizeArrays[Array]]
+    device: Device,
+    blocks: Blocks,
+    rotation: int | None,
+    operands: Operands[QuantizeArrays[Array]],
 ) -> QuantizeArrays[Array]:
     """Quantise w into the given arrays of a weight, or into new ones."""
-    return run(device, _quantize_plan(operands.description, blocks), operands)
+    return run(device, _quantize_plan(operands.description, blocks, rotation), operands)
 
 
 @lru_cache(maxsize=4096)
-def _quantize_plan(description: Description, blocks: Blocks) -> Plan:
+def _quantize_plan(description: Description, blocks: Blocks, rotation: int | None) -> Plan:
     layouts = layouts_of(QuantizeArrays[Layout], description)
     starts = starts_of(QuantizeArrays[int], description)
     require_item_alignment(given_of(layouts), given_of(starts))
     w, (kind, block_size) = layouts.w, blocks
     inner, outer = w.shape
     outputs = pieces(kind, outer, inner, block_size)
-    whole = _whole_vectors(w, starts.w, axis=0)
+    planner = Planner(QuantizeArrays, layouts, outputs)
+    slots, start = planner.slots, starts.w
+    source: int | None = slots.w
+    before: tuple[Step, ...] = ()
+    if rotation is not None:
+        rows = _as_rows(w, start, inner_axis=0)
+        source, w = planner.scratch(outer * inner), contiguous((outer, inner), SCRATCH_DTYPE)
+        rotated = contiguous_rows(outer, inner, SCRATCH_DTYPE)
+        before = (
+            rotate_step(
+                RotatedSide(rows, layouts.w.dtype.name, slots.w),
+                RotatedSide(rotated, SCRATCH_DTYPE.name, source),
+            ),
+        )
+        w, start = Layout((inner, outer), w.strides[::-1], w.dtype), 0
+    whole = _whole_vectors(w, start, axis=0)
     # Lanes go along the axis whose items lie closer together.
     strides = [abs(stride) for stride in w.strides]
     lanes = lanes_of(block_size) if strides[0] <= strides[1] or outer == 1 else 1
@@ -344,17 +374,16 @@ def _quantize_plan(description: Description, blocks: Blocks) -> Plan:
     params["blocks"], params["block_size"] = inner // block_size, block_size
     count = outer * (inner // block_size)
     _require_launch("quantize", count * lanes, w)
-    planner, nested = Planner(QuantizeArrays, layouts, outputs), kind == NESTED
-    slots = planner.slots
+    nested = kind == NESTED
     scales = planner.scratch(count) if nested else slots.scales
     step = Step.of(
         specialise_quantize(EXPANDED if nested else kind, w.dtype.name, lanes, vec),
         -(-count * lanes // THREADS),
-        (slots.w, slots.codes, scales),
+        (source, slots.codes, scales),
         params[()],
     )
     if not nested:
-        return planner.plan(step)
+        return planner.plan(*before, step)
     made = (scales, slots.scales, slots.super_scales, slots.scale_table)
     return planner.plan(
         step, Step.of(nest(), -(-count // (GROUP * (_NEST_THREADS // WARP_SIZE))), made, count)
@@ -367,6 +396,7 @@ class DequantizeProblem:
 
     blocks: Blocks
     transposed: bool
+    rotation: int | None
     layouts: DequantizeArrays[Layout]
     starts: DequantizeArrays[int]
     output: Output
@@ -374,17 +404,25 @@ class DequantizeProblem:
 
 
 def dequantize_problem(
-    operands: Operands[DequantizeArrays[Array]], blocks: Blocks, transposed: bool, dtype: np.dtype
+    operands: Operands[DequantizeArrays[Array]],
+    blocks: Blocks,
+    transposed: bool,
+    rotation: int | None,
+    dtype: np.dtype,
 ) -> DequantizeProblem:
     """Check the out of a call, or find that it was checked before."""
-    problem = _described_problem(operands.description, blocks, transposed, dtype)
+    problem = _described_problem(operands.description, blocks, transposed, rotation, dtype)
     problem.overlaps.check(operands)
     return problem
 
 
 @lru_cache(maxsize=4096)
 def _described_problem(
-    description: Description, blocks: Blocks, transposed: bool, dtype: np.dtype
+    description: Description,
+    blocks: Blocks,
+    transposed: bool,
+    rotation: int | None,
+    dtype: np.dtype,
 ) -> DequantizeProblem:
     layouts = layouts_of(DequantizeArrays[Layout], description)
     starts = starts_of(DequantizeArrays[int], description)
@@ -405,7 +443,7 @@ def _described_problem(
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
     overlaps = Overlaps.of(layouts, ("out", "workspace"))
-    return DequantizeProblem(blocks, transposed, layouts, starts, output, overlaps)
+    return DequantizeProblem(blocks, transposed, rotation, layouts, starts, output, overlaps)
 
 
 def run_dequantize(
@@ -428,6 +466,10 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
     if out is None:
         new = contiguous((outer, inner), dtype)
         out = new if problem.transposed else Layout(shape, new.strides[::-1], dtype)
+    planner = Planner(DequantizeArrays, layouts, {"out": problem.output})
+    transposed = [made.slot for made in planner.results if not problem.transposed]
+    if problem.rotation is not None:
+        return planner.plan(*_rotated_back(problem, planner, out), transposed=transposed)
     strides = [abs(stride) for stride in out.strides]
     along = strides[inner_axis] <= strides[1 - inner_axis] or outer == 1
     whole = along and _whole_vectors(out, starts.out or 0, inner_axis)
@@ -437,7 +479,6 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
     _require_launch("dequantize", threads, out)
     vec = vector_items(dtype.name) if whole else 1
     kind, nested = problem.blocks.format, problem.blocks.format == NESTED
-    planner = Planner(DequantizeArrays, layouts, {"out": problem.output})
     slots = planner.slots
     scales, super_scales = slots.scales, slots.super_scales
     before: tuple[Step, ...] = ()
@@ -452,8 +493,51 @@ def _dequantize_plan(problem: DequantizeProblem) -> Plan:
         (slots.codes, scales, super_scales, slots.out),
         params[()],
     )
-    transposed = [made.slot for made in planner.results if not problem.transposed]
     return planner.plan(*before, step, transposed=transposed)
+
+
+def _rotated_back(
+    problem: DequantizeProblem, planner: Planner[DequantizeArrays[Any]], out: Layout
+) -> tuple[Step, ...]:
+    """Return the launches from rotated codes to float32 in scratch memory, and to out."""
+    slots, inner_axis = planner.slots, 1 if problem.transposed else 0
+    outer, inner = out.shape[1 - inner_axis], out.shape[inner_axis]
+    _require_launch("dequantize", outer * (inner // UNITS[True]), out)
+    scratch, rotated = planner.scratch(outer * inner), contiguous_rows(outer, inner, SCRATCH_DTYPE)
+    arrays = (slots.codes, slots.scales, slots.super_scales, scratch)
+    kind, block_size = problem.blocks
+    result = _as_rows(out, problem.starts.out or 0, inner_axis)
+    return (
+        dequantize_step(kind, SCRATCH_DTYPE.name, rotated, block_size, arrays),
+        rotate_step(
+            RotatedSide(rotated, SCRATCH_DTYPE.name, scratch),
+            RotatedSide(result, out.dtype.name, slots.out),
+        ),
+    )
+
+
+def dequantize_step(
+    kind: str, dtype: str, out: Matrix, block_size: int, slots: tuple[int | None, ...]
+) -> Step:
+    """Return the launch from rows of codes to rows of numbers in C order.
+
+    `slots` are those of codes, scales, super_scales and the numbers.
+    """
+    params = new_struct(DEQUANTIZE_PARAMS)
+    params["inner_stride"], params["outer_stride"] = 1, out.row_stride
+    params["outer"], params["units"] = out.rows, out.columns // UNITS[True]
+    params["block_size"] = block_size
+    specialisation = specialise_dequantize(kind, dtype, True, vector_items(dtype))
+    threads = out.rows * (out.columns // UNITS[True])
+    return Step.of(specialisation, -(-threads // THREADS), slots, params[()])
+
+
+def _as_rows(weight: Layout, start: int, inner_axis: int) -> Matrix:
+    """Describe a weight of any strides as rows of N, each of the items along K."""
+    itemsize = weight.dtype.itemsize
+    outer, inner = weight.shape[1 - inner_axis], weight.shape[inner_axis]
+    strides = (weight.strides[1 - inner_axis] // itemsize, weight.strides[inner_axis] // itemsize)
+    return Matrix(outer, inner, *strides, itemsize, start)
 
 
 def _params(dtype: np.dtype, weight: Layout, inner_axis: int) -> np.ndarray:

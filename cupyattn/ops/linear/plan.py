@@ -11,12 +11,20 @@ import numpy as np
 
 from cupyattn.ops.linear import (
     kernels_float32,
+    kernels_int8,
     kernels_quantised_skinny,
     kernels_quantised_tile,
     kernels_skinny,
     kernels_tensor_core,
 )
 from cupyattn.ops.linear.kernels_quantised import EXPANDED, NESTED, expand_step
+from cupyattn.ops.linear.kernels_rows import (
+    RotatedSide,
+    contiguous_rows,
+    rotate_step,
+    rows_matrix,
+    scratch_items,
+)
 from cupyattn.ops.linear.problem import (
     ACTIVATIONS,
     GATES,
@@ -32,7 +40,9 @@ from cupyattn.ops.linear.problem import (
     Matrix,
     Plans,
     QuantisedOperand,
+    RowFormat,
     WeightFormat,
+    float_layouts,
     weight_fields,
 )
 from cupyattn.ops.linear.weight_formats import FORMATS, QuantizedWeight
@@ -68,7 +78,6 @@ from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.errors import error, made_beforehand, shown
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Output, Plan, Planner, Step
 from cupyattn.runtime.records import fields_of, given_of
-from cupyattn.runtime.structs import merge_axes
 
 MAX_EXTENT = 2**31 - 1024
 """Maximum of M, K and the columns of w: kernels count them, tile by tile, in 32 bits."""
@@ -81,13 +90,16 @@ def forward_call(
     activation: Any,
     return_preactivation: bool,
     weight: WeightFormat | None,
+    row_format: RowFormat | None = None,
 ) -> ForwardCall:
     """Check a forward call, or find that its description was checked before.
 
-    `weight` describes the codes and scales if the weight is quantised.
+    `weight` describes the codes and scales if the weight is quantised, `row_format` those of x if
+    the call multiplies int8 by int8.
     """
     _require_activation(activation)
-    call = described_forward(operands.description, activation, return_preactivation, weight)
+    options = (activation, return_preactivation, weight, row_format)
+    call = described_forward(operands.description, *options)
     call.overlaps.check(operands)
     return call
 
@@ -122,10 +134,13 @@ def described_forward(
     activation: str | None,
     return_preactivation: bool,
     weight: WeightFormat | None,
+    row_format: RowFormat | None = None,
 ) -> ForwardCall:
     """Check a forward call by the description of its `LinearArrays`."""
-    layouts = layouts_of(LinearArrays[Layout], description)
+    given = layouts = layouts_of(LinearArrays[Layout], description)
     starts = starts_of(LinearArrays[int], description)
+    if row_format is not None:
+        layouts = float_layouts(layouts, weight, row_format)
     kept = return_preactivation and activation is not None
     inputs = _inputs(layouts, starts, activation, weight, {"residual": layouts.residual})
     lead, dtype = layouts.x.shape[:-1], inputs.dtype
@@ -133,7 +148,7 @@ def described_forward(
     if layouts.residual is not None:
         shape = (*lead, inputs.outer)
         _require_rows_like_x("residual", layouts.residual, shape, "(..., N)")
-        residual = _as_rows("residual", layouts.residual, starts.residual)
+        residual = rows_matrix("residual", layouts.residual, starts.residual)
     outputs = {"out": Output((*lead, inputs.outer), dtype)}
     if kept:
         outputs["preactivation"] = Output((*lead, inputs.w.columns), dtype)
@@ -142,10 +157,11 @@ def described_forward(
         layout = getattr(layouts, name)
         if layout is not None:
             require_output(name, layout, *output)
-        results[name] = _as_rows(name, layout or contiguous(*output), getattr(starts, name))
-    problem = ForwardProblem(*inputs, results["out"], residual, results.get("preactivation"))
-    overlaps = Overlaps.of(layouts, ("out", "preactivation", "workspace"))
-    return ForwardCall(problem, layouts, starts, outputs, overlaps)
+        results[name] = rows_matrix(name, layout or contiguous(*output), getattr(starts, name))
+    preactivation = results.get("preactivation")
+    problem = ForwardProblem(*inputs, results["out"], residual, preactivation, row_format)
+    overlaps = Overlaps.of(given, ("out", "preactivation", "workspace"))
+    return ForwardCall(problem, given, starts, outputs, overlaps)
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +177,7 @@ def described_backward(
     inputs = _inputs(layouts, starts, activation, weight, others)
     lead, dtype = layouts.x.shape[:-1], inputs.dtype
     _require_rows_like_x("dout", layouts.dout, (*lead, inputs.outer), "(..., N)")
-    dout = _as_rows("dout", layouts.dout, starts.dout)
+    dout = rows_matrix("dout", layouts.dout, starts.dout)
     given, preactivation = layouts.preactivation, None
     if given is not None and activation is None:
         raise error(
@@ -174,7 +190,7 @@ def described_backward(
         shape = (*lead, inputs.w.columns)
         if given is not None:
             _require_rows_like_x("preactivation", given, shape, "(..., W)")
-        preactivation = _as_rows(
+        preactivation = rows_matrix(
             "preactivation", given or contiguous(shape, dtype), starts.preactivation
         )
     outputs = {}
@@ -196,7 +212,7 @@ def described_backward(
         layout = getattr(layouts, name)
         if layout is not None:
             require_output(_GRADS[name], layout, *outputs[name])
-    dx = _as_rows(_GRADS["dx"], layouts.dx or contiguous(*outputs["dx"]), starts.dx)
+    dx = rows_matrix(_GRADS["dx"], layouts.dx or contiguous(*outputs["dx"]), starts.dx)
     turns_dw = (
         weight is None and not inputs.w.along_columns and min(inputs.w.rows, inputs.w.columns) > 1
     )
@@ -276,6 +292,13 @@ def _inputs(
     if b is not None:
         require_shape("b", b, (columns,), "(N,), an item for each column of w")
         require_contiguous_rows("b", b)
+    if weight is not None and weight.transposed and weight.rotation is not None:
+        raise error(
+            ValueError,
+            f"w is a rotated weight {shape}, the transpose of the (K, N) that was quantised",
+            "a product sums over the axis that is rotated, which is the first of w",
+            "pass w.T for x of K columns, or dequantize(w)",
+        )
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
     rows = math.prod(x.shape[:-1])
@@ -300,7 +323,7 @@ def _inputs(
         columns // 2 if activation in GATES else columns,
         x.dtype,
         activation,
-        _as_rows("x", x, starts.x),
+        rows_matrix("x", x, starts.x),
         matrix,
         operand,
         None if b is None else Matrix(1, columns, columns, 1, b.dtype.itemsize, starts.b or 0),
@@ -375,25 +398,6 @@ def _require_a_contiguous_axis(name: str, layout: Layout, fix: str = "") -> None
     require_whole_item_strides(name, layout, fix)
 
 
-def _as_rows(name: str, layout: Layout, start: int | None) -> Matrix:
-    """Describe an array of contiguous rows as a matrix; all axes before its last are M rows."""
-    *lead, columns = layout.shape
-    itemsize = layout.dtype.itemsize
-    shape, (strides,) = merge_axes(
-        tuple(lead), [tuple(stride // itemsize for stride in layout.strides[:-1])]
-    )
-    rows = math.prod(lead)
-    if len(shape) > 1 and rows * columns:
-        raise error(
-            ValueError,
-            f"{name} has shape {layout.shape} and strides {layout.strides}",
-            "the axes before the last lie evenly in memory, so that they are M rows",
-            f"copy it with ascontiguousarray({name.removeprefix('grads.')}), or call for each part",
-        )
-    row_stride = strides[0] if len(shape) == 1 else columns
-    return Matrix(rows, columns, row_stride, 1, itemsize, start or 0)
-
-
 def _as_matrix(layout: Layout, start: int) -> Matrix:
     """Describe a two-dimensional array that is contiguous along one of its axes."""
     itemsize = layout.dtype.itemsize
@@ -443,9 +447,17 @@ def forward_plan(call: ForwardCall, traits: DeviceTraits) -> Plan:
     planner = Planner(LinearArrays, call.layouts, call.outputs)
     if problem.rows * problem.outer == 0:
         return planner.plan()
-    draft = ForwardDraft(problem, planner.slots, traits, planner)
-    before, draft = _with_expanded_scales(draft)
-    return planner.plan(*before, *_steps("forward", draft))
+    return planner.plan(*_whole_forward(ForwardDraft(problem, planner.slots, traits, planner)))
+
+
+def _whole_forward(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Return the launches of a forward, with those that prepare its operands."""
+    problem = draft.problem
+    if kernels_int8.is_chosen(problem, draft.traits):
+        return kernels_int8.forward_steps(draft)
+    expanding, draft = _with_expanded_scales(draft)
+    rotating, draft = kernels_int8.float_rows(draft) if problem.weight else ((), draft)
+    return (*expanding, *rotating, *_steps("forward", draft))
 
 
 @lru_cache(maxsize=4096)
@@ -465,12 +477,37 @@ def backward_plan(call: BackwardCall, traits: DeviceTraits) -> Plan:
         size = problem.rows * problem.weight_columns * problem.dtype.itemsize
         preactivation = planner.scratch(-(-size // SCRATCH_DTYPE.itemsize))
         draft = replace(draft, slots=replace(draft.slots, preactivation=preactivation))
-        before = (*before, *_steps("forward", _recomputing(draft)))
-    products = ("dx", "dw" if problem.weight is None else "db")
-    steps = [step for product in products for step in _steps(product, draft)]
+        before = (*before, *_whole_forward(_recomputing(draft)))
+    if problem.weight is None or problem.weight.rotation is None:
+        products = ("dx", "dw" if problem.weight is None else "db")
+        steps = [step for product in products for step in _steps(product, draft)]
+    else:
+        steps = [*_rotated_dx(draft), *_steps("db", draft)]
     # Products share the step that forms dz: one object, which runs once.
     once = {id(step): step for step in steps}
     return planner.plan(*before, *once.values(), zero_new=problem.accumulate, transposed=transposed)
+
+
+def _rotated_dx(draft: BackwardDraft) -> tuple[Step, ...]:
+    """Return the launches of dx for a rotated weight: the product, which is rotated back."""
+    problem, dtype = draft.problem, draft.problem.dtype
+    rotated = contiguous_rows(problem.rows, problem.inner, dtype)
+    slot = draft.planner.scratch(scratch_items(problem.rows * problem.inner, dtype.itemsize))
+    inner_draft = replace(
+        draft,
+        problem=replace(problem, dx=rotated, accumulate=False),
+        slots=replace(draft.slots, dx=slot),
+    )
+    steps = _steps("dx", inner_draft)
+    draft.formed = inner_draft.formed  # the launch that forms dz, if both products need it
+    return (
+        *steps,
+        rotate_step(
+            RotatedSide(rotated, dtype.name, slot),
+            RotatedSide(problem.dx, dtype.name, draft.slots.dx),
+            accumulate=problem.accumulate,
+        ),
+    )
 
 
 def _require_for_kernels(call: ForwardCall | BackwardCall) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from cupyattn.ops.linear.reference import GATES
+from cupyattn.ops.linear.row_formats import MOST_INNER
 from cupyattn.ops.linear.weight_formats import QuantizedWeight
-from cupyattn.runtime.arrays import Array, Layout
-from cupyattn.runtime.checks import Overlaps
+from cupyattn.runtime.arrays import Array, Layout, contiguous
+from cupyattn.runtime.checks import FLOATS, Overlaps, require_dtype, require_given
 from cupyattn.runtime.device.traits import DeviceTraits
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.plan import Output, Planner, Step
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.storage import VECTOR_BYTES
@@ -45,6 +47,8 @@ class LinearArrays(Record[T]):
     out: T | None = None
     preactivation: T | None = None
     workspace: T | None = None
+    x_scales: T | None = None
+    """The scales of `QuantizedRows`, whose codes are then x."""
 
 
 @dataclass(slots=True)
@@ -76,6 +80,17 @@ class WeightFormat(NamedTuple):
     """Neighbouring weights in a row of codes that share a scale."""
     transposed: bool
     """Whether rows of codes are rows of w; otherwise they are its columns."""
+    rotation: int | None = None
+    """The size of the rotated blocks of a row of codes."""
+
+
+class RowFormat(NamedTuple):
+    """The int8 rows of x that a call multiplies with int8 codes of w."""
+
+    rotation: int | None
+    dtype: np.dtype | None = None
+    """The dtype of results if x is `QuantizedRows`; None if x is an array that the call
+    quantises."""
 
 
 WeightFields = tuple[Array | None, Array | None, Array | None, Array | None, Array | None]
@@ -86,7 +101,7 @@ def weight_fields(w: Array | QuantizedWeight) -> tuple[WeightFields, WeightForma
     """Return a weight's fields, None for what is absent, and the format if it is quantised."""
     if not isinstance(w, QuantizedWeight):
         return (w, None, None, None, None), None
-    form = WeightFormat(w.format, w.block_size, w.transposed)
+    form = WeightFormat(w.format, w.block_size, w.transposed, w.rotation)
     return (None, w.codes, w.scales, w.super_scales, w.scale_table), form
 
 
@@ -145,6 +160,7 @@ class QuantisedOperand(NamedTuple):
     format: str
     block_size: int
     transposed: bool
+    rotation: int | None
     codes: Matrix
     scales: Matrix
     super_scales: Matrix | None = None
@@ -211,7 +227,8 @@ class LinearProblem:
         if self.weight is None:
             yield self.w
         else:
-            yield from (each for each in self.weight[3:] if each is not None)
+            arrays = (self.weight.codes, self.weight.scales, self.weight.super_scales)
+            yield from (each for each in arrays if each is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +241,8 @@ class ForwardProblem(LinearProblem):
     """(M, N), with contiguous rows."""
     preactivation: Matrix | None = None
     """(M, W), with contiguous rows: x w + b is written there too."""
+    row_format: RowFormat | None = None
+    """How x is quantised. `x` is then the layout of its floats, also where only codes are given."""
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -299,6 +318,51 @@ class BackwardCall:
     An optimizer that keeps w.T then finds the last axis of dw.T contiguous. A w of one row or one
     column counts as C order.
     """
+
+
+def float_layouts(
+    layouts: LinearArrays[Layout], weight: WeightFormat | None, row_format: RowFormat
+) -> LinearArrays[Layout]:
+    """Check the formats of an int8 product; return its layouts, with that of floats for x."""
+    require_given("x", layouts.x)
+    x, codes = layouts.x, layouts.codes
+    form = "a w of its own dtype" if weight is None else f"a w of {weight.format!r}"
+    if weight is None or weight.format != "int8":
+        raise error(
+            TypeError,
+            f"{form} with activations = 'int8'",
+            "int8 rows of x are multiplied with a weight in int8",
+            'pass quantize(w, format="int8", rotation=64), or activations=None',
+        )
+    require_given("codes", codes)
+    assert codes is not None
+    inner = codes.shape[1]
+    if weight.transposed or weight.block_size != inner:
+        blocks = "along N" if weight.transposed else f"of {weight.block_size} along K = {inner}"
+        raise error(
+            ValueError,
+            f"w has scales for blocks {blocks}",
+            "a product of int8 rows has one scale for each column of w",
+            'pass quantize(w, format="int8"), whose blocks are whole columns',
+        )
+    if row_format.rotation != weight.rotation:
+        raise error(
+            ValueError,
+            f"x has rotation = {row_format.rotation}, w rotation = {weight.rotation}",
+            "both are rotated alike, so that the rotations cancel in the product",
+            f"pass quantize_rows(x, rotation={weight.rotation})",
+        )
+    if inner > MOST_INNER:
+        raise error(
+            ValueError,
+            f"K = {inner} with activations = 'int8'",
+            f"K is at most {MOST_INNER:,}: the sums of a longer one may exceed int32",
+            "pass activations=None, or split the sum",
+        )
+    if row_format.dtype is None:
+        require_dtype("x", x, FLOATS)
+        return layouts
+    return replace(layouts, x=contiguous(x.shape, row_format.dtype), x_scales=None)
 
 
 @dataclass(slots=True)

@@ -17,8 +17,16 @@ from numpy.typing import DTypeLike
 
 from cupyattn.ops.activations.reference import activation as activation_of
 from cupyattn.ops.activations.reference import activation_derivative
-from cupyattn.ops.linear.weight_formats import FORMATS, NF4_CODEBOOK, TABLE, QuantizedWeight
+from cupyattn.ops.linear.row_formats import QuantizedRows, quantized_rows
+from cupyattn.ops.linear.weight_formats import (
+    FORMATS,
+    NF4_CODEBOOK,
+    ROTATION,
+    TABLE,
+    QuantizedWeight,
+)
 from cupyattn.runtime.arrays import Array
+from cupyattn.runtime.outputs import widened
 
 NF4_THRESHOLDS = (NF4_CODEBOOK[1:] + NF4_CODEBOOK[:-1]) * np.float32(0.5)
 """The code of a number is the count of thresholds below it, as in bitsandbytes."""
@@ -37,6 +45,49 @@ def quantize(w: np.ndarray, kind: str, block_size: int) -> tuple[np.ndarray, np.
     with np.errstate(all="ignore"):
         codes, scales = _QUANTISERS[kind](x)
     return codes.reshape(rows, -1), scales
+
+
+def hadamard_sums(x: np.ndarray) -> np.ndarray:
+    """Return x H, with H of 64 rows and entries of 1 and -1, for each block of the last axis.
+
+    Sums and differences of items 1, 2, 4, 8, 16 and 32 apart; subnormal float32 results are 0.
+    """
+    v = x.copy()
+    with np.errstate(all="ignore"):
+        for distance in (1 << stage for stage in range(ROTATION.bit_length() - 1)):
+            halves = v.reshape(*x.shape[:-1], -1, 2, distance)
+            a, b = halves[..., 0, :], halves[..., 1, :]
+            v = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
+            if v.dtype == np.float32:
+                v = _flushed(v)
+    return v
+
+
+def rotated(x: np.ndarray) -> np.ndarray:
+    """Return blocks of 64 items of the last axis times the orthogonal matrix H / 8."""
+    v = hadamard_sums(_flushed(x) if x.dtype == np.float32 else x) * x.dtype.type(0.125)
+    return _flushed(v) if x.dtype == np.float32 else v
+
+
+_LEAST_ABSMAX = np.float32(2.0**-100)
+
+
+def quantize_rows(x: np.ndarray, rotation: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return int8 codes of rows, and their scales: `cupyattn.quantize_rows` defines both."""
+    wide = _flushed(widened(x))
+    v = wide if rotation is None else hadamard_sums(wide)
+    with np.errstate(all="ignore"):
+        absmax = np.abs(v).max(axis=-1)
+        finite, small = np.isfinite(absmax), absmax < _LEAST_ABSMAX
+        coded = finite & ~small
+        usable = np.where(coded, absmax, np.float32(1))
+        steps = np.float32(127 if rotation is None else 8 * 127)
+        scales = np.where(
+            coded, usable / steps, np.where(finite, np.float32(0), np.float32(np.nan))
+        )
+        codes = np.rint(v * (np.float32(127) / usable)[..., None])
+        codes = np.where(coded[..., None], codes, 0).astype(np.int8)
+    return codes, scales.astype(np.float32)
 
 
 def nest_scales(absmax: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -226,6 +277,11 @@ def _cancelling_terms(weight: QuantizedWeight) -> np.ndarray:
 def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
     """Return a @ weight with sums in `dtype`."""
     a, weight = a.astype(dtype, copy=False), with_expanded_scales(weight)
+    if weight.rotation is not None:
+        plain = replace(weight, rotation=None)
+        if weight.transposed:
+            return rotated(quantised_product(a, plain, dtype))
+        return quantised_product(rotated(a), plain, dtype)
     out = np.zeros((*a.shape[:-1], weight.shape[1]), dtype)
     for rows in _row_blocks(weight):
         values = dequantised_rows(weight, rows).astype(dtype, copy=False)
@@ -235,6 +291,32 @@ def quantised_product(a: np.ndarray, weight: QuantizedWeight, dtype: DTypeLike) 
             else:
                 out[..., rows] = a @ values.T
     return out
+
+
+_EXACT_TERMS = 2**24 // 127**2
+"""Products of codes up to 127 whose sum float32 holds exactly."""
+
+
+def int8_sums(codes: np.ndarray, weight_codes: np.ndarray) -> np.ndarray:
+    """Return the exact sums of products of codes (M, K) and (N, K), as float64 (M, N).
+
+    A float32 BLAS adds up as many as are exact.
+    """
+    sums = np.zeros((len(codes), len(weight_codes)))
+    for first in range(0, codes.shape[1], _EXACT_TERMS):
+        part = slice(first, first + _EXACT_TERMS)
+        a, b = (each[:, part].astype(np.float32) for each in (codes, weight_codes))
+        sums += a @ b.T
+    return sums
+
+
+def int8_product(rows: QuantizedRows, weight: QuantizedWeight) -> np.ndarray:
+    """Return the product of int8 rows and an int8 weight (K, N) in float64."""
+    sums = int8_sums(_as_rows(np.asarray(rows.codes)), np.asarray(weight.codes))
+    with np.errstate(all="ignore"):
+        product = sums * rows.scales.reshape(-1, 1).astype(np.float64)
+        product = product * weight.scales[:, 0].astype(np.float64)
+    return product.reshape(*rows.shape[:-1], -1)
 
 
 def _row_blocks(weight: QuantizedWeight) -> Iterator[slice]:
@@ -269,12 +351,13 @@ GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 
 def linear(
-    x: np.ndarray,
+    x: np.ndarray | QuantizedRows,
     w: np.ndarray | QuantizedWeight,
     b: np.ndarray | None = None,
     residual: np.ndarray | None = None,
     *,
     activation: str | None = None,
+    activations: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return activation(x w + b) + residual, and x w + b.
 
@@ -284,6 +367,8 @@ def linear(
         The arguments of `cupyattn.linear`.
     activation : str, optional
         The activation, as for `cupyattn.linear`.
+    activations : {None, "int8"}
+        "int8" quantises x: the result is the exact product of its codes and scales.
 
     Examples
     --------
@@ -291,6 +376,10 @@ def linear(
     >>> linear(x, w, np.ones(2), residual=x, activation="relu")
     (array([[3., 5.]]), array([[2., 3.]]))
     """
+    if activations is not None and not isinstance(x, QuantizedRows):
+        assert isinstance(w, QuantizedWeight)
+        codes, scales = quantize_rows(x, w.rotation)
+        x = quantized_rows(codes, scales, w.rotation, scales.dtype)
     preactivation = _product(x, w)
     if b is not None:
         preactivation = preactivation + b.astype(preactivation.dtype)
@@ -367,7 +456,10 @@ def activated_slope(z: np.ndarray, kind: str | None) -> np.ndarray:
     return np.ones_like(z) if kind is None else activation_derivative(z, kind).astype(z.dtype)
 
 
-def _product(a: np.ndarray, b: np.ndarray | QuantizedWeight) -> np.ndarray:
+def _product(a: np.ndarray | QuantizedRows, b: np.ndarray | QuantizedWeight) -> np.ndarray:
+    if isinstance(a, QuantizedRows):
+        assert isinstance(b, QuantizedWeight)
+        return int8_product(a, b)
     if isinstance(b, QuantizedWeight):
         return quantised_product(a, b, _dtype(a))
     dtype = _dtype(a, b)

@@ -181,6 +181,29 @@ def require_format(kind: Any) -> Format:
     )
 
 
+ROTATION = 64
+"""Neighbours along K of a rotated block: the size of the Hadamard matrix."""
+
+
+def require_rotation(rotation: Any, inner: int | None = None) -> int | None:
+    """Return a rotation, or raise for one that is not allowed or does not divide K = `inner`."""
+    if rotation is not None and (type(rotation) is bool or rotation != ROTATION):
+        raise error(
+            ValueError if isinstance(rotation, Integral) else TypeError,
+            f"rotation = {shown(rotation)}",
+            f"it is {ROTATION}, the size of the blocks that are rotated, or None",
+            f"pass rotation={ROTATION}, or none",
+        )
+    if rotation is not None and inner is not None and inner % ROTATION:
+        raise error(
+            ValueError,
+            f"rotation = {ROTATION} with K = {inner}",
+            f"K is a multiple of the rotation: whole blocks of {ROTATION} are rotated",
+            "pad K with zeros, or pass rotation=None",
+        )
+    return None if rotation is None else ROTATION
+
+
 def require_blocks(kind: str, block_size: Any, inner: int) -> None:
     """Raise ValueError unless rows of K = `inner` weights have whole blocks of an allowed size."""
     form = FORMATS[kind]
@@ -245,6 +268,10 @@ class QuantizedWeight:
     transposed : bool
         False: the weight is a w (K, N), whose blocks lie along its first axis. True: it is the
         transpose (N, K).
+    rotation : {None, 64}
+        64 for "int8" codes of H w in place of w: H rotates blocks of 64 neighbours along K by a
+        Hadamard matrix / 8, which is orthogonal and its own inverse. `linear` rotates x too,
+        because x w = (x H) (H w); `dequantize` rotates back. K is a multiple of it.
 
     Attributes
     ----------
@@ -302,6 +329,7 @@ class QuantizedWeight:
     scale_table: Array | None = None
     block_size: int = field(kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
+    rotation: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         arrays = _WeightArrays(self.codes, self.scales, self.super_scales, self.scale_table)
@@ -317,6 +345,7 @@ class QuantizedWeight:
                 "it is True or False",
                 "pass one of these",
             )
+        object.__setattr__(self, "rotation", require_rotation(self.rotation))
         _require_fit(self, given_of(layouts_of(_WeightArrays[Layout], operands.description)))
         starts = given_of(starts_of(_WeightArrays[int], operands.description))
         for name, start in starts.items():
@@ -419,6 +448,7 @@ class QuantizedWeight:
     def __repr__(self) -> str:
         return (
             f"<QuantizedWeight {self.format} {self.shape}, blocks of {self.block_size}, "
+            f"{'' if self.rotation is None else f'rotated by {self.rotation}, '}"
             f"{self.nbytes:,} bytes>"
         )
 
@@ -437,6 +467,7 @@ class QuantizedWeight:
         known = {
             "shape": f"{self.shape} = {'(N, K)' if self.transposed else '(K, N)'}",
             "blocks": f"{self.block_size} neighbours along K share a scale",
+            **({} if self.rotation is None else {"rotation": f"blocks of {self.rotation} along K"}),
             "size": f"{size_text(self.nbytes)}: {8 * self.nbytes / items:.2f} bits a weight, "
             f"{of_float16:.0%} of float16",
         }
@@ -453,13 +484,13 @@ class QuantizedWeight:
     def _of(self, arrays: Sequence[Array | None], transposed: bool) -> QuantizedWeight:
         """Return a weight with other arrays, unchecked: products use `T` in every call."""
         made = object.__new__(QuantizedWeight)
-        values = self.format, *arrays, self.block_size, transposed
+        values = self.format, *arrays, self.block_size, transposed, self.rotation
         for name, value in zip(_FIELDS, values, strict=True):
             object.__setattr__(made, name, value)
         return made
 
 
-_FIELDS = ("format", *WEIGHT_FIELDS, "block_size", "transposed")
+_FIELDS = ("format", *WEIGHT_FIELDS, "block_size", "transposed", "rotation")
 
 
 def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:
@@ -490,6 +521,14 @@ def _require_fit(weight: QuantizedWeight, layouts: Mapping[str, Layout]) -> None
         )
     inner = codes.shape[1] * 8 // form.bits
     require_blocks(weight.format, weight.block_size, inner)
+    require_rotation(weight.rotation, inner)
+    if weight.rotation is not None and weight.format != "int8":
+        raise error(
+            ValueError,
+            f"format = {weight.format!r} with rotation = {weight.rotation}",
+            'weights of "int8" are rotated, no others',
+            "pass rotation=None",
+        )
     expected = pieces(weight.format, outer, inner, weight.block_size)
     for name, layout in layouts.items():
         piece = expected.get(name)

@@ -93,4 +93,5 @@ def traits_of(device: Device) -> DeviceTraits:
         device.tensor_cores,
         device.l2_bytes,
         device.choices,
+        "GEFORCE" in device.name.upper(),
     )

@@ -24,6 +24,8 @@ class DeviceTraits(NamedTuple):
     """The size of the L2 cache, which all multiprocessors share."""
     choices: Choices = USUAL
     """The configurations that plans use where there are several candidates."""
+    geforce: bool = False
+    """Whether float16 products with float32 sums run at half the rate of other Turing devices."""
 
     def has_mma(self, dtype: str) -> bool:
         """Tell whether matrix products of a dtype use tensor cores instead of float32 arithmetic.
