@@ -19,6 +19,7 @@ from cupyattn.ops.cache import kernels as kv_cache
 from cupyattn.ops.embedding import kernels as embedding
 from cupyattn.ops.linear import kernels_float32 as linear_float32
 from cupyattn.ops.linear import kernels_int8 as int8
+from cupyattn.ops.linear import kernels_matmul as matmul
 from cupyattn.ops.linear import kernels_quantised as quantised
 from cupyattn.ops.linear import kernels_quantised_skinny as quantised_skinny
 from cupyattn.ops.linear import kernels_quantised_tile as quantised_tile

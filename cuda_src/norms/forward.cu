@@ -8,6 +8,8 @@
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
 //           rows.cuh); weight and bias (length,); mean and rstd one float for each row.
+//           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised and,
+//           with ROTATED, rotated (common/row_codes.cuh), and not written itself.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.
@@ -16,10 +18,11 @@
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
-    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD)
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(WITH_CODES) || !defined(ROTATED)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, WITH_CODES and ROTATED come from a launch-configuration table"
 #endif
+#include "../common/row_codes.cuh"
 #include "moments.cuh"
 
 using Scalar = DTYPE;
@@ -27,6 +30,8 @@ using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldSegment<Rows, Scalar>;
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
+static_assert(!ROTATED || WITH_CODES, "only codes are rotated");
+static_assert(!WITH_CODES || (RESIDENT && VEC > 1 && LANES * VEC >= kRotation), "rows in registers, by vectors");
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // If several warps share a row of few registers, a layer norm requests as many threads a multiprocessor as 65,536
@@ -35,7 +40,7 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
-    CENTRED && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
+    CENTRED && !WITH_CODES && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
 // Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.
@@ -44,8 +49,9 @@ constexpr bool kHoldColumns = Rows::kResident && !kManyThreads &&
 
 struct Smem {
   RowSums<Rows, 1> sums;
-  RowSums<Rows, 2> moments;  // of a resident row
-  RowMoments<Rows> parts;    // of a longer one
+  RowSums<Rows, 2> moments;                           // of a resident row
+  RowMoments<Rows> parts;                             // of a longer one
+  uint32 most[WITH_CODES ? THREADS / kWarpSize : 1];  // the largest |out| of each warp, as bits
 };
 
 struct Statistics {
@@ -120,10 +126,9 @@ __device__ __forceinline__ float squares_of(const Held& held) {
   return sum;
 }
 
-__device__ __forceinline__ void store_normalised(const Held& held, const Held& weight_r, const Held& bias_r,
-                                                 const Row& row, int64 segment, const Statistics& statistics,
-                                                 float weight_offset) {
-  float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
+__device__ __forceinline__ void normalise(float (&x)[Rows::kVec], const Held& held, const Held& weight_r,
+                                          const Held& bias_r, const Statistics& statistics, float weight_offset) {
+  float weight[Rows::kVec], bias[Rows::kVec];
   held.get(x);
   if constexpr (WITH_WEIGHT) weight_r.get(weight);
   if constexpr (WITH_BIAS) bias_r.get(bias);
@@ -133,13 +138,53 @@ __device__ __forceinline__ void store_normalised(const Held& held, const Held& w
     if constexpr (WITH_WEIGHT) x[i] *= CENTRED ? weight[i] : weight_offset + weight[i];  // layer norm has no offset
     if constexpr (WITH_BIAS) x[i] += bias[i];
   }
-  store_segment<Rows>(row.out_g, x, segment, row.length);
+}
+
+// The largest absolute value of a row, as bits, from that of each thread.
+__device__ __forceinline__ uint32 row_max(uint32 most, Smem& smem_s) {
+  constexpr int kWarps = Rows::kLanes <= kWarpSize ? 1 : Rows::kLanes / kWarpSize;
+  most = warp_reduce<MaxBits, Rows::kLanes / kWarps>(most);
+  if constexpr (kWarps > 1) {
+    if (lane_index() == 0) smem_s.most[warp_index()] = most;
+    row_barrier<Rows>();  // most: written by every warp of the row, once in a kernel
+    most = warp_reduce<MaxBits, kWarps>(smem_s.most[warp_index() / kWarps * kWarps + lane_index() % kWarps]);
+  }
+  return most;
+}
+
+// Quantise the normalised row; it is in registers. Columns beyond the row are zeros. Without codes there is nothing to
+// instantiate: Codes is the rows' traits.
+template <typename Codes, typename Normalised>
+__device__ __forceinline__ void store_codes(signed char* row_g, float* scale_g, int64 length, Smem& smem_s,
+                                            const Normalised& normalised) {
+  if constexpr (WITH_CODES) {
+    float v[Codes::kHeldSegments][Codes::kVec];
+    uint32 most = 0;
+#pragma unroll
+    for (int segment = 0; segment < Codes::kHeldSegments; segment++) {
+      normalised(v[segment], segment);
+      HeldSegment<Codes, Scalar> rounded;
+      rounded.set(v[segment]);
+      const bool is_there = segment_exists<Codes>(segment, length);
+#pragma unroll
+      for (int i = 0; i < Codes::kVec; i++) v[segment][i] = is_there ? v[segment][i] : 0.f;
+      if constexpr (ROTATED) rotate_blocks<Codes::kVec>(v[segment]);
+      most = max_bits(most, v[segment]);
+    }
+    const RowCodes codes = RowCodes::of<ROTATED>(row_max(most, smem_s));
+#pragma unroll
+    for (int segment = 0; segment < Codes::kHeldSegments; segment++) {
+      if (!segment_exists<Codes>(segment, length)) continue;
+      codes.store<Codes::kVec>(row_g + segment_column<Codes>(segment), v[segment]);
+    }
+    if (scale_g != nullptr && threadIdx.x % Codes::kLanes == 0) *scale_g = codes.scale;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
     norm_forward(const Scalar* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
-                 Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
-                 const Params params) {
+                 Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
+                 float eps, float weight_offset, const Params params) {
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   const bool exists = index < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
@@ -149,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
                    WITH_RESIDUAL ? residual_g + offsets[kResidual] : nullptr,
                    weight_g,
                    bias_g,
-                   out_g + offsets[kOut],
+                   WITH_CODES ? nullptr : out_g + offsets[kOut],
                    WITH_RESIDUAL ? total_g + offsets[kTotal] : nullptr,
                    exists ? params.length : 0};
 
@@ -198,14 +243,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
   }
   statistics.rstd = rsqrtf(mean_square + eps);
 
-  // Phase 3: out, from the registers or a second read.
+  // Phase 3: out, from the registers or a second read, or its codes.
+  if constexpr (WITH_CODES) {
+    store_codes<Rows>(codes_g + index * params.length, exists ? scales_g + index : nullptr, row.length, smem_s,
+                      [&](float (&values)[Rows::kVec], int segment) {
+                        if constexpr (!kHoldColumns && WITH_WEIGHT) weight[segment].load(weight_g, segment, row.length);
+                        if constexpr (!kHoldColumns && WITH_BIAS) bias[segment].load(bias_g, segment, row.length);
+                        normalise(values, x[segment], weight[segment], bias[segment], statistics, weight_offset);
+                      });
+  } else {
 #pragma unroll Rows::kHeldSegments
-  for (int64 segment = 0; segment < segments; segment++) {
-    const int held = Rows::held(segment);
-    if constexpr (!Rows::kResident) x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, segment, row.length);
-    if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, segment, row.length);
-    if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, segment, row.length);
-    store_normalised(x[held], weight[held], bias[held], row, segment, statistics, weight_offset);
+    for (int64 segment = 0; segment < segments; segment++) {
+      const int held = Rows::held(segment);
+      if constexpr (!Rows::kResident) x[0].load(WITH_RESIDUAL ? row.total_g : row.x_g, segment, row.length);
+      if constexpr (!kHoldColumns && WITH_WEIGHT) weight[held].load(weight_g, segment, row.length);
+      if constexpr (!kHoldColumns && WITH_BIAS) bias[held].load(bias_g, segment, row.length);
+      float values[Rows::kVec];
+      normalise(values, x[held], weight[held], bias[held], statistics, weight_offset);
+      store_segment<Rows>(row.out_g, values, segment, row.length);
+    }
   }
 
   if (exists && threadIdx.x % Rows::kLanes == 0) {

@@ -177,6 +177,11 @@ def _made(
     options: dict[str, Any],
     traced: list[tuple[Traced, Place]],
 ) -> Any:
+    if options.get("quantize") is not None:
+        raise tape.refuse(
+            f"quantises the result of {rule.name}",
+            'leave out quantize=, and call linear(..., activations="int8")',
+        )
     traced = _with_gradients(tape, rule, traced)
     if not traced:
         return _wrapped(rule.function(*args, **options), lambda value: constant(value, tape))

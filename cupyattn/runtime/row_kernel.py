@@ -39,6 +39,10 @@ class Result(Enum):
     """An array of the rows' shape and dtype, of any strides."""
     PER_ROW = auto()
     """One float32 for each row: statistics. On the CPU float64 for float64 rows."""
+    CODES = auto()
+    """The rows in int8, in C order."""
+    SCALE = auto()
+    """One float32 for each row, in C order: the scale of its codes."""
     COLUMN_SUM = auto()
     """One item for each column, summed over all rows: gradients of column parameters."""
 
@@ -123,6 +127,9 @@ class RowKernel:
         Inputs and results that may be absent; the macro WITH_<NAME> is true if one is present.
     follows : mapping
         Results that are present exactly if an optional input is; one macro describes both.
+    replaces : mapping
+        Optional results that take the place of another one, which is absent where they are present.
+        `catalogue` leaves them out.
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
     choices : mapping
@@ -147,6 +154,7 @@ class RowKernel:
     broadcast: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     follows: Mapping[str, str] = field(default_factory=dict)
+    replaces: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
@@ -197,7 +205,7 @@ class RowKernel:
 
     def may_be_absent(self, name: str) -> bool:
         """Tell whether an array may be absent."""
-        return name in self.optional or name in self.follows
+        return name in (*self.optional, *self.follows, *self.replaces.values())
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -268,12 +276,14 @@ class RowKernel:
         """Yield every configuration, with dtypes, loads, optional arrays and choices in pairs."""
         limits = rows_for(self.table, arch)
         beyond = max(filter(None, limits)) + 1
-        optional = [name for name in self.optional if name not in self.broadcast]
+        optional = [name for name in self.optional if name not in (*self.broadcast, *self.replaces)]
         absent = [(True, False)] * len(optional)
         integers = [INTEGERS] * len(self.integers)
         broadcast = [self._ways_of(name) for name in self.broadcast]
+        decided = {name: values[0] for name, values in self.choices.items() if len(values) == 1}
+        open_to = {name: values for name, values in self.choices.items() if name not in decided}
         for dtype, limit, vectors, *more in pairs(
-            STORAGE, limits, (True, False), *absent, *integers, *broadcast, *self.choices.values()
+            STORAGE, limits, (True, False), *absent, *integers, *broadcast, *open_to.values()
         ):
             rest = iter(more)
             present = [name for name in optional if next(rest)]
@@ -282,7 +292,7 @@ class RowKernel:
             present += [name for name, way in ways.items() if way]
             dtypes |= {name: way[0] for name, way in ways.items() if way}
             whole = [name for name, way in ways.items() if way and way[1] and vectors]
-            choices = dict(zip(self.choices, rest, strict=True))
+            choices = {**decided, **dict(zip(open_to, rest, strict=True))}
             macros = self.macros_of(present, dtypes, choices, whole)
             vec = vector_items(dtype) if vectors else 1
             yield self.specialise(arch, dtype, limit or beyond, vec, macros)

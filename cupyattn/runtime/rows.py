@@ -215,6 +215,8 @@ class RowProblem:
     def is_there(self, name: str) -> bool:
         """Tell whether the call has an array, given or made."""
         name = self.kernel.follows.get(name, name)
+        if any(self.is_there(new) for new, old in self.kernel.replaces.items() if old == name):
+            return False
         return name in self.layouts or name in self.wanted or name not in self.kernel.optional
 
     @property
@@ -223,6 +225,8 @@ class RowProblem:
         of = {
             Result.ROW: Output(self.shape, self.dtype),
             Result.PER_ROW: Output(self.shape[:-1], statistics_dtype(self.dtype)),
+            Result.CODES: Output(self.shape, np.dtype(np.int8)),
+            Result.SCALE: Output(self.shape[:-1], _FLOAT32),
             Result.COLUMN_SUM: Output((self.length,), self.dtype),
         }
         return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
@@ -244,6 +248,12 @@ class RowProblem:
         aligned_to = min(vec * itemsize, VECTOR_BYTES)
         starts = (self.starts.get(name, 0), *outer)
         return vec > 1 and column == itemsize and not any(each % aligned_to for each in starts)
+
+    @property
+    def vector(self) -> int:
+        """The number of items in one load: a vector's if every row starts at one, or 1."""
+        found = {name: contiguous(*output) for name, output in self.outputs.items()}
+        return _vector(self, found | self.layouts)
 
 
 def statistics_dtype(dtype: np.dtype) -> np.dtype:

@@ -255,7 +255,7 @@ def _merge_attention(*arrays: NumpyArray) -> ExpectedResult:
 
 def _exact(array: Any) -> Any:
     """Return an array in float64; what is quantised as it is."""
-    kept = type(None) | cupyattn.QuantizedWeight | cupyattn.QuantizedRows
+    kept: Any = type(None) | cupyattn.QuantizedWeight | cupyattn.QuantizedRows
     return array if isinstance(array, kept) else array.astype(np.float64)
 
 

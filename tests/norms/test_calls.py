@@ -392,3 +392,87 @@ def test_options_that_equal_checked_ones_are_still_refused():
         with pytest.raises(TypeError, match=f"^{next(iter(options))} ") as refused:
             cupyattn.rms_norm(x, **options)
         assert refused.value.__context__ is None
+
+
+# Rows in registers, and those that need a second launch: long ones, rows that do not start at a
+# vector, and blocks of 64 that would lie in several segments.
+QUANTISED = (
+    ("float16", 64, "contiguous"),
+    ("float16", 1088, "contiguous"),
+    ("float32", 64, "contiguous"),
+    ("float16", 192, "sliced"),
+    *deep(
+        ("float16", 2112, "contiguous"),
+        ("bfloat16", 4096, "transposed"),
+        ("float32", 1024, "reversed"),
+        ("float16", 16_448, "contiguous"),
+        ("float32", 8192, "broadcast"),
+        ("bfloat16", 96, "contiguous"),
+    ),
+)
+
+
+@pytest.mark.parametrize(("dtype", "length", "view"), QUANTISED)
+@pytest.mark.parametrize("centred", [True, False])
+def test_quantised_norm_equals_the_norm_and_then_its_codes(dtype, length, view, centred):
+    given = ("weight", "bias", "residual") if centred else ("weight",)
+    case = NormProblem((3, 2, length), dtype, centred, given=given, view=view, mean=0.0)
+    arrays = [_put(array) for array in case.arrays()]
+    options = {**case.keywords(), "residual": _put(case.array("residual"))}
+    rotation = 64 if length % 64 == 0 else None
+    function = cupyattn.layer_norm if centred else cupyattn.rms_norm
+    with KERNELS.running():
+        want = function(*arrays, **options, return_stats=True)
+        found = function(*arrays, **options, return_stats=True, quantize="int8", rotation=rotation)
+        rows = cupyattn.quantize_rows(want[0], rotation=rotation)
+        again = function(
+            *arrays,
+            **options,
+            quantize="int8",
+            rotation=rotation,
+            out=(found[0], found[1]) if centred else found[0],
+        )
+    assert (again[0] if centred else again) is found[0]
+    assert (found[0].rotation, found[0].dtype) == (rotation, rows.dtype)
+    assert_array_equal(KERNELS.get(found[0].codes), KERNELS.get(rows.codes))
+    assert_array_equal(KERNELS.get(found[0].scales), KERNELS.get(rows.scales))
+    for result, other in zip(found[1:], want[1:], strict=True):
+        assert_array_equal(KERNELS.get(result), KERNELS.get(other))
+
+
+def test_quantised_norm_is_one_launch_where_rows_fit():
+    x = np.ones((4, 128), np.float16)
+    one = cupyattn.explain(cupyattn.rms_norm, x, quantize="int8", rotation=64)
+    two = cupyattn.explain(cupyattn.rms_norm, x.astype(np.float32), quantize="int8")
+    assert [launch.kernel for launch in one.launches] == ["norm_forward"]
+    assert [launch.kernel for launch in two.launches] == ["norm_forward", "quantize_rows"]
+
+
+def test_vjp_refuses_a_quantised_norm():
+    x = np.ones((2, 64), np.float32)
+    with pytest.raises(TypeError, match="quantises the result of rms_norm"):
+        cupyattn.vjp(lambda x: cupyattn.rms_norm(x, quantize="int8"), x)
+
+
+def test_norm_of_a_row_that_is_not_finite_has_a_scale_that_is_nan():
+    x = np.ones((3, 64), np.float16)
+    x[1, 5] = np.nan
+    with KERNELS.running():
+        rows = cupyattn.rms_norm(KERNELS.put(x), quantize="int8", rotation=64)
+    assert np.isnan(KERNELS.get(rows.scales)).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"quantize": "int4"}, ValueError, "quantize = 'int4'"),
+        ({"quantize": 8}, TypeError, "quantize = 8"),
+        ({"rotation": 64}, ValueError, "quantize = None, with a rotation"),
+        ({"quantize": "int8", "rotation": 32}, ValueError, "rotation = 32"),
+        ({"quantize": "int8", "rotation": 64}, ValueError, "rotation = 64 with K = 96"),
+        ({"quantize": "int8", "out": np.ones((2, 96), np.float16)}, TypeError, "QuantizedRows"),
+    ],
+)
+def test_refusals_of_quantised_norms(options, kind, says):
+    with pytest.raises(kind, match=says):
+        cupyattn.rms_norm(np.ones((2, 96), np.float16), **options)

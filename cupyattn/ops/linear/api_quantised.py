@@ -16,7 +16,7 @@ from cupyattn.ops.linear.kernels_quantised import (
     run_quantize,
 )
 from cupyattn.ops.linear.kernels_rows import RowsArrays, rows_plan, rows_problem
-from cupyattn.ops.linear.row_formats import QuantizedRows, quantized_rows
+from cupyattn.ops.linear.row_formats import QuantizedRows, quantized_rows, require_rows_out
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
     WEIGHT_FIELDS,
@@ -287,28 +287,12 @@ def quantize_rows(
     rotation = require_rotation(rotation)
     arrays: RowsArrays[Any] = RowsArrays(x)
     if out is not None:
-        if not isinstance(out, QuantizedRows):
-            raise error(
-                TypeError,
-                f"out is {shown(out)}",
-                "it is QuantizedRows",
-                "pass what quantize_rows returned, or none",
-            )
-        arrays.codes, arrays.scales = out.codes, out.scales
+        arrays.codes, arrays.scales = (getattr(out, name, None) for name in ("codes", "scales"))
     operands = adopt(arrays)
     problem = rows_problem(operands, rotation)
     dtype = arrays.x.dtype
-    if out is not None and (out.shape, out.rotation, out.dtype) != (
-        arrays.x.shape,
-        rotation,
-        dtype,
-    ):
-        raise error(
-            ValueError,
-            f"out is {out!r}",
-            f"the result is {arrays.x.shape} of {dtype.name}, rotation = {rotation}",
-            "pass such rows, or none",
-        )
+    if out is not None:
+        require_rows_out(out, arrays.x.shape, rotation, dtype)
     device = device_of(operands)
     if device is not None:
         run(device, rows_plan(problem), operands)

@@ -62,7 +62,7 @@ _SHORT = (128, 192, 16, 64, 96, 2)
 # cycles that float16's takes for as many items.
 _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
     {
-        "wide": TileConfig(*_WIDE, Moves(4, 5, 1), Moves(6, 5, 1), 1, 0.934),
+        "wide": TileConfig(*_WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954),
         "narrow": TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
         "small": TileConfig(*_SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91),
         "short": TileConfig(*_SHORT, Moves(1, 1, 2), Moves(2, 2, 2), 1, 0.966),

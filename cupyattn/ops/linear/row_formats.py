@@ -182,6 +182,27 @@ def quantized_rows(
     return QuantizedRows._of(codes, scales, rotation, dtype)
 
 
+def require_rows_out(
+    out: Any, shape: tuple[int, ...], rotation: int | None, dtype: np.dtype
+) -> QuantizedRows:
+    """Return the out of a call that makes rows, or raise if it is no such rows."""
+    if not isinstance(out, QuantizedRows):
+        raise error(
+            TypeError,
+            f"out is {shown(out)}",
+            "it is QuantizedRows",
+            "pass rows of an earlier call, or none",
+        )
+    if (out.shape, out.rotation, out.dtype) != (shape, rotation, dtype):
+        raise error(
+            ValueError,
+            f"out is {out!r}",
+            f"the result is {shape} of {dtype.name}, rotation = {rotation}",
+            "pass such rows, or none",
+        )
+    return out
+
+
 def require_row_length(shape: tuple[int, ...], rotation: int | None) -> None:
     """Raise ValueError unless rows of a shape (..., K) can be quantised."""
     if not shape or shape[-1] % UNIT or not shape[-1]:
@@ -192,6 +213,18 @@ def require_row_length(shape: tuple[int, ...], rotation: int | None) -> None:
             "pad K with zeros, or keep the rows in their dtype",
         )
     require_rotation(rotation, shape[-1])
+
+
+def require_row_format(quantize: Any, rotation: Any) -> int | None:
+    """Return the rotation of a norm that quantises its result, or raise."""
+    if quantize != "int8":
+        raise error(
+            ValueError if quantize is None or isinstance(quantize, str) else TypeError,
+            f"quantize = {shown(quantize)}" + (", with a rotation" if quantize is None else ""),
+            'it is "int8" for QuantizedRows, or None without a rotation',
+            'pass quantize="int8"',
+        )
+    return require_rotation(rotation)
 
 
 def _fitting_rotation(layouts: _RowCodeArrays[Layout], rotation: Any) -> int | None:

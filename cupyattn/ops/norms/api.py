@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
+from cupyattn.ops.linear.row_formats import require_row_format
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
-from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays
+from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays, quantised_forward
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
 from cupyattn.runtime.differentiable import differentiable
@@ -109,6 +110,22 @@ def layer_norm(
 ) -> Array | tuple[Array, ...]: ...
 
 
+@overload
+def layer_norm(
+    x: Array,
+    weight: Array | None = ...,
+    bias: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    return_stats: bool = ...,
+    quantize: str,
+    rotation: int | None = ...,
+    out: Any = ...,
+) -> Any: ...
+
+
 # The backward takes the rounded sum of x and residual, the second result, as its x. Its dx is the
 # gradient with respect to both terms.
 @differentiable(
@@ -129,8 +146,10 @@ def layer_norm(
     residual: Array | None = None,
     eps: float = 1e-5,
     return_stats: bool = False,
-    out: Array | tuple[Array, ...] | None = None,
-) -> Array | tuple[Array, ...]:
+    quantize: str | None = None,
+    rotation: int | None = None,
+    out: Any = None,
+) -> Any:
     r"""Layer norm over the last axis: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
     Parameters
@@ -146,6 +165,12 @@ def layer_norm(
         Added to the variance; 0 or more.
     return_stats : bool
         Whether to return mean and rstd too, which `layer_norm_backward` takes.
+    quantize : {None, "int8"}
+        "int8" makes out `QuantizedRows`, for products with int8 weights: what `quantize_rows` makes
+        of the rounded rows, in the same pass where the rows fit in registers. N is a multiple of
+        32. Such a call has no gradient.
+    rotation : {None, 64}
+        The rotation of `quantize_rows`.
     out : array or tuple of arrays, optional
         Where to write the results: an array, or a tuple with an array for each result. The first
         may be x itself, and total may be residual itself; otherwise they overlap no input.
@@ -192,7 +217,8 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    return _forward(arrays, eps, 0.0, return_stats, out, centred=True)
+    options = eps, 0.0, return_stats
+    return _forward(arrays, *options, out, centred=True, quantize=quantize, rotation=rotation)
 
 
 @overload
@@ -251,6 +277,22 @@ def rms_norm(
 ) -> Array | tuple[Array, ...]: ...
 
 
+@overload
+def rms_norm(
+    x: Array,
+    weight: Array | None = ...,
+    /,
+    *,
+    residual: Array | None = ...,
+    eps: float = ...,
+    weight_offset: float = ...,
+    return_stats: bool = ...,
+    quantize: str,
+    rotation: int | None = ...,
+    out: Any = ...,
+) -> Any: ...
+
+
 @differentiable(
     lambda: rms_norm_backward,
     results=("out", "total"),
@@ -269,8 +311,10 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     return_stats: bool = False,
-    out: Array | tuple[Array, ...] | None = None,
-) -> Array | tuple[Array, ...]:
+    quantize: str | None = None,
+    rotation: int | None = None,
+    out: Any = None,
+) -> Any:
     r"""RMS norm over the last axis: ``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)``.
 
     Parameters
@@ -287,6 +331,8 @@ def rms_norm(
         Added to the weight: 1.0 in Gemma's models, which store weights around 0.
     return_stats : bool
         Whether to return rstd too, which `rms_norm_backward` takes.
+    quantize, rotation : optional
+        As for `layer_norm`.
     out : array or tuple of arrays, optional
         As for `layer_norm`.
 
@@ -315,7 +361,8 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    return _forward(arrays, eps, weight_offset, return_stats, out, centred=False)
+    options = eps, weight_offset, return_stats
+    return _forward(arrays, *options, out, centred=False, quantize=quantize, rotation=rotation)
 
 
 def _forward(
@@ -323,12 +370,17 @@ def _forward(
     eps: float,
     weight_offset: float,
     return_stats: bool,
-    out: Array | tuple[Array, ...] | None,
+    out: Any,
     *,
     centred: bool,
-) -> Array | tuple[Array, ...]:
+    quantize: Any,
+    rotation: Any,
+) -> Any:
     added = arrays.residual is not None
     options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    if quantize is not None or rotation is not None:
+        rotation = require_row_format(quantize, rotation)
+        return quantised_forward(arrays, out, names, exact, options, rotation)
     if out is not None:
         take_out(arrays, out, names)
     results = call_rows(norms.FORWARD, arrays, exact, options)
@@ -350,7 +402,10 @@ def _forward_options(
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
     options = RowOptions.of(
-        choices={"centred": centred}, wanted=wanted, eps=added_to_square, weight_offset=offset
+        choices={"centred": centred, "rotated": False},
+        wanted=wanted,
+        eps=added_to_square,
+        weight_offset=offset,
     )
     names = ("out", *(("total",) if added else ()), *wanted)
     exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
+from cupyattn.ops.linear.api_quantised import quantize_rows
+from cupyattn.ops.linear.row_formats import (
+    QuantizedRows,
+    quantized_rows,
+    require_row_length,
+    require_rows_out,
+)
+from cupyattn.ops.linear.weight_formats import ROTATION
+from cupyattn.ops.norms.reference import Results
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import adopt
+from cupyattn.runtime.backend import device_of
+from cupyattn.runtime.checks import FLOATS, require_dtype
+from cupyattn.runtime.outputs import named_out
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
+from cupyattn.runtime.rows import RowOptions, RowProblem, call_rows, row_problem, run_rows
 from cupyattn.runtime.spec import Gates, Specialisation
-from cupyattn.runtime.tables import with_gates
+from cupyattn.runtime.storage import STORAGE, vector_items
+from cupyattn.runtime.tables import pairs, rows_for, with_gates
 
 # For rows of 768, 2048 and 4096 items these were the fastest of several configurations that
 # `python -m cupyattn.benchmark layers` timed (H200, compute_75 code, 2026-11-22, float16, 8192
@@ -79,6 +94,8 @@ class NormArrays(Record[T]):
     total: T | None = None
     mean: T | None = None
     rstd: T | None = None
+    codes: T | None = None
+    scales: T | None = None
 
 
 @dataclass(slots=True)
@@ -113,15 +130,21 @@ FORWARD = RowKernel(
         "total": Result.ROW,
         "mean": Result.PER_ROW,
         "rstd": Result.PER_ROW,
+        "codes": Result.CODES,
+        "scales": Result.SCALE,
     },
-    optional=("residual", "weight", "bias", "mean", "rstd"),
-    follows={"total": "residual"},
+    optional=("residual", "weight", "bias", "mean", "rstd", "codes"),
+    follows={"total": "residual", "scales": "codes"},
+    replaces={"codes": "out"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False)},
+    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
-"""Forward of layer norm if `centred`, otherwise of RMS norm, which has no mean."""
+"""Forward of layer norm if `centred`, otherwise of RMS norm, which has no mean.
+
+With codes, out is quantised as `cupyattn.quantize_rows` does.
+"""
 
 BACKWARD = RowKernel(
     "norm_backward",
@@ -141,10 +164,71 @@ BACKWARD = RowKernel(
 A bias means that its gradient is wanted; its items are not read.
 """
 
+
+def emits_codes(problem: RowProblem, arch: int) -> bool:
+    """Tell whether FORWARD can write codes of these rows in the same pass.
+
+    A row is in registers, by vectors, and a rotated block is in the lanes of one row.
+    """
+    config, vec = FORWARD.config(arch, problem.length), problem.vector
+    return bool(config.items) and vec > 1 and config.lanes * vec >= ROTATION
+
+
+def quantised_forward(
+    arrays: NormArrays[Any],
+    out: Any,
+    names: tuple[str, ...],
+    exact: Callable[..., Results],
+    options: RowOptions,
+    rotation: int | None,
+) -> Any:
+    """Run a norm whose out is quantised: in one pass, or in two where its kernel cannot."""
+    given = named_out(out, names)
+    rows = given.pop("out", None)
+    for name, array in given.items():
+        setattr(arrays, name, array)
+    if isinstance(rows, QuantizedRows):
+        arrays.codes, arrays.scales = rows.codes, rows.scales
+    operands = adopt(arrays, FORWARD.fixes)
+    choices = {**dict(options.choices), "rotated": rotation is not None}
+    wanted = (*options.wanted, "codes")
+    with_codes = options._replace(choices=(*choices.items(),), wanted=wanted)
+    problem = row_problem(FORWARD, operands, with_codes)
+    require_dtype("x", problem.layouts["x"], FLOATS)
+    require_row_length(problem.shape, rotation)
+    if rows is not None:
+        require_rows_out(rows, problem.shape, rotation, problem.dtype)
+    device = device_of(operands)
+    if device is not None and emits_codes(problem, device.arch.number):
+        arrays = run_rows(device, problem, operands)
+        codes: Any = arrays.codes
+        scales: Any = arrays.scales
+        made = quantized_rows(codes, scales, rotation, problem.dtype) if rows is None else rows
+    else:
+        arrays.codes = arrays.scales = None
+        arrays = call_rows(FORWARD, arrays, exact, options)
+        normalised: Any = arrays.out
+        made = quantize_rows(normalised, rotation=rotation, out=rows)
+    if len(names) == 1:
+        return made
+    return (made, *(getattr(arrays, name) for name in names[1:]))
+
+
 KERNELS = (FORWARD.spec, BACKWARD.spec)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield every configuration, with dtypes, loads and optional arrays in pairs."""
     yield from FORWARD.catalogue(arch)
+    limits = [limit for limit in rows_for(FORWARD_ROWS, arch) if limit is not None]
+    for dtype, limit, centred, is_rotated, residual in pairs(
+        STORAGE, limits, (True, False), (True, False), (True, False)
+    ):
+        vec = vector_items(dtype)
+        present = ["weight", "codes", *(["bias"] if centred else []), *["residual"] * residual]
+        choices = {"centred": centred, "rotated": is_rotated}
+        if FORWARD.config(arch, limit).lanes * vec >= ROTATION:
+            yield FORWARD.specialise(
+                arch, dtype, limit, vec, FORWARD.macros_of(present, {}, choices)
+            )
     yield from BACKWARD.catalogue(arch)
