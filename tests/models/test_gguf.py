@@ -256,6 +256,12 @@ def test_traits_of_architectures(tmp_path, name, metadata, traits):
     assert {trait: getattr(config, trait) for trait in traits} == traits
 
 
+def test_older_files_of_gemma_2_have_a_window(tmp_path):
+    model = random("gemma2", max_positions=8192, window_size=None)
+    config = models.load(write_gguf(tmp_path / "m.gguf", model, "gemma2"), xp=np).config
+    assert (config.window_size, config.global_layers) == ((4095, 0), (1, 3, 5))
+
+
 @pytest.mark.parametrize("change", ["missing", "long"])
 def test_lists_of_factors_that_do_not_fit(tmp_path, change):
     model = random("phi4")

@@ -383,6 +383,8 @@ _UNROTATED_STEP = 4
 """Every how many layers SmolLM3 has one without rotary positions: llama.cpp has no key for it."""
 _PATTERNS = {"gemma2": 2, "gemma3": 6}
 """Every how many layers one sees all keys, by default."""
+_OLDER_WINDOWS = {"gemma2": 4096}
+"""Windows of files that were made before there was a key."""
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """Layers of the models of 27 billion weights, whose scores have another scale in llama.cpp."""
 _SCALINGS = ("none", "linear", "yarn")
@@ -529,7 +531,7 @@ def _traits(fields: Fields, kind: str, config: Config) -> Json:
 
 def _windows(fields: Fields, kind: str, layers: int, positions: int) -> Json:
     """Return the window, and the layers that see all keys."""
-    window = fields.integer("attention.sliding_window", 0, least=0)
+    window = fields.integer("attention.sliding_window", _OLDER_WINDOWS.get(kind, 0), least=0)
     if not window or (window >= positions and kind != "gemma3"):  # which has another base
         return {}
     pattern = fields.given.get(f"{kind}.attention.sliding_window_pattern")
