@@ -143,7 +143,9 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['TILE_M']} x {macros['TILE_N']}")
     if int(macros.get("M_TILES", 0)) > 2:  # of two heights of the forward's tiles
         parts.append("tall tiles")
-    if macros.get("VEC") == 1:
+    if "RESIDENT" in macros:
+        parts.append(f"{macros['PIECES']} pieces")
+    if 1 in (macros.get("VEC"), macros.get("IN_VEC")):
         parts.append("scalar loads")
     elif macros.get("OUT_VEC") == 1:
         parts.append("scalar stores")
