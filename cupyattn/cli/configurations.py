@@ -143,7 +143,7 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['TILE_M']} x {macros['TILE_N']}")
     if int(macros.get("M_TILES", 0)) > 2:  # of two heights of the forward's tiles
         parts.append("tall tiles")
-    if "RESIDENT" in macros:
+    if "RESIDENT" in macros and "PIECES" in macros:
         parts.append(f"{macros['PIECES']} pieces")
     if 1 in (macros.get("VEC"), macros.get("IN_VEC")):
         parts.append("scalar loads")
