@@ -174,6 +174,26 @@ struct HeldSegment {
   }
 };
 
+// A segment of float32 in a kernel whose vectors are those of a 16-bit dtype: a thread's vector is two words.
+template <typename Rows>
+struct HeldFloats {
+  float items[Rows::kVec];
+
+  __device__ __forceinline__ void load(const float* row_g, int64 segment, int64 length) {
+    load_segment<Rows>(items, row_g, segment, length, 0.f);
+  }
+
+  __device__ __forceinline__ void get(float (&values)[Rows::kVec]) const {
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) values[i] = items[i];
+  }
+
+  __device__ __forceinline__ void set(const float (&values)[Rows::kVec]) {
+#pragma unroll
+    for (int i = 0; i < Rows::kVec; i++) items[i] = values[i];
+  }
+};
+
 // The number of registers of a thread for its items of one row of Scalar, and the number of registers available for
 // rows: all but about 40 for addresses and intermediate values.
 template <typename Rows, typename Scalar>

@@ -9,6 +9,9 @@
 // mean_j g_j. If the forward also returned the sum x + residual, then x here is that sum, dtotal the gradient with
 // respect to it, and dx the gradient with respect to both of its terms.
 //
+// STREAM: x, dtotal and dx are float32 and everything else is a 16-bit dtype (forward.cu). dx is then the gradient with
+// respect to the sum; that of a 16-bit term is its rounding.
+//
 // Shapes    dout, x, dtotal and dx of any rank and any outer strides, last axis contiguous (RowsParams, rows.cuh);
 //           weight (length,); mean and rstd one float for each row; partial sums (CTAs, length) float32.
 // Work      LANES threads own a row; a CTA loops over rows gridDim.x * kRowsPerCta apart. While it computes a row, the
@@ -19,9 +22,10 @@
 //           one row segment of column sums.
 // Edges     columns beyond the row do not count.
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
-    !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) || !defined(WITH_MEAN)
+    !defined(RESIDENT) || !defined(WITH_DTOTAL) || !defined(WITH_WEIGHT) || !defined(WITH_BIAS) ||  \
+    !defined(WITH_MEAN) || !defined(STREAM)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, WITH_DTOTAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, WITH_DTOTAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, STREAM come from a launch-configuration table"
 #endif
 #include "../common/rows.cuh"
 
@@ -29,13 +33,20 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldSegment<Rows, Scalar>;
+#if STREAM
+using Total = float;
+using HeldTotal = HeldFloats<Rows>;
+#else
+using Total = Scalar;
+using HeldTotal = Held;
+#endif
 enum Array { kDout, kX, kDtotal, kMean, kRstd, kDx };
 static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describes another struct");
 
 // The weight and one or two rows stay in a thread's registers, if they fit with the float sums and as many floats in
 // flight.
 constexpr int kWeight = WITH_WEIGHT * kHeldRegisters<Rows, Scalar>;
-constexpr int kRow = (WITH_DTOTAL ? 3 : 2) * kHeldRegisters<Rows, Scalar>;
+constexpr int kRow = ((WITH_DTOTAL ? 3 : 2) + (STREAM ? 1 + WITH_DTOTAL : 0)) * kHeldRegisters<Rows, Scalar>;
 constexpr int kFree = kFreeRegisters<Rows> - (1 + WITH_WEIGHT + WITH_BIAS) * Rows::kHeldSegments * Rows::kVec;
 constexpr bool kAhead = Rows::kResident && kWeight + 2 * kRow <= kFree;
 constexpr bool kHoldWeight = Rows::kResident && kWeight + kRow <= kFree;
@@ -49,15 +60,17 @@ struct Smem {
 };
 
 struct Arrays {
-  const Scalar *dout_g, *x_g, *dtotal_g;
+  const Scalar* dout_g;
+  const Total *x_g, *dtotal_g;
   const float *mean_g, *rstd_g;
-  Scalar* dx_g;
 };
 
 // A row: its offsets, its statistics, and the segments of it that this thread holds.
 struct Row {
-  Held dout[Rows::kHeldSegments], x[Rows::kHeldSegments], dtotal[Rows::kHeldSegments];
-  const Scalar *dout_g, *x_g, *dtotal_g;
+  Held dout[Rows::kHeldSegments];
+  HeldTotal x[Rows::kHeldSegments], dtotal[Rows::kHeldSegments];
+  const Scalar* dout_g;
+  const Total *x_g, *dtotal_g;
   int64 length;  // 0 of a row beyond the last, which takes part with no columns
   float mean, rstd;
 
@@ -102,7 +115,7 @@ struct Terms {
   }
 };
 
-__device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 segment, Scalar* dx_row_g,
+__device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int held, int64 segment, Total* dx_row_g,
                                          float g_shift, float n_slope, bool accumulate) {
   float dx[Rows::kVec], more[Rows::kVec];
 #pragma unroll
@@ -121,11 +134,11 @@ __device__ __forceinline__ void store_dx(const Row& row, const Terms& terms, int
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    norm_backward(const Scalar* dout_g, const Scalar* x_g, const Scalar* dtotal_g, const Scalar* weight_g,
-                  const Scalar*, const float* mean_g, const float* rstd_g, Scalar* dx_g, float* dweight_g,
-                  float* dbias_g, float weight_offset, int accumulate, const Params params) {
+    norm_backward(const Scalar* dout_g, const Total* x_g, const Total* dtotal_g, const Scalar* weight_g, const Scalar*,
+                  const float* mean_g, const float* rstd_g, Total* dx_g, float* dweight_g, float* dbias_g,
+                  float weight_offset, int accumulate, const Params params) {
   __shared__ Smem smem_s;
-  const Arrays arrays = {dout_g, x_g, dtotal_g, mean_g, rstd_g, dx_g};
+  const Arrays arrays = {dout_g, x_g, dtotal_g, mean_g, rstd_g};
   const int64 step = static_cast<int64>(gridDim.x) * Rows::kRowsPerCta;
   const int64 first = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta);
   const float each = 1.f / static_cast<float>(params.length);
@@ -179,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const float n_slope = row.rstd * (sums[0] * each);
 
     // Phase 2: dx, and this row's terms of dweight and dbias; from the registers or a second read.
-    Scalar* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
+    Total* dx_row_g = dx_g + row_offset(params, kDx, index < params.rows ? index : 0);
 #pragma unroll Rows::kHeldSegments
     for (int64 segment = 0; segment < segments; segment++) {
       const int held = Rows::held(segment);

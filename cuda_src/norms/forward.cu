@@ -4,6 +4,10 @@
 //   layer norm: mean = mean_j s_j,  rstd = (mean_j (s_j - mean)^2 + eps)^(-1/2)   (Ba et al., arXiv:1607.06450)
 //   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)       (Zhang, Sennrich, arXiv:1910.07467)
 //
+// STREAM: x and s are float32, everything else is a 16-bit dtype: s = x + residual_scale residual. x is the residual
+// stream of a transformer, which float16 does not hold, and residual what a layer adds to it. The scale is a power of
+// two that the layer's weights were divided by, so the product is exact.
+//
 // The statistics are of the sum as it is stored, so that a backward that reads it computes with the same numbers.
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
@@ -13,14 +17,15 @@
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.
+//           A row of float32 takes twice the registers.
 //           Shared memory: 10 floats per warp.
 // Edges     columns beyond the row do not count; a row with a NaN or an infinity gives NaN (RMS norm of a row with
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
-    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(WITH_CODES) || !defined(ROTATED)
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, WITH_CODES and ROTATED come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM come from a launch-configuration table"
 #endif
 #include "../common/row_codes.cuh"
 #include "moments.cuh"
@@ -29,6 +34,13 @@ using Scalar = DTYPE;
 using Rows = RowTraits<THREADS, LANES, STRIPS, VEC, RESIDENT>;
 using Params = RowsParams<6>;
 using Held = HeldSegment<Rows, Scalar>;
+#if STREAM
+using Total = float;
+using HeldTotal = HeldFloats<Rows>;
+#else
+using Total = Scalar;
+using HeldTotal = Held;
+#endif
 enum Array { kX, kResidual, kOut, kTotal, kMean, kRstd };
 static_assert(!ROTATED || WITH_CODES, "only codes are rotated");
 static_assert(!WITH_CODES || (RESIDENT && VEC > 1 && LANES * VEC >= kRotation), "rows in registers, by vectors");
@@ -40,12 +52,13 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
-    CENTRED && !WITH_CODES && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
+    CENTRED && !STREAM && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
 // Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.
-constexpr bool kHoldColumns = Rows::kResident && !kManyThreads &&
-                              (1 + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
+constexpr bool kHoldColumns =
+    Rows::kResident && !kManyThreads &&
+    (1 + STREAM + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
 
 struct Smem {
   RowSums<Rows, 1> sums;
@@ -65,25 +78,28 @@ struct Statistics {
 
 // This row, and the columns that all rows share.
 struct Row {
-  const Scalar *x_g, *residual_g, *weight_g, *bias_g;
-  Scalar *out_g, *total_g;
+  const Total* x_g;
+  const Scalar *residual_g, *weight_g, *bias_g;
+  Scalar* out_g;
+  Total* total_g;
   int64 length;
+  float residual_scale;
 };
 
 // Computes s from the loads of x and residual, and writes it over x.
-__device__ __forceinline__ void add_residual(Held& x, const Held& residual, const Row& row, int64 segment) {
+__device__ __forceinline__ void add_residual(HeldTotal& x, const Held& residual, const Row& row, int64 segment) {
   if constexpr (WITH_RESIDUAL) {
     float total[Rows::kVec], added[Rows::kVec];
     x.get(total);
     residual.get(added);
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) total[i] += added[i];
+    for (int i = 0; i < Rows::kVec; i++) total[i] += STREAM ? row.residual_scale * added[i] : added[i];
     x.set(total);
     store_segment<Rows>(row.total_g, total, segment, row.length);
   }
 }
 
-__device__ __forceinline__ void load(Held& x, Held& residual, const Row& row, int64 segment) {
+__device__ __forceinline__ void load(HeldTotal& x, Held& residual, const Row& row, int64 segment) {
   x.load(row.x_g, segment, row.length);
   if constexpr (WITH_RESIDUAL) residual.load(row.residual_g, segment, row.length);
 }
@@ -96,7 +112,8 @@ __device__ __forceinline__ float sum_of(const float (&x)[Rows::kVec]) {
 }
 
 // The moments of a resident row: its mean, then the squares about it.
-__device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldSegments], int64 length, Smem& smem_s) {
+__device__ __forceinline__ Moments moments_of(const HeldTotal (&held)[Rows::kHeldSegments], int64 length,
+                                              Smem& smem_s) {
   float x[Rows::kVec], sum[1] = {0.f};
 #pragma unroll
   for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
@@ -118,7 +135,7 @@ __device__ __forceinline__ Moments moments_of(const Held (&held)[Rows::kHeldSegm
   return part;
 }
 
-__device__ __forceinline__ float squares_of(const Held& held) {
+__device__ __forceinline__ float squares_of(const HeldTotal& held) {
   float x[Rows::kVec], sum = 0.f;
   held.get(x);
 #pragma unroll
@@ -126,9 +143,10 @@ __device__ __forceinline__ float squares_of(const Held& held) {
   return sum;
 }
 
-__device__ __forceinline__ void normalise(float (&x)[Rows::kVec], const Held& held, const Held& weight_r,
-                                          const Held& bias_r, const Statistics& statistics, float weight_offset) {
-  float weight[Rows::kVec], bias[Rows::kVec];
+__device__ __forceinline__ void store_normalised(const HeldTotal& held, const Held& weight_r, const Held& bias_r,
+                                                 const Row& row, int64 segment, const Statistics& statistics,
+                                                 float weight_offset) {
+  float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
   held.get(x);
   if constexpr (WITH_WEIGHT) weight_r.get(weight);
   if constexpr (WITH_BIAS) bias_r.get(bias);
@@ -182,9 +200,15 @@ __device__ __forceinline__ void store_codes(signed char* row_g, float* scale_g, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
-    norm_forward(const Scalar* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
-                 Scalar* out_g, Scalar* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
-                 float eps, float weight_offset, const Params params) {
+    norm_forward(const Total* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
+                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
+#if STREAM
+                 float residual_scale,
+#endif
+                 const Params params) {
+#if !STREAM
+  constexpr float residual_scale = 1.f;
+#endif
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
   const bool exists = index < params.rows;  // a warp may hold rows beyond the last: they take part with no columns
@@ -196,11 +220,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
                    bias_g,
                    WITH_CODES ? nullptr : out_g + offsets[kOut],
                    WITH_RESIDUAL ? total_g + offsets[kTotal] : nullptr,
-                   exists ? params.length : 0};
+                   exists ? params.length : 0,
+                   residual_scale};
 
   // Phase 1: read the row, add, and sum it up.
   const int64 segments = Rows::segments(row.length);
-  Held x[Rows::kHeldSegments], added[Rows::kHeldSegments], weight[Rows::kHeldSegments], bias[Rows::kHeldSegments];
+  HeldTotal x[Rows::kHeldSegments];
+  Held added[Rows::kHeldSegments], weight[Rows::kHeldSegments], bias[Rows::kHeldSegments];
   Moments part;
   float squares[1] = {0.f};
   if constexpr (Rows::kResident) {

@@ -132,8 +132,13 @@ class RowKernel:
         `catalogue` leaves them out.
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
+    stream : tuple of str
+        Rows and results that are float32, where all other rows and the columns are one 16-bit
+        dtype: the residual stream of a transformer. A call must have the first column.
     choices : mapping
         Macros that a call decides, each with its possible values.
+    constants : mapping
+        Macros with one value in all calls, where two kernels share a source.
     scalars : mapping
         Numbers passed by value, with their dtypes. Scalars and choices in `OF_THE_PLAN` follow from
         the call.
@@ -156,7 +161,9 @@ class RowKernel:
     follows: Mapping[str, str] = field(default_factory=dict)
     replaces: Mapping[str, str] = field(default_factory=dict)
     in_place: Mapping[str, str] = field(default_factory=dict)
+    stream: tuple[str, ...] = ()
     choices: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
     scalars: Mapping[str, type[np.generic]] = field(default_factory=dict)
     table: RowTable = field(default_factory=lambda: ROWS)
     fixes: Mapping[str, str] = field(init=False, repr=False)
@@ -202,6 +209,11 @@ class RowKernel:
             *self.results_of(Result.ROW),
             *self.results_of(Result.PER_ROW),
         )
+
+    @property
+    def storage(self) -> tuple[str, ...]:
+        """The dtypes of its rows and columns, except those of `stream`."""
+        return tuple(each for each, size in STORAGE.items() if size == 2 or not self.stream)
 
     def may_be_absent(self, name: str) -> bool:
         """Tell whether an array may be absent."""
@@ -254,6 +266,7 @@ class RowKernel:
         for name in self.choices:
             value = choices[name]
             macros[name.upper()] = cpp_bool(value) if isinstance(value, bool) else value
+        macros |= self.constants
         return tuple(macros.items())
 
     def specialise(
@@ -283,7 +296,13 @@ class RowKernel:
         decided = {name: values[0] for name, values in self.choices.items() if len(values) == 1}
         open_to = {name: values for name, values in self.choices.items() if name not in decided}
         for dtype, limit, vectors, *more in pairs(
-            STORAGE, limits, (True, False), *absent, *integers, *broadcast, *open_to.values()
+            self.storage,
+            limits,
+            (True, False),
+            *absent,
+            *integers,
+            *broadcast,
+            *self.choices.values(),
         ):
             rest = iter(more)
             present = [name for name in optional if next(rest)]

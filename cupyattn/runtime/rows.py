@@ -229,7 +229,9 @@ class RowProblem:
             Result.SCALE: Output(self.shape[:-1], _FLOAT32),
             Result.COLUMN_SUM: Output((self.length,), self.dtype),
         }
-        return {name: of[kind] for name, kind in self.kernel.results.items() if self.is_there(name)}
+        found = {n: of[kind] for n, kind in self.kernel.results.items() if self.is_there(n)}
+        of_stream = [name for name in self.kernel.stream if name in found]
+        return found | dict.fromkeys(of_stream, Output(self.shape, _FLOAT32))
 
     def macros(self, vec: int) -> Macros:
         """Return the macros that the call decides, with `vec` items in one load."""
@@ -283,6 +285,8 @@ def _cached_problem(kernel: RowKernel, description: Description, options: RowOpt
     require_arrays(layouts, [name for name in kernel.inputs if name not in kernel.optional])
     model = _model_row(kernel, layouts)
     first = layouts[model]
+    # The layouts of a kernel with a stream have at least one column, which is not of the stream.
+    dtype = layouts[kernel.columns[0]].dtype if kernel.stream else first.dtype
     for name in kernel.broadcast:
         if name in layouts:
             layouts[name] = broadcast_layout(kernel, name, layouts[name], first)
@@ -290,7 +294,7 @@ def _cached_problem(kernel: RowKernel, description: Description, options: RowOpt
     problem = RowProblem(
         kernel,
         first.shape,
-        first.dtype,
+        dtype,
         {
             name: kind(scalars[name])
             for name, kind in kernel.scalars.items()
@@ -367,11 +371,15 @@ def _check_inputs(problem: RowProblem, first: str) -> None:
             require_dtype(name, layout, CPU_FLOATS)
             require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
             require_contiguous_rows(name, layout)
-    same = [name for name in (*kernel.rows, *kernel.columns) if name in layouts]
+    of_stream = [name for name in kernel.stream if name in layouts and name in kernel.rows]
+    for name in of_stream:
+        require_dtype(kernel.shown_as.get(name, name), layouts[name], ("float32",))
+    both = (*kernel.rows, *kernel.columns)
+    same = [name for name in both if name in layouts and name not in of_stream]
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
     for name in given:
         layout = layouts[name]
-        if name not in (*same, *kernel.broadcast):
+        if name not in (*both, *kernel.broadcast):
             allowed = (
                 INTEGERS if name in kernel.integers else (statistics_dtype(problem.dtype).name,)
             )

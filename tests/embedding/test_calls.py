@@ -69,6 +69,22 @@ def test_lookup_and_gradient(dtype, rows, shape, length, ids, spread, accumulate
 
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("length", [13, 24])
+@pytest.mark.parametrize("dtype", [*wider(("float16", "float32"), ("bfloat16",))])
+def test_scaled_rows_are_float32(dtype, length):
+    """The products are beyond float16."""
+    table, ids = 1000 * floats(0, dtype, 20, length), ids_of(20, (3, 5), "int32", "any")
+    table = table.astype(dtype_of(dtype))
+    found = cupyattn.embedding(KERNELS.put(table), KERNELS.put(ids), scale=100.5)
+    assert found.dtype == np.float32
+    exact = 100.5 * table.astype(np.float64)[ids]
+    assert_array_equal(KERNELS.get(found), exact.astype(np.float32))
+    with pytest.raises(NotImplementedError, match="vjp of embedding with a scale"):
+        cupyattn.vjp(lambda each: cupyattn.embedding(each, ids, scale=2.0), table)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.usefixtures("kernels_run")
 def test_id_of_the_next_cta_leaves_other_rows_unchanged():
     """The second batch of ids that the sort reads begins with the first row of the next CTA.
 

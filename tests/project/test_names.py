@@ -120,7 +120,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
         {"positions": None, "interleaved": False, "inverse": False, "grads": None,
          "accumulate": False},
     ),
-    cupyattn.embedding: (("table", "ids"), {"out": None}),
+    cupyattn.embedding: (("table", "ids"), {"scale": None, "out": None}),
     cupyattn.embedding_backward: (
         ("dout", "table", "ids"), {"grads": None, "accumulate": False, "workspace": None},
     ),
@@ -175,8 +175,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.layer_norm: (
         ("x", "weight", "bias"),
-        {"residual": None, "eps": 1e-5, "return_stats": False, "quantize": None, "rotation": None,
-         "out": None},
+        {"residual": None, "x_scale": 1.0, "eps": 1e-5, "return_stats": False, "out": None},
     ),
     cupyattn.layer_norm_backward: (
         ("dout", "x", "weight", "mean", "rstd"),
@@ -184,8 +183,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.rms_norm: (
         ("x", "weight"),
-        {"residual": None, "eps": 1e-6, "weight_offset": 0.0, "return_stats": False,
-         "quantize": None, "rotation": None, "out": None},
+        {"residual": None, "x_scale": 1.0, "eps": 1e-6, "weight_offset": 0.0,
+         "return_stats": False, "out": None},
     ),
     cupyattn.rms_norm_backward: (
         ("dout", "x", "weight", "rstd"),

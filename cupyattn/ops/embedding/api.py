@@ -17,15 +17,18 @@ from cupyattn.ops.embedding.kernels import (
 )
 from cupyattn.runtime.arrays import Array, adopt
 from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import fixes_of_results, require_bool
-from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.checks import factor, fixes_of_results, require_bool
+from cupyattn.runtime.differentiable import differentiable, recorder
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import require_grads, round_into
 
 _FIXES = fixes_of_results("out")
 
 
 @differentiable(lambda: embedding_backward, gradients=("dtable",))
-def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array:
+def embedding(
+    table: Array, ids: Array, /, *, scale: float | None = None, out: Array | None = None
+) -> Array:
     r"""Select rows of a table by their numbers: ``table[ids]``.
 
     Parameters
@@ -35,12 +38,15 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
         emulator. The last axis is contiguous.
     ids : array of any shape and strides, int32 or int64
         Numbers of rows, 0 to V - 1.
+    scale : float, optional
+        Return scale times the rows in float32 (float64 for float64): the first state of a model
+        whose residual stream is float32, and Gemma's factor.
     out : array (..., N), optional
         Where to write the result; must not overlap table or ids.
 
     Returns
     -------
-    array (..., N), dtype of table
+    array (..., N), dtype of table, or float32 with a scale
 
     Raises
     ------
@@ -64,8 +70,17 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
            [1., 2.],
            [3., 4.]], dtype=float32)
     """
+    if scale is not None:
+        scale = factor("scale", scale)
+        if recorder.get() is not None:
+            raise error(
+                NotImplementedError,
+                "vjp of embedding with a scale",
+                "embedding_backward has the gradient of the rows as they are",
+                "scale the result of embedding without scale",
+            )
     operands = adopt(EmbeddingArrays(table, ids, out), _FIXES)
-    problem = embedding_problem(operands)
+    problem = embedding_problem(operands, scale)
     device = device_of(operands)
     if device is None:
         return _looked_up(operands.arrays, problem)
@@ -76,6 +91,8 @@ def embedding(table: Array, ids: Array, /, *, out: Array | None = None) -> Array
 
 def _looked_up(arrays: EmbeddingArrays[Any], problem: EmbeddingProblem) -> Array:
     exact = reference.embedding(arrays.table, arrays.ids)
+    if problem.scale is not None:
+        exact = problem.scale * exact
     return round_into(arrays.out, exact, problem.output.dtype)
 
 

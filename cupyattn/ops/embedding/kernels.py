@@ -54,6 +54,7 @@ from cupyattn.runtime.tables import cpp_bool, pairs, rows_for
 from cupyattn.runtime.value_checks import checks_values, require_within
 
 _INT32, _INT64, _UINT32 = (np.dtype(kind) for kind in (np.int32, np.int64, np.uint32))
+_FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(slots=True)
@@ -89,6 +90,12 @@ FORWARD = KernelSpec(
         elements_struct(2),
     ),
 )
+WIDE_FORWARD = KernelSpec(
+    FORWARD.entry,
+    FORWARD.source,
+    (*FORWARD.parameters[:-1], Scalar("scale", _FLOAT32), elements_struct(2)),
+)
+"""The lookup of rows that are scaled, in float32."""
 IDS = KernelSpec(
     "embedding_ids",
     "embedding/ids.cu",
@@ -130,7 +137,7 @@ COMBINE = KernelSpec(
         Scalar("column_blocks", _UINT32),
     ),
 )
-KERNELS = (FORWARD, IDS, SORT, SUM, COMBINE)
+KERNELS = (FORWARD, WIDE_FORWARD, IDS, SORT, SUM, COMBINE)
 
 _IDS = {"int32": "int", "int64": "int64"}
 """Dtypes of ids, with their names in C."""
@@ -164,9 +171,11 @@ def forward_config(arch: int, row_bytes: int) -> ElementConfig:
 
 
 @cache
-def specialise_forward(config: ElementConfig, dtype: str, vec: int, ids: str) -> Specialisation:
+def specialise_forward(
+    config: ElementConfig, dtype: str, vec: int, ids: str, wide: bool = False
+) -> Specialisation:
     """Specialise the lookup with `vec` items a load: 1, or 16 bytes of them."""
-    return FORWARD.specialise(
+    return (WIDE_FORWARD if wide else FORWARD).specialise(
         threads=config.threads,
         reason=config.reason,
         DTYPE=dtype,
@@ -174,6 +183,7 @@ def specialise_forward(config: ElementConfig, dtype: str, vec: int, ids: str) ->
         VECTORS=config.loads(vec),
         VEC=vec,
         IDS=_IDS[ids],
+        WIDE=cpp_bool(wide),
     )
 
 
@@ -215,6 +225,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     rows = rows_for(FORWARD_ROWS, arch)
     for dtype, limit, whole, ids in pairs(STORAGE, rows, (True, False), _IDS):
         yield specialise_forward(rows[limit], dtype, vector_items(dtype) if whole else 1, ids)
+    for dtype, limit, whole, ids in pairs(STORAGE, rows, (True, False), _IDS):
+        yield specialise_forward(rows[limit], dtype, vector_items(dtype) if whole else 1, ids, True)
     yield from map(specialise_ids, _IDS)
     yield specialise_sort()
     for dtype, whole, accumulate in pairs(STORAGE, (True, False), (False, True)):
@@ -245,6 +257,8 @@ class EmbeddingProblem:
     output: Output
     accumulate: bool
     overlaps: Overlaps
+    scale: float | None = None
+    """The factor of the rows, which then become float32."""
 
     @property
     def vec(self) -> int:
@@ -255,9 +269,11 @@ class EmbeddingProblem:
         return items if self.target.shape[1] % items == 0 and rows_aligned(used) else 1
 
 
-def embedding_problem(operands: Operands[EmbeddingArrays[Array]]) -> EmbeddingProblem:
+def embedding_problem(
+    operands: Operands[EmbeddingArrays[Array]], scale: float | None = None
+) -> EmbeddingProblem:
     """Check the arrays of a forward call; a call that was checked before is found in a cache."""
-    problem = _forward_problem(operands.description)
+    problem = _forward_problem(operands.description, scale)
     _check_memory(problem, operands, operands.arrays.ids)
     return problem
 
@@ -279,17 +295,20 @@ def _check_memory(problem: EmbeddingProblem, operands: Operands[Any], ids: Array
 
 
 @lru_cache(maxsize=4096)
-def _forward_problem(description: Description) -> EmbeddingProblem:
+def _forward_problem(description: Description, scale: float | None) -> EmbeddingProblem:
     layouts = layouts_of(EmbeddingArrays[Layout], description)
     table, ids, out = layouts.table, layouts.ids, layouts.out
     _check_table(table, ids)
     overlaps = Overlaps.of(layouts, ("out",))
-    output = Output((*ids.shape, table.shape[1]), table.dtype)
+    wide = np.dtype(np.float64) if table.dtype == np.float64 else _FLOAT32
+    output = Output((*ids.shape, table.shape[1]), table.dtype if scale is None else wide)
     if out is not None:
         require_output("out", out, *output)
     rows = out or contiguous(*output)
     starts = given_of(starts_of(EmbeddingArrays[int], description))
-    return EmbeddingProblem(layouts, starts, ids, rows, table, "out", output, False, overlaps)
+    return EmbeddingProblem(
+        layouts, starts, ids, rows, table, "out", output, False, overlaps, scale
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -369,11 +388,14 @@ def _forward_plan(problem: EmbeddingProblem, arch: int) -> Plan:
         )
     shape, strides = _merged(len(ids.shape), ids=ids, out=problem.rows)
     params = element_params(shape, strides, table.shape[1], units)
-    specialisation = specialise_forward(config, table.dtype.name, vec, ids.dtype.name)
+    scale = problem.scale
+    wide, scales = scale is not None, () if scale is None else (scale,)
+    specialisation = specialise_forward(config, table.dtype.name, vec, ids.dtype.name, wide)
     stride = table.strides[0] // table.dtype.itemsize
     slots = planner.slots
     arrays = (slots.table, slots.ids, slots.out)
-    return planner.plan(Step.of(specialisation, ctas, arrays, table.shape[0], stride, params[()]))
+    rows = table.shape[0]
+    return planner.plan(Step.of(specialisation, ctas, arrays, rows, stride, *scales, params[()]))
 
 
 @lru_cache(maxsize=4096)

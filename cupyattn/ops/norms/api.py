@@ -6,14 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
-from cupyattn.ops.linear.row_formats import require_row_format
+import numpy as np
+
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
-from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays, quantised_forward
+from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays, StreamArrays
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
-from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.differentiable import differentiable, recorder
+from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import take_grads, take_out
+from cupyattn.runtime.records import values_of
+from cupyattn.runtime.row_kernel import RowKernel
 from cupyattn.runtime.rows import RowOptions, call_rows
 
 
@@ -62,6 +67,7 @@ def layer_norm(
     /,
     *,
     residual: None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     return_stats: Literal[False] = ...,
     out: Array | None = ...,
@@ -76,6 +82,7 @@ def layer_norm(
     /,
     *,
     residual: Array,
+    x_scale: float = ...,
     eps: float = ...,
     return_stats: bool = ...,
     out: tuple[Array, ...] | None = ...,
@@ -90,6 +97,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     return_stats: Literal[True],
     out: tuple[Array, ...] | None = ...,
@@ -104,6 +112,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     return_stats: bool,
     out: Array | tuple[Array, ...] | None = ...,
@@ -144,6 +153,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = None,
+    x_scale: float = 1.0,
     eps: float = 1e-5,
     return_stats: bool = False,
     quantize: str | None = None,
@@ -160,7 +170,10 @@ def layer_norm(
     weight, bias : array (N,), dtype of x, optional
         Factor of the normalised rows, and the term that is added to the product.
     residual : array (..., N), dtype of x, optional
-        Added to x first, in the same pass. The rounded sum is normalised.
+        Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
+        have a float16 or bfloat16 x: then the sum is float32.
+    x_scale : float
+        Factor of x in the sum with such a residual; otherwise 1.
     eps : float
         Added to the variance; 0 or more.
     return_stats : bool
@@ -178,7 +191,9 @@ def layer_norm(
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``. With a residual ``(out, total)``, where total is x + residual. With return_stats
+        ``out``. With a residual ``(out, total)``, where total is x + residual, x_scale * x +
+        residual for a float32 residual of a 16-bit x. If the weight is float16 or bfloat16, x may
+        be float32 without a residual; out has the dtype of the weight. With return_stats
         mean and ``rstd = 1 / sqrt(var + eps)`` of each row follow, arrays (...) of float32, or
         float64 for float64 arrays. A row with a NaN or an infinity gives NaN.
 
@@ -217,8 +232,7 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    options = eps, 0.0, return_stats
-    return _forward(arrays, *options, out, centred=True, quantize=quantize, rotation=rotation)
+    return _forward(arrays, x_scale, eps, 0.0, return_stats, out, centred=True)
 
 
 @overload
@@ -228,6 +242,7 @@ def rms_norm(
     /,
     *,
     residual: None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[False] = ...,
@@ -242,6 +257,7 @@ def rms_norm(
     /,
     *,
     residual: Array,
+    x_scale: float = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool = ...,
@@ -256,6 +272,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[True],
@@ -270,6 +287,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = ...,
+    x_scale: float = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool,
@@ -308,6 +326,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = None,
+    x_scale: float = 1.0,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     return_stats: bool = False,
@@ -324,7 +343,10 @@ def rms_norm(
     weight : array (N,), dtype of x, optional
         Factor of the normalised rows.
     residual : array (..., N), dtype of x, optional
-        Added to x first, in the same pass. The rounded sum is normalised.
+        Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
+        have a float16 or bfloat16 x: then the sum is float32.
+    x_scale : float
+        Factor of x in the sum with such a residual; otherwise 1.
     eps : float
         Added to the mean square; 0 or more.
     weight_offset : float
@@ -339,7 +361,9 @@ def rms_norm(
     Returns
     -------
     array (..., N), dtype of x, or a tuple
-        ``out``. With a residual ``(out, total)``, where total is x + residual. With return_stats
+        ``out``. With a residual ``(out, total)``, where total is x + residual, x_scale * x +
+        residual for a float32 residual of a 16-bit x. If the weight is float16 or bfloat16, x may
+        be float32 without a residual; out has the dtype of the weight. With return_stats
         ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row follows, an array (...) of float32, or
         float64 for float64 arrays.
 
@@ -361,55 +385,89 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    options = eps, weight_offset, return_stats
-    return _forward(arrays, *options, out, centred=False, quantize=quantize, rotation=rotation)
+    return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, centred=False)
 
 
 def _forward(
     arrays: NormArrays[Array],
+    x_scale: float,
     eps: float,
     weight_offset: float,
     return_stats: bool,
     out: Any,
     *,
     centred: bool,
-    quantize: Any,
-    rotation: Any,
-) -> Any:
-    added = arrays.residual is not None
-    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
-    if quantize is not None or rotation is not None:
-        rotation = require_row_format(quantize, rotation)
-        return quantised_forward(arrays, out, names, exact, options, rotation)
+) -> Array | tuple[Array, ...]:
+    added, kernel = arrays.residual is not None, norms.FORWARD
+    if _of_stream(arrays.residual if added else arrays.x, arrays.weight):
+        kernel = norms.STREAM_FORWARD if added else norms.STREAM_NORM
+    options, names, exact = _forward_options(
+        kernel, return_stats, x_scale, eps, weight_offset, centred, added
+    )
     if out is not None:
         take_out(arrays, out, names)
-    results = call_rows(norms.FORWARD, arrays, exact, options)
+    if kernel is norms.STREAM_FORWARD and arrays.residual is not None:
+        if recorder.get() is not None:
+            raise error(
+                NotImplementedError,
+                "vjp of a norm of x in 16 bits and a float32 residual",
+                "one array would be the gradient of both, in two dtypes",
+                "add them before the norm, or call the backward of the norm yourself",
+            )
+        stream, arrays = arrays.residual, StreamArrays(*values_of(arrays))
+        arrays.x, arrays.residual = stream, arrays.x
+    results = call_rows(kernel, arrays, exact, options)
     if len(names) == 1:
         assert results.out is not None
         return results.out
     return tuple([getattr(results, name) for name in names])
 
 
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _of_stream(rows: object, weight: object) -> bool:
+    """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
+    kind = getattr(weight, "dtype", None)
+    return getattr(rows, "dtype", None) is _FLOAT32 and getattr(kind, "itemsize", 0) == 2
+
+
 @checked_once
 def _forward_options(
-    return_stats: object, eps: object, weight_offset: object, centred: bool, added: bool
+    kernel: RowKernel,
+    return_stats: object,
+    x_scale: object,
+    eps: object,
+    weight_offset: object,
+    centred: bool,
+    added: bool,
 ) -> tuple[RowOptions, tuple[str, ...], Callable[..., reference.Results]]:
     """Check options; return those of the kernel, the names of the results, and the reference."""
     require_bool("return_stats", return_stats)
+    scale = factor("x_scale", x_scale)
     added_to_square = factor("eps", eps, least=0.0)
     offset = factor("weight_offset", weight_offset)
     wanted: tuple[str, ...] = ()
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
+    scalars: Keywords = {"eps": added_to_square, "weight_offset": offset}
+    if kernel.stream:
+        scalars["residual_scale"] = scale
+    elif scale != 1.0:
+        raise error(
+            ValueError,
+            f"x_scale = {scale:g} without a float32 residual of a float16 or bfloat16 x",
+            "x is scaled only where it is added to a residual of more precision",
+            "leave x_scale out, or scale x before the call",
+        )
     options = RowOptions.of(
-        choices={"centred": centred, "rotated": False},
+        choices={"centred": centred},
         wanted=wanted,
-        eps=added_to_square,
-        weight_offset=offset,
+        **scalars,
     )
     names = ("out", *(("total",) if added else ()), *wanted)
-    exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)
-    return options, names, exact
+    exact: Callable[..., reference.Results] = partial(reference.norm, centred=centred)
+    return options, names, partial(exact, **scalars)
 
 
 def layer_norm_backward(
@@ -430,12 +488,12 @@ def layer_norm_backward(
 
     Parameters
     ----------
-    dout : array (..., N), dtype of x
+    dout : array (..., N), dtype of out
         Gradient with respect to out.
     x : array (..., N)
         The array that was normalised: the x of `layer_norm`, or **with a residual the total that
         it returned**.
-    weight : array (N,), dtype of x, or None
+    weight : array (N,), dtype of out, or None
         The weight that `layer_norm` was given.
     mean, rstd : array (...), float32, or float64 for float64 arrays
         The statistics that it returned with ``return_stats=True``.
@@ -507,12 +565,12 @@ def rms_norm_backward(
 
     Parameters
     ----------
-    dout : array (..., N), dtype of x
+    dout : array (..., N), dtype of out
         Gradient with respect to out.
     x : array (..., N)
         The array that was normalised: the x of `rms_norm`, or **with a residual the total that it
         returned**.
-    weight : array (N,), dtype of x, or None
+    weight : array (N,), dtype of out, or None
         The weight that `rms_norm` was given.
     rstd : array (...), float32, or float64 for float64 arrays
         The statistics that it returned with ``return_stats=True``.
@@ -564,9 +622,10 @@ def _backward(
     weight_offset: float,
     accumulate: bool,
 ) -> NormBackwardArrays[Array]:
+    of_stream = _of_stream(arrays.x, arrays.weight)
     options, exact = _backward_options(weight_offset, accumulate)
     take_grads(arrays, kind, grads, accumulate)
-    return call_rows(norms.BACKWARD, arrays, exact, options)
+    return call_rows(norms.STREAM_BACKWARD if of_stream else norms.BACKWARD, arrays, exact, options)
 
 
 @checked_once

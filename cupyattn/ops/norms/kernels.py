@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -59,6 +59,19 @@ FORWARD_ROWS: RowTable = {
         },
     )
 }
+
+STREAM_ROWS: RowTable = {
+    75: with_gates(
+        _FORWARD_ROWS,
+        {
+            128: Gates(registers=80),
+            1024: Gates(registers=128),
+            **dict.fromkeys((2048, 4096), Gates(registers=96)),
+            16_384: Gates(registers=128),
+        },
+    )
+}
+"""For rows of float32, which take more registers."""
 
 _BACKWARD_ROWS = {
     128: RowConfig(256, 8, 16, "short rows: four to a warp keep its lanes busy", summing_ctas=2),
@@ -137,7 +150,8 @@ FORWARD = RowKernel(
     follows={"total": "residual", "scales": "codes"},
     replaces={"codes": "out"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
+    choices={"centred": (True, False)},
+    constants={"STREAM": "false"},
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
@@ -156,6 +170,7 @@ BACKWARD = RowKernel(
     results={"dx": Result.ROW, "dweight": Result.COLUMN_SUM, "dbias": Result.COLUMN_SUM},
     optional=("dtotal", "weight", "bias", "mean"),
     follows={"dweight": "weight", "dbias": "bias"},
+    constants={"STREAM": "false"},
     scalars={"weight_offset": np.float32, "accumulate": np.int32},
     table=BACKWARD_ROWS,
 )
@@ -165,56 +180,40 @@ A bias means that its gradient is wanted; its items are not read.
 """
 
 
-def emits_codes(problem: RowProblem, arch: int) -> bool:
-    """Tell whether FORWARD can write codes of these rows in the same pass.
+@dataclass(slots=True)
+class StreamArrays(NormArrays[T]):
+    """Arrays of a forward call whose x is a float32 residual stream.
 
-    A row is in registers, by vectors, and a rotated block is in the lanes of one row.
+    The caller passes what is added to the stream as x, and the stream as the residual.
     """
-    config, vec = FORWARD.config(arch, problem.length), problem.vector
-    return bool(config.items) and vec > 1 and config.lanes * vec >= ROTATION
+
+    SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x"})
 
 
-def quantised_forward(
-    arrays: NormArrays[Any],
-    out: Any,
-    names: tuple[str, ...],
-    exact: Callable[..., Results],
-    options: RowOptions,
-    rotation: int | None,
-) -> Any:
-    """Run a norm whose out is quantised: in one pass, or in two where its kernel cannot."""
-    given = named_out(out, names)
-    rows = given.pop("out", None)
-    for name, array in given.items():
-        setattr(arrays, name, array)
-    if isinstance(rows, QuantizedRows):
-        arrays.codes, arrays.scales = rows.codes, rows.scales
-    operands = adopt(arrays, FORWARD.fixes)
-    choices = {**dict(options.choices), "rotated": rotation is not None}
-    wanted = (*options.wanted, "codes")
-    with_codes = options._replace(choices=(*choices.items(),), wanted=wanted)
-    problem = row_problem(FORWARD, operands, with_codes)
-    require_dtype("x", problem.layouts["x"], FLOATS)
-    require_row_length(problem.shape, rotation)
-    if rows is not None:
-        require_rows_out(rows, problem.shape, rotation, problem.dtype)
-    device = device_of(operands)
-    if device is not None and emits_codes(problem, device.arch.number):
-        arrays = run_rows(device, problem, operands)
-        codes: Any = arrays.codes
-        scales: Any = arrays.scales
-        made = quantized_rows(codes, scales, rotation, problem.dtype) if rows is None else rows
-    else:
-        arrays.codes = arrays.scales = None
-        arrays = call_rows(FORWARD, arrays, exact, options)
-        normalised: Any = arrays.out
-        made = quantize_rows(normalised, rotation=rotation, out=rows)
-    if len(names) == 1:
-        return made
-    return (made, *(getattr(arrays, name) for name in names[1:]))
+STREAM_NORM = replace(
+    FORWARD,
+    stream=("x", "total"),
+    constants={"STREAM": "true"},
+    scalars={**FORWARD.scalars, "residual_scale": np.float32},
+    table=STREAM_ROWS,
+)
+"""Forward of a float32 x to the 16-bit dtype of the weight, which a call must have."""
 
+STREAM_FORWARD = replace(
+    STREAM_NORM, record=StreamArrays, in_place={"out": "residual", "total": "x"}
+)
+"""Forward of a float32 x to which a 16-bit residual is added: the stream, and its next term."""
 
-KERNELS = (FORWARD.spec, BACKWARD.spec)
+STREAM_BACKWARD = replace(
+    BACKWARD,
+    stream=("x", "dtotal", "dx"),
+    constants={"STREAM": "true"},
+)
+"""Backward of either: x, dtotal and dx are float32."""
+
+KERNELS = tuple(
+    kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_NORM, STREAM_FORWARD, STREAM_BACKWARD)
+)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
@@ -232,3 +231,5 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
                 arch, dtype, limit, vec, FORWARD.macros_of(present, {}, choices)
             )
     yield from BACKWARD.catalogue(arch)
+    yield from STREAM_FORWARD.catalogue(arch)
+    yield from STREAM_BACKWARD.catalogue(arch)

@@ -21,6 +21,7 @@ def norm(
     centred: bool,
     eps: float,
     weight_offset: float = 0.0,
+    residual_scale: float | None = None,
 ) -> Results:
     """Normalise rows: layer norm if `centred`, RMS norm otherwise.
 
@@ -35,6 +36,8 @@ def norm(
         Added to the mean square.
     weight_offset : float
         Added to the weight.
+    residual_scale : float, optional
+        Factor of the residual, of which x is then the float32 stream that it is added to.
 
     Returns
     -------
@@ -53,7 +56,7 @@ def norm(
     (array([-1.,  1.]), 2.0, 1.0)
     """
     with np.errstate(all="ignore"):
-        total = None if residual is None else rounded_sum(x, residual)
+        total = None if residual is None else rounded_sum(x, residual, residual_scale)
         rows = x.astype(np.float64) if total is None else total
         mean = np.zeros(rows.shape[:-1])
         if centred:
@@ -69,9 +72,10 @@ def norm(
     return out, total, mean, rstd
 
 
-def rounded_sum(x: np.ndarray, residual: np.ndarray) -> Float64:
-    """Return x + residual, rounded to their dtype."""
-    total = x.astype(np.float64) + residual
+def rounded_sum(x: np.ndarray, residual: np.ndarray, scale: float | None = None) -> Float64:
+    """Return x + residual, or x + scale * residual, rounded to the dtype of x."""
+    added = residual.astype(np.float64)
+    total = x.astype(np.float64) + (added if scale is None else scale * added)
     if total.itemsize > x.itemsize:  # kernels add in float32, and round that
         total = total.astype(np.float32).astype(x.dtype)
     return total.astype(np.float64)
