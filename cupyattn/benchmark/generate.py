@@ -100,6 +100,10 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
 
     heads, groups, width = config.num_heads, config.num_kv_heads, config.head_dim
     x = drawn(rows, config.hidden_size)
+    # A float16 model adds to a float32 stream in its norms, others where a product is stored.
+    in_stream = model.dtype == "float16"
+    stream = x.astype(np.float32) if in_stream else x
+    scale = 1.0 if in_stream else None
     qkv = drawn(rows, heads + 2 * groups, width)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
     seen, inner = drawn(rows, heads * width), drawn(rows, config.intermediate_size)
@@ -117,28 +121,39 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         return DecodeCall(name, moved + out * kind.itemsize, partial(of, given, **options))
 
     def norm(name: str, of: Any, given: Array = x, **options: object) -> DecodeCall:
-        moved = _nbytes(of.weight, of.bias, given, given)
+        moved = _nbytes(of.weight, of.bias, given, x if given is stream else given)
         return DecodeCall(name, moved, partial(of, given, **options))
+
+    def of_sum(of: Any) -> DecodeCall:
+        """Return the call of a norm that reads the hidden states."""
+        if not in_stream:
+            return norm("norm", of)
+        moved = _nbytes(of.weight, of.bias, x, stream, stream, x)
+        return DecodeCall("sum + norm", moved, partial(of, x, residual=stream))
 
     def added(name: str, of: Any, after: Any, given: Array) -> list[DecodeCall]:
         """Return the calls of `cupyattn.models.forward.added`."""
+        if in_stream:
+            return [weighted(name, of, given), *([norm("norm", after)] if after else ())]
         if after is None:
             return [weighted(f"{name} + residual", of, given, x)]
         total = DecodeCall("sum", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy()))
         return [weighted(name, of, given), norm("norm", after), total]
 
     parts = [
-        DecodeCall("embedding", 2 * x.nbytes, partial(cupyattn.embedding, weights.embedding, ids))
-    ]
-    if config.embedding_scale is not None:
+        DecodeCall("embedding", x.nbytes + stream.nbytes,
+                   partial(cupyattn.embedding, weights.embedding, ids, scale=scale))
+    ]  # fmt: skip
+    if config.embedding_scale is not None and not in_stream:
         scaled = partial(xp.multiply, x, config.embedding_scale, out=x.copy())
         parts.append(DecodeCall("scale of embeddings", 2 * x.nbytes, scaled))
     if weights.positions is not None:
-        found = partial(cupyattn.embedding, weights.positions, tables.positions[:rows])
-        summed = partial(xp.add, x, x, out=x.copy())
+        at = tables.positions[:rows]
+        found = partial(cupyattn.embedding, weights.positions, at, scale=scale)
+        summed = partial(xp.add, stream, stream, out=stream.copy())
         parts += [
-            DecodeCall("embedding", 2 * x.nbytes, found),
-            DecodeCall("sum of embeddings", 3 * x.nbytes, summed),
+            DecodeCall("embedding", x.nbytes + stream.nbytes, found),
+            DecodeCall("sum of embeddings", 3 * stream.nbytes, summed),
         ]
     for index, layer in enumerate(weights.layers):
         tables_of = model.rotary_of(index)
@@ -153,8 +168,10 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
                                **config.attention_options(index))),
         ]  # fmt: skip
         output = added("output", layer.output, layer.output_norm, seen)
+        if in_stream and layer.mlp_norm is None:
+            output = [weighted("output + down", layer.output, seen, x)]
         down = added("down", layer.down, layer.down_norm, inner)
-        parts.append(norm("norm", layer.norm))
+        parts.append(of_sum(layer.norm) if index else norm("norm", layer.norm, stream))
         if layer.qkv_up is not None:
             both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
             activation = partial(activated, both, config.activation)
@@ -169,11 +186,11 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         if layer.mlp_norm is None:
             parts += [up, *down, *attention, *output]
         else:
-            parts += [*attention, *output, norm("norm", layer.mlp_norm), up, *down]
+            parts += [*attention, *output, of_sum(layer.mlp_norm), up, *down]
     draw = partial(cupyattn.sample, logits, seed=None, temperature=0, out=ids)
     return [
         *parts,
-        norm("norm", weights.norm),
+        of_sum(weights.norm),
         weighted("head", weights.head, x),
         DecodeCall("sample", logits.nbytes, draw),
     ]

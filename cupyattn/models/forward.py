@@ -141,6 +141,54 @@ def hidden_states(
 ) -> Iterator[Array]:
     """Yield the hidden states (total, E): embedded, after each layer, after the last norm."""
     width = config.num_heads * config.head_dim
+    x, term = embedded(config, weights, ids, positions), None
+    growth = query_growth(config, positions, weights.embedding.dtype)
+    for index, layer in enumerate(weights.layers):
+        normed, x = sum_and_norm(layer.norm, x, term)
+        yield x
+        scales = layer.scales
+        if layer.mlp_norm is None:
+            in_stream = x.dtype != normed.dtype
+            qkv, inner = qkv_and_inner(config, layer, normed)
+            with second_stream:
+                y = layer.down(inner(), residual=None if in_stream else x)
+            attended = attend(index, *normed_heads(config, layer, qkv, growth))
+            second_stream.join()
+            y = layer.output(attended.reshape(len(x), width), residual=y)
+            x, term = (x, Term(y, scales.after_output)) if in_stream else (y, None)
+        else:
+            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed), growth))
+            attended = attended.reshape(len(x), width)
+            x, term = added(layer.output, layer.output_norm, attended, x, scales.after_output)
+            normed, x = sum_and_norm(layer.mlp_norm, x, term)
+            # Without a name for what is inside, which would keep its memory through the next layer.
+            x, term = added(
+                layer.down,
+                layer.down_norm,
+                layer.up(normed, activation=config.activation),
+                x,
+                scales.after_down,
+            )
+    normed, x = sum_and_norm(weights.norm, x, term)
+    yield x
+    yield normed
+
+
+class Term(NamedTuple):
+    """A term of a float32 stream: `array` times `scale` (E,), which the next norm adds."""
+
+    array: Array
+    scale: Array | None
+
+
+def embedded(config: Config, weights: Weights, ids: Array, positions: Array) -> Array:
+    """Return the first hidden states, of a float16 model in float32."""
+    if weights.embedding.dtype == np.float16:
+        scale = config.embedding_scale or 1.0
+        x = embedding(weights.embedding, ids, scale=scale / weights.scales.embedding)
+        if weights.positions is not None:
+            x += embedding(weights.positions, positions, scale=1 / weights.scales.positions)
+        return x
     x = embedding(weights.embedding, ids)
     if config.embedding_scale is not None:
         x *= rounded_to(x.dtype, config.embedding_scale)

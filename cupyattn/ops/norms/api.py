@@ -168,7 +168,8 @@ def layer_norm(
         float16, float32 or bfloat16, CuPy or NumPy. NumPy arrays may be float64, except on the
         emulator. The last axis is contiguous; the others may have any stride.
     weight, bias : array (N,), dtype of x, optional
-        Factor of the normalised rows, and the term that is added to the product.
+        Factor of the normalised rows, and the term that is added to the product. With a float32 x
+        or residual they may be float16 or bfloat16, and out has their dtype.
     residual : array (..., N), dtype of x, optional
         Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
         have a float16 or bfloat16 x: then the sum is float32.
@@ -190,10 +191,9 @@ def layer_norm(
 
     Returns
     -------
-    array (..., N), dtype of x, or a tuple
-        ``out``. With a residual ``(out, total)``, where total is x + residual, x_scale * x +
-        residual for a float32 residual of a 16-bit x. If the weight is float16 or bfloat16, x may
-        be float32 without a residual; out has the dtype of the weight. With return_stats
+    array (..., N), dtype of x or of the weight, or a tuple
+        ``out``. With a residual ``(out, total)``, where total is x + residual, or x_scale * x +
+        residual, in the dtype of the residual. With return_stats
         mean and ``rstd = 1 / sqrt(var + eps)`` of each row follow, arrays (...) of float32, or
         float64 for float64 arrays. A row with a NaN or an infinity gives NaN.
 
@@ -341,7 +341,8 @@ def rms_norm(
     x : array (..., N)
         As for `layer_norm`.
     weight : array (N,), dtype of x, optional
-        Factor of the normalised rows.
+        Factor of the normalised rows. With a float32 x or residual it may be float16 or bfloat16,
+        and out has its dtype.
     residual : array (..., N), dtype of x, optional
         Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
         have a float16 or bfloat16 x: then the sum is float32.
@@ -360,10 +361,9 @@ def rms_norm(
 
     Returns
     -------
-    array (..., N), dtype of x, or a tuple
-        ``out``. With a residual ``(out, total)``, where total is x + residual, x_scale * x +
-        residual for a float32 residual of a 16-bit x. If the weight is float16 or bfloat16, x may
-        be float32 without a residual; out has the dtype of the weight. With return_stats
+    array (..., N), dtype of x or of the weight, or a tuple
+        ``out``. With a residual ``(out, total)``, where total is x + residual, or x_scale * x +
+        residual, in the dtype of the residual. With return_stats
         ``rstd = 1 / sqrt(mean(x**2) + eps)`` of each row follows, an array (...) of float32, or
         float64 for float64 arrays.
 

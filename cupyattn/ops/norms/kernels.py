@@ -190,7 +190,14 @@ class StreamArrays(NormArrays[T]):
     SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x"})
 
 
-STREAM_NORM = replace(
+@dataclass(slots=True)
+class AddedArrays(StreamArrays[T]):
+    """Arrays of a call that passes the stream as the residual, and the term added to it as x."""
+
+    SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
+
+
+STREAM_FORWARD = replace(
     FORWARD,
     stream=("x", "total"),
     constants={"STREAM": "true"},
