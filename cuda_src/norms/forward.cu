@@ -4,14 +4,14 @@
 //   layer norm: mean = mean_j s_j,  rstd = (mean_j (s_j - mean)^2 + eps)^(-1/2)   (Ba et al., arXiv:1607.06450)
 //   RMS norm:   mean = 0,           rstd = (mean_j s_j^2 + eps)^(-1/2)       (Zhang, Sennrich, arXiv:1910.07467)
 //
-// STREAM: x and s are float32, everything else is a 16-bit dtype: s = x + residual_scale residual. x is the residual
-// stream of a transformer, which float16 does not hold, and residual what a layer adds to it. The scale is a power of
-// two that the layer's weights were divided by, so the product is exact.
+// STREAM: x and s are float32, everything else is a 16-bit dtype, except scale: s = x + scale residual. x is the
+// residual stream of a transformer, which float16 does not hold, and residual what a layer adds to it. A scale is a
+// power of two that a row of the layer's weight was divided by, so the product is exact.
 //
 // The statistics are of the sum as it is stored, so that a backward that reads it computes with the same numbers.
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
-//           rows.cuh); weight and bias (length,); mean and rstd one float for each row.
+//           rows.cuh); weight, bias and scale (length,); mean and rstd one float for each row.
 //           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised and,
 //           with ROTATED, rotated (common/row_codes.cuh), and not written itself.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
@@ -23,9 +23,10 @@
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
-    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM)
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) ||        \
+    !defined(WITH_SCALE) || !defined(WITH_CODES) || !defined(ROTATED)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE, WITH_CODES and ROTATED come from a launch-configuration table"
 #endif
 #include "../common/row_codes.cuh"
 #include "moments.cuh"
@@ -52,7 +53,8 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
-    CENTRED && !STREAM && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
+    CENTRED && !STREAM && !WITH_CODES && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 &&
+    Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
 // Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.
@@ -83,7 +85,7 @@ struct Row {
   Scalar* out_g;
   Total* total_g;
   int64 length;
-  float residual_scale;
+  const float* scale_g;
 };
 
 // Computes s from the loads of x and residual, and writes it over x.
@@ -92,8 +94,10 @@ __device__ __forceinline__ void add_residual(HeldTotal& x, const Held& residual,
     float total[Rows::kVec], added[Rows::kVec];
     x.get(total);
     residual.get(added);
+    float scale[Rows::kVec];
+    if constexpr (WITH_SCALE) load_segment<Rows>(scale, row.scale_g, segment, row.length, 0.f);
 #pragma unroll
-    for (int i = 0; i < Rows::kVec; i++) total[i] += STREAM ? row.residual_scale * added[i] : added[i];
+    for (int i = 0; i < Rows::kVec; i++) total[i] += WITH_SCALE ? scale[i] * added[i] : added[i];
     x.set(total);
     store_segment<Rows>(row.total_g, total, segment, row.length);
   }
@@ -143,10 +147,9 @@ __device__ __forceinline__ float squares_of(const HeldTotal& held) {
   return sum;
 }
 
-__device__ __forceinline__ void store_normalised(const HeldTotal& held, const Held& weight_r, const Held& bias_r,
-                                                 const Row& row, int64 segment, const Statistics& statistics,
-                                                 float weight_offset) {
-  float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
+__device__ __forceinline__ void normalise(float (&x)[Rows::kVec], const HeldTotal& held, const Held& weight_r,
+                                          const Held& bias_r, const Statistics& statistics, float weight_offset) {
+  float weight[Rows::kVec], bias[Rows::kVec];
   held.get(x);
   if constexpr (WITH_WEIGHT) weight_r.get(weight);
   if constexpr (WITH_BIAS) bias_r.get(bias);
@@ -201,13 +204,15 @@ __device__ __forceinline__ void store_codes(signed char* row_g, float* scale_g, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
     norm_forward(const Total* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
-                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
 #if STREAM
-                 float residual_scale,
-#endif
-                 const Params params) {
-#if !STREAM
-  constexpr float residual_scale = 1.f;
+                 const float* scale_g, Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps,
+                 float weight_offset, const Params params) {
+  signed char* const codes_g = nullptr;
+  float* const scales_g = nullptr;
+#else
+                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
+                 float eps, float weight_offset, const Params params) {
+  const float* const scale_g = nullptr;
 #endif
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;
@@ -221,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
                    WITH_CODES ? nullptr : out_g + offsets[kOut],
                    WITH_RESIDUAL ? total_g + offsets[kTotal] : nullptr,
                    exists ? params.length : 0,
-                   residual_scale};
+                   scale_g};
 
   // Phase 1: read the row, add, and sum it up.
   const int64 segments = Rows::segments(row.length);

@@ -165,7 +165,7 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
                        partial(cache.append, index, k, v, tables, **rotary)),
             DecodeCall("attention", cached * context + 2 * q.nbytes,
                        partial(cache.attend, index, q[:, None], tables,
-                               **config.attention_options(index))),
+                               **model.attention_options(index))),
         ]  # fmt: skip
         output = added("output", layer.output, layer.output_norm, seen)
         if in_stream and layer.mlp_norm is None:

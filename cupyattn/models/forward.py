@@ -29,8 +29,11 @@ norms, and windows in some layers; Gemma 2 has softcaps. Phi-3 (arXiv:2404.14219
 fused products in its files. Some layers of SmolLM3 do not rotate.
 
 Each call below is one kernel; the sum of two embeddings is one more. All other sums are computed
-where a product is stored. The loss computes the head and its cross-entropy for a limited number of
-rows at a time.
+where a product is stored. In a float16 model the hidden states x are float32, because models that
+were trained in bfloat16 exceed 65,504 there: norms read x and give float16, and a sum is computed
+by the norm that reads it. Each term of a sum may be scaled by a power of two
+(`cupyattn.models.float16_range`). The loss computes the head and its cross-entropy for a limited
+number of rows at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -127,7 +130,7 @@ Attend = Callable[[int, Array, Array, Array], Array]
 """``attend(layer, q, k, v)``: attention of q (total, H, D) to k and v (total, G, D), as q is.
 
 They are not rotated: rotary positions, a cache and which keys a query sees are its business.
-`Config.attention_options` and `Model.rotary_of` are those of a layer.
+`Model.attention_options` and `Model.rotary_of` are those of a layer.
 """
 
 
@@ -194,29 +197,16 @@ def embedded(config: Config, weights: Weights, ids: Array, positions: Array) -> 
         x *= rounded_to(x.dtype, config.embedding_scale)
     if weights.positions is not None:
         x += embedding(weights.positions, positions)
-    yield x
-    growth = query_growth(config, positions, x.dtype)
-    for index, layer in enumerate(weights.layers):
-        normed = layer.norm(x)
-        if layer.mlp_norm is None:
-            qkv, inner = qkv_and_inner(config, layer, normed)
-            with second_stream:
-                y = layer.down(inner(), residual=x)
-            attended = attend(index, *normed_heads(config, layer, qkv, growth))
-            second_stream.join()
-            x = layer.output(attended.reshape(len(x), width), residual=y)
-        else:
-            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed), growth))
-            x = added(layer.output, layer.output_norm, attended.reshape(len(x), width), x)
-            # Without a name for what is inside, which would keep its memory through the next layer.
-            x = added(
-                layer.down,
-                layer.down_norm,
-                layer.up(layer.mlp_norm(x), activation=config.activation),
-                x,
-            )
-        yield x
-    yield weights.norm(x)
+    return x
+
+
+def sum_and_norm(norm: Norm, x: Array, term: Term | None, **options: Any) -> tuple[Array, ...]:
+    """Return the norm of x plus a term, then the sum, and then statistics that are requested."""
+    if term is not None:
+        return norm(term.array, residual=x, x_scale=term.scale, **options)
+    found = norm(x, **options)
+    normed, *statistics = found if isinstance(found, tuple) else (found,)
+    return (normed, x, *statistics)
 
 
 def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, Callable[[], Array]]:
@@ -233,13 +223,22 @@ def rounded_to(dtype: np.dtype, number: float) -> float:
     return float(np.asarray(number).astype(dtype))
 
 
-def added(product: Product, norm: Norm | None, given: Array, x: Array) -> Array:
-    """Return x plus a product, or plus the norm of a product."""
+def added(
+    product: Product, norm: Norm | None, given: Array, x: Array, scale: Array | None
+) -> tuple[Array, Term | None]:
+    """Return x plus a product, or plus the norm of a product.
+
+    If x is a float32 stream of a float16 model, return x itself, and a term that the next norm
+    adds; `scale` is the term's.
+    """
+    in_stream = x.dtype != given.dtype
     if norm is None:
-        return product(given, residual=x)
+        return (x, Term(product(given), scale)) if in_stream else (product(given, residual=x), None)
     total = norm(product(given))
+    if in_stream:
+        return x, Term(total, scale)
     total += x
-    return total
+    return total, None
 
 
 def query_growth(config: Config, positions: Array, dtype: np.dtype) -> Array | None:
@@ -305,8 +304,23 @@ def softcapped(logits: Array, cap: float | None, xp: ModuleType) -> Array:
     return logits
 
 
+def true_logits(logits: Array, scale: float, softcap: float | None, xp: ModuleType) -> Array:
+    """Return what the head computed times `scale`, without this scale, and capped.
+
+    Logits that are not scaled are written over. Others may be beyond float16: they become float32.
+    """
+    if scale != 1:
+        logits = logits.astype(np.float32)
+        logits *= 1 / scale
+    return softcapped(logits, softcap, xp)
+
+
 def logit_chunks(
-    head: Product, hidden: Array, xp: ModuleType, softcap: float | None = None
+    head: Product,
+    hidden: Array,
+    xp: ModuleType,
+    softcap: float | None = None,
+    scale: float = 1.0,
 ) -> Iterator[tuple[slice, Array]]:
     """Yield the rows and the logits of chunks of hidden states (rows, E).
 
@@ -319,15 +333,20 @@ def logit_chunks(
     for start in range(0, len(hidden), step or 1):
         rows = slice(start, min(start + step, len(hidden)))
         computed = head(hidden[rows], out=logits[: rows.stop - start])
-        yield rows, softcapped(computed, softcap, xp)
+        yield rows, true_logits(computed, scale, softcap, xp)
 
 
 def mean_loss(
-    head: Product, hidden: Array, labels: Array, xp: ModuleType, softcap: float | None = None
+    head: Product,
+    hidden: Array,
+    labels: Array,
+    xp: ModuleType,
+    softcap: float | None = None,
+    scale: float = 1.0,
 ) -> Array:
     """Return the mean loss of the rows whose label is not -100, NaN if there are none."""
     total = xp.zeros((), loss_dtype(hidden.dtype))
-    for rows, logits in logit_chunks(head, hidden, xp, softcap):
+    for rows, logits in logit_chunks(head, hidden, xp, softcap, scale):
         total += cross_entropy(logits, labels[rows], reduction="sum")
     with np.errstate(invalid="ignore"):
         return total / xp.asarray(labels != -100).sum(dtype=total.dtype)

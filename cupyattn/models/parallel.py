@@ -173,6 +173,10 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
             k_norm=norm(layer.k_norm),
             output_norm=norm(layer.output_norm),
             down_norm=norm(layer.down_norm),
+            scales=layer.scales._replace(
+                after_output=moved(layer.scales.after_output),
+                after_down=moved(layer.scales.after_down),
+            ),
         )
         for layer in weights.layers
     )
@@ -185,6 +189,7 @@ def split(config: Config, weights: Weights, group: Group, xp: ModuleType) -> tup
         layers=layers,
         norm=norm(weights.norm),
         head=Product(embedding if tied else moved(head.weight), moved(head.bias)),
+        scales=weights.scales,
     )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 from cupyattn import LongRopeScaling, QuantizedWeight, Rotary, attention, rope_tables
 from cupyattn.distributed import Group
 from cupyattn.models.config import Config, RopeScaling
-from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss, softcapped
+from cupyattn.models.forward import Attend, SecondStream, hidden_states, mean_loss, true_logits
 from cupyattn.models.generation import Generates
 from cupyattn.models.tokenizer import Tokenizer
 from cupyattn.models.weights import Weights, named_arrays, named_parts
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.errors import error, shown
 
@@ -30,7 +31,8 @@ class Model(Generates):
     weights : Weights
         Its arrays, by name.
     dtype : str
-        Of hidden states and weights that are not quantised: "float16", "float32" or "bfloat16".
+        Of products, norms and weights that are not quantised: "float16", "float32" or "bfloat16".
+        The sums of layers, the hidden states, are float32 in a float16 model.
     xp : module
         numpy or cupy, the library of its arrays.
     rotary : Rotary, or None
@@ -105,6 +107,17 @@ class Model(Generates):
             return None
         return self.rotary if self.config.window_of(layer) is None else self._local_rotary
 
+    def attention_options(self, layer: int) -> Keywords:
+        """Return the options of `cupyattn.attention` in a layer, except its rotary positions."""
+        options = self.config.attention_options(layer)
+        if not self.weights.layers:
+            return options
+        of_scores = self.weights.layers[layer].score_scale
+        if of_scores != 1:
+            scale = self.config.softmax_scale or self.config.head_dim**-0.5
+            options["softmax_scale"] = scale / of_scores
+        return options
+
     def _kept(self) -> str:
         """Return how weights are kept."""
         parts = (part for _, part in named_parts(self.weights))
@@ -141,7 +154,7 @@ class Model(Generates):
         attend : callable
             ``attend(layer, q, k, v)`` is called once for each layer with q (total, H, D) and k, v
             (total, G, D), views that are not rotated, and returns (total, H, D). It chooses which
-            keys a token sees, and applies `rotary_of`, `Config.attention_options` and a cache.
+            keys a token sees, and applies `rotary_of`, `attention_options` and a cache.
 
         Returns
         -------
@@ -155,14 +168,16 @@ class Model(Generates):
         """Yield the result of `hidden`, and before it each step to it.
 
         These are `Config.num_layers` + 2 arrays (total, E): the embedded tokens, the hidden states
-        after each layer, and those after the last norm.
+        after each layer, and those after the last norm. In a float16 model all but the last are
+        float32.
         """
         given = self.config, self.weights, ids, positions, attend
         return hidden_states(*given, self._second_stream)
 
     def head(self, hidden: Array) -> Array:
         """Return the logits (rows, V) of hidden states (rows, E) after the last norm."""
-        return softcapped(self.weights.head(hidden), self.config.logit_softcap, self.xp)
+        head, softcap = self.weights.head, self.config.logit_softcap
+        return true_logits(head(hidden), self.weights.scales.head, softcap, self.xp)
 
     def logits(self, ids: object) -> Array:
         """Return the logits of every next token: causal attention, without a cache.
@@ -176,6 +191,7 @@ class Model(Generates):
         Returns
         -------
         array (B, S, V), dtype of the model
+            float32 in a float16 model whose logits may exceed 65,504.
 
         Raises
         ------
@@ -253,7 +269,7 @@ class Model(Generates):
         following[:, :-1] = labels[:, 1:]
         hidden = self._dense_hidden(ids)
         given = following.reshape(-1), self.xp, self.config.logit_softcap
-        return mean_loss(self.weights.head, hidden, *given)
+        return mean_loss(self.weights.head, hidden, *given, self.weights.scales.head)
 
     def with_weights(self, weights: Weights) -> Model:
         """Return this model with other weights; all else is shared."""
@@ -272,7 +288,7 @@ class Model(Generates):
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             q, k, v = (each.reshape(batch, length, *each.shape[1:]) for each in (q, k, v))
-            options = self.config.attention_options(layer)
+            options = self.attention_options(layer)
             out = attention(q, k, v, rotary=model.rotary_of(layer), **options)
             return out.reshape(-1, *out.shape[2:])
 

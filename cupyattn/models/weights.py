@@ -54,6 +54,59 @@ class Product(NamedTuple):
         return linear(x, self.weight.T, self.bias, **options)
 
 
+class Scales(NamedTuple):
+    """The powers of two by which arrays of a float16 model are scaled in a layer.
+
+    Each is the factor of what a norm or a product computes, compared with the checkpoint's. A
+    weight has the factor of its result, divided by that of its input; see
+    `cupyattn.models.float16_range`. Gates are never scaled.
+
+    Attributes
+    ----------
+    norm, mlp_norm : float
+        Of the norms before qkv and up.
+    q, k, v : float
+        Of the products, before the norms of q and k.
+    output, up, down : float, of output and down also array (E,)
+        Of the products; `up` without its gate. An array has a factor for each row of the weight.
+    output_norm, down_norm : float
+        Of the norms of products.
+    after_output, after_down : float32 array (E,), or None
+        What the next norm multiplies by what attention and the MLP add to the hidden states; None
+        for 1.
+    """
+
+    norm: float = 1.0
+    q: float = 1.0
+    k: float = 1.0
+    v: float = 1.0
+    output: float | np.ndarray = 1.0
+    output_norm: float = 1.0
+    mlp_norm: float = 1.0
+    up: float = 1.0
+    down: float | np.ndarray = 1.0
+    down_norm: float = 1.0
+    after_output: Array | None = None
+    after_down: Array | None = None
+
+
+class EndScales(NamedTuple):
+    """The powers of two of a float16 model's arrays outside of its layers; see `Scales`.
+
+    Attributes
+    ----------
+    embedding, positions : float
+        Of the tables.
+    norm, head : float
+        Of the last norm, and of the logits.
+    """
+
+    embedding: float = 1.0
+    positions: float = 1.0
+    norm: float = 1.0
+    head: float = 1.0
+
+
 class Layer(NamedTuple):
     """One layer of a transformer.
 
@@ -79,6 +132,8 @@ class Layer(NamedTuple):
     output_norm, down_norm : Norm, or None
         Applied to the results of `output` and `down` before these are added to the hidden states
         (Gemma).
+    scales : Scales
+        Powers of two in the arrays of a float16 model.
     """
 
     norm: Norm
@@ -92,6 +147,12 @@ class Layer(NamedTuple):
     k_norm: Norm | None = None
     output_norm: Norm | None = None
     down_norm: Norm | None = None
+    scales: Scales = Scales()
+
+    @property
+    def score_scale(self) -> float:
+        """The power of two in products of q and k."""
+        return 1.0 if self.q_norm is not None else self.scales.q * self.scales.k
 
 
 class Weights(NamedTuple):
@@ -109,6 +170,8 @@ class Weights(NamedTuple):
         After the last layer.
     head : Product
         To V; its weight is the embedding if they are tied.
+    scales : EndScales
+        Powers of two in the arrays of a float16 model.
     """
 
     embedding: Array
@@ -116,6 +179,7 @@ class Weights(NamedTuple):
     layers: tuple[Layer, ...]
     norm: Norm
     head: Product
+    scales: EndScales = EndScales()
 
 
 def in_dtype(layer: int, product: str, inner: int) -> None:
@@ -214,8 +278,8 @@ def named_parts(weights: Weights) -> Iterator[tuple[str, Array | QuantizedWeight
 
 def _leaves(name: str, part: object) -> Iterator[tuple[str, Any]]:
     if hasattr(part, "_asdict"):
-        # Its rows are qkv and up, which have names.
-        fields = [each for each in part._asdict().items() if each[0] != "qkv_up"]
+        # The rows of qkv_up are qkv and up, which have names. Scales are no weights.
+        fields = [each for each in part._asdict().items() if each[0] not in ("qkv_up", "scales")]
     elif isinstance(part, tuple):
         fields = [(str(number), each) for number, each in enumerate(part)]
     else:

@@ -133,7 +133,7 @@ class RowKernel:
     in_place : mapping
         Results that may be an input itself, because each item is read before it is written.
     stream : tuple of str
-        Rows and results that are float32, where all other rows and the columns are one 16-bit
+        Rows, columns and results that are float32, where all other rows and columns are one 16-bit
         dtype: the residual stream of a transformer. A call must have the first column.
     choices : mapping
         Macros that a call decides, each with its possible values.
@@ -302,7 +302,7 @@ class RowKernel:
             *absent,
             *integers,
             *broadcast,
-            *self.choices.values(),
+            *open_to.values(),
         ):
             rest = iter(more)
             present = [name for name in optional if next(rest)]

@@ -368,13 +368,13 @@ def _check_inputs(problem: RowProblem, first: str) -> None:
             require_shape(shown, layout, problem.shape, f"shaped like {first}")
             require_contiguous_rows(shown, layout)
         elif name in kernel.columns:
-            require_dtype(name, layout, CPU_FLOATS)
-            require_shape(name, layout, problem.shape[-1:], "(N,), an item for each column")
-            require_contiguous_rows(name, layout)
-    of_stream = [name for name in kernel.stream if name in layouts and name in kernel.rows]
+            require_dtype(shown, layout, CPU_FLOATS)
+            require_shape(shown, layout, problem.shape[-1:], "(N,), an item for each column")
+            require_contiguous_rows(shown, layout)
+    both = (*kernel.rows, *kernel.columns)
+    of_stream = [name for name in kernel.stream if name in layouts and name in both]
     for name in of_stream:
         require_dtype(kernel.shown_as.get(name, name), layouts[name], ("float32",))
-    both = (*kernel.rows, *kernel.columns)
     same = [name for name in both if name in layouts and name not in of_stream]
     require_same_dtype({kernel.shown_as.get(name, name): layouts[name] for name in same})
     for name in given:

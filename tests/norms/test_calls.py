@@ -195,13 +195,14 @@ def test_float32_stream_with_values_beyond_float16_is_within_bounds(length, dtyp
     stream[..., 3] = 1e6
     norm = cupyattn.layer_norm if centred else cupyattn.rms_norm
     columns = (weight, bias) if centred else (weight,)
-    options = {"residual": _put(stream), "x_scale": 8.0, "eps": 1e-5, "return_stats": True}
+    scale = 2.0 ** (np.arange(length) % 5).astype(np.float32)
+    options = {"residual": _put(stream), "x_scale": _put(scale), "eps": 1e-5, "return_stats": True}
     out, total, *stats = norm(_put(x), *map(_put, columns), **options)
     alone = norm(total, *map(_put, columns), eps=1e-5)
     assert_array_equal(KERNELS.get(alone), KERNELS.get(out))
     out, total, *stats = map(KERNELS.get, (out, total, *stats))
     assert out.dtype == x.dtype and np.isfinite(out.astype(np.float32)).all()
-    assert_array_equal(total, (stream + 8 * x.astype(np.float64)).astype(np.float32))
+    assert_array_equal(total, (stream + scale * x.astype(np.float64)).astype(np.float32))
     of_norm = {"centred": centred, "eps": 1e-5}
     arrays = weight, bias if centred else None
     exact = reference.norm(total, None, *arrays, **of_norm)
@@ -226,8 +227,11 @@ def test_float32_stream_with_values_beyond_float16_is_within_bounds(length, dtyp
 def test_stream_options_that_do_not_fit_are_refused():
     x, w = np.ones((2, 4), np.float16), np.ones(4, np.float16)
     stream = x.astype(np.float32)
-    with pytest.raises(ValueError, match="x_scale = 2 without a float32 residual"):
-        cupyattn.rms_norm(x, w, residual=x, x_scale=2.0)
+    with pytest.raises(ValueError, match="x_scale without a float32 residual"):
+        cupyattn.rms_norm(x, w, residual=x, x_scale=np.ones(4, np.float32))
+    for scale, kind in ((w, TypeError), (np.ones(3, np.float32), ValueError)):
+        with pytest.raises(kind, match="x_scale has"):
+            cupyattn.rms_norm(x, w, residual=stream, x_scale=scale)
     with pytest.raises(TypeError, match="x"):
         cupyattn.rms_norm(stream, w, residual=stream)
     with pytest.raises(ValueError, match=r"residual has shape \(2, 5\)|x has shape"):
@@ -491,6 +495,25 @@ def test_quantised_norm_equals_the_norm_and_then_its_codes(dtype, length, view, 
     assert (found[0].rotation, found[0].dtype) == (rotation, rows.dtype)
     assert_array_equal(KERNELS.get(found[0].codes), KERNELS.get(rows.codes))
     assert_array_equal(KERNELS.get(found[0].scales), KERNELS.get(rows.scales))
+    for result, other in zip(found[1:], want[1:], strict=True):
+        assert_array_equal(KERNELS.get(result), KERNELS.get(other))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_quantised_float32_stream(centred, added):
+    rng = np.random.default_rng(3)
+    rows = rng.standard_normal((5, 128), dtype=np.float32)
+    x = rng.standard_normal((5, 128)).astype(np.float16) if added else rows
+    arrays = [_put(x), _put(np.ones(128, np.float16))]
+    options = {"residual": _put(rows)} if added else {}
+    function = cupyattn.layer_norm if centred else cupyattn.rms_norm
+    with KERNELS.running():
+        want = function(*arrays, **options, return_stats=True)
+        found = function(*arrays, **options, return_stats=True, quantize="int8", rotation=64)
+        codes = cupyattn.quantize_rows(want[0], rotation=64)
+    assert_array_equal(KERNELS.get(found[0].codes), KERNELS.get(codes.codes))
+    assert_array_equal(KERNELS.get(found[0].scales), KERNELS.get(codes.scales))
     for result, other in zip(found[1:], want[1:], strict=True):
         assert_array_equal(KERNELS.get(result), KERNELS.get(other))
 

@@ -231,6 +231,12 @@ def product_names(
     )
 
 
+def norm_name(naming: Naming, present: Collection[str], layer: int | None, field: str) -> str:
+    """Return the tensor that is the weight of a norm or a table, by the field of its name."""
+    before = "" if layer is None else naming.layer.format(layer)
+    return f"{_prefix(naming, present)}{before}{getattr(naming, field)}.weight"
+
+
 _WITHIN = ("model.language_model.", "language_model.model.")
 """Prefixes of a text model in one of text and images, of transformers from 4.52 and before it."""
 

@@ -18,8 +18,10 @@ from cupyattn.models.checkpoints.contents import (
     TensorTargets,
     is_ignored,
     mismatch,
+    norm_name,
     places,
 )
+from cupyattn.models.float16_range import LARGEST, floor_power, in_range
 from cupyattn.models.weights import Quantises, Weights, empty, in_dtype
 from cupyattn.ops.linear.weight_formats import (
     FORMATS,
@@ -35,7 +37,7 @@ from cupyattn.runtime.value_checks import on_host
 
 _AT_ONCE = 1 << 22
 """Numbers that are read at a time: they take some 50 MB, on the host and on the device."""
-_LARGEST = {"float16": 65504.0, "int4": INT4_LARGEST}
+_LARGEST = {"float16": LARGEST, "int4": INT4_LARGEST}
 
 
 class _Shapes:
@@ -57,8 +59,10 @@ def filled(
     """Read all weights, after a check of every name and shape that allocates nothing.
 
     Weights are converted and quantised by `xp`, or by the library `by`: a GPU can prepare weights
-    for the memory of the host, which may be larger.
+    for the memory of the host, which may be larger. Those of a float16 model are scaled by powers
+    of two such that its products are in range.
     """
+    scaled: dict[str, float] | None = {} if dtype == "float16" else None
     naming, config, tensors = checkpoint.naming, checkpoint.config, checkpoint.tensors
     _require_fit(checkpoint, places(naming, config, empty(config, dtype, _Shapes), tensors))
     weights = empty(config, dtype, xp, quantises)
@@ -66,12 +70,15 @@ def filled(
     total = len(targets.filled)
     with progress("loading tensors", total) as step:
         for name, place in targets.filled.items():
-            _each_part(checkpoint, name, place, dtype, by or xp, _store)
+            _each_part(checkpoint, name, place, dtype, by or xp, _store, scaled)
             step()
         for name, place in targets.repeated.items():
             if name in checkpoint.tensors:
-                _each_part(checkpoint, name, place, dtype, by or xp, _require_equal)
-    return weights
+                if scaled is not None and scaled:
+                    table = norm_name(naming, tensors, None, "embedding")
+                    scaled[name] = scaled.get(table, 1.0)
+                _each_part(checkpoint, name, place, dtype, by or xp, _require_equal, scaled)
+    return weights if scaled is None else in_range(weights, config, naming, tensors, scaled)
 
 
 def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
@@ -110,6 +117,7 @@ def _each_part(
     dtype: str,
     xp: ModuleType,
     use: Callable[..., None],
+    scaled: dict[str, float] | None,
 ) -> None:
     tensor = checkpoint.tensors[name]
     length = len(next(iter(place.targets.values())))
@@ -128,6 +136,16 @@ def _each_part(
             for own, target in place.targets.items()
         }
         found = _found(tensor, place, start * rows, stop * rows, xp)
+        if scaled is not None and blocks is None and not isinstance(found, QuantizedWeight):
+            factor = scaled.get(name, 1.0)
+            size = float(xp.abs(found).max())
+            if size < math.inf and size * factor > LARGEST:
+                factor = floor_power(LARGEST / size)
+                for target in place.targets.values():
+                    target[:start] *= target.dtype.type(factor / scaled.get(name, 1.0))
+                scaled[name] = factor
+            if factor != 1:
+                found = found * np.float32(factor)
         use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
 
 

@@ -17,6 +17,7 @@ from cupyattn.models.checkpoints.config_writing import config_json
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, Checkpoint, places
 from cupyattn.models.checkpoints.hugging_face import read_object
 from cupyattn.models.config import Config
+from cupyattn.models.float16_range import unscaled
 from cupyattn.models.tokenizer import Tokenizer, write_tokenizer
 from cupyattn.models.weights import PRODUCTS, Layer, Product, Weights, empty, named_arrays
 from cupyattn.runtime.annotations import Json
@@ -173,11 +174,13 @@ def write_folder(
 ) -> None:
     """Write weights, and copy all other files from the folder that the model came from.
 
-    Without a `source`, the config and the tokenizer become files. Quantised weights are decoded.
-    The config comes last: a folder that has one is complete.
+    Weights of a float16 model are written without their powers of two. Without a `source`, the
+    config and the tokenizer become files. Quantised weights are decoded. The config comes last: a
+    folder that has one is complete.
     """
     naming = HUGGING_FACE[config.architecture]
     dtype = weights.embedding.dtype.name
+    weights = unscaled(weights, config)
     layers = tuple([_decoded(layer, dtype) for layer in weights.layers])
     named = places(naming, config, weights._replace(layers=layers), {}).filled
     tensors = {name: place.targets["all"] for name, place in named.items()}

@@ -222,7 +222,7 @@ def paged_attend(
         else:
             cache.append(layer, k, v, tables, q=q, rotary=rotary)
         queries = q if width is None else q.reshape(-1, width, *q.shape[1:])
-        seen = cache.attend(layer, queries, tables, **model.config.attention_options(layer))
+        seen = cache.attend(layer, queries, tables, **model.attention_options(layer))
         return seen.reshape(q.shape)
 
     return attend

@@ -10,6 +10,7 @@ from cupyattn import Rotary
 from cupyattn.distributed import Group
 from cupyattn.models.config import Config
 from cupyattn.models.forward import Attend
+from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array
 
 INCOMPLETE = "\ufffd"
@@ -39,6 +40,9 @@ class TokenModel(Protocol):
 
     def rotary_of(self, layer: int) -> Rotary | None:
         """Return the rotary tables of a layer."""
+
+    def attention_options(self, layer: int) -> Keywords:
+        """Return the options of attention in a layer."""
 
     @property
     def tokenizer(self) -> TextTokenizer | None:

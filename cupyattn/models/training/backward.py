@@ -48,6 +48,7 @@ from cupyattn.models.forward import (
     loss_dtype,
     query_growth,
     rounded_to,
+    sum_and_norm,
 )
 from cupyattn.models.training.batches import Batch
 from cupyattn.models.transformer import Model
@@ -62,18 +63,23 @@ class ArrayPart(NamedTuple):
     """A part of one of the model's arrays: ``array[part] = scale * learnt``.
 
     `array` is the very array that the model's layers hold. `part` selects the shape of what is
-    learnt.
+    learnt. `scale` is a number, or an array with a factor for each row.
     """
 
     array: Array
     part: tuple[slice, ...]
-    scale: float = 1.0
+    scale: float | Array = 1.0
 
     def fill(self, learnt: Array) -> None:
         """Write what was learnt there, rounded to the model's dtype."""
         with np.errstate(over="ignore"):
-            scaled = learnt if self.scale == 1 else self.scale * learnt
+            scaled = learnt if self.is_whole else self.scale * learnt
             self.array[self.part] = scaled.astype(self.array.dtype, copy=False)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the scale is 1."""
+        return isinstance(self.scale, float) and self.scale == 1
 
 
 class Gradients:
@@ -106,7 +112,7 @@ class Gradients:
         """Add the gradient of one of the model's arrays: d array = scale * d learnt."""
         for place, _, into in self._parts.get(id(array), ()):
             found = gradient[place.part]
-            if place.scale != 1 or found.dtype.kind != "f":  # bfloat16 has another kind
+            if not place.is_whole or found.dtype.kind != "f":  # bfloat16 has another kind
                 found = place.scale * found.astype(into.dtype)
             into += found
 
@@ -234,7 +240,7 @@ class SampleAttention:
 
     def _options(self, layer: int) -> Keywords:
         rotary = self._model.rotary_of(layer)
-        return {**self.config.attention_options(layer), "rotary": rotary}
+        return {**self._model.attention_options(layer), "rotary": rotary}
 
     def growth(self, dtype: np.dtype) -> Array | None:
         """Return the factors of queries; see `cupyattn.models.forward.query_growth`."""
@@ -287,7 +293,7 @@ def loss_and_gradients(
     x = inputs.pop()
     hidden, *statistics = weights.norm(x, return_stats=True)
     dloss = xp.full((), 1 / num_labels, loss_dtype(hidden.dtype)) * loss_scale
-    given = batch.labels, dloss, gradients, xp, model.config.logit_softcap
+    given = batch.labels, dloss, gradients, xp, model.config.logit_softcap, weights.scales.head
     loss, dhidden = head_backward(weights.head, hidden, *given)
     del hidden
     dx = norm_backward(weights.norm, dhidden, x, statistics, None, gradients)
@@ -299,7 +305,9 @@ def loss_and_gradients(
     if weights.positions is not None:
         gradients.add_rows(weights.positions, batch.positions, dx)
     if model.config.embedding_scale is not None:
-        dx *= rounded_to(dx.dtype, model.config.embedding_scale)
+        in_stream = weights.embedding.dtype != dx.dtype
+        scale = model.config.embedding_scale
+        dx *= scale if in_stream else rounded_to(dx.dtype, scale)
     gradients.add_rows(weights.embedding, batch.ids, dx)
     return loss / num_labels
 
@@ -327,11 +335,15 @@ def layer_backward(
     qkv = layer.qkv(normed)
     heads = kept_heads(attention, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
-    middle = added(layer.output, layer.output_norm, attended, x)
-    mlp_normed, *mlp_statistics = layer.mlp_norm(middle, return_stats=True)
+    scales = layer.scales
+    x_or_sum, term = added(layer.output, layer.output_norm, attended, x, scales.after_output)
+    mlp_normed, middle, *mlp_statistics = sum_and_norm(
+        layer.mlp_norm, x_or_sum, term, return_stats=True
+    )
+    del x_or_sum, term
     inner, preactivation = layer.up(mlp_normed, activation=activation, return_preactivation=True)
 
-    ddown = added_backward(layer.down, layer.down_norm, dx, inner, gradients)
+    ddown = added_backward(layer.down, layer.down_norm, dx, inner, scales.after_down, gradients)
     dinner = product_backward(layer.down, ddown, inner, gradients)
     del ddown, inner
     dup = activation_backward(dinner, preactivation, activation, into=preactivation)
@@ -340,7 +352,9 @@ def layer_backward(
     del dup, mlp_normed
     dmiddle = norm_backward(layer.mlp_norm, dnormed, middle, mlp_statistics, dx, gradients)
     del dnormed, middle, dx
-    doutput = added_backward(layer.output, layer.output_norm, dmiddle, attended, gradients)
+    doutput = added_backward(
+        layer.output, layer.output_norm, dmiddle, attended, scales.after_output, gradients
+    )
     dattended = product_backward(layer.output, doutput, attended, gradients)
     del doutput
     dqkv = attention.empty_like(qkv)
@@ -382,14 +396,24 @@ def added_backward(
     norm: Norm | None,
     dx: Array,
     given: Array,
+    scale: Array | None,
     gradients: Gradients,
 ) -> Array:
     """Return the gradient of the product in `cupyattn.models.forward.added`."""
+    dterm = term_backward(dx, scale, given.dtype)
     if norm is None:
-        return dx
+        return dterm
     x = product(given)
     _, *statistics = norm(x, return_stats=True)
-    return norm_backward(norm, dx, x, statistics, None, gradients)
+    return norm_backward(norm, dterm, x, statistics, None, gradients)
+
+
+def term_backward(dx: Array, scale: float | Array | None, dtype: np.dtype) -> Array:
+    """Return the gradient of a term of x, which `scale` multiplies, in its own dtype."""
+    if dx.dtype == dtype:
+        return dx
+    with np.errstate(over="ignore"):  # infinite gradients lower the loss scale
+        return (dx if scale is None else dx * scale).astype(dtype)
 
 
 def parallel_layer_backward(
@@ -414,13 +438,15 @@ def parallel_layer_backward(
         dboth = attention.empty_like(both)
         dqkv, dup = dboth[:, :columns], dboth[:, columns:]
 
-    dinner = product_backward(layer.down, dx, inner, gradients)
+    dterm = term_backward(dx, layer.scales.after_down, normed.dtype)
+    dinner = product_backward(layer.down, dterm, inner, gradients)
     del inner
     activation_backward(dinner, up, activation, into=dup)
     del dinner
     heads = kept_heads(attention, layer, qkv)
     attended, lse = attention.with_lse(index, heads)
-    dattended = product_backward(layer.output, dx, attended, gradients)
+    dattended = product_backward(layer.output, dterm, attended, gradients)
+    del dterm
     attention.backward(index, dattended, heads, attended, lse, into=dqkv)
     del dattended, attended, lse, heads
     heads_backward(attention, layer, dqkv, qkv, gradients)
@@ -487,14 +513,14 @@ def _present(gradient: Array | None) -> Array:
 
 def head_backward(
     head: Product, hidden: Array, labels: Array, dloss: Array, gradients: Gradients, xp: ModuleType,
-    softcap: float | None,
+    softcap: float | None, scale: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the sum of all losses, and dhidden, for the gradient `dloss` of each loss.
 
     The gradient of a chunk of logits is written over them.
     """
     total, dhidden = xp.zeros((), dloss.dtype), xp.empty_like(hidden)
-    for rows, logits in logit_chunks(head, hidden, xp, softcap):
+    for rows, logits in logit_chunks(head, hidden, xp, softcap, scale):
         loss, lse = cross_entropy(logits, labels[rows], reduction="sum", return_lse=True)
         total += loss
         slope = None if softcap is None else 1 - (logits / softcap) ** 2
@@ -503,5 +529,6 @@ def head_backward(
         )
         if slope is not None:
             dlogits *= slope
+        dlogits = term_backward(dlogits, 1 / scale, hidden.dtype)
         product_backward(head, dlogits, hidden[rows], gradients, out=dhidden[rows])
     return total, dhidden

@@ -79,20 +79,24 @@ def working_bytes(
     per_row = 2 * lse * (tokens + _QUERIES_OF_A_TILE * samples)  # of float16, deterministic
     rotated = queries + keys if config.rotary_dim else 0
 
-    kept = (config.num_layers + 1) * width  # with the dx of the layer
+    # A float16 model has float32 hidden states, and a gradient of each term in float16.
+    stream, of_term = (2 * width, width) if dtype == "float16" else (width, 0)
+    kept = (config.num_layers + 1) * stream  # with the dx of the layer
     if config.architecture == "phi":
         known = kept + width + 2 * (qkv + up) + low
-        mlp = known + 2 * inner + 2 * fused
+        mlp = known + 2 * inner + 2 * fused + of_term
         attention = known + 2 * queries + rotated
         weight = max(up + qkv, queries) * width
     else:
         normed = queries + keys if config.qk_norm else 0  # q and k, beside those of the product
         grown = queries if config.query_growth is not None else 0
         known = kept + width + qkv + normed + grown + queries + low
-        ddown, again = (width, 3 * width) if config.architecture == "gemma" else (0, 0)
-        mlp = known + 2 * width + up
+        ddown, again = of_term, 0
+        if config.architecture == "gemma":
+            ddown, again = width, 3 * width + of_term
+        mlp = known + width + stream + up
         mlp += max(adapted, ddown + 2 * inner + 2 * fused, again + inner)
-        attention = known + width + max(ddown + queries, queries + qkv + rotated, again)
+        attention = known + stream + max(ddown + queries, queries + qkv + rotated, again)
         weight = max(up, qkv) * width
     rows = min(rows_at_once(config.vocab_size, size), tokens)
     parts = min(4 * _MOST_PARTS * rows * width, _MOST_PARTS_BYTES)

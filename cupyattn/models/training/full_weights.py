@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from cupyattn import QuantizedWeight
+from cupyattn.models.float16_range import factors_of
 from cupyattn.models.forward import loss_dtype
 from cupyattn.models.training.backward import (
     AdaptedProduct,
@@ -72,6 +75,7 @@ class FullWeights:
         self._began_with = fingerprint(model.weights)
         self.arrays: dict[str, Array] = {}
         self._places: dict[str, ArrayPart] = {}
+        factors = factors_of(model.weights, model.config)
         for name, array in named_parts(model.weights):
             if isinstance(array, QuantizedWeight):
                 raise error(
@@ -80,8 +84,15 @@ class FullWeights:
                     "quantised weights cannot be trained",
                     "train LoraAdapters of the model, or load it without quantize",
                 )
-            self.arrays[name] = array.astype(loss_dtype(array.dtype), copy=False)
-            self._places[name] = ArrayPart(array, (slice(None),))
+            learnt = array.astype(loss_dtype(array.dtype), copy=False)
+            factor = factors.get(name, 1.0)
+            if name in factors:
+                factor = (
+                    factor if isinstance(factor, float) else model.xp.asarray(factor, np.float32)
+                )
+                learnt /= factor
+            self.arrays[name] = learnt
+            self._places[name] = ArrayPart(array, (slice(None),), factor)
         for index, layer in enumerate(model.weights.layers):
             if any(isinstance(product, AdaptedProduct) for product in layer):
                 raise adapted_already()
@@ -92,8 +103,9 @@ class FullWeights:
         for kind in ("weight", "bias"):
             whole, first = getattr(layer.qkv_up, kind), len(layer.qkv.weight)
             if whole is not None:
-                self._places[f"{name}.qkv.{kind}"] = ArrayPart(whole, (slice(None, first),))
-                self._places[f"{name}.up.{kind}"] = ArrayPart(whole, (slice(first, None),))
+                for field, rows in (("qkv", slice(None, first)), ("up", slice(first, None))):
+                    of = f"{name}.{field}.{kind}"
+                    self._places[of] = ArrayPart(whole, (rows,), self._places[of].scale)
 
     def require(self, samples: Sequence[Sample], /) -> None:
         """Raise ValueError for samples beyond the vocabulary or the positions; see `Trainable`."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, LinearModule, modules_of
+from cupyattn.models.float16_range import row_factors
 from cupyattn.models.forward import loss_dtype
 from cupyattn.models.generation.options import as_count
 from cupyattn.models.training import peft
@@ -389,7 +390,9 @@ class LoraAdapters:
                 names += (module.name for module in modules)
                 chosen = [each for each in modules if self.options.targeted(each.name)]
                 if chosen:
-                    adapted[field] = self._adapted(getattr(layer, field), chosen, generator)
+                    factors, _ = row_factors(layer, field, config)
+                    product = getattr(layer, field)
+                    adapted[field] = self._adapted(product, chosen, generator, factors)
             layers.append(layer._replace(**adapted))
         if lacking := self.options.require_found(names):
             warnings.warn(
@@ -400,9 +403,16 @@ class LoraAdapters:
         return weights._replace(layers=tuple(layers))
 
     def _adapted(
-        self, product: Product, modules: list[LinearModule], generator: np.random.Generator
+        self,
+        product: Product,
+        modules: list[LinearModule],
+        generator: np.random.Generator,
+        factors: np.ndarray,
     ) -> AdaptedProduct:
-        """Add the adapters of some modules to the product that they are rows of."""
+        """Add the adapters of some modules to the product that they are rows of.
+
+        B has the factors of the rows of a float16 model's weight (`cupyattn.models.float16_range`).
+        """
         if isinstance(product, AdaptedProduct):
             raise adapted_already()
         xp, dtype = self._base.xp, dtype_of(self._base.dtype)
@@ -416,7 +426,9 @@ class LoraAdapters:
             self.arrays[f"{name}.lora_A.weight"] = xp.asarray(start.astype(learnt))
             self.arrays[f"{name}.lora_B.weight"] = xp.zeros((rows.stop - rows.start, rank), learnt)
             self._places[f"{name}.lora_A.weight"] = ArrayPart(a, (ours,))
-            scale = self.options.scale_of(name)
+            scale: Any = self.options.scale_of(name)
+            if (factors[rows] != 1).any():
+                scale = xp.asarray(scale * factors[rows, None], learnt)
             self._places[f"{name}.lora_B.weight"] = ArrayPart(b, (rows, ours), scale)
             first = ours.stop
         return AdaptedProduct(product.weight, product.bias, a, b)

@@ -125,7 +125,8 @@ def batch_loss(model: Model, batch: Batch) -> Array:
     """Return the mean loss of a batch's labels, by the forward alone."""
     attend = SampleAttention(model, batch)
     hidden = model.hidden(batch.ids, batch.positions, attend)
-    given = batch.labels, model.xp, model.config.logit_softcap
+    softcap, scale = model.config.logit_softcap, model.weights.scales.head
+    given = batch.labels, model.xp, softcap, scale
     return mean_loss(model.weights.head, hidden, *given)
 
 

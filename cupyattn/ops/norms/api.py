@@ -8,17 +8,22 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
+from cupyattn.ops.linear.api_quantised import quantize_rows
+from cupyattn.ops.linear.row_formats import require_row_format
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
-from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays, StreamArrays
-from cupyattn.runtime.annotations import Keywords
+from cupyattn.ops.norms.kernels import (
+    AddedArrays,
+    NormArrays,
+    NormBackwardArrays,
+    StreamArrays,
+    quantised_forward,
+)
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
 from cupyattn.runtime.differentiable import differentiable, recorder
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import take_grads, take_out
-from cupyattn.runtime.records import values_of
-from cupyattn.runtime.row_kernel import RowKernel
+from cupyattn.runtime.outputs import named_out, take_grads, take_out
 from cupyattn.runtime.rows import RowOptions, call_rows
 
 
@@ -67,7 +72,7 @@ def layer_norm(
     /,
     *,
     residual: None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     return_stats: Literal[False] = ...,
     out: Array | None = ...,
@@ -82,7 +87,7 @@ def layer_norm(
     /,
     *,
     residual: Array,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     return_stats: bool = ...,
     out: tuple[Array, ...] | None = ...,
@@ -97,7 +102,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     return_stats: Literal[True],
     out: tuple[Array, ...] | None = ...,
@@ -112,7 +117,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     return_stats: bool,
     out: Array | tuple[Array, ...] | None = ...,
@@ -153,7 +158,7 @@ def layer_norm(
     /,
     *,
     residual: Array | None = None,
-    x_scale: float = 1.0,
+    x_scale: Array | None = None,
     eps: float = 1e-5,
     return_stats: bool = False,
     quantize: str | None = None,
@@ -173,8 +178,8 @@ def layer_norm(
     residual : array (..., N), dtype of x, optional
         Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
         have a float16 or bfloat16 x: then the sum is float32.
-    x_scale : float
-        Factor of x in the sum with such a residual; otherwise 1.
+    x_scale : float32 array (N,), optional
+        Factors of x in the sum with such a residual.
     eps : float
         Added to the variance; 0 or more.
     return_stats : bool
@@ -232,7 +237,10 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    return _forward(arrays, x_scale, eps, 0.0, return_stats, out, centred=True)
+    options = eps, 0.0, return_stats
+    return _forward(
+        arrays, x_scale, *options, out, centred=True, quantize=quantize, rotation=rotation
+    )
 
 
 @overload
@@ -242,7 +250,7 @@ def rms_norm(
     /,
     *,
     residual: None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[False] = ...,
@@ -257,7 +265,7 @@ def rms_norm(
     /,
     *,
     residual: Array,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool = ...,
@@ -272,7 +280,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[True],
@@ -287,7 +295,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = ...,
-    x_scale: float = ...,
+    x_scale: Array | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool,
@@ -326,7 +334,7 @@ def rms_norm(
     /,
     *,
     residual: Array | None = None,
-    x_scale: float = 1.0,
+    x_scale: Array | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     return_stats: bool = False,
@@ -346,8 +354,8 @@ def rms_norm(
     residual : array (..., N), dtype of x, optional
         Added to x first, in the same pass. The rounded sum is normalised. A float32 residual may
         have a float16 or bfloat16 x: then the sum is float32.
-    x_scale : float
-        Factor of x in the sum with such a residual; otherwise 1.
+    x_scale : float32 array (N,), optional
+        Factors of x in the sum with such a residual.
     eps : float
         Added to the mean square; 0 or more.
     weight_offset : float
@@ -385,42 +393,85 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, centred=False)
+    options = eps, weight_offset, return_stats
+    return _forward(
+        arrays, x_scale, *options, out, centred=False, quantize=quantize, rotation=rotation
+    )
 
 
 def _forward(
     arrays: NormArrays[Array],
-    x_scale: float,
+    x_scale: Array | None,
     eps: float,
     weight_offset: float,
     return_stats: bool,
     out: Any,
     *,
     centred: bool,
-) -> Array | tuple[Array, ...]:
-    added, kernel = arrays.residual is not None, norms.FORWARD
-    if _of_stream(arrays.residual if added else arrays.x, arrays.weight):
-        kernel = norms.STREAM_FORWARD if added else norms.STREAM_NORM
-    options, names, exact = _forward_options(
-        kernel, return_stats, x_scale, eps, weight_offset, centred, added
+    quantize: Any,
+    rotation: Any,
+) -> Any:
+    added = arrays.residual is not None
+    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    stream = x_scale is not None or _of_stream(
+        arrays.residual if added else arrays.x, arrays.weight
     )
-    if out is not None:
+    coded = quantize is not None or rotation is not None
+    if coded:
+        rotation = require_row_format(quantize, rotation)
+        if not stream:
+            return quantised_forward(arrays, out, names, exact, options, rotation)
+        given = named_out(out, names)
+        rows = given.pop("out", None)
+        for name, array in given.items():
+            setattr(arrays, name, array)
+    elif out is not None:
         take_out(arrays, out, names)
-    if kernel is norms.STREAM_FORWARD and arrays.residual is not None:
-        if recorder.get() is not None:
-            raise error(
-                NotImplementedError,
-                "vjp of a norm of x in 16 bits and a float32 residual",
-                "one array would be the gradient of both, in two dtypes",
-                "add them before the norm, or call the backward of the norm yourself",
-            )
-        stream, arrays = arrays.residual, StreamArrays(*values_of(arrays))
-        arrays.x, arrays.residual = stream, arrays.x
-    results = call_rows(kernel, arrays, exact, options)
+    results: NormArrays[Array] | StreamArrays[Array]
+    if stream:
+        results = _of_stream_forward(arrays, x_scale, exact, options)
+    else:
+        results = call_rows(norms.FORWARD, arrays, exact, options)
+    if coded:
+        assert results.out is not None
+        made = quantize_rows(results.out, rotation=rotation, out=rows)
+        return made if len(names) == 1 else (made, *(getattr(results, n) for n in names[1:]))
     if len(names) == 1:
         assert results.out is not None
         return results.out
     return tuple([getattr(results, name) for name in names])
+
+
+def _of_stream_forward(
+    arrays: NormArrays[Array],
+    x_scale: Array | None,
+    exact: Callable[..., reference.Results],
+    options: RowOptions,
+) -> StreamArrays[Array]:
+    """Run the forward of a float32 stream, which may be the residual of 16-bit rows."""
+    x, stream = arrays.x, arrays.residual
+    weight, bias = arrays.weight, arrays.bias
+    results = arrays.out, arrays.total, arrays.mean, arrays.rstd
+    if stream is None and x_scale is None:
+        alone = StreamArrays(x, None, weight, bias, None, *results)
+        return call_rows(norms.STREAM_FORWARD, alone, exact, options)
+    if not _of_stream(stream, arrays.weight):
+        raise error(
+            ValueError,
+            "x_scale without a float32 residual of a float16 or bfloat16 x",
+            "x is scaled only where it is added to a residual of more precision",
+            "leave x_scale out, or scale x before the call",
+        )
+    if recorder.get() is not None:
+        raise error(
+            NotImplementedError,
+            "vjp of a norm of x in 16 bits and a float32 residual",
+            "one array would be the gradient of both, in two dtypes",
+            "add them before the norm, or call the backward of the norm yourself",
+        )
+    assert stream is not None
+    of_sum = AddedArrays(stream, x, weight, bias, x_scale, *results)
+    return call_rows(norms.ADDED_FORWARD, of_sum, exact, options)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -434,40 +485,24 @@ def _of_stream(rows: object, weight: object) -> bool:
 
 @checked_once
 def _forward_options(
-    kernel: RowKernel,
-    return_stats: object,
-    x_scale: object,
-    eps: object,
-    weight_offset: object,
-    centred: bool,
-    added: bool,
+    return_stats: object, eps: object, weight_offset: object, centred: bool, added: bool
 ) -> tuple[RowOptions, tuple[str, ...], Callable[..., reference.Results]]:
     """Check options; return those of the kernel, the names of the results, and the reference."""
     require_bool("return_stats", return_stats)
-    scale = factor("x_scale", x_scale)
     added_to_square = factor("eps", eps, least=0.0)
     offset = factor("weight_offset", weight_offset)
     wanted: tuple[str, ...] = ()
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
-    scalars: Keywords = {"eps": added_to_square, "weight_offset": offset}
-    if kernel.stream:
-        scalars["residual_scale"] = scale
-    elif scale != 1.0:
-        raise error(
-            ValueError,
-            f"x_scale = {scale:g} without a float32 residual of a float16 or bfloat16 x",
-            "x is scaled only where it is added to a residual of more precision",
-            "leave x_scale out, or scale x before the call",
-        )
     options = RowOptions.of(
-        choices={"centred": centred},
+        choices={"centred": centred, "rotated": False},
         wanted=wanted,
-        **scalars,
+        eps=added_to_square,
+        weight_offset=offset,
     )
     names = ("out", *(("total",) if added else ()), *wanted)
-    exact: Callable[..., reference.Results] = partial(reference.norm, centred=centred)
-    return options, names, partial(exact, **scalars)
+    exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)
+    return options, names, exact
 
 
 def layer_norm_backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -64,7 +64,7 @@ STREAM_ROWS: RowTable = {
     75: with_gates(
         _FORWARD_ROWS,
         {
-            128: Gates(registers=80),
+            128: Gates(registers=96),
             1024: Gates(registers=128),
             **dict.fromkeys((2048, 4096), Gates(registers=96)),
             16_384: Gates(registers=128),
@@ -150,8 +150,8 @@ FORWARD = RowKernel(
     follows={"total": "residual", "scales": "codes"},
     replaces={"codes": "out"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False)},
-    constants={"STREAM": "false"},
+    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
+    constants={"STREAM": "false", "WITH_SCALE": "false"},
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
@@ -181,13 +181,18 @@ A bias means that its gradient is wanted; its items are not read.
 
 
 @dataclass(slots=True)
-class StreamArrays(NormArrays[T]):
-    """Arrays of a forward call whose x is a float32 residual stream.
+class StreamArrays(Record[T]):
+    """Arrays of a forward call whose x is a float32 residual stream."""
 
-    The caller passes what is added to the stream as x, and the stream as the residual.
-    """
-
-    SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x"})
+    x: T
+    residual: T | None = None
+    weight: T | None = None
+    bias: T | None = None
+    scale: T | None = None
+    out: T | None = None
+    total: T | None = None
+    mean: T | None = None
+    rstd: T | None = None
 
 
 @dataclass(slots=True)
@@ -197,17 +202,24 @@ class AddedArrays(StreamArrays[T]):
     SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
 
 
+_CODED = ("codes", "scales")
+
 STREAM_FORWARD = replace(
     FORWARD,
-    stream=("x", "total"),
-    constants={"STREAM": "true"},
-    scalars={**FORWARD.scalars, "residual_scale": np.float32},
+    record=StreamArrays,
+    columns=(*FORWARD.columns, "scale"),
+    results={name: kind for name, kind in FORWARD.results.items() if name not in _CODED},
+    optional=(*(name for name in FORWARD.optional if name not in _CODED), "scale"),
+    follows={"total": "residual"},
+    replaces={},
+    stream=("x", "total", "scale"),
+    constants={"STREAM": "true", "WITH_CODES": "false"},
     table=STREAM_ROWS,
 )
 """Forward of a float32 x to the 16-bit dtype of the weight, which a call must have."""
 
-STREAM_FORWARD = replace(
-    STREAM_NORM, record=StreamArrays, in_place={"out": "residual", "total": "x"}
+ADDED_FORWARD = replace(
+    STREAM_FORWARD, record=AddedArrays, in_place={"out": "residual", "total": "x"}
 )
 """Forward of a float32 x to which a 16-bit residual is added: the stream, and its next term."""
 
@@ -218,8 +230,58 @@ STREAM_BACKWARD = replace(
 )
 """Backward of either: x, dtotal and dx are float32."""
 
+
+def emits_codes(problem: RowProblem, arch: int) -> bool:
+    """Tell whether FORWARD can write codes of these rows in the same pass.
+
+    A row is in registers, by vectors, and a rotated block is in the lanes of one row.
+    """
+    config, vec = FORWARD.config(arch, problem.length), problem.vector
+    return bool(config.items) and vec > 1 and config.lanes * vec >= ROTATION
+
+
+def quantised_forward(
+    arrays: NormArrays[Any],
+    out: Any,
+    names: tuple[str, ...],
+    exact: Callable[..., Results],
+    options: RowOptions,
+    rotation: int | None,
+) -> Any:
+    """Run a norm whose out is quantised: in one pass, or in two where its kernel cannot."""
+    given = named_out(out, names)
+    rows = given.pop("out", None)
+    for name, array in given.items():
+        setattr(arrays, name, array)
+    if isinstance(rows, QuantizedRows):
+        arrays.codes, arrays.scales = rows.codes, rows.scales
+    operands = adopt(arrays, FORWARD.fixes)
+    choices = {**dict(options.choices), "rotated": rotation is not None}
+    wanted = (*options.wanted, "codes")
+    with_codes = options._replace(choices=(*choices.items(),), wanted=wanted)
+    problem = row_problem(FORWARD, operands, with_codes)
+    require_dtype("x", problem.layouts["x"], FLOATS)
+    require_row_length(problem.shape, rotation)
+    if rows is not None:
+        require_rows_out(rows, problem.shape, rotation, problem.dtype)
+    device = device_of(operands)
+    if device is not None and emits_codes(problem, device.arch.number):
+        arrays = run_rows(device, problem, operands)
+        codes: Any = arrays.codes
+        scales: Any = arrays.scales
+        made = quantized_rows(codes, scales, rotation, problem.dtype) if rows is None else rows
+    else:
+        arrays.codes = arrays.scales = None
+        arrays = call_rows(FORWARD, arrays, exact, options)
+        normalised: Any = arrays.out
+        made = quantize_rows(normalised, rotation=rotation, out=rows)
+    if len(names) == 1:
+        return made
+    return (made, *(getattr(arrays, name) for name in names[1:]))
+
+
 KERNELS = tuple(
-    kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_NORM, STREAM_FORWARD, STREAM_BACKWARD)
+    kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_FORWARD, ADDED_FORWARD, STREAM_BACKWARD)
 )
 
 

@@ -17,11 +17,11 @@ def norm(
     residual: np.ndarray | None = None,
     weight: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
     *,
     centred: bool,
     eps: float,
     weight_offset: float = 0.0,
-    residual_scale: float | None = None,
 ) -> Results:
     """Normalise rows: layer norm if `centred`, RMS norm otherwise.
 
@@ -30,14 +30,14 @@ def norm(
     x, residual : (..., N) floats
         Their sum is rounded to x's dtype and then normalised.
     weight, bias : (N,) floats
+    scale : (N,) floats, optional
+        Factors of the residual.
     centred : bool
         Whether the mean is subtracted.
     eps : float
         Added to the mean square.
     weight_offset : float
         Added to the weight.
-    residual_scale : float, optional
-        Factor of the residual, of which x is then the float32 stream that it is added to.
 
     Returns
     -------
@@ -56,7 +56,7 @@ def norm(
     (array([-1.,  1.]), 2.0, 1.0)
     """
     with np.errstate(all="ignore"):
-        total = None if residual is None else rounded_sum(x, residual, residual_scale)
+        total = None if residual is None else rounded_sum(x, residual, scale)
         rows = x.astype(np.float64) if total is None else total
         mean = np.zeros(rows.shape[:-1])
         if centred:
@@ -72,7 +72,7 @@ def norm(
     return out, total, mean, rstd
 
 
-def rounded_sum(x: np.ndarray, residual: np.ndarray, scale: float | None = None) -> Float64:
+def rounded_sum(x: np.ndarray, residual: np.ndarray, scale: np.ndarray | None = None) -> Float64:
     """Return x + residual, or x + scale * residual, rounded to the dtype of x."""
     added = residual.astype(np.float64)
     total = x.astype(np.float64) + (added if scale is None else scale * added)

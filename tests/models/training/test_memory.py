@@ -72,7 +72,7 @@ def test_all_weights(config):
 def test_the_rest_is_the_working_set():
     found = lines(QLORA)
     work = working_bytes(PHI_2, 2048, samples=2)
-    assert found["inputs of all layers"] == 33 * 2048 * 2560 * 2
+    assert found["inputs of all layers"] == 33 * 2048 * 2560 * 4
     assert found["inputs of all layers"] + found["working set"] == work.layer == max(work)
     assert found["cross entropy"] == 0  # 128 MiB of logits lie where a layer's activations do
 
@@ -90,15 +90,15 @@ def test_cross_entropy_is_a_line_of_its_own(tokens):
 
 
 def test_the_goals_of_phi_2():
-    """Below 4.5 GB with 2 x 1,024 tokens, and below 6 GB with 4 x 2,048."""
+    """Below 4.5 GB with 2 x 1,024 tokens, and below 7 GB with 4 x 2,048."""
     assert budget_of(QLORA).needed < 4.5e9
-    assert budget_of(QLORA._replace(batch_tokens=8192, samples=4)).needed < 6e9
+    assert budget_of(QLORA._replace(batch_tokens=8192, samples=4)).needed < 7e9
 
 
 @pytest.mark.parametrize(
     ("training", "free", "would"),
     [
-        (QLORA._replace(batch_tokens=8192), 4.5e9, "with --batch-tokens 4096 --accumulate 2 it"),
+        (QLORA._replace(batch_tokens=8192), 5e9, "with --batch-tokens 4096 --accumulate 2 it"),
         (QLORA._replace(quantize=None), 5e9, "with --quantize nf4 it fits"),
         (QLORA._replace(batch_tokens=128), None, "with --optimizer-state 8bit it fits"),
         (QLORA._replace(quantize=None, lora=None), 20e9, r"with adapters \(without --full\) it"),
@@ -106,7 +106,7 @@ def test_the_goals_of_phi_2():
          r"with adapters \(without --full\) and --quantize nf4 it fits"),
         (QLORA._replace(batch_tokens=2**32, samples=2**21), 4e9,
          "with --batch-tokens 2048 --accumulate 2097152 it fits"),
-        (QLORA._replace(lora=LoraOptions(rank=4096)), 4e9, "with --lora-rank 32 it fits"),
+        (QLORA._replace(lora=LoraOptions(rank=4096)), 4.4e9, "with --lora-rank 32 it fits"),
         (QLORA._replace(lora=LoraOptions(rank=4096), state="8bit", batch_tokens=128), 2.4e9,
          "with --lora-rank 4 it fits"),
         (QLORA, 1e9, "take a smaller model, or a larger device"),
