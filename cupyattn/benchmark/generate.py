@@ -251,9 +251,10 @@ def rows(arguments: argparse.Namespace, harness: Harness) -> Iterator[Row]:
         for name in arguments.model:
             folder = None if name in models.PRESETS else name
             make = models.load if folder else models.random
-            model = make(name, dtype=arguments.dtype, quantize=arguments.quantize, xp=harness.xp)
+            kept = {"quantize": arguments.quantize, "activations": arguments.activations}
+            model = make(name, dtype=arguments.dtype, **kept, xp=harness.xp)
             model.config = model.config._replace(eos_ids=())  # every prompt gets all its tokens
-            labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
+            labels = {"model": name, "dtype": model.dtype, **kept}
             for size in sizes:
                 of_size = {**labels, **size._asdict()}
                 yield from _generations(model, folder, size, of_size, arguments, harness)
@@ -326,7 +327,8 @@ def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the parts of a step and the bytes of each, which are the least that a T4 takes."""
     for name, size in product(arguments.model, _sizes(arguments)):
         model = _unfilled(name, arguments)
-        labels = {"model": name, "dtype": model.dtype, "quantize": arguments.quantize}
+        kept = {"quantize": arguments.quantize, "activations": arguments.activations}
+        labels = {"model": name, "dtype": model.dtype, **kept}
         parts = _parts_of(model, size, arguments.block_size)
         for part in summary(parts, [[0.0]] * len(parts), T4_GB_PER_S):
             also = {"calls": part["calls"]}
@@ -340,11 +342,12 @@ def modelled(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def _unfilled(name: str, arguments: argparse.Namespace) -> models.Model:
     """Return a model on NumPy arrays, that of a preset without numbers in its weights."""
-    dtype, quantize = arguments.dtype, arguments.quantize
+    dtype, quantize, activations = arguments.dtype, arguments.quantize, arguments.activations
     if name not in models.PRESETS:
-        return models.load(name, dtype=dtype, quantize=quantize, xp=np)
+        return models.load(name, dtype=dtype, quantize=quantize, activations=activations, xp=np)
     config = models.PRESETS[name]
-    return models.Model(config, empty(config, dtype, np, quantises_to(quantize)), dtype, np)
+    weights = empty(config, dtype, np, quantises_to(quantize), activations)
+    return models.Model(config, weights, dtype, np)
 
 
 def _sizes(arguments: argparse.Namespace) -> list[PromptSize]:
@@ -375,6 +378,8 @@ BENCHMARK = Benchmark(
         Option("dtype", "float16", "dtype of the weights", choices=("float16", "float32")),
         Option("quantize", None, "storage of the layers' weights, otherwise dtype",
                choices=QUANTIZE),
+        Option("activations", None, "with quantize int8, int8 x int8 where there are many rows",
+               choices=("int8",)),
         Option("block-size", 16, "tokens of a block of the cache", integer(16)),
         Option("runs", 5, "runs after a first one"),
         Option("modelled", False, "the bytes of a step and a T4's time, as without a GPU"),

@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         "model": arguments.random or arguments.model,
         "dtype": model.dtype,
         "quantize": arguments.quantize,
+        "activations": arguments.activations,
         "device": device_name(model),
         "result": timed.generation.results[0],
         "seed": timed.generation.seed,
@@ -105,9 +106,8 @@ def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, mode
             raise ValueError("there is no tokenizer among the model's files; text needs one")
         return model, models.Prompt(tuple(model.tokenizer.encode(arguments.prompt)), is_text=True)
     xp = np if arguments.cpu else None
-    model = models.random(
-        arguments.random, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp
-    )
+    kept = {"quantize": arguments.quantize, "activations": arguments.activations}
+    model = models.random(arguments.random, dtype=arguments.dtype, **kept, xp=xp)
     drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, arguments.prompt_tokens)
     return model, models.Prompt(tuple(drawn.tolist()))
 
@@ -115,6 +115,7 @@ def _model_and_prompt(arguments: argparse.Namespace) -> tuple[models.Model, mode
 def show(result: Result, terminal: Terminal) -> None:
     """Print how fast it was."""
     quantize = result["quantize"]
-    kept = f", layers in {_IN_WORDS.get(quantize, quantize)}" if quantize else ""
+    rows = f" x {result['activations']}" if result["activations"] else ""
+    kept = f", layers in {_IN_WORDS.get(quantize, quantize)}{rows}" if quantize else ""
     terminal.title(f"{result['model']}, {result['dtype']}{kept}, on {result['device']}")
     show_times(result, terminal)

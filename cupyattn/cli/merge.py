@@ -76,6 +76,7 @@ def _merged(arguments: argparse.Namespace) -> Result:
         arguments.model,
         dtype=arguments.dtype or _dtype_of(source),
         quantize=arguments.quantize,
+        activations=arguments.activations,
         xp=np if arguments.cpu else None,
     )
     merged = LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).merged()

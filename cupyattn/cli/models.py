@@ -78,6 +78,11 @@ def add_quantize_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--quantize", type=_format, metavar="FORMAT", help=f"{what} ({', '.join(QUANTIZE)})"
     )
+    parser.add_argument(
+        "--activations",
+        choices=("int8",),
+        help="with --quantize int8, multiply int8 by int8 where there are many rows",
+    )
 
 
 def _format(text: str) -> str:
@@ -116,8 +121,8 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, *, new_tokens: int) -
 def loaded(arguments: argparse.Namespace) -> models.Model:
     """Load the model that a command names."""
     xp = np if arguments.cpu else None
-    quantize = arguments.quantize
-    model = models.load(arguments.model, dtype=arguments.dtype, quantize=quantize, xp=xp)
+    kept = {"quantize": arguments.quantize, "activations": arguments.activations}
+    model = models.load(arguments.model, dtype=arguments.dtype, **kept, xp=xp)
     if arguments.adapters is None:
         return model
     return LoraAdapters.load(model, arguments.adapters, base_model=arguments.model).model

@@ -111,6 +111,7 @@ def _plan(arguments: argparse.Namespace) -> Training:
         tokens,
         -(-tokens // longest),
         quantises_as_in(of_file) if of_file else None,
+        arguments.activations,
     )
 
 
@@ -158,7 +159,8 @@ def prepared(arguments: argparse.Namespace) -> Prepared:
     if free is not None:
         require_room(_plan(arguments), free)
     xp = np if arguments.cpu else None
-    base = models.load(arguments.model, dtype=arguments.dtype, quantize=arguments.quantize, xp=xp)
+    kept = {"quantize": arguments.quantize, "activations": arguments.activations}
+    base = models.load(arguments.model, dtype=arguments.dtype, **kept, xp=xp)
     trained, model = _trainable(base, arguments)
     trainer = training.Trainer(
         trained,
@@ -320,6 +322,7 @@ def _names(base: models.Model, held: list[training.Sample], arguments: argparse.
         **({} if arguments.full else adapters),
         "--dtype": base.dtype,
         "--quantize": arguments.quantize,
+        **({"--activations": arguments.activations} if arguments.activations else {}),
         "--eval-fraction": arguments.eval_fraction,
         "what DATA has held back": digest(held),
     }
@@ -401,7 +404,7 @@ def _generating(arguments: argparse.Namespace) -> list[str]:
     if arguments.full:
         return [*command, str(arguments.out), "..."]
     command += [str(arguments.model), "...", "--adapters", str(arguments.out)]
-    for name in ("dtype", "quantize"):
+    for name in ("dtype", "quantize", "activations"):
         given = getattr(arguments, name)
         command += [f"--{name}", given] if given else []
     return command

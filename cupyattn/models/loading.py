@@ -83,6 +83,25 @@ def quantises_to(quantize: object, *, files: bool = False) -> Quantises:
     return chosen
 
 
+def require_activations(activations: object, quantize: object) -> str | None:
+    """Return how products of layers take x, or raise if weights in `quantize` have no such way."""
+    if activations not in (None, "int8"):
+        raise error(
+            ValueError if isinstance(activations, str) else TypeError,
+            f"activations = {shown(activations)}",
+            "it is None, or 'int8' for products of int8 rows and int8 weights",
+            "pass one of these",
+        )
+    if activations is not None and quantize != "int8":
+        raise error(
+            ValueError,
+            f"activations = {activations!r} with quantize = {shown(quantize)}",
+            "int8 rows are multiplied with weights that have one scale for each column",
+            "pass quantize='int8' too, or leave activations out",
+        )
+    return "int8" if activations else None
+
+
 def quantises_as_in(checkpoint: Checkpoint) -> Quantises:
     """Return how weights are kept in the blocks of their file, where there is code for them.
 
@@ -195,6 +214,7 @@ def load(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    activations: str | None = None,
     xp: ModuleType | None = None,
     group: Group | None = None,
 ) -> Model:
@@ -215,6 +235,11 @@ def load(
         Keep the products of the layers in four or eight bits (`QuantizedWeight`): quantised while
         they are read, or with "file" in the blocks and with the scales of the file. Embeddings,
         norms, biases and the head stay in dtype. By default the whole model is in dtype.
+    activations : {None, "int8"}
+        With quantize="int8", "int8" multiplies int8 by int8 in the products of layers that have
+        many rows, as `linear` does: the prompts of a generation, and the forward of a training.
+        Weights whose K is a multiple of 64 are rotated. Few rows, as in decoding, are multiplied in
+        dtype. See Notes.
     xp : module, optional
         numpy or cupy; by default cupy if there is a GPU, whose current device gets the model.
     group : distributed.Group, optional
@@ -235,7 +260,8 @@ def load(
         another shape. In float16, for a tensor that no power of two brings into range. For an
         unknown quantize, rows that are not whole blocks of it, and "file" for a file of floats.
         With a group, for heads or an MLP that its ranks cannot split, another config, dtype or
-        quantize on another rank, and an xp that its communicator cannot send.
+        quantize on another rank, and an xp that its communicator cannot send. For activations
+        without quantize="int8", or with a group.
     NotImplementedError
         For an architecture, rotary embedding, file format or quantisation without code, and for
         the tokenizer of a GGUF file without code.
@@ -259,6 +285,11 @@ def load(
     The hidden states of a float16 model are float32, and its weights have powers of two such that
     no product exceeds 65,504, whatever its input: checkpoints that were trained in bfloat16 give
     what they give in float32. `Layer.scales` has these factors.
+
+    With activations x has one scale for each row, and norms make its codes in their own pass where
+    the rows are in dtype. A GPU multiplies few rows (`linear` says how many) with weights alone in
+    int8, so that a prompt's result can change with the number of tokens in a call; NumPy arrays are
+    always multiplied in int8. In float16 the items that a rotation may sum have 1/8 of its range.
 
     Quantised files can be GGUF (all types that the package gguf dequantises) or safetensors of
     bitsandbytes (NF4), GPTQ (4 and 8 bits, act-order too), AWQ (4 bits), compressed-tensors
@@ -285,6 +316,14 @@ def load(
     >>> model = models.load("folder")  # doctest: +SKIP
     """
     quantises = None if quantize == OF_THE_FILE else quantises_to(quantize, files=True)
+    activations = require_activations(activations, quantize)
+    if activations is not None and group is not None:
+        raise error(
+            ValueError,
+            "activations = 'int8' with a group",
+            "each rank would have scales of its own columns of x",
+            "leave one of them out",
+        )
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
     if group is not None:
@@ -299,7 +338,7 @@ def load(
     if quantises is None:
         quantises = quantises_as_in(checkpoint)
         _warn_of_rounding(checkpoint, quantises)
-    weights = filled(checkpoint, dtype, on, quantises, by=by)
+    weights = filled(checkpoint, dtype, on, quantises, by=by, activations=activations)
     if group is not None:
         config, weights = split(config, weights, group, xp)
     return Model(config, weights, dtype, xp, checkpoint.read_tokenizer, group)
@@ -426,6 +465,7 @@ def random(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    activations: str | None = None,
     xp: ModuleType | None = None,
     seed: int = 0,
 ) -> Model:
@@ -436,7 +476,7 @@ def random(
     name_or_config : str or Config
         The shapes: a name in `PRESETS`, such as "gpt2" (124 million weights), "llama-3.2-1b",
         "qwen3-1.7b", "gemma-3-1b" or "phi-4-mini", or any others.
-    dtype, quantize, xp : optional
+    dtype, quantize, activations, xp : optional
         As in `load`, without quantize="file".
     seed : int
         For ``xp.random.default_rng``: the same numbers every time; NumPy and CuPy differ.
@@ -463,7 +503,8 @@ def random(
     config = _config(name_or_config)
     xp = model_library(xp)
     dtype = model_dtype(dtype, xp)
-    weights = empty(config, dtype, xp, quantises_to(quantize))
+    activations = require_activations(activations, quantize)
+    weights = empty(config, dtype, xp, quantises_to(quantize), activations)
     generator = xp.random.default_rng(seed)
     for name, part in named_parts(weights):
         if part.ndim == 2:
@@ -484,7 +525,8 @@ def _fill_quantised(weight: QuantizedWeight, generator: Any, deviation: float) -
     for start in range(0, rows, step):
         part = weight[start : start + step]
         normal = deviation * generator.standard_normal(part.shape, dtype=np.float32)
-        cupyattn.quantize(normal.T, format=weight.format, out=part.T)
+        rotation = weight.rotation
+        cupyattn.quantize(normal.T, format=weight.format, rotation=rotation, out=part.T)
 
 
 def _fill(array: Array, generator: Any, mean: float, deviation: float) -> None:

@@ -104,6 +104,7 @@ class Summed(NamedTuple):
     weight: Array | QuantizedWeight
     bias: Array | None
     group: Group
+    activations: None = None
 
     def __call__(self, x: Array, /, *, residual: Array | None = None) -> Array:
         """Return the sum of all ranks' products, plus bias and residual."""

@@ -122,7 +122,9 @@ class Model(Generates):
         """Return how weights are kept."""
         parts = (part for _, part in named_parts(self.weights))
         kinds = {part.format for part in parts if isinstance(part, QuantizedWeight)}
-        return f"{self.dtype}, layers in {', '.join(sorted(kinds))}" if kinds else self.dtype
+        both = any(layer.up.activations for layer in self.weights.layers)
+        rows = " x int8" if both else ""
+        return f"{self.dtype}, layers in {', '.join(sorted(kinds))}{rows}" if kinds else self.dtype
 
     @property
     def nbytes(self) -> int:

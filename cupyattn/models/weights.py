@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.ops.linear.cpu import HugePages
-from cupyattn.ops.linear.weight_formats import Blocks, rows_apart
+from cupyattn.ops.linear.weight_formats import ROTATION, Blocks, rows_apart
 from cupyattn.ops.linear.weight_formats import empty as empty_weight
 from cupyattn.runtime.arrays import Array, dtype_of
 
@@ -43,15 +43,17 @@ class Norm(NamedTuple):
 class Product(NamedTuple):
     """A product with a weight (N, K), which skinny products read in order.
 
-    The weight of a layer's product may be a `QuantizedWeight`.
+    The weight of a layer's product may be a `QuantizedWeight`. `activations` is the option of
+    `linear`: with "int8" many rows of x are quantised too.
     """
 
     weight: Array | QuantizedWeight
     bias: Array | None
+    activations: str | None = None
 
     def __call__(self, x: Array, /, **options: Any) -> Any:
         """Return x times the weight, plus the bias; options are those of `linear`."""
-        return linear(x, self.weight.T, self.bias, **options)
+        return linear(x, self.weight.T, self.bias, activations=self.activations, **options)
 
 
 class Scales(NamedTuple):
@@ -186,8 +188,17 @@ def in_dtype(layer: int, product: str, inner: int) -> None:
     """Keep all weights in the model's dtype; one of `Quantises`."""
 
 
-def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) -> Weights:
-    """Return the weights of a model as uninitialised arrays."""
+def empty(
+    config: Config,
+    dtype: str,
+    xp: Any,
+    quantises: Quantises = in_dtype,
+    activations: str | None = None,
+) -> Weights:
+    """Return the weights of a model as uninitialised arrays.
+
+    With activations "int8" weights of layers are rotated whose K is a multiple of `ROTATION`.
+    """
     width, heads, groups = config.hidden_size, config.num_heads, config.num_kv_heads
     inner, kind = config.intermediate_size, dtype_of(dtype)
 
@@ -203,7 +214,9 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
         bias = xp.empty(columns, kind) if biased else None
         if blocks is None:
             return Product(new((columns, rows), kind), bias)
-        return Product(empty_weight(blocks, columns, rows, xp), bias)
+        rotated = activations is not None and rows % ROTATION == 0
+        weight = empty_weight(blocks, columns, rows, xp, ROTATION if rotated else None)
+        return Product(weight, bias, activations)
 
     def layer(index: int) -> Layer:
         first = (heads + 2 * groups) * config.head_dim
@@ -253,9 +266,18 @@ def empty(config: Config, dtype: str, xp: Any, quantises: Quantises = in_dtype) 
     )
 
 
+def spread_of(weight: Array | QuantizedWeight) -> float:
+    """Return how much larger than items of x those can be that a weight multiplies.
+
+    Blocks of a rotated x are sums of 64 items, times 1 / 8.
+    """
+    return ROTATION**0.5 if getattr(weight, "rotation", None) else 1.0
+
+
 def rows_of(whole: Product, rows: slice) -> Product:
     """Return some rows of a product."""
-    return Product(whole.weight[rows], None if whole.bias is None else whole.bias[rows])
+    bias = None if whole.bias is None else whole.bias[rows]
+    return Product(whole.weight[rows], bias, whole.activations)
 
 
 def named_arrays(weights: Weights) -> Iterator[tuple[str, Array]]:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 from support.search import deep, mostly_deep
-from support.tiny_models import TINY
+from support.tiny_models import TINY, tensors_of, write_folder
+from support.training import batch_of
 
 import cupyattn
 from cupyattn import QuantizedWeight, models
-from cupyattn.models import Config, Layer, Model, Product
+from cupyattn.models import Config, Layer, Model, Product, training
 from cupyattn.models.checkpoints import copying
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts
 
@@ -171,3 +172,120 @@ def test_making_one_takes_the_memory_of_the_quantised_model(monkeypatch):
     finally:
         tracemalloc.stop()
     assert peak < 1.2 * model.nbytes
+
+
+LARGE = CONFIGS["llama"]._replace(intermediate_size=128)
+"""K of 64 and 128: every product is rotated."""
+
+
+@pytest.mark.parametrize("name", ["llama", *deep(*(each for each in CONFIGS if each != "llama"))])
+@pytest.mark.parametrize("dtype", ["float32", "float16", *deep("bfloat16")])
+def test_int8_times_int8_is_what_products_of_codes_make(name, dtype):
+    """Norms make the codes that products would make; K of 96 has no rotation."""
+    given = {"dtype": dtype, "quantize": "int8", "activations": "int8", "xp": np, "seed": 3}
+    model = models.random(CONFIGS[name], **given)
+    layer = model.weights.layers[0]
+    assert layer.qkv.weight.rotation == 64 and layer.down.weight.rotation is None
+    assert "int8 x int8" in repr(model)
+    found = model.logits(IDS)
+
+    def separate(layer: Layer) -> Layer:
+        def own(product: Product | None) -> object:
+            if product is None:
+                return None
+            return lambda x, **options: product(x, **options)
+
+        taken = {each: own(getattr(layer, each)) for each in ("qkv", "up", "qkv_up")}
+        return layer._replace(**taken) if layer.qkv_up is None else layer
+
+    layers = tuple(separate(layer) for layer in model.weights.layers)
+    again = model.with_weights(model.weights._replace(layers=layers))
+    assert_array_equal(again.logits(IDS), found)
+    exact = dequantised(model).logits(IDS).astype(np.float32)
+    error = np.abs(found.astype(np.float32) - exact)
+    assert 1e-4 < error.max() < 0.3 and np.abs(exact).max() > 1
+
+
+def test_norms_make_codes_where_products_multiply_them(monkeypatch):
+    """And rows in the model's dtype where they do not, or where adapters read them."""
+    kinds = []
+    honest = Product.__call__
+
+    def noting(product, x, /, **options):
+        kinds.append(type(x).__name__)
+        return honest(product, x, **options)
+
+    monkeypatch.setattr(Product, "__call__", noting)
+    model = models.random(LARGE, quantize="int8", activations="int8", xp=np)
+    plain = models.random(LARGE, quantize="int8", xp=np)
+    of_layer = ["QuantizedRows", "ndarray", "QuantizedRows", "ndarray"]  # qkv, output, up, down
+    each = LARGE.num_layers
+    for made, expected in ((model, of_layer), (plain, ["ndarray"] * 4)):
+        kinds.clear()
+        made.logits(IDS)
+        assert kinds == expected * each + ["ndarray"]
+    adapted = training.LoraAdapters(model, targets=["q_proj"]).model
+    kinds.clear()
+    adapted.logits(IDS)
+    assert kinds == of_layer[1:] * each + ["ndarray"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", *deep("float16")])
+def test_adapters_of_int8_times_int8_learn(dtype):
+    """The gradients are those of the frozen weights' numbers; the base product has codes of x."""
+    config = LARGE._replace(num_layers=1)
+    model = models.random(config, dtype=dtype, quantize="int8", activations="int8", xp=np)
+    batch = batch_of(config, (24, 9))
+    found = []
+    for each in (model, dequantised(model)):
+        adapters = training.LoraAdapters(each, rank=4, seed=1)
+        generator = np.random.default_rng(2)
+        for name, array in adapters.arrays.items():
+            if "lora_B" in name:
+                array[...] = 0.05 * generator.standard_normal(array.shape)
+        adapters.updated()
+        into = {name: np.empty_like(array) for name, array in adapters.arrays.items()}
+        loss = adapters.gradients(
+            batch, into, num_labels=9, loss_scale=1.0, seed=1, accumulate=False
+        )
+        found.append((float(loss), into))
+    (loss, mine), (wanted_loss, wanted) = found
+    assert abs(loss - wanted_loss) < 0.02 * wanted_loss
+    for name, gradient in mine.items():
+        error = np.linalg.norm(gradient - wanted[name]) / np.linalg.norm(wanted[name])
+        assert error < 0.1, (name, error)
+
+
+def test_merged_weights_are_rotated_back():
+    model = models.random(LARGE, dtype="float32", quantize="int8", activations="int8", xp=np)
+    merged = training.LoraAdapters(model, rank=2).merged().weights.layers[0]
+    for name in PRODUCTS:
+        weight = getattr(model.weights.layers[0], name).weight
+        assert weight.rotation == 64
+        assert_array_equal(getattr(merged, name).weight, cupyattn.dequantize(weight))
+
+
+def test_loaded_weights_are_rotated(tmp_path):
+    """With the codes of `quantize`, whatever pieces they are read in."""
+    model = models.random(LARGE, dtype="float32", xp=np)
+    write_folder(tmp_path, LARGE, tensors_of(model))
+    kept = models.load(tmp_path, dtype="float32", quantize="int8", activations="int8", xp=np)
+    for mine, plain in zip(kept.weights.layers, model.weights.layers, strict=True):
+        for name in PRODUCTS:
+            wanted = cupyattn.quantize(getattr(plain, name).weight.T, format="int8", rotation=64)
+            assert_array_equal(getattr(mine, name).weight.codes, wanted.codes)
+            assert_array_equal(getattr(mine, name).weight.scales, wanted.scales)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int4"])
+def test_int8_rows_need_int8_weights(quantize):
+    with pytest.raises(ValueError, match="pass quantize='int8' too"):
+        models.random(LARGE, quantize=quantize, activations="int8", xp=np)
+    with pytest.raises(ValueError, match="pass quantize='int8' too"):
+        models.load("absent", quantize="file", activations="int8", xp=np)
+
+
+@pytest.mark.parametrize(("given", "kind"), [("int4", ValueError), (8, TypeError)])
+def test_other_activations_are_refused(given, kind):
+    with pytest.raises(kind, match="activations = "):
+        models.random(LARGE, quantize="int8", activations=given, xp=np)

@@ -207,6 +207,7 @@ class TensorTarget(NamedTuple):
     shape: tuple[int, ...]
     blocks: Blocks | None = None
     transposed: bool = False
+    rotation: int | None = None
 
 
 class TensorTargets(NamedTuple):
@@ -317,13 +318,15 @@ def _place(
     """Return the target of rows of a product; rows of `heads` are in the order of pairs."""
     blocks = part.blocks if isinstance(part, QuantizedWeight) else None
     arrays = part.arrays if isinstance(part, QuantizedWeight) else {"all": part}
+    rotation = part.rotation if isinstance(part, QuantizedWeight) else None
     if heads is not None:
         arrays = {name: _as_pairs(array, heads) for name, array in arrays.items()}
     # What is quantised is (N, K) in all files.
     transposed = naming.transposed and part.ndim == 2 and not isinstance(tensor, QuantisedTensor)
     if transposed and blocks is None:
         return TensorTarget({"all": arrays["all"].T}, part.shape[::-1])
-    return TensorTarget(arrays, part.shape[::-1] if transposed else part.shape, blocks, transposed)
+    shape = part.shape[::-1] if transposed else part.shape
+    return TensorTarget(arrays, shape, blocks, transposed, rotation)
 
 
 def _shares(

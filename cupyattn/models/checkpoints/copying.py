@@ -40,6 +40,10 @@ _AT_ONCE = 1 << 22
 _LARGEST = {"float16": LARGEST, "int4": INT4_LARGEST}
 
 
+_Form = tuple[Blocks | None, int | None]
+"""The blocks of a target, None for the model's dtype, and its rotation."""
+
+
 class _Shapes:
     """A stand-in for numpy or cupy whose arrays have a shape, and no memory."""
 
@@ -55,6 +59,7 @@ def filled(
     quantises: Quantises = in_dtype,
     *,
     by: Any = None,
+    activations: str | None = None,
 ) -> Weights:
     """Read all weights, after a check of every name and shape that allocates nothing.
 
@@ -65,7 +70,7 @@ def filled(
     scaled: dict[str, float] | None = {} if dtype == "float16" else None
     naming, config, tensors = checkpoint.naming, checkpoint.config, checkpoint.tensors
     _require_fit(checkpoint, places(naming, config, empty(config, dtype, _Shapes), tensors))
-    weights = empty(config, dtype, xp, quantises)
+    weights = empty(config, dtype, xp, quantises, activations)
     targets = places(naming, config, weights, tensors)
     total = len(targets.filled)
     with progress("loading tensors", total) as step:
@@ -146,7 +151,8 @@ def _each_part(
                 scaled[name] = factor
             if factor != 1:
                 found = found * np.float32(factor)
-        use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
+        form = place.blocks, place.rotation
+        use(f"{checkpoint.where}: {name}", parts, found, form, dtype, xp)
 
 
 def _found(
@@ -163,7 +169,8 @@ def _found(
         read = rows(start, stop)
         arrays = {own: xp.asarray(array) for own, array in read.arrays.items()}
         weight = QuantizedWeight(read.format, **arrays, block_size=read.block_size, transposed=True)
-        return weight if weight.blocks == place.blocks else dequantize(weight)
+        kept = weight.blocks == place.blocks and place.rotation is None
+        return weight if kept else dequantize(weight)
     if place.transposed and tensor.read_columns is not None:
         return _float32(tensor.read_columns(start, stop), xp).T
     return _float32(tensor.read(start, stop), xp)
@@ -182,10 +189,11 @@ def _store(
     what: str,
     parts: dict[str, Array],
     found: Array | QuantizedWeight,
-    blocks: Blocks | None,
+    form: _Form,
     dtype: str,
     xp: ModuleType,
 ) -> None:
+    blocks, rotation = form
     if isinstance(found, QuantizedWeight):
         for array in found.arrays.values():
             if array.dtype.kind == "f":
@@ -200,7 +208,8 @@ def _store(
             return
         if blocks.format in _LARGEST:
             _require_finite(what, found, blocks.format, xp)
-        found = quantize(found.T, format=blocks.format, block_size=blocks.block_size)
+        size = blocks.block_size
+        found = quantize(found.T, format=blocks.format, block_size=size, rotation=rotation)
     for own, array in found.arrays.items():
         parts[own][...] = _where_target_is(parts[own], array).reshape(parts[own].shape)
 
@@ -229,7 +238,7 @@ def _require_finite(what: str, found: Array, dtype: str, xp: ModuleType) -> None
 
 
 def _require_equal(
-    what: str, parts: dict[str, Array], found: Array, blocks: None, dtype: str, xp: ModuleType
+    what: str, parts: dict[str, Array], found: Array, form: _Form, dtype: str, xp: ModuleType
 ) -> None:
     part = parts["all"]
     equal: Any = part == _where_target_is(part, found.astype(part.dtype))

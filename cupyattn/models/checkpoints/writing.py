@@ -203,7 +203,7 @@ def write_folder(
 
 def _decoded(layer: Layer, dtype: str) -> Layer:
     for name in PRODUCTS:
-        weight, bias = getattr(layer, name)
+        weight, bias, *_ = getattr(layer, name)
         if isinstance(weight, QuantizedWeight):
             decoded: Any = Product(dequantize(weight, dtype=dtype), bias)
             layer = layer._replace(**{name: decoded})

@@ -133,7 +133,8 @@ class AdaptedProduct(NamedTuple):
     with dropout D before the adapters. Modules that are rows of one product, such as q, k and v,
     have their own adapters: `a` (R, K) has their matrices A one after the other, so that x is read
     once, and `b` (N, R) has their B, each times alpha / rank, as blocks, and 0 elsewhere. R is the
-    sum of their ranks. They share a dropout mask.
+    sum of their ranks. They share a dropout mask. With activations "int8" only the product of the
+    weight quantises x.
     """
 
     weight: Array | QuantizedWeight
@@ -142,6 +143,7 @@ class AdaptedProduct(NamedTuple):
     b: Array
     dropout_p: float = 0.0
     seed: int | None = None
+    activations: str | None = None
 
     def __call__(
         self,
@@ -155,7 +157,9 @@ class AdaptedProduct(NamedTuple):
         """Return the product plus the adapters, with either an activation or a residual."""
         low = linear(self._dropped(x), self.a.T)
         added = linear(low, self.b.T, residual=residual)
-        out = preactivation = linear(x, self.weight.T, self.bias, residual=added)
+        out = preactivation = linear(
+            x, self.weight.T, self.bias, residual=added, activations=self.activations
+        )
         del added
         if activation is not None:
             out = activated(preactivation, activation)
@@ -171,7 +175,7 @@ class AdaptedProduct(NamedTuple):
         dropped = self._dropped(x)
         of_b = linear_backward(dout, linear(dropped, self.a.T), self.b.T)
         gradients.add(self.b, _present(of_b.dw).T)
-        dx = linear(dout, self.weight, residual=residual)
+        dx = frozen_backward(dout, x, self.weight, residual)
         if self.dropout_p:
             of_a = linear_backward(_present(of_b.dx), dropped, self.a.T)
             given = self.dropout_p, self.seed
@@ -471,12 +475,28 @@ def product_backward(
     if isinstance(product, AdaptedProduct):
         return product.backward(dout, x, gradients, residual)
     if not gradients.wants(product.weight):
-        return linear(dout, product.weight, residual=residual, out=out)
+        return frozen_backward(dout, x, product.weight, residual, out)
     dx, dw, db = linear_backward(dout, x, product.weight.T, product.bias, grads=LinearGrads(dx=out))
     gradients.add(product.weight, _present(dw).T)
     if product.bias is not None:
         gradients.add(product.bias, _present(db))
     dx = _present(dx)
+    if residual is not None:
+        dx += residual
+    return dx
+
+
+def frozen_backward(
+    dout: Array,
+    x: Array,
+    weight: Array | QuantizedWeight,
+    residual: Array | None = None,
+    out: Array | None = None,
+) -> Array:
+    """Return the gradient of x for a weight (N, K) that is not trained, plus a residual."""
+    if not isinstance(weight, QuantizedWeight) or weight.rotation is None:
+        return linear(dout, weight, residual=residual, out=out)
+    dx = _present(linear_backward(dout, x, weight.T, grads=LinearGrads(dx=out)).dx)
     if residual is not None:
         dx += residual
     return dx

@@ -12,7 +12,7 @@ import numpy as np
 from cupyattn.models.checkpoints.contents import HUGGING_FACE, modules_of
 from cupyattn.models.config import GATED, Config
 from cupyattn.models.forward import rows_at_once
-from cupyattn.models.loading import quantises_to
+from cupyattn.models.loading import quantises_to, require_activations
 from cupyattn.models.training.lora_options import LoraOptions
 from cupyattn.models.training.optimizer import ALIGNMENT, state_bytes
 from cupyattn.models.weights import Quantises, Weights, empty, named_arrays
@@ -49,12 +49,14 @@ def working_bytes(
     full: bool = False,
     rank: int = 16,
     dropout: bool = False,
+    activations: str | None = None,
 ) -> Working:
     """Return the memory that `gradients` takes on a GPU while it runs, beyond what it was given.
 
     A step of so many tokens, of so many samples, needs the larger of `layer` and `head`. `full` is
     for `FullWeights`; otherwise there are `LoraAdapters` of this rank for all linear layers, with
-    dropout or without.
+    dropout or without. With activations "int8" the gradient of a product's x is rotated back, from
+    one array into another, which have more items than the codes of x have bytes.
 
     At the head there are the inputs of all layers and a chunk of logits, which become their own
     gradient; in the backward of the last layer there are the inputs of all layers, what one layer
@@ -98,6 +100,8 @@ def working_bytes(
         mlp += max(adapted, ddown + 2 * inner + 2 * fused, again + inner)
         attention = known + stream + max(ddown + queries, queries + qkv + rotated, again)
         weight = max(up, qkv) * width
+    if activations is not None:
+        mlp, attention = mlp + max(inner, width), attention + max(queries, width)
     rows = min(rows_at_once(config.vocab_size, size), tokens)
     parts = min(4 * _MOST_PARTS * rows * width, _MOST_PARTS_BYTES)
     head = rows * config.vocab_size * size + (0 if full else parts)
@@ -126,7 +130,7 @@ class Training(NamedTuple):
 
     `quantize` is the format of frozen weights, "file" with the `blocks` of the file. `lora` is None
     to train all weights. `state` is the optimizer's, "float32" or "8bit". A batch has
-    `batch_tokens` tokens of at least `samples` samples.
+    `batch_tokens` tokens of at least `samples` samples. `activations` is the model's.
     """
 
     config: Config
@@ -137,6 +141,7 @@ class Training(NamedTuple):
     batch_tokens: int
     samples: int = 1
     blocks: Quantises | None = None
+    activations: str | None = None
 
 
 class Line(NamedTuple):
@@ -182,7 +187,8 @@ def budget_of(training: Training) -> Budget:
     config, lora = training.config, training.lora
     # Memory that is asked for and not touched is none.
     quantises = training.blocks or quantises_to(training.quantize)
-    weights = empty(config, training.dtype, np, quantises)
+    activations = require_activations(training.activations, training.quantize)
+    weights = empty(config, training.dtype, np, quantises, activations)
     size = dtype_of(training.dtype).itemsize
     if lora is None:
         learnt, rounded = _items(array.size for _, array in named_arrays(weights)), 0
@@ -192,6 +198,7 @@ def budget_of(training: Training) -> Budget:
     kept, layer, head = working_bytes(
         config, tokens, samples=training.samples, dtype=training.dtype, full=lora is None,
         rank=lora.rank if lora else 16, dropout=bool(lora and lora.dropout),
+        activations=activations,
     )  # fmt: skip
     learnt_what = "adapters" if lora else "weights in float32"
     return Budget(

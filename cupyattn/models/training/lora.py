@@ -431,7 +431,7 @@ class LoraAdapters:
                 scale = xp.asarray(scale * factors[rows, None], learnt)
             self._places[f"{name}.lora_B.weight"] = ArrayPart(b, (rows, ours), scale)
             first = ours.stop
-        return AdaptedProduct(product.weight, product.bias, a, b)
+        return AdaptedProduct(product.weight, product.bias, a, b, activations=product.activations)
 
     def with_dropout(self, seed: int) -> Model:
         """Return `model` for training: each product has another dropout seed."""

@@ -196,7 +196,8 @@ def kept_in(weights: Weights) -> str:
     """
     parts = (part for _, part in named_parts(weights))
     kinds = {p.format if isinstance(p, QuantizedWeight) else p.dtype.name for p in parts}
-    return ", ".join(sorted(kinds))
+    both = any(layer.up.activations for layer in weights.layers)
+    return ", ".join(sorted(kinds)) + (" x int8" if both else "")
 
 
 def config_fingerprint(config: Config) -> str:

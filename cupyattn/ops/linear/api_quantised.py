@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.ops.linear import reference
+from cupyattn.ops.linear.kernels_int8 import LEAST_ROWS
 from cupyattn.ops.linear.kernels_quantised import (
     DequantizeArrays,
     QuantizeArrays,
@@ -309,6 +310,18 @@ def quantize_rows(
     codes: Any = arrays.codes
     scales: Any = arrays.scales
     return quantized_rows(codes, scales, rotation, dtype)
+
+
+def multiplies_int8(x: Array) -> bool:
+    """Tell whether products of rows (M, K) with ``activations="int8"`` multiply int8 by int8.
+
+    >>> multiplies_int8(np.zeros((1, 64), np.float32))  # on NumPy arrays they always do
+    True
+    """
+    device = device_of(adopt(RowsArrays(x)))
+    if device is None:
+        return True
+    return device.traits.tensor_cores and len(x) >= LEAST_ROWS[device.traits.geforce]
 
 
 def _require_weight(name: str, given: Any) -> None:

@@ -493,13 +493,18 @@ class QuantizedWeight:
 _FIELDS = ("format", *WEIGHT_FIELDS, "block_size", "transposed", "rotation")
 
 
-def empty(blocks: Blocks, outer: int, inner: int, xp: Any) -> QuantizedWeight:
+def empty(
+    blocks: Blocks, outer: int, inner: int, xp: Any, rotation: int | None = None
+) -> QuantizedWeight:
     """Return an uninitialised weight (N, K) with N = `outer` and K = `inner`."""
     arrays = {
         name: xp.empty(*piece)
         for name, piece in pieces(blocks.format, outer, inner, blocks.block_size).items()
     }
-    return QuantizedWeight(blocks.format, **arrays, block_size=blocks.block_size, transposed=True)
+    size = blocks.block_size
+    return QuantizedWeight(
+        blocks.format, **arrays, block_size=size, rotation=rotation, transposed=True
+    )
 
 
 def _require_fit(weight: QuantizedWeight, layouts: Mapping[str, Layout]) -> None:

@@ -153,14 +153,14 @@ class Idle(LaunchRecorder):
         return kernel
 
 
-def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options):
+def counted(name, lengths, monkeypatch, *, full=False, quantize=None, activations=None, **options):
     """The peak of NumPy's memory in bytes, less the memory before the call."""
     backend = importlib.import_module("cupyattn.runtime.backend")
     monkeypatch.setattr(backend, "_device", lambda *choice: Idle(TURING))
     config = models.PRESETS[name]._replace(num_layers=LAYERS)
     if full:
         config = config._replace(vocab_size=5_000)  # whose masters are written
-    weights = empty(config, "float16", np, quantises_to(quantize))
+    weights = empty(config, "float16", np, quantises_to(quantize), activations)
     model = Model(config, weights, "float16", np)
     batch = batch_of(config, lengths)
     with cupyattn.backend("emulator", checks=False), np.errstate(all="ignore"):
@@ -174,9 +174,13 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options)
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     found = working_bytes(
-        config, sum(lengths), samples=len(lengths), full=full, rank=8, dropout=bool(options)
-    )
+        config, sum(lengths), samples=len(lengths), full=full, rank=8, dropout=bool(options),
+        activations=activations,
+    )  # fmt: skip
     return most - before, max(found)
+
+
+BOTH = {"quantize": "int8", "activations": "int8"}
 
 
 @pytest.mark.parametrize(
@@ -186,10 +190,10 @@ def counted(name, lengths, monkeypatch, *, full=False, quantize=None, **options)
             (name, lengths, options)
             for lengths in ((700, 324, 1024), (1024,) * 4)
             for name in ("gpt2", "llama-3.2-1b", "phi-2", "qwen3-0.6b", "gemma-3-1b", "phi-4-mini")
-            for options in ({}, {"dropout": 0.1}, {"full": True}, {"quantize": "nf4"})
+            for options in ({}, {"dropout": 0.1}, {"full": True}, {"quantize": "nf4"}, BOTH)
             if name == "gpt2" or "full" not in options
         ],
-        [*every[1:3], every[4], every[10], every[28]],
+        [*every[1:3], every[5], every[13], every[36], every[8]],
     ),
     ids=str,
 )
