@@ -56,7 +56,7 @@ def test_how_weights_are_kept_is_passed_on_and_told(model, monkeypatch, capsys):
     asked = []
 
     def noted(name, **options):
-        asked.append((name, options["quantize"]))
+        asked.append((name, options["quantize"], options["activations"]))
         return model
 
     monkeypatch.setattr(models, "load", noted)
@@ -67,8 +67,12 @@ def test_how_weights_are_kept_is_passed_on_and_told(model, monkeypatch, capsys):
     assert main(["generate", "--random", "gpt2", "--quantize", "nf4", *once]) == 0
     assert "gpt2, float32, layers in nf4, on the CPU" in capsys.readouterr().out
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    both = ["--quantize", "int8", "--activations", "int8"]
     assert main(["chat", "folder", "--quantize", "int8"]) == 0
-    assert asked == [("folder", "file"), ("gpt2", "nf4"), ("folder", "int8")]
+    assert main(["generate", "folder", "Once", *both, *once]) == 0
+    assert "folder, float32, layers in int8 x int8, on the CPU" in capsys.readouterr().out
+    kept = [("file", None), ("nf4", None), ("int8", None), ("int8", "int8")]
+    assert asked == list(zip(("folder", "gpt2", "folder", "folder"), *zip(*kept)))
     with pytest.raises(SystemExit):
         main(["generate", "folder", "Once", "--quantize", "int2"])
     assert "quantize = 'int2'; weights are quantised to " in capsys.readouterr().err
