@@ -22,7 +22,14 @@ from cupyattn.benchmark.command import Benchmark, Option
 from cupyattn.benchmark.libraries import tensor_of
 from cupyattn.benchmark.timer import READ, Round, Tensor
 from cupyattn.ops.linear.problem import ACTIVATIONS
-from cupyattn.ops.linear.weight_formats import FORMATS, QuantizedWeight, blocks_for, empty, pieces
+from cupyattn.ops.linear.weight_formats import (
+    FORMATS,
+    ROTATION,
+    QuantizedWeight,
+    blocks_for,
+    empty,
+    pieces,
+)
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device
@@ -53,7 +60,7 @@ THIN_ROWS = [1, 2, 4, 8, 16, 32, 64]
 LAYOUTS = ("nk", "kn")
 """Whether w is stored as (N, K), of which linear gets the transpose, or as (K, N)."""
 KINDS = ("large", "thin", "backward")
-OWN, READING = "cupyattn", "read w"
+OWN, OWN_ROWS, READING = "cupyattn", "rows given", "read w"
 TOLERANCE = 0.02
 _MOST_WEIGHTS = 10**6
 
@@ -72,6 +79,8 @@ class WeightProduct:
     activation: str | None
     weights: str | None = None
     """The format of w, if it is quantised."""
+    activations: str | None = None
+    """"int8" for a product of int8 rows and an int8 weight."""
 
     @property
     def flops(self) -> float:
@@ -148,7 +157,9 @@ class LinearInputs:
             else:
                 most = 64 if piece == "scales" else 256
                 arrays[piece] = source.integers(0, most, *shape, dtype=np.uint8).view(kind)
-        return QuantizedWeight(name, **arrays, block_size=size, transposed=True)
+        rotated = product.activations is not None and product.K % ROTATION == 0
+        form: Any = {"block_size": size, "rotation": ROTATION if rotated else None}
+        return QuantizedWeight(name, **arrays, **form, transposed=True)
 
     def own_calls(self) -> Round:
         """Return calls with each of the weights, into arrays that are allocated."""
@@ -158,13 +169,28 @@ class LinearInputs:
             return [partial(cupyattn.linear, dout, w.T, out=out) for w in ws]
         activation = product.activation
         if product.kind != "backward":
-            return [partial(cupyattn.linear, x, w, b, activation=activation, out=out) for w in ws]
+            options: Any = {"activation": activation, "activations": product.activations}
+            return [partial(cupyattn.linear, x, w, b, **options, out=out) for w in ws]
         z = None
         if activation is not None:
             _, z = cupyattn.linear(x, ws[0], b, activation=activation, return_preactivation=True)
         backward = partial(cupyattn.linear_backward, activation=activation, preactivation=z)
         grads = cupyattn.LinearGrads(*backward(dout, x, ws[0], b))
         return [partial(backward, dout, x, w, b, grads=grads) for w in ws]
+
+    def row_calls(self) -> Round:
+        """Return the products of rows that are quantised already."""
+        x, weights, b, _, out = self.arrays
+        rows = cupyattn.quantize_rows(x, rotation=weights[0].rotation)
+        options: Any = {"activation": self.product.activation, "out": out}
+        return [partial(cupyattn.linear, rows, w.T, b, **options) for w in weights]
+
+    def int_mm_calls(self) -> Round:
+        """Return PyTorch's products of the same codes, without scales."""
+        torch, (x, weights, *_) = self.harness.torch, self.arrays
+        rows = cupyattn.quantize_rows(x, rotation=weights[0].rotation)
+        codes = tensor_of(torch, rows.codes)
+        return [partial(torch._int_mm, codes, tensor_of(torch, w.codes).T) for w in weights]
 
     def reading_calls(self, device: Device | None = None) -> Round:
         """Return launches of a kernel that only reads each weight, or as many bytes."""
@@ -229,6 +255,11 @@ def products(arguments: argparse.Namespace) -> Iterator[WeightProduct]:
                 for weights in (None, *(arguments.weights if layout == "nk" else ())):
                     for m, n, k in sizes:
                         yield WeightProduct(kind, m, n, k, dtype, layout, after, weights)
+                    if kind == "large" and weights is None and layout == "nk":
+                        for form in arguments.activations:
+                            for m, n, k in sizes:
+                                options = (after, "int8", form)
+                                yield WeightProduct(kind, m, n, k, dtype, layout, *options)
                     if kind == "large" and arguments.weights:
                         for m, n, k in sizes:
                             yield WeightProduct("dx", m, n, k, dtype, layout, None, weights)
@@ -257,6 +288,10 @@ def cases(arguments: argparse.Namespace, harness: Harness) -> Iterator[Case]:
 def _baselines(
     product: WeightProduct, inputs: LinearInputs, harness: Harness
 ) -> Iterator[TimedImplementation]:
+    if product.activations is not None:
+        yield TimedImplementation(OWN_ROWS, inputs.row_calls)
+        if "eager" in harness.baselines:
+            yield TimedImplementation("int_mm", inputs.int_mm_calls, lambda result: None)
     if product.weights is not None or product.kind == "dx":
         return
     for name in harness.baselines:
@@ -290,6 +325,9 @@ BENCHMARK = Benchmark(
         Option("weights", [], "quantised weights (N, K) of these formats besides those of the "
                "dtype: many rows, also of dx = dout w^T, and few; no backward, which has no dw "
                "then", choices=tuple(FORMATS)),
+        Option("activations", [], "many rows that are quantised too: int8 by int8, with the rows "
+               "quantised in the call and before it, compared with torch._int_mm of the codes",
+               choices=("int8",)),
         Option("activation", None, "(default: gelu_tanh of many rows, none of few)",
                choices=("none", *ACTIVATIONS)),
     ),

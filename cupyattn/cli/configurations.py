@@ -130,6 +130,8 @@ def row_name(row: Specialisation) -> str:
         parts.append(f"{macros['WORD']} bytes")
     if "STRIPS" in macros:
         parts.append(f"{macros['STRIPS']} strips")
+    if "IN_VEC" in macros:  # of a rotation's two arrays
+        parts.append(f"{macros['IN_VEC']} to {macros['OUT_VEC']} items")
     if "K_WARPS" in macros:  # of few rows' tiles likewise
         names = ("X_TILES", "W_TILES", "GROUPS", "K_WARPS", "MIN_CTAS")
         parts.append(" x ".join(str(macros[name]) for name in names if name in macros))

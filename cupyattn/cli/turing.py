@@ -30,7 +30,7 @@ TUNED = (
     *("attention_forward", "attention_forward_paged", "attention_forward_varlen"),
     *("attention_backward_dkdv", "attention_backward_dkdv_paired", "attention_backward_dq"),
     *("attention_backward_summed_dbias", "linear_forward", "linear_product"),
-    *("linear_forward_quantised", "linear_product_quantised", "matmul", "matmul_s8"),
+    *("linear_forward_quantised", "linear_product_quantised", "linear_forward_int8"),
 )
 """Kernels that are limited by their products; the model describes these."""
 IN_FLOAT32 = (

@@ -2,15 +2,15 @@
 //
 // Shapes    x (rows, length), items of a row contiguous, rows of any distance; codes (rows, length) and scales (rows,)
 //           in C order. length is a multiple of 32, with ROTATED of 64.
-// Work      LANES threads own a row: a warp, or the CTA. A thread owns 8 neighbouring items of each of PIECES segments
+// Work      LANES threads own a row: a warp, or the CTA. A thread owns 8 neighbouring items of each of STRIPS segments
 //           of LANES * 8. Grid ceil(rows / (THREADS / LANES)).
-// Budget    registers: 8 * PIECES floats of a RESIDENT row, which is read once. A longer row is read twice, PIECES
+// Budget    registers: 8 * STRIPS floats of a RESIDENT row, which is read once. A longer row is read twice, STRIPS
 //           segments at a time. Shared memory: a word for each warp.
 // Barriers  two, if a row has several warps.
 // Edges     in row_codes.cuh: rows of zeros, rows that are not finite.
-#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(PIECES) || !defined(VEC) || \
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(ROTATED)
-#error "DTYPE, THREADS, LANES, PIECES, VEC, RESIDENT and ROTATED come from a launch-configuration table"
+#error "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT and ROTATED come from a launch-configuration table"
 #endif
 #include "../../common/row_codes.cuh"
 #include "../../common/vec.cuh"
@@ -21,17 +21,17 @@ constexpr int kRowsPerCta = THREADS / LANES;
 static_assert(LANES == kWarpSize || LANES == THREADS, "a row belongs to a warp, or to the CTA");
 static_assert(VEC == 1 || VEC * sizeof(DTYPE) == kVectorBytes, "single items or whole vectors");
 
-using Pieces = float[PIECES][kItems];
+using Pieces = float[STRIPS][kItems];
 
 __device__ __forceinline__ int first_column(int segment) {
   return segment * kSegmentItems + threadIdx.x % LANES * kItems;
 }
 
-// Load PIECES segments from `segment` on, and rotate them. Items beyond the row are 0. Their loads read the row's last
+// Load STRIPS segments from `segment` on, and rotate them. Items beyond the row are 0. Their loads read the row's last
 // items instead: a load under a condition would have to arrive before the next one is issued.
 __device__ __forceinline__ void load_pieces(Pieces& v, const DTYPE* row_g, int segment, int length) {
 #pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
+  for (int piece = 0; piece < STRIPS; piece++) {
     const DTYPE* source = row_g + min(first_column(segment + piece), length - kItems);
     if constexpr (VEC > 1) {
       load_vec(v[piece], source);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_pieces(Pieces& v, const DTYPE* row_g, int s
     }
   }
 #pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
+  for (int piece = 0; piece < STRIPS; piece++) {
     const bool exists = first_column(segment + piece) < length;
 #pragma unroll
     for (int i = 0; i < kItems; i++) v[piece][i] = exists ? v[piece][i] : 0.f;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_pieces(Pieces& v, const DTYPE* row_g, int s
 __device__ __forceinline__ void store_pieces(signed char* row_g, const Pieces& v, const RowCodes& codes, int segment,
                                              int length) {
 #pragma unroll
-  for (int piece = 0; piece < PIECES; piece++) {
+  for (int piece = 0; piece < STRIPS; piece++) {
     const int column = first_column(segment + piece);
     if (column < length) codes.store(row_g + column, v[piece]);
   }
@@ -81,10 +81,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // Phase 2: its largest absolute value.
   Pieces v;
   uint32 most = 0;
-  for (int segment = 0; segment == 0 || !RESIDENT && segment * kSegmentItems < length; segment += PIECES) {
+  for (int segment = 0; segment == 0 || !RESIDENT && segment * kSegmentItems < length; segment += STRIPS) {
     load_pieces(v, row_g, segment, length);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; piece++) most = max_bits(most, v[piece]);
+    for (int piece = 0; piece < STRIPS; piece++) most = max_bits(most, v[piece]);
   }
   const RowCodes codes = RowCodes::of<ROTATED>(row_max(most, partial_s));
   if (exists && threadIdx.x % LANES == 0) scales_g[row] = codes.scale;
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if constexpr (RESIDENT) {
     store_pieces(out_g, v, codes, 0, stored);
   } else {
-    for (int segment = 0; segment * kSegmentItems < length; segment += PIECES) {
+    for (int segment = 0; segment * kSegmentItems < length; segment += STRIPS) {
       load_pieces(v, row_g, segment, length);
       store_pieces(out_g, v, codes, segment, stored);
     }
