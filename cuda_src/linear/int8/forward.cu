@@ -8,8 +8,8 @@
 //           residual, preactivation and out.
 // Tiles, grid, barriers: as in tensor_core/forward.cu. A pair of neighbouring codes is one 16-bit item of the tile
 //           product, so loaders, swizzle and fragments are those of float16, and TILE_INNER counts pairs.
-// Budget    as in tensor_core/forward.cu. The epilogue handles 4 tiles of columns for all rows of a warp, then the
-//           next: their scales and bias take 16 registers, with PAIRED 32, and the sums that are stored free as many.
+// Budget    as in tensor_core/forward.cu. The epilogue handles 4 or 2 tiles of columns for all rows of a warp, then the
+//           next: their scales and bias take up to 16 registers, and the sums that are stored free as many.
 // Edges     as in tensor_core/forward.cu. K is a multiple of 32. Sums are exact for K up to 133,000; beyond 2^24 their
 //           conversion rounds. A scale that is NaN gives a row or a column of NaN.
 #if !defined(DTYPE) || !defined(ACTIVATION) || !defined(PAIRED)
@@ -57,8 +57,8 @@ struct ColumnNumbers {
 };
 
 // Tiles of columns of the result that are stored together. 16-bit items are exchanged within a quad of lanes, four
-// tiles for 16 bytes. Two of float32 fill sectors as well, and with two halves four would spill.
-constexpr int kMostTiles = PAIRED && sizeof(DTYPE) == sizeof(float32) ? 2 : 4;
+// tiles for 16 bytes. Two fill sectors as well, and leave registers for two halves, where four would spill.
+constexpr int kMostTiles = PAIRED ? 2 : 4;
 
 // The results of all rows of a warp, from tile kFirst of its columns on: kMostTiles, or the last 2, then the others.
 template <int kFirst, typename Coordinates>
