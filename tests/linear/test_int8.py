@@ -184,7 +184,9 @@ def tile(shape: str) -> Iterator[None]:
 def case(
     rows: int, outer: int, inner: int, activation: str | None = None, **options: Any
 ) -> LinearProblem:
-    options = {"dtype": "float16", "rotation": 64 if inner % 64 == 0 else None} | options
+    rotated_axis = outer if options.get("transposed") else inner
+    rotation = 64 if rotated_axis % 64 == 0 else None
+    options = {"dtype": "float16", "rotation": rotation} | options
     return LinearProblem((rows,), inner, outer, activation=activation, weights="int8", **options)
 
 
@@ -372,7 +374,15 @@ WEIGHT_ONLY = [
     case(5, 40, 128, "gelu", residual=True),
     case(70, 72, 192, "swiglu", residual=True),
     case(3, 33, 64, dtype="float32"),
-    *deep(case(130, 136, 128, "silu", view="sliced"), case(20, 40, 320, dtype="bfloat16")),
+    # The transpose of the weight, whose columns are rotated: N of the result is K of the weight.
+    case(5, 64, 40, transposed=True, biased=False, residual=True, view="padded"),
+    *deep(
+        case(130, 136, 128, "silu", view="sliced"),
+        case(20, 40, 320, dtype="bfloat16"),
+        case(70, 192, 33, transposed=True, biased=False),
+        case(7, 128, 72, transposed=True, biased=False, residual=True, dtype="float32"),
+        case(7, 128, 72, transposed=True, biased=False, residual=True, view="sliced"),
+    ),
 ]
 
 
@@ -470,7 +480,11 @@ X = np.ones((3, 64), np.float16)
             TypeError,
             "float64",
         ),
-        (lambda: cupyattn.linear(np.ones((3, 8), np.float16), W8.T), ValueError, "rotated weight"),
+        (
+            lambda: cupyattn.linear(np.ones((3, 8), np.float16), W8.T, activation="relu"),
+            ValueError,
+            "rotated back, and take neither",
+        ),
         (lambda: cupyattn.quantize_rows(X[:, :33]), ValueError, "a multiple of 32"),
         (lambda: cupyattn.quantize_rows(X[:, :32], rotation=64), ValueError, "K = 32"),
         (lambda: cupyattn.quantize_rows(X, rotation=32), ValueError, "rotation = 32"),

@@ -1,23 +1,24 @@
 // Rotated rows: blocks of 64 neighbouring items times a Hadamard matrix / 8, which is its own inverse.
 //
-//   out = x H / 8 (+ out)     (common/row_codes.cuh has H, and the order of its sums)
+//   out = x H / 8 + addend     (common/row_codes.cuh has H, and the order of its sums)
 //
-// Shapes    x and out (rows, length) of any strides; length is a multiple of 64.
+// Shapes    x and out (rows, length) of any strides; length is a multiple of 64. addend, with ADDED, is out itself or
+//           has the distance of out's items.
 // Work      a thread owns 8 neighbouring items of a row, 8 threads a block. Grid ceil(rows * length / 8 / THREADS).
 // Budget    registers for 8 items; no shared memory. If a row's items do not lie together, a thread reads and writes
 //           them one by one: neighbouring rows' items come from a cache.
 // Edges     the threads beyond the last block compute it again, and store nothing. A block with a NaN or an infinity
 //           has no finite items.
 #if !defined(IN_DTYPE) || !defined(OUT_DTYPE) || !defined(IN_VEC) || !defined(OUT_VEC) || !defined(THREADS) || \
-    !defined(ACCUMULATE)
-#error "IN_DTYPE, OUT_DTYPE, IN_VEC, OUT_VEC, THREADS and ACCUMULATE come from a launch-configuration table"
+    !defined(ADDED)
+#error "IN_DTYPE, OUT_DTYPE, IN_VEC, OUT_VEC, THREADS and ADDED come from a launch-configuration table"
 #endif
 #include "../../common/row_codes.cuh"
 #include "../../common/vec.cuh"
 
 // Field for field ROTATE_PARAMS of cupyattn/ops/linear/kernels_rows.py. Strides are in items.
 struct RotateParams {
-  int64 x_row_stride, x_item_stride, out_row_stride, out_item_stride;
+  int64 x_row_stride, x_item_stride, out_row_stride, out_item_stride, addend_row_stride;
   int64 rows;
   int32 units;  // of 8 items, of a row
 };
@@ -38,7 +39,7 @@ __device__ __forceinline__ void load_items(float (&v)[kItems], const Scalar* sou
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rotate_rows(const IN_DTYPE* x_g, OUT_DTYPE* out_g, const RotateParams params) {
+    rotate_rows(const IN_DTYPE* x_g, const OUT_DTYPE* addend_g, OUT_DTYPE* out_g, const RotateParams params) {
   const int64 count = params.rows * params.units;
   const int64 thread = blockIdx.x * static_cast<int64>(THREADS) + threadIdx.x;
   const bool exists = thread < count;
@@ -51,10 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   rotate_blocks(v);
   if (!exists) return;
   OUT_DTYPE* target_g = out_g + row * params.out_row_stride + first * params.out_item_stride;
-  float given[kItems] = {};
-  if constexpr (ACCUMULATE) load_items<OUT_VEC>(given, target_g, params.out_item_stride);
+  float added[kItems] = {};
+  if constexpr (ADDED) {
+    const OUT_DTYPE* added_g = addend_g + row * params.addend_row_stride + first * params.out_item_stride;
+    load_items<OUT_VEC>(added, added_g, params.out_item_stride);
+  }
 #pragma unroll
-  for (int i = 0; i < kItems; i++) v[i] = ACCUMULATE ? v[i] * 0.125f + given[i] : v[i] * 0.125f;
+  for (int i = 0; i < kItems; i++) v[i] = ADDED ? v[i] * 0.125f + added[i] : v[i] * 0.125f;
   if constexpr (OUT_VEC > 1) {
     store_vec(target_g, v);
   } else {

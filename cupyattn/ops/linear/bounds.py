@@ -137,6 +137,9 @@ def linear_bound(
         if activations is not None or isinstance(x, QuantizedRows):
             out, z = linear(x, w, b, residual, activation=activation, activations=activations)
             dz = _int8_error(z, w, b)
+        elif isinstance(w, QuantizedWeight) and w.rotation is not None and w.transposed:
+            z, dz = _rotated_product(x, w, dtype)
+            out = z if residual is None else z + residual
         else:
             x, x_error, w, w_error = _exact_operands(x, w, dtype)
             out, z = linear(x, w, b, residual, activation=activation)
@@ -177,6 +180,16 @@ def _exact_operands(x: Any, w: Any, dtype: DTypeLike) -> tuple[Float64, Any, Flo
         x_error = _rotation_error(x) + precision_of(dtype).store(x := rotated(x))
         w = replace(w, rotation=None)
     return x, x_error, *_exact_weight(w, dtype)
+
+
+def _rotated_product(x: Any, w: QuantizedWeight, dtype: DTypeLike) -> tuple[Float64, Float64]:
+    """Return the product with the transpose of a rotated weight, and its error before the store.
+
+    Kernels round it to the dtype, then rotate it back.
+    """
+    plain = replace(w, rotation=None)
+    product, error = linear(_float64(x), plain)[0], linear_bound(x, plain, dtype=dtype)[0]
+    return rotated(product), _sums_of_blocks(error) / 8 + _rotation_error(np.abs(product) + error)
 
 
 def _rotation_error(x: Float64) -> Float64:
@@ -368,7 +381,10 @@ def cpu_linear_bound(
     """Return error bounds of `linear` on NumPy arrays; parameters as for `linear_bound`."""
     options: Any = {"activation": activation, "activations": activations}
     errors = linear_bound(x, w, b, residual, **options, dtype="float32")
-    if activations is None and not isinstance(x, QuantizedRows):
+    turned = isinstance(w, QuantizedWeight) and w.transposed and w.rotation is not None
+    if turned:
+        x = _float64(x)
+    elif activations is None and not isinstance(x, QuantizedRows):
         x, w = _exact_operands(x, w, "float32")[::2]
     exact = linear(x, w, *map(_float64, (b, residual)), **options)
     return _rounded(exact[0], errors[0], dtype), _rounded(exact[1], errors[1], dtype)

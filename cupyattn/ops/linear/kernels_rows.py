@@ -46,6 +46,7 @@ _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 ROTATE_PARAMS = np.dtype(
     [
         *((f"{name}_stride", np.int64) for name in ("x_row", "x_item", "out_row", "out_item")),
+        ("addend_row_stride", np.int64),
         ("rows", np.int64),
         ("units", np.int32),
     ],
@@ -64,7 +65,9 @@ QUANTIZE_ROWS = KernelSpec(
     ),
 )
 ROTATE = KernelSpec(
-    "rotate_rows", "linear/int8/rotate.cu", (*inputs("x"), Pointer("out"), ROTATE_STRUCT)
+    "rotate_rows",
+    "linear/int8/rotate.cu",
+    (*inputs("x"), *inputs("addend", optional=True), Pointer("out"), ROTATE_STRUCT),
 )
 KERNELS = (QUANTIZE_ROWS, ROTATE)
 
@@ -123,7 +126,7 @@ _ROTATE_THREADS = 256
 
 @cache
 def rotate_of(
-    dtype: str, out_dtype: str, vec: int, out_vec: int, *, accumulate: bool = False
+    dtype: str, out_dtype: str, vec: int, out_vec: int, *, added: bool = False
 ) -> Specialisation:
     """Specialise ROTATE; `vec` and `out_vec` are 1 or a whole vector's items of each dtype."""
     return ROTATE.specialise(
@@ -133,7 +136,7 @@ def rotate_of(
         OUT_DTYPE=out_dtype,
         IN_VEC=vec,
         OUT_VEC=out_vec,
-        ACCUMULATE=cpp_bool(accumulate),
+        ADDED=cpp_bool(added),
     )
 
 
@@ -145,8 +148,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield quantize_rows_of(dtype, limit, vec, rotated=rotated)
     for dtype in STORAGE:
         vec = vector_items(dtype)
-        for accumulate in (False, True):
-            yield rotate_of(dtype, dtype, vec, vec, accumulate=accumulate)
+        for added in (False, True):
+            yield rotate_of(dtype, dtype, vec, vec, added=added)
         yield rotate_of(dtype, "float32", 1, vector_items("float32"))
         yield rotate_of("float32", dtype, vector_items("float32"), 1)
 
@@ -259,17 +262,22 @@ class RotatedSide(NamedTuple):
         return vec if self.rows.along_columns and self.rows.vector == vec else 1
 
 
-def rotate_step(x: RotatedSide, out: RotatedSide, *, accumulate: bool = False) -> Step:
-    """Return the launch out = x H / 8, or with `accumulate` out += x H / 8."""
+def rotate_step(x: RotatedSide, out: RotatedSide, addend: RotatedSide | None = None) -> Step:
+    """Return the launch out = x H / 8 + addend; the addend has contiguous rows, as out then has."""
     params = new_struct(ROTATE_PARAMS)
     for name, side in (("x", x), ("out", out)):
         params[f"{name}_row_stride"] = side.rows.row_stride
         params[f"{name}_item_stride"] = side.rows.column_stride
     units = x.rows.columns // _ITEMS
     params["rows"], params["units"] = x.rows.rows, units
-    specialisation = rotate_of(x.dtype, out.dtype, x.vec, out.vec, accumulate=accumulate)
+    out_vec = out.vec
+    if addend is not None:
+        params["addend_row_stride"] = addend.rows.row_stride
+        out_vec = min(out_vec, addend.vec)
+    specialisation = rotate_of(x.dtype, out.dtype, x.vec, out_vec, added=addend is not None)
     ctas = -(-x.rows.rows * units // specialisation.threads)
-    return Step.of(specialisation, ctas, (x.slot, out.slot), params[()])
+    slots = (x.slot, None if addend is None else addend.slot, out.slot)
+    return Step.of(specialisation, ctas, slots, params[()])
 
 
 def contiguous_rows(rows: int, columns: int, dtype: np.dtype) -> Matrix:

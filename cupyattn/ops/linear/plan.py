@@ -292,12 +292,13 @@ def _inputs(
     if b is not None:
         require_shape("b", b, (columns,), "(N,), an item for each column of w")
         require_contiguous_rows("b", b)
-    if weight is not None and weight.transposed and weight.rotation is not None:
+    is_turned = weight is not None and weight.transposed and weight.rotation is not None
+    if is_turned and (activation is not None or b is not None):
         raise error(
             ValueError,
             f"w is a rotated weight {shape}, the transpose of the (K, N) that was quantised",
-            "a product sums over the axis that is rotated, which is the first of w",
-            "pass w.T for x of K columns, or dequantize(w)",
+            "its products are rotated back, and take neither an activation nor b",
+            "apply both to the result, or pass dequantize(w)",
         )
     if layouts.workspace is not None:
         require_workspace(layouts.workspace)
@@ -455,6 +456,9 @@ def _whole_forward(draft: ForwardDraft) -> tuple[Step, ...]:
     problem = draft.problem
     if kernels_int8.is_chosen(problem, draft.traits):
         return kernels_int8.forward_steps(draft)
+    weight = problem.weight
+    if weight is not None and weight.rotation is not None and weight.transposed:
+        return _rotated_forward(draft)
     expanding, draft = _with_expanded_scales(draft)
     rotating, draft = kernels_int8.float_rows(draft) if problem.weight else ((), draft)
     return (*expanding, *rotating, *_steps("forward", draft))
@@ -488,26 +492,32 @@ def backward_plan(call: BackwardCall, traits: DeviceTraits) -> Plan:
     return planner.plan(*before, *once.values(), zero_new=problem.accumulate, transposed=transposed)
 
 
+def _rotated_forward(draft: ForwardDraft) -> tuple[Step, ...]:
+    """Return the launches of a product whose columns are rotated: it is rotated back."""
+    problem, slots, dtype = draft.problem, draft.slots, draft.problem.dtype
+    out = contiguous_rows(problem.rows, problem.outer, dtype)
+    slot = draft.planner.scratch(scratch_items(problem.rows * problem.outer, dtype.itemsize))
+    inner = replace(problem, out=out, residual=None)
+    inner_slots = replace(slots, out=slot, residual=None)
+    steps = _steps("forward", replace(draft, problem=inner, slots=inner_slots))
+    result, addend = RotatedSide(problem.out, dtype.name, slots.out), None
+    if problem.residual is not None:
+        addend = RotatedSide(problem.residual, dtype.name, slots.residual)
+    return (*steps, rotate_step(RotatedSide(out, dtype.name, slot), result, addend))
+
+
 def _rotated_dx(draft: BackwardDraft) -> tuple[Step, ...]:
     """Return the launches of dx for a rotated weight: the product, which is rotated back."""
     problem, dtype = draft.problem, draft.problem.dtype
     rotated = contiguous_rows(problem.rows, problem.inner, dtype)
     slot = draft.planner.scratch(scratch_items(problem.rows * problem.inner, dtype.itemsize))
-    inner_draft = replace(
-        draft,
-        problem=replace(problem, dx=rotated, accumulate=False),
-        slots=replace(draft.slots, dx=slot),
-    )
+    inner = replace(problem, dx=rotated, accumulate=False)
+    inner_draft = replace(draft, problem=inner, slots=replace(draft.slots, dx=slot))
     steps = _steps("dx", inner_draft)
     draft.formed = inner_draft.formed  # the launch that forms dz, if both products need it
-    return (
-        *steps,
-        rotate_step(
-            RotatedSide(rotated, dtype.name, slot),
-            RotatedSide(problem.dx, dtype.name, draft.slots.dx),
-            accumulate=problem.accumulate,
-        ),
-    )
+    dx = RotatedSide(problem.dx, dtype.name, draft.slots.dx)
+    addend = dx if problem.accumulate else None
+    return (*steps, rotate_step(RotatedSide(rotated, dtype.name, slot), dx, addend))
 
 
 def _require_for_kernels(call: ForwardCall | BackwardCall) -> None:

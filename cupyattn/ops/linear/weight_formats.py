@@ -271,7 +271,8 @@ class QuantizedWeight:
     rotation : {None, 64}
         64 for "int8" codes of H w in place of w: H rotates blocks of 64 neighbours along K by a
         Hadamard matrix / 8, which is orthogonal and its own inverse. `linear` rotates x too,
-        because x w = (x H) (H w); `dequantize` rotates back. K is a multiple of it.
+        because x w = (x H) (H w), and rotates a product with the transpose back, which takes
+        neither b nor an activation. `dequantize` rotates back. K is a multiple of it.
 
     Attributes
     ----------
