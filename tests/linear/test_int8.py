@@ -24,6 +24,7 @@ from support.search import deep, examples, wider
 
 import cupyattn
 from cupyattn import QuantizedRows, QuantizedWeight, reference
+from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_int8
 from cupyattn.ops.linear.kernels_rows import ROW_CODES
 from cupyattn.ops.linear.plan import forward_call, forward_plan
@@ -285,6 +286,19 @@ def test_largest_sums_are_exact():
     assert 2**30 < exact < 2**31
     assert_array_equal(out, np.full((2, 2), np.float32(exact)))
     assert_array_equal(int8_sums(codes, codes), np.full((2, 2), float(exact)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
+def test_accesses_are_whole_sectors_without_bank_conflicts(dtype):
+    x = rows_of(128, 512, dtype)
+    w = cupyattn.quantize(np.ones((512, 128), np.float32), format="int8", rotation=64)
+    reports = Report(), Report()
+    with cupyattn.backend("emulator", report=reports[0]):
+        rows = cupyattn.quantize_rows(x, rotation=64)
+    with cupyattn.backend("emulator", report=reports[1]):
+        cupyattn.linear(rows, w)
+    for report in reports:
+        assert (report.bank_conflict_ways, report.sector_efficiency) == (1, 1)
 
 
 def test_rows_that_are_not_finite_are_nan_and_no_others():

@@ -2,9 +2,9 @@
 //
 // Shapes    x (rows, length), items of a row contiguous, rows of any distance; codes (rows, length) and scales (rows,)
 //           in C order. length is a multiple of 32, with ROTATED of 64.
-// Work      LANES threads own a row: a warp, or the CTA. A thread owns 8 neighbouring items of each of STRIPS segments
-//           of LANES * 8. Grid ceil(rows / (THREADS / LANES)).
-// Budget    registers: 8 * STRIPS floats of a RESIDENT row, which is read once. A longer row is read twice, STRIPS
+// Work      LANES threads own a row: a warp, or the CTA. A thread owns 16 bytes of each of STRIPS segments of LANES *
+//           16 bytes. Grid ceil(rows / (THREADS / LANES)).
+// Budget    registers: 32 or fewer floats of a RESIDENT row, which is read once. A longer row is read twice, STRIPS
 //           segments at a time. Shared memory: a word for each warp.
 // Barriers  two, if a row has several warps.
 // Edges     in row_codes.cuh: rows of zeros, rows that are not finite.
@@ -15,7 +15,7 @@
 #include "../../common/row_codes.cuh"
 #include "../../common/vec.cuh"
 
-constexpr int kItems = 8;
+constexpr int kItems = kVectorBytes / sizeof(DTYPE);  // of a thread in a segment
 constexpr int kSegmentItems = LANES * kItems;
 constexpr int kRowsPerCta = THREADS / LANES;
 static_assert(LANES == kWarpSize || LANES == THREADS, "a row belongs to a warp, or to the CTA");

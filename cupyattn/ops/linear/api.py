@@ -236,7 +236,7 @@ def linear(
     >>> out = cupyattn.linear(rows, weight)
     >>> np.array_equal(out, cupyattn.linear(x, weight, activations="int8"))
     True
-    >>> np.abs(out - x @ w).max() < 0.5
+    >>> bool(np.abs(out - x @ w).max() < 0.5)
     True
     """
     require_bool("return_preactivation", return_preactivation)

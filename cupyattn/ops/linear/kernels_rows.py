@@ -114,7 +114,7 @@ def quantize_rows_of(dtype: str, limit: int | None, vec: int, *, rotated: bool) 
         reason=f"{shared_by} a row, read {'once' if resident else 'twice'}",
         DTYPE=dtype,
         LANES=lanes,
-        STRIPS=pieces,
+        STRIPS=_ITEMS // vector_items(dtype) * pieces,
         VEC=vec,
         RESIDENT=cpp_bool(resident),
         ROTATED=cpp_bool(rotated),
