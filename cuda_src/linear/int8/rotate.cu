@@ -7,7 +7,7 @@
 // Work      a thread owns 8 neighbouring items of a row, 8 threads a block. Grid ceil(rows * length / 8 / THREADS).
 // Budget    registers for 8 items; no shared memory. If a row's items do not lie together, a thread reads and writes
 //           them one by one: neighbouring rows' items come from a cache.
-// Edges     the threads beyond the last block compute it again, and store nothing. A block with a NaN or an infinity
+// Edges     the threads beyond the last block store nothing. A block with a NaN or an infinity
 //           has no finite items.
 #if !defined(IN_DTYPE) || !defined(OUT_DTYPE) || !defined(IN_VEC) || !defined(OUT_VEC) || !defined(THREADS) || \
     !defined(ADDED)
@@ -43,8 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64 count = params.rows * params.units;
   const int64 thread = blockIdx.x * static_cast<int64>(THREADS) + threadIdx.x;
   const bool exists = thread < count;
-  // Whole blocks: count is a multiple of the 8 threads of one.
-  const int64 unit = exists ? thread : count - 8 + threadIdx.x % 8;
+  const int64 unit = exists ? thread : count - 1;  // count is a multiple of a block's 8 threads, which all exist or not
   const int64 row = unit / params.units, first = (unit - row * params.units) * kItems;
 
   float v[kItems];

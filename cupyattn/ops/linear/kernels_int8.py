@@ -68,7 +68,7 @@ _FEW = (64, 128, 32, 32, 64, 2)
 _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
     {
         "wide": TileConfig(*_WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954),
-        "narrow": TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
+        "narrow": TileConfig(*_NARROW, Moves(1, 4, 3), Moves(8, 5, 2), 1, 0.919),
         "small": TileConfig(*_SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91),
         "short": TileConfig(*_SHORT, Moves(3, 3, 2), Moves(3, 2, 2), 1, 0.927),
         "few": TileConfig(*_FEW, Moves(4, 0, 2), Moves(2, 1, 3), 2, 0.667),
