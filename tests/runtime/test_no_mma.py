@@ -136,6 +136,11 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
             single(3), half(3, 64), half(64, 40), IDS, single(3), reduction="none"
         )
     ],
+    "matmul": [
+        lambda: cupyattn.matmul(half(2, 40, 64), half(2, 64, 72)),
+        lambda: cupyattn.matmul(half(2, 72, 40).swapaxes(1, 2), half(2, 64, 72).swapaxes(1, 2)),
+        lambda: cupyattn.matmul(half(200, 64), half(64, 128)),
+    ],
     "quantize": [lambda: cupyattn.quantize(half(64, 8))],
     "dequantize": [lambda: cupyattn.dequantize(cupyattn.quantize(half(64, 8)))],
     "layer_norm": [lambda: cupyattn.layer_norm(half(3, 8), half(8), half(8))],
@@ -186,7 +191,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
     "gather": [lambda: cupyattn.gather(*half(2, 8, 16, 1, 64), TABLE, LENGTHS)],
 }
 HAVE_PRODUCTS = {
-    name for name in CALLS if name.startswith(("attention", "paged_attention", "linear"))
+    name for name in CALLS if name.startswith(("attention", "paged_attention", "linear", "matmul"))
 }
 RUN_NO_KERNEL = {"backend", "device_info", "explain", "rope_tables"}
 RUN_NO_KERNEL |= {"vjp", "value_and_grad", "grad", "checkpoint", "stop_gradient", "custom_vjp"}

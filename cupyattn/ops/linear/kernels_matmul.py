@@ -295,10 +295,11 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for tile in INT8_TILES:
         yield int8(tile, (PAIRS, PAIRS), VECTOR)
     for loaders in product((PAIRS, TRANSPOSING, ITEMS), repeat=2):
-        yield int8("small", loaders, 1)
-    along, whole_or_not = ("kDepth", "kLines"), (True, False)
-    for dtype, config, a_along, b_along, whole, whole_out in pairs(
-        DTYPES, _FLOAT_TILES, along, along, whole_or_not, whole_or_not
+        if loaders != (PAIRS, PAIRS):
+            yield int8("small", loaders, 1)
+    along = ("kDepth", "kLines")
+    for number, (dtype, a_along, b_along, whole) in enumerate(
+        pairs(DTYPES, along, along, (True, False))
     ):
-        vec, vec_out = vector_items(dtype) if whole else 1, OUT_VECTOR if whole_out else 1
-        yield float32(dtype, config, a_along, b_along, vec, vec_out)
+        config, vec = _FLOAT_TILES[number % 2], vector_items(dtype) if whole else 1
+        yield float32(dtype, config, a_along, b_along, vec, (OUT_VECTOR, 1)[number // 2 % 2])
