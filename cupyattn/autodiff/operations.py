@@ -35,6 +35,7 @@ from cupyattn.autodiff.tape import (
     zeros,
 )
 from cupyattn.ops.embedding.api import embedding_backward
+from cupyattn.ops.linear.api_matmul import product_by
 from cupyattn.runtime.annotations import Undescribed
 
 Axis = int | tuple[int, ...] | None
@@ -296,24 +297,20 @@ def where(condition: Undescribed, x: Undescribed, y: Undescribed, /) -> Undescri
 def matmul(x: Undescribed, y: Undescribed, /) -> Undescribed:
     """Matrix product, with broadcast batch axes, as numpy.matmul."""
     a, b = _array(raw(x)), _array(raw(y))
-    result = _library_among((x, y)).matmul(a, b)
+    result = product_by(_library_among((x, y)), a, b)
     if tape_of((x, y)) is None:
         return result
-    return _recorded(
-        "matmul", (x, y), result,
-        (
-            _matmul_left(a.shape, b) if is_differentiable(x) else None,
-            _matmul_right(a, b.shape) if is_differentiable(y) else None,
-        ),
-    )  # fmt: skip
+    left = _matmul_left(a.shape, b) if is_differentiable(x) else None
+    right = _matmul_right(a, b.shape) if is_differentiable(y) else None
+    return _recorded("matmul", (x, y), result, (left, right))
 
 
 def _matmul_left(shape: tuple[int, ...], b: Any) -> Gradient:
     """Return the gradient of a matrix product with respect to its left factor."""
 
     def left(g: Any) -> Any:
-        other = b[:, None] if b.ndim == 1 else b
-        product = _whole(g, len(shape) == 1, b.ndim == 1) @ other.swapaxes(-1, -2)
+        other = (b[:, None] if b.ndim == 1 else b).swapaxes(-1, -2)
+        product = product_by(library_of(g), _whole(g, len(shape) == 1, b.ndim == 1), other)
         return _summed(product, shape if len(shape) > 1 else (1, *shape)).reshape(shape)
 
     return left
@@ -323,8 +320,8 @@ def _matmul_right(a: Any, shape: tuple[int, ...]) -> Gradient:
     """Return the gradient of a matrix product with respect to its right factor."""
 
     def right(g: Any) -> Any:
-        other = a[None] if a.ndim == 1 else a
-        product = other.swapaxes(-1, -2) @ _whole(g, a.ndim == 1, len(shape) == 1)
+        other = (a[None] if a.ndim == 1 else a).swapaxes(-1, -2)
+        product = product_by(library_of(g), other, _whole(g, a.ndim == 1, len(shape) == 1))
         return _summed(product, shape if len(shape) > 1 else (*shape, 1)).reshape(shape)
 
     return right

@@ -19,7 +19,7 @@ from cupyattn import reference
 from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_matmul as kernels
 from cupyattn.ops.linear import plan_matmul as plans
-from cupyattn.ops.linear.api_matmul import described_matmul
+from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
 from cupyattn.runtime.arrays import adopt, dtype_of
@@ -413,6 +413,31 @@ def test_gradients_of_broadcast_factors_are_rounded_once(a_batch, b_batch):
     ):  # fmt: skip
         bound = 2 * (terms + 8) * 2.0**-24 * size + 2.0**-11 * np.abs(exact) + 2.0**-25
         assert 0 < reference.error_ratio(found, exact, bound) <= 1
+
+
+class OtherLibrary:
+    """An array library in place of CuPy."""
+
+    @staticmethod
+    def matmul(x, y):
+        return "another library's product"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "own"),
+    [
+        (zeros(2, 3, 4), zeros(4, 5), True),
+        (zeros(3, 4), zeros(2, 4, 5, dtype="float16"), True),
+        (zeros(2, 3, 4, dtype="bfloat16"), zeros(4, dtype="bfloat16"), True),
+        (zeros(3, 4), zeros(4, 5), False),
+        (zeros(2, 3, 4), zeros(4, 5, dtype="float32"), False),
+        (zeros(2, 3, 4, dtype="float32"), zeros(4, 5, dtype="float32"), False),
+    ],
+)
+def test_operators_of_traced_arrays_multiply_batches_of_16_bits_here(a, b, own):
+    """Only where arrays are not NumPy's: CuPy has no fast product of those."""
+    assert isinstance(product_by(OtherLibrary, a, b), np.ndarray) == own
+    np.testing.assert_array_equal(product_by(np, a, b), np.matmul(a, b))
 
 
 # --- refusals

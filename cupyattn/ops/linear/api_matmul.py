@@ -135,6 +135,18 @@ def _on_cpu(arrays: MatmulArrays[Any], call: MatmulCall) -> None:
     arrays.out = round_into(arrays.out, product, call.outputs["out"].dtype)
 
 
+def product_by(library: Any, x: Any, y: Any) -> Any:
+    """Return a matrix product by NumPy or CuPy, or by `matmul` where CuPy is slow or fails.
+
+    CuPy multiplies batches of float16 as float32, and has no batches of bfloat16.
+    """
+    names = {getattr(getattr(each, "dtype", None), "name", "") for each in (x, y)}
+    batch = max(getattr(x, "ndim", 0), getattr(y, "ndim", 0)) > 2
+    if library is not np and batch and names in ({"float16"}, {"bfloat16"}):
+        return matmul(x, y)
+    return library.matmul(x, y)
+
+
 def _backward(dout: Array, a: Array, b: Array, /) -> MatmulGrads:
     """Return da = dout b^T and db = a^T dout: sums over the batch axes in which each is broadcast.
 
