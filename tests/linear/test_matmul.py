@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +12,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import KERNELS, without_tensor_cores
+from support.devices import EMULATED, KERNELS, without_tensor_cores
 from support.search import deep, examples
 
 import cupyattn
-from cupyattn import reference
+from cupyattn import emulator, reference
 from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_matmul as kernels
 from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
+from cupyattn.runtime.compile import compile_ptx
+from cupyattn.runtime.device import emulated
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Plan
 from cupyattn.testing import MatmulCase, assert_within_bounds, expected, matmul_cases
@@ -191,12 +195,55 @@ def test_any_calls_are_within_bounds(case):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("tile", "case"),
+    [
+        ("skinny", MatmulCase(33, 72, 130, **BATCH, dtype="float16")),
+        *deep(("tiny", MatmulCase(65, 72, 72, **BATCH, dtype="float16", a_view="transposed"))),
+        *deep(("small", MatmulCase(129, 40, 72, **BATCH, dtype="float16"))),
+    ],
+    indirect=["tile"],
+    ids=str,
+)
+def test_tiles_of_newer_gpus_are_within_bounds(tile, case, monkeypatch):
+    """From sm_80 on, an instruction has two steps; the emulator runs it."""
+    found: set[str] = set()
+
+    def module(specialisation):
+        ptx = compile_ptx(specialisation, arch_of(80)).code.decode()
+        found.update(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
+        return emulator.load(ptx)
+
+    monkeypatch.setattr(emulated, "_module", module)
+    monkeypatch.setattr(emulated.EmulatedDevice, "arch", arch_of(80))
+    with EMULATED.running():
+        arrays = case.arrays()
+        assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
+    assert found == {"m16n8k16"}
+
+
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float16", *deep("float32")])
 def test_three_broadcast_batch_axes(dtype):
     """Neither operand's axes merge: kernels divide the number of a member by each extent."""
     case = MatmulCase(5, 8, 7, (3, 1, 4), (1, 5, 4), dtype)
     assert len(plan_of(*case.arrays()).steps) == 1
     within_bounds(case)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float16", "int8", *deep("float32")])
+def test_reversed_rows_and_columns_are_within_bounds(dtype):
+    """Vector loads with strides below zero: offsets count from the lowest address of a tile."""
+    case = MatmulCase(70, 64, 72, **BATCH, dtype=dtype, b_view="transposed")
+    a, b = case.arrays()
+    arrays = a[:, ::-1], b[::-1, :, ::-1]
+    with KERNELS.running():
+        want = expected(cupyattn.matmul, *arrays)
+        found = cupyattn.matmul(*map(KERNELS.put, arrays))
+    assert_within_bounds(KERNELS.get(found), *want)
+    (step,) = plan_of(*arrays).steps
+    assert dict(step.specialisation.macros)["VEC"] > 1
 
 
 @pytest.mark.nvrtc
@@ -355,6 +402,14 @@ def test_numpy_results_are_those_of_the_reference(case):
         assert found.dtype == dtype_of(case.dtype)
         assert_within_bounds(found, *expected(cupyattn.matmul, a, b))
     assert found.shape == np.matmul(np.zeros(a.shape), np.zeros(b.shape)).shape
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_large_numpy_matrices_are_converted_one_member_at_a_time(dtype):
+    case = MatmulCase(80, 60, 70, (2, 1), (3,), dtype, b_view="transposed")
+    found = cupyattn.matmul(*case.arrays())
+    assert found.shape == (2, 3, 80, 70)
+    assert_within_bounds(found, *expected(cupyattn.matmul, *case.arrays()))
 
 
 def test_largest_sums_of_int8_are_exact():

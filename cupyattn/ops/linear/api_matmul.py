@@ -92,10 +92,11 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
     A batch is one launch. Where all members share b, the rows of all are one product, and likewise
     with a. Without a batch the kernels of `linear` run, if the strides are those that it takes.
     Products are accumulated in float32 and rounded once; those of int8 are exact. float16 runs on
-    tensor cores if the GPU has them, and float32 and bfloat16 in float32 arithmetic. Arrays whose
-    rows and columns are not contiguous, or not aligned to 16 bytes, are loaded item by item, which
-    takes two to three times as long. On NumPy arrays BLAS multiplies in float32, for float64 and
-    int8 in float64.
+    tensor cores if the GPU has them, int8 on integer tensor cores, and float32 and bfloat16 in
+    float32 arithmetic. The fastest operands have contiguous rows or columns that start at multiples
+    of 16 bytes and are whole multiples of 16 bytes long; of int8, those that are contiguous along
+    K. Any others are loaded item by item. On NumPy arrays BLAS multiplies in float32, for float64
+    and int8 in float64.
 
     Examples
     --------

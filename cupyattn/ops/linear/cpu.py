@@ -41,6 +41,8 @@ _SUMS = 2**22
 """Items of x w in memory at a time."""
 _SMALL, _ALIGNMENT = 2**18, 64
 """Bytes: smaller arrays have memory of their own, others are parts of larger pieces."""
+_SMALL_MATRIX = 2**12
+"""Items up to which all matrices of a batch are converted at once: a call of NumPy takes longer."""
 _FEW_ROWS = 16
 """Up to so many rows of x, BLAS takes the weight as the left operand sooner."""
 
@@ -176,10 +178,25 @@ def linear(
 def matmul(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """Return a b in float32, of float64 arrays in float64, and of int8 in int32.
 
-    A float64 BLAS is exact for int8: products are at most 2^14, and sums of 2^38 of them fit.
+    Other dtypes are converted one member of a batch at a time if matrices are large. A float64 BLAS
+    is exact for int8: products are at most 2^14, and sums of 2^38 of them fit.
     """
-    if a.dtype == np.float64:
+    if a.dtype in (np.float32, np.float64):
         return np.asarray(a @ b)
+    matrices = a.ndim > 1 and b.ndim > 1
+    if not matrices or max(math.prod(each.shape[-2:]) for each in (a, b)) < _SMALL_MATRIX:
+        return _converted_product(a, b)
+    batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    result = np.empty(
+        (*batch, a.shape[-2], b.shape[-1]), np.int32 if a.dtype == np.int8 else np.float32
+    )
+    a, b = (np.broadcast_to(each, (*batch, *each.shape[-2:])) for each in (a, b))
+    for member in np.ndindex(batch):
+        result[member] = _converted_product(a[member], b[member])
+    return result
+
+
+def _converted_product(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     if a.dtype == np.int8:
         return np.asarray(a.astype(np.float64) @ b.astype(np.float64)).astype(np.int32)
     return np.asarray(widened(a) @ widened(b))
