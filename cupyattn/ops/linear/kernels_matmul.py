@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 
@@ -289,14 +288,12 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield every configuration, with vector and scalar accesses; in float32 in pairs."""
     for shape, lines in rows_for(CONFIGURATIONS, arch):
         yield tensor_core(arch, shape, lines, VECTOR, VECTOR)
-    for shape in shapes_for(1, 1, ALONG):
-        for lines in (ALONG, B_ACROSS, ACROSS, A_ACROSS):
-            yield tensor_core(arch, shape, lines, 1, 1)
+    for number, lines in enumerate((ALONG, B_ACROSS, ACROSS, A_ACROSS)):
+        yield tensor_core(arch, shapes_for(1, 1, lines)[number % 2], lines, 1, 1)
     for tile in INT8_TILES:
         yield int8(tile, (PAIRS, PAIRS), VECTOR)
-    for loaders in product((PAIRS, TRANSPOSING, ITEMS), repeat=2):
-        if loaders != (PAIRS, PAIRS):
-            yield int8("small", loaders, 1)
+    for loaders in (*_INT8_TRANSPOSED, (ITEMS, ITEMS), (ITEMS, TRANSPOSING)):
+        yield int8("small", loaders, 1)
     along = ("kDepth", "kLines")
     for number, (dtype, a_along, b_along, whole) in enumerate(
         pairs(DTYPES, along, along, (True, False))
