@@ -175,20 +175,25 @@ def plant_inverse_values(weights: Weights, config: Config) -> None:
         array *= 2**-11
 
 
-def plant_inverse_scores(weights: Weights, config: Config) -> None:
+def plant_inverse_scores(weights: Weights, config: Config, of_query: float = 2**13) -> None:
     """Queries are beyond float16, and keys make up for it."""
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     for layer in weights.layers:
         for array in (layer.qkv.weight, layer.qkv.bias):
             if array is not None:
-                array[:queries] *= 2**13
-                array[queries : queries + keys] *= 2**-13
+                array[:queries] *= of_query
+                array[queries : queries + keys] /= of_query
+
+
+def plant_inverse_keys(weights: Weights, config: Config) -> None:
+    """Keys are beyond float16, and queries make up for it."""
+    plant_inverse_scores(weights, config, 2**-13)
 
 
 @pytest.mark.parametrize(
     ("name", "plant"),
     [("phi", plant_inverse_values), ("llama", plant_inverse_scores),
-     ("qwen2", plant_inverse_scores),
+     ("qwen2", plant_inverse_keys),
      *deep(("gpt2", plant_inverse_values), ("gemma2", plant_inverse_scores))],
     ids=named,
 )  # fmt: skip
@@ -206,10 +211,11 @@ def test_norms_of_scaled_products_have_a_scaled_epsilon():
     for layer in model.weights.layers:
         for weight in (layer.norm.weight, layer.mlp_norm.weight, model.weights.norm.weight):
             weight += 30  # such that an epsilon of 1000 leaves numbers of a size of 1
-        weight = layer.down.weight
-        weight *= 300
+        for weight in (layer.down.weight, layer.qkv.weight):
+            weight *= 300
     found = loaded(model, "float16")
-    assert found.weights.layers[0].scales.down < 1
+    scales = found.weights.layers[0].scales
+    assert max(scales.down, scales.q, scales.k) < 1
     assert np.abs(logits_of(found) - logits_of(model)).max() <= bound_of(model, logits_of)
 
 
