@@ -302,7 +302,7 @@ class RowKernel:
             *absent,
             *integers,
             *broadcast,
-            *open_to.values(),
+            *self.choices.values(),
         ):
             rest = iter(more)
             present = [name for name in optional if next(rest)]

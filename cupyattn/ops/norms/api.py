@@ -8,8 +8,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from cupyattn.ops.linear.api_quantised import quantize_rows
-from cupyattn.ops.linear.row_formats import require_row_format
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
 from cupyattn.ops.norms.kernels import (
@@ -17,13 +15,13 @@ from cupyattn.ops.norms.kernels import (
     NormArrays,
     NormBackwardArrays,
     StreamArrays,
-    quantised_forward,
 )
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
 from cupyattn.runtime.differentiable import differentiable, recorder
 from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import named_out, take_grads, take_out
+from cupyattn.runtime.outputs import take_grads, take_out
+from cupyattn.runtime.records import values_of
 from cupyattn.runtime.rows import RowOptions, call_rows
 
 
@@ -237,10 +235,7 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    options = eps, 0.0, return_stats
-    return _forward(
-        arrays, x_scale, *options, out, centred=True, quantize=quantize, rotation=rotation
-    )
+    return _forward(arrays, x_scale, eps, 0.0, return_stats, out, centred=True)
 
 
 @overload
@@ -393,10 +388,7 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    options = eps, weight_offset, return_stats
-    return _forward(
-        arrays, x_scale, *options, out, centred=False, quantize=quantize, rotation=rotation
-    )
+    return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, centred=False)
 
 
 def _forward(
@@ -427,15 +419,11 @@ def _forward(
             setattr(arrays, name, array)
     elif out is not None:
         take_out(arrays, out, names)
-    results: NormArrays[Array] | StreamArrays[Array]
-    if stream:
-        results = _of_stream_forward(arrays, x_scale, exact, options)
-    else:
+    if x_scale is None and not _of_stream(arrays.residual if added else arrays.x, arrays.weight):
+        results: NormArrays[Array] | StreamArrays[Array]
         results = call_rows(norms.FORWARD, arrays, exact, options)
-    if coded:
-        assert results.out is not None
-        made = quantize_rows(results.out, rotation=rotation, out=rows)
-        return made if len(names) == 1 else (made, *(getattr(results, n) for n in names[1:]))
+    else:
+        results = _of_stream_forward(arrays, x_scale, exact, options)
     if len(names) == 1:
         assert results.out is not None
         return results.out
@@ -450,8 +438,7 @@ def _of_stream_forward(
 ) -> StreamArrays[Array]:
     """Run the forward of a float32 stream, which may be the residual of 16-bit rows."""
     x, stream = arrays.x, arrays.residual
-    weight, bias = arrays.weight, arrays.bias
-    results = arrays.out, arrays.total, arrays.mean, arrays.rstd
+    weight, bias, *results = values_of(arrays)[2:]
     if stream is None and x_scale is None:
         alone = StreamArrays(x, None, weight, bias, None, *results)
         return call_rows(norms.STREAM_FORWARD, alone, exact, options)

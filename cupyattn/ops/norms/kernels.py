@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -150,7 +150,7 @@ FORWARD = RowKernel(
     follows={"total": "residual", "scales": "codes"},
     replaces={"codes": "out"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
+    choices={"centred": (True, False)},
     constants={"STREAM": "false", "WITH_SCALE": "false"},
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
@@ -202,18 +202,13 @@ class AddedArrays(StreamArrays[T]):
     SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
 
 
-_CODED = ("codes", "scales")
-
 STREAM_FORWARD = replace(
     FORWARD,
     record=StreamArrays,
     columns=(*FORWARD.columns, "scale"),
-    results={name: kind for name, kind in FORWARD.results.items() if name not in _CODED},
-    optional=(*(name for name in FORWARD.optional if name not in _CODED), "scale"),
-    follows={"total": "residual"},
-    replaces={},
+    optional=(*FORWARD.optional, "scale"),
     stream=("x", "total", "scale"),
-    constants={"STREAM": "true", "WITH_CODES": "false"},
+    constants={"STREAM": "true"},
     table=STREAM_ROWS,
 )
 """Forward of a float32 x to the 16-bit dtype of the weight, which a call must have."""
@@ -229,56 +224,6 @@ STREAM_BACKWARD = replace(
     constants={"STREAM": "true"},
 )
 """Backward of either: x, dtotal and dx are float32."""
-
-
-def emits_codes(problem: RowProblem, arch: int) -> bool:
-    """Tell whether FORWARD can write codes of these rows in the same pass.
-
-    A row is in registers, by vectors, and a rotated block is in the lanes of one row.
-    """
-    config, vec = FORWARD.config(arch, problem.length), problem.vector
-    return bool(config.items) and vec > 1 and config.lanes * vec >= ROTATION
-
-
-def quantised_forward(
-    arrays: NormArrays[Any],
-    out: Any,
-    names: tuple[str, ...],
-    exact: Callable[..., Results],
-    options: RowOptions,
-    rotation: int | None,
-) -> Any:
-    """Run a norm whose out is quantised: in one pass, or in two where its kernel cannot."""
-    given = named_out(out, names)
-    rows = given.pop("out", None)
-    for name, array in given.items():
-        setattr(arrays, name, array)
-    if isinstance(rows, QuantizedRows):
-        arrays.codes, arrays.scales = rows.codes, rows.scales
-    operands = adopt(arrays, FORWARD.fixes)
-    choices = {**dict(options.choices), "rotated": rotation is not None}
-    wanted = (*options.wanted, "codes")
-    with_codes = options._replace(choices=(*choices.items(),), wanted=wanted)
-    problem = row_problem(FORWARD, operands, with_codes)
-    require_dtype("x", problem.layouts["x"], FLOATS)
-    require_row_length(problem.shape, rotation)
-    if rows is not None:
-        require_rows_out(rows, problem.shape, rotation, problem.dtype)
-    device = device_of(operands)
-    if device is not None and emits_codes(problem, device.arch.number):
-        arrays = run_rows(device, problem, operands)
-        codes: Any = arrays.codes
-        scales: Any = arrays.scales
-        made = quantized_rows(codes, scales, rotation, problem.dtype) if rows is None else rows
-    else:
-        arrays.codes = arrays.scales = None
-        arrays = call_rows(FORWARD, arrays, exact, options)
-        normalised: Any = arrays.out
-        made = quantize_rows(normalised, rotation=rotation, out=rows)
-    if len(names) == 1:
-        return made
-    return (made, *(getattr(arrays, name) for name in names[1:]))
-
 
 KERNELS = tuple(
     kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_FORWARD, ADDED_FORWARD, STREAM_BACKWARD)
