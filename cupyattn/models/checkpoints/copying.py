@@ -40,10 +40,6 @@ _AT_ONCE = 1 << 22
 _LARGEST = {"float16": LARGEST, "int4": INT4_LARGEST}
 
 
-_Form = tuple[Blocks | None, int | None]
-"""The blocks of a target, None for the model's dtype, and its rotation."""
-
-
 class _Shapes:
     """A stand-in for numpy or cupy whose arrays have a shape, and no memory."""
 
@@ -83,9 +79,7 @@ def filled(
                     table = norm_name(naming, tensors, None, "embedding")
                     scaled[name] = scaled.get(table, 1.0)
                 _each_part(checkpoint, name, place, dtype, by or xp, _require_equal, scaled)
-    if scaled is None:
-        return weights
-    return in_range(weights, config, naming, tensors, scaled, by or xp)
+    return weights if scaled is None else in_range(weights, config, naming, tensors, scaled)
 
 
 def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
@@ -153,8 +147,7 @@ def _each_part(
                 scaled[name] = factor
             if factor != 1:
                 found = found * np.float32(factor)
-        form = place.blocks, place.rotation
-        use(f"{checkpoint.where}: {name}", parts, found, form, dtype, xp)
+        use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
 
 
 def _found(
