@@ -40,6 +40,7 @@ GPT-2's have 31, 680 and 1,300, and no k.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -72,6 +73,8 @@ class _ScaledRows:
     bias: Array | None
     stored: tuple[float, float]
     """The factors that weight and bias have already."""
+    xp: Any
+    """The library that computes bounds."""
     sizes: np.ndarray | None = None
     """The largest weight of each row, once they have been read."""
 
@@ -85,7 +88,13 @@ class _ScaledRows:
             step = -(-step // apart) * apart
         for start in range(0, rows, step):
             part = self.weight[start : start + step]
-            wide = dequantize(part) if isinstance(part, QuantizedWeight) else part
+            if isinstance(part, QuantizedWeight):
+                arrays = {name: self.xp.asarray(array) for name, array in part.arrays.items()}
+                size = part.block_size
+                part = QuantizedWeight(part.format, **arrays, block_size=size, transposed=True)
+                wide = dequantize(part)
+            else:
+                wide = self.xp.asarray(part)
             wide = wide.astype(np.float32, copy=False)
             if self.stored[0] != 1:
                 wide = wide * (1 / self.stored[0])
@@ -125,8 +134,7 @@ class _ScaledRows:
     def largest(self) -> float:
         """Return the largest weight."""
         if self.sizes is None:
-            for _ in self.chunks():
-                pass
+            deque(self.chunks(), maxlen=0)
         assert self.sizes is not None
         return float(self.sizes.max(initial=0.0))
 
@@ -231,6 +239,7 @@ def in_range(
     naming: Naming,
     present: Collection[str],
     stored: Mapping[str, float],
+    xp: Any,
 ) -> Weights:
     """Scale the arrays of a float16 model in place, and return it with its scales.
 
@@ -242,37 +251,36 @@ def in_range(
         The config, the names of tensors, and the tensors that the files have.
     stored : mapping from str to float
         Tensors that are not stored as they are, because float16 does not hold them, with factors.
+    xp : module
+        The library that computes bounds: weights on the host may have a GPU for them.
 
     Raises
     ------
     ValueError
         For a weight that no power of two brings into range, by its name.
     """
-    fitting = _Fitting(config, naming, present, stored)
+    fitting = _Fitting(config, naming, present, stored, xp)
     layers = tuple([fitting.layer(i, layer) for i, layer in enumerate(weights.layers)])
     return fitting.ends(weights._replace(layers=layers))
 
 
+@dataclass
 class _Fitting:
-    """The scaling of one model."""
+    """The scaling of one model, with the arguments of `in_range`."""
 
-    def __init__(
-        self,
-        config: Config,
-        naming: Naming,
-        present: Collection[str],
-        stored: Mapping[str, float],
-    ) -> None:
-        self._config, self._naming, self._present = config, naming, present
-        self._stored = stored
+    config: Config
+    naming: Naming
+    present: Collection[str]
+    stored: Mapping[str, float]
+    xp: Any
 
     def layer(self, index: int, layer: Layer) -> Layer:
         """Scale a layer."""
         q, k, v, gate, up, output, down = self._parts(index, layer)
-        norm = self._norm(index, "norm", layer.norm)
+        norm = self._range(self._name(index, "norm"), layer.norm)
         before_mlp = norm
         if layer.mlp_norm is not None:
-            before_mlp = self._norm(index, "mlp_norm", layer.mlp_norm)
+            before_mlp = self._range(self._name(index, "mlp_norm"), layer.mlp_norm)
         of_up = up.reach(before_mlp)
         of_gate = of_up if gate is None else gate.reach(before_mlp)
         own_gate = [up] if gate is None else [gate]
@@ -284,9 +292,9 @@ class _Fitting:
         r_q, r_k = self._heads(q, norm, a, self._growth()), self._heads(k, norm, a)
         of_v = v.reach(norm)
         r_v = min(power_for(of_v.max()), floor_power(a * v.most()))
-        config = self._config
-        shape = config.num_kv_heads, config.head_dim
-        attended = of_v.reshape(shape).repeat(config.num_heads // shape[0], axis=0).reshape(-1)
+        groups = self.config.num_kv_heads
+        repeats = self.config.num_heads // groups
+        attended = of_v.reshape(groups, -1).repeat(repeats, axis=0).reshape(-1)
         if gate is None:
             self._require(up, float(of_up.max()))
             inner, r_up = of_up, 1.0
@@ -317,7 +325,6 @@ class _Fitting:
         if gate is not None:
             gate.scale(1 / a_mlp, 1.0)
         down.scale(r_down / r_up, r_down)
-        mlp_norm = layer.mlp_norm
         output_norm, of_output_norm = self._norm_of_product(
             index, "output_norm", layer.output_norm, r_output
         )
@@ -326,7 +333,7 @@ class _Fitting:
         after_output, after_down = (self._after(each, layer) for each in terms)
         return layer._replace(
             norm=self._scaled(index, "norm", layer.norm, a),
-            mlp_norm=mlp_norm and self._scaled(index, "mlp_norm", mlp_norm, a_mlp),
+            mlp_norm=layer.mlp_norm and self._scaled(index, "mlp_norm", layer.mlp_norm, a_mlp),
             q_norm=layer.q_norm and self._of_heads(index, "q_norm", layer.q_norm, r_q),
             k_norm=layer.k_norm and self._of_heads(index, "k_norm", layer.k_norm, r_k),
             output_norm=output_norm,
@@ -342,11 +349,11 @@ class _Fitting:
         """Return what a norm multiplies a term by that has a scale, or one for each item."""
         if np.all(scale == 1):
             return None
-        return _like(layer.norm.weight, np.full(self._config.hidden_size, 1 / scale))
+        return _like(layer.norm.weight, np.full(self.config.hidden_size, 1 / scale))
 
     def ends(self, weights: Weights) -> Weights:
         """Scale the arrays outside of the layers."""
-        name = norm_name(self._naming, self._present, None, "last_norm")
+        name = self._name(None, "last_norm")
         norm = self._range(name, weights.norm)
         table = self._table("embedding", weights.embedding)
         r_embedding = min(1.0, table.most())
@@ -359,10 +366,10 @@ class _Fitting:
 
         head = weights.head
         tied = head.weight is weights.embedding
-        named = f"{self._naming.head}.weight"
-        bias_stored = self._stored.get(f"{self._naming.head}.bias", 1.0)
-        stored = r_embedding if tied else self._stored.get(named, 1.0)
-        logits = _ScaledRows(named, head.weight, head.bias, (stored, bias_stored))
+        named = f"{self.naming.head}.weight"
+        bias_stored = self.stored.get(f"{self.naming.head}.bias", 1.0)
+        stored = r_embedding if tied else self.stored.get(named, 1.0)
+        logits = _ScaledRows(named, head.weight, head.bias, (stored, bias_stored), self.xp)
         r_head = power_for(float(logits.reach(norm).max()))
         factor = r_embedding if tied else min(r_head, logits.most())
         r_head = min(r_head, floor_power(factor * LIMIT / max(norm.largest, 1e-30)))
@@ -376,7 +383,7 @@ class _Fitting:
 
     def _parts(self, index: int, layer: Layer) -> tuple[Any, ...]:
         """Return q, k, v, gate or None, up, output and down."""
-        config = self._config
+        config = self.config
         queries, keys = (
             heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
         )
@@ -384,7 +391,7 @@ class _Fitting:
 
         def rows(field: str, number: int, start: int, stop: int) -> _ScaledRows:
             product = getattr(layer, field)
-            names = product_names(self._naming, self._present, index, field)
+            names = product_names(self.naming, self.present, index, field)
             return self._rows(names[min(number, len(names) - 1)], product, slice(start, stop))
 
         of_gate, of_up = None, rows("up", 0, 0, inner)
@@ -400,25 +407,25 @@ class _Fitting:
             rows("down", 0, 0, config.hidden_size),
         )
 
+    def _name(self, index: int | None, field: str) -> str:
+        return norm_name(self.naming, self.present, index, field)
+
     def _rows(self, name: str, product: Product, rows: slice) -> _ScaledRows:
         whole = rows == slice(0, product.weight.shape[0])
         weight = product.weight if whole else product.weight[rows]
         bias = None if product.bias is None else product.bias[rows]
         of_bias = f"{name.removesuffix('.weight')}.bias"
-        stored = self._stored.get(name, 1.0), self._stored.get(of_bias, 1.0)
-        return _ScaledRows(name, weight, bias, stored)
+        stored = self.stored.get(name, 1.0), self.stored.get(of_bias, 1.0)
+        return _ScaledRows(name, weight, bias, stored, self.xp)
 
     def _table(self, field: str, array: Array) -> _ScaledRows:
-        name = norm_name(self._naming, self._present, None, field)
-        return _ScaledRows(name, array, None, (self._stored.get(name, 1.0), 1.0))
-
-    def _norm(self, index: int, field: str, norm: Norm) -> _NormRange:
-        return self._range(norm_name(self._naming, self._present, index, field), norm)
+        name = self._name(None, field)
+        return _ScaledRows(name, array, None, (self.stored.get(name, 1.0), 1.0), self.xp)
 
     def _range(self, name: str, norm: Norm) -> _NormRange:
         def true(array: Array, tensor: str) -> Array:
-            wide = array.astype(np.float32)
-            wide *= 1 / self._stored.get(tensor, 1.0)
+            wide = self.xp.asarray(array).astype(np.float32)
+            wide *= 1 / self.stored.get(tensor, 1.0)
             return wide
 
         weight = true(norm.weight, name)
@@ -440,20 +447,20 @@ class _Fitting:
 
     def _growth(self) -> float:
         """Return the largest factor of queries."""
-        if self._config.query_growth is None:
+        if self.config.query_growth is None:
             return 1.0
-        rate, length = self._config.query_growth
-        return 1 + abs(rate) * math.log1p(self._config.max_positions / length)
+        rate, length = self.config.query_growth
+        return 1 + abs(rate) * math.log1p(self.config.max_positions / length)
 
     def _heads(self, rows: _ScaledRows, norm: _NormRange, a: float, growth: float = 1.0) -> float:
         """Return the scale of q or k."""
-        rotated = math.sqrt(2) if self._config.rotary_dim else 1.0
+        rotated = math.sqrt(2) if self.config.rotary_dim else 1.0
         bound = growth * rotated * float(rows.reach(norm).max())
         return min(power_for(bound), floor_power(a * rows.most()))
 
     def _of_heads(self, index: int, field: str, norm: Norm, scale: float) -> Norm:
         """Return the norm of heads that are scaled."""
-        name = norm_name(self._naming, self._present, index, field)
+        name = self._name(index, field)
         found = self._range(name, norm)
         if math.sqrt(2) * found.largest > LIMIT:
             raise _beyond(name, "a head", found.largest)
@@ -466,22 +473,22 @@ class _Fitting:
         """Return the norm of a scaled product, and the scale of what it computes."""
         if norm is None:
             return None, 1.0
-        name = norm_name(self._naming, self._present, index, field)
+        name = self._name(index, field)
         term = power_for(self._range(name, norm).largest)
         self._multiply_norm(name, norm, term)
         return norm._replace(eps=norm.eps * scale**2, offset=norm.offset * term), term
 
     def _scaled(self, index: int, field: str, norm: Norm, scale: float) -> Norm:
-        name = norm_name(self._naming, self._present, index, field)
+        name = self._name(index, field)
         self._multiply_norm(name, norm, scale)
         return norm._replace(offset=norm.offset * scale)
 
     def _multiply_norm(self, name: str, norm: Norm, scale: float) -> None:
         """Give weight and bias this factor."""
-        multiply(norm.weight, scale / self._stored.get(name, 1.0))
+        multiply(norm.weight, scale / self.stored.get(name, 1.0))
         if norm.bias is not None:
             of_bias = f"{name.removesuffix('.weight')}.bias"
-            multiply(norm.bias, scale / self._stored.get(of_bias, 1.0))
+            multiply(norm.bias, scale / self.stored.get(of_bias, 1.0))
 
     def _require(self, rows: _ScaledRows, bound: float) -> None:
         if bound > LIMIT:
@@ -541,12 +548,8 @@ def row_factors(layer: Layer, field: str, config: Config) -> tuple[np.ndarray, n
         both = [row_factors(layer, each, config) for each in ("qkv", "up")]
         weight, bias = (np.concatenate(each) for each in zip(*both, strict=True))
         return weight, bias
-    of_input = {
-        "qkv": scales.norm,
-        "output": scales.v,
-        "up": scales.mlp_norm,
-        "down": scales.up,
-    }[field]
+    inputs = {"qkv": "norm", "output": "v", "up": "mlp_norm", "down": "up"}
+    of_input = getattr(scales, inputs[field])
     if field == "qkv":
         counts = config.num_heads, config.num_kv_heads, config.num_kv_heads
         rows = [count * config.head_dim for count in counts]

@@ -79,7 +79,9 @@ def filled(
                     table = norm_name(naming, tensors, None, "embedding")
                     scaled[name] = scaled.get(table, 1.0)
                 _each_part(checkpoint, name, place, dtype, by or xp, _require_equal, scaled)
-    return weights if scaled is None else in_range(weights, config, naming, tensors, scaled)
+    if scaled is None:
+        return weights
+    return in_range(weights, config, naming, tensors, scaled, by or xp)
 
 
 def _require_fit(checkpoint: Checkpoint, targets: TensorTargets) -> None:
