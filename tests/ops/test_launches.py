@@ -38,7 +38,7 @@ def test_norm_forward_arguments(recorder):
     assert grid == (-(-12 // (kernel.threads // 128)), 1, 1)
     *arrays, eps, offset, params = arguments
     for passed, expected in zip(
-        arrays, (x, residual, weight, None, out, total, None, rstd), strict=True
+        arrays, (x, residual, weight, None, out, total, None, rstd, None, None), strict=True
     ):
         assert passed is expected
     assert (rstd.shape, rstd.dtype) == ((3, 4), F32)
@@ -216,6 +216,7 @@ WEIGHT = cupyattn.quantize(np.ones((1024, 64), np.float32))
         (cupyattn.linear_backward, (((1024, 64), "float16"), SQUARE, WEIGHT), {}, ["dx: float16"]),
         (cupyattn.quantize, (SQUARE,), {"format": "nf4_nested"}, []),
         (cupyattn.dequantize, (WEIGHT,), {}, []),
+        (cupyattn.quantize_rows, (SQUARE,), {}, []),
         (cupyattn.sample, (SQUARE,), {"seed": 0, "top_k": 5}, []),
         (cupyattn.rope, (((1, 64, 4, 64), "float16"), TABLE, TABLE), {}, []),
         (cupyattn.embedding, (SQUARE, ((7,), "int32")), {}, []),

@@ -147,6 +147,8 @@ def products() -> Iterator[Call]:
     yield Call(cupyattn.matmul, {"a": X, "b": w}, out=full(3, 6))
     weight = cupyattn.quantize(normal(64, 6))
     yield Call(cupyattn.quantize, {"w": normal(64, 6)}, out=weight, **scratch())
+    rows = cupyattn.quantize_rows(normal(6, 64))
+    yield Call(cupyattn.quantize_rows, {"x": normal(6, 64)}, out=rows)
     yield Call(cupyattn.dequantize, {"weight": weight}, out=full(64, 6), **scratch())
 
 
