@@ -201,13 +201,19 @@ def test_traits_follow_changes_of_the_device(cuda_device):
     """The properties are cached until one of them is set."""
     traits = cuda_device.traits
     assert cuda_device.traits is traits
-    assert traits == (90, 132, True, 132, cuda_device.choices)
+    assert traits == (90, 132, True, 132, cuda_device.choices, False)
     cuda_device.choices = chosen = Choices()
     assert cuda_device.traits.choices is chosen
     cuda_device.multiprocessors = 5
     assert cuda_device.traits.multiprocessors == 5
     cuda_device._tensor_cores = TensorCores(False, "a test")
     assert not cuda_device.traits.tensor_cores
+
+
+def test_traits_know_a_geforce_by_its_name(cuda_device, monkeypatch):
+    name = {"name": b"NVIDIA GeForce RTX 2080 Ti"}
+    monkeypatch.setattr(cuda_device._cupy.cuda.runtime, "getDeviceProperties", lambda _: name)
+    assert cuda_device.traits.geforce
 
 
 @pytest.fixture

@@ -82,6 +82,11 @@ SLOTS = np.arange(3, dtype=np.int32)
 STEP = {"step": 1, "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 ROTARY = (single(8, 32), single(8, 32))
 
+
+def in_int8() -> cupyattn.QuantizedWeight:
+    return cupyattn.quantize(half(64, 8), format="int8", rotation=64)
+
+
 # Calls of every public function that runs kernels; of those with products, of every kind of them.
 CALLS: dict[str, list[Callable[[], Any]]] = {
     "attention": [
@@ -121,6 +126,8 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
     "linear": [
         *(lambda rows=rows: linear(rows) for rows in (1, 3, 12, 40, 200)),
         lambda: linear(200, activation=None),
+        lambda: cupyattn.linear(half(112, 64), in_int8(), activations="int8"),
+        lambda: cupyattn.linear(cupyattn.quantize_rows(half(3, 64), rotation=64), in_int8()),
     ],
     "linear_gelu": [lambda: cupyattn.linear_gelu(half(100, 64), half(64, 128))],
     "linear_backward": [
@@ -136,12 +143,8 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
             single(3), half(3, 64), half(64, 40), IDS, single(3), reduction="none"
         )
     ],
-    "matmul": [
-        lambda: cupyattn.matmul(half(2, 40, 64), half(2, 64, 72)),
-        lambda: cupyattn.matmul(half(2, 72, 40).swapaxes(1, 2), half(2, 64, 72).swapaxes(1, 2)),
-        lambda: cupyattn.matmul(half(200, 64), half(64, 128)),
-    ],
-    "quantize": [lambda: cupyattn.quantize(half(64, 8))],
+    "quantize": [lambda: cupyattn.quantize(half(64, 8)), lambda: in_int8()],
+    "quantize_rows": [lambda: cupyattn.quantize_rows(half(3, 64), rotation=64)],
     "dequantize": [lambda: cupyattn.dequantize(cupyattn.quantize(half(64, 8)))],
     "layer_norm": [lambda: cupyattn.layer_norm(half(3, 8), half(8), half(8))],
     "layer_norm_backward": [
