@@ -42,8 +42,13 @@ NAMES = {
 }
 """Forms of samples, by the names that each object of a form has."""
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
-"""ShareGPT's names of roles that chat templates call by another name."""
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "observation": "tool",
+}
+"""Roles of chat templates by ShareGPT's names."""
 
 _ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
@@ -54,6 +59,10 @@ _ALPACA = (
 _LAST_ALONE = (
     "the chat template writes answers in another way once more messages follow: only the last "
     "answer is learnt (for all answers, write a line that ends with each)"
+)
+_AFTER_PROMPT = (
+    "the chat template writes a prompt in another way once its answer follows: only the last "
+    "answer is learnt, after its prompt as generation has it"
 )
 _LEFT_OUT = (
     "the chat template leaves out a part of an answer, such as its reasoning, which is not learnt"
@@ -182,12 +191,14 @@ class Reader(NamedTuple):
             pair = (_text(given, name, where) for name in names)
             return _answered(*pair), []
         if names != ("instruction", "output"):
-            return self._chat(_messages(given, names[0], where), where)
+            return self._chat(_messages(given, names[0], where), _tools(given, where), where)
         if getattr(self.tokenizer, "chat_template", None) is None:
             return _alpaca_text(given, where), []
-        return self._chat(_alpaca_messages(given, where), where)
+        return self._chat(_alpaca_messages(given, where), None, where)
 
-    def _chat(self, messages: list[Any], where: str) -> tuple[SampleText, list[str]]:
+    def _chat(
+        self, messages: list[Any], tools: list[Any] | None, where: str
+    ) -> tuple[SampleText, list[str]]:
         """Return a chat as one text, and where its answers are.
 
         A template that marks answers by ``{% generation %}`` blocks is believed. Otherwise answers
@@ -201,14 +212,17 @@ class Reader(NamedTuple):
                 "add an answer to learn, or remove the line",
             )
         messages = messages[: answers[-1] + 1]
-        text, marked = self._rendered(messages, False, where)
+        chat = _Chat(self, messages, tools, where)
+        text, marked = chat.rendered(len(messages), False)
         written = _without_spaces(text)
         whole = all(_without_spaces(messages[i]["content"]) in written for i in answers)
         notes = [] if whole else [_LEFT_OUT]
         if marked:
             return SampleText(text, tuple(LearntSpan(*each) for each in marked), bare=False), notes
-        found = [self._answer(text, messages, i, where) for i in answers]
+        found = [chat.answer(text, i) for i in answers]
         if found[-1] is None:
+            if (last := chat.last_answer(text)) is not None:
+                return last, [*notes, _AFTER_PROMPT]
             raise _bad(
                 where,
                 f"the chat template writes what is before message {answers[-1]} in another way "
@@ -219,39 +233,6 @@ class Reader(NamedTuple):
         if len(known) < len(found):
             return SampleText(text, (known[-1],), bare=False), [*notes, _LAST_ALONE]
         return SampleText(text, tuple(known), bare=False), notes
-
-    def _answer(self, text: str, messages: list[Any], i: int, where: str) -> LearntSpan | None:
-        """Return where message i is in the text of a chat; None if the text has another form of it.
-
-        It begins after the prompt for it. Some prompts end with the first words of an answer, such
-        as <think>, that answers of a chat lack: then it begins where the prompt differs. It ends
-        where the text of the messages up to it ends; templates that write an end of all messages
-        differ there.
-        """
-        prompt, _ = self._rendered(messages[:i], True, where)
-        start = _shared(text, prompt)
-        if start < len(prompt):
-            before, _ = self._rendered(messages[:i], False, where)
-            if not text.startswith(before):
-                return None
-        until = text
-        if i + 1 < len(messages):
-            until, _ = self._rendered(messages[: i + 1], False, where)
-        stop = _shared(text, until)
-        ragged = stop < len(until)
-        content = _without_spaces(messages[i]["content"])
-        if stop <= start or (ragged and content not in _without_spaces(text[start:stop])):
-            return None
-        return LearntSpan(start, stop, ragged)
-
-    def _rendered(
-        self, messages: list[Any], prompts: bool, where: str
-    ) -> tuple[str, list[tuple[int, int]]]:
-        clock = {} if self.moment is None else {"strftime_now": _clock(self.moment)}
-        try:
-            return self.tokenizer.render_chat(messages, add_generation_prompt=prompts, **clock)
-        except ValueError as failure:
-            raise ValueError(f"{where}: {failure}") from failure
 
     def _tokens(self, part: SampleText, where: str) -> tuple[list[int], list[bool]]:
         """Return the tokens of a text, and whether each is learnt."""
@@ -299,6 +280,76 @@ class Reader(NamedTuple):
         return [sample for sample in made if sample.num_labels]
 
 
+class _Chat(NamedTuple):
+    """The messages of a chat, which ends with an answer, and the tools that its template may write.
+
+    A template writes the first messages alone as well: with a prompt for the next answer or not.
+    """
+
+    reader: Reader
+    messages: list[Any]
+    tools: list[Any] | None
+    where: str
+
+    def rendered(self, count: int, prompts: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of the first messages, and the answers that the template marks."""
+        moment = self.reader.moment
+        more: dict[str, Any] = {} if moment is None else {"strftime_now": _clock(moment)}
+        if self.tools is not None:
+            more["tools"] = self.tools
+        try:
+            return self.reader.tokenizer.render_chat(
+                self.messages[:count], add_generation_prompt=prompts, **more
+            )
+        except ValueError as failure:
+            raise ValueError(f"{self.where}: {failure}") from failure
+
+    def answer(self, text: str, i: int) -> LearntSpan | None:
+        """Return where message i is in the text of all; None if the text has another form of it.
+
+        It begins after the prompt for it. Some prompts end with the first words of an answer, such
+        as <think>, that answers of a chat lack: then it begins where the prompt differs. It ends
+        where the text of the messages up to it ends; templates that write an end of all messages
+        differ there.
+        """
+        prompt, _ = self.rendered(i, True)
+        start = _shared(text, prompt)
+        if start < len(prompt):
+            before, _ = self.rendered(i, False)
+            if not text.startswith(before):
+                return None
+        until = text
+        if i + 1 < len(self.messages):
+            until, _ = self.rendered(i + 1, False)
+        stop = _shared(text, until)
+        ragged = stop < len(until)
+        content = _without_spaces(self.messages[i]["content"])
+        if stop <= start or (ragged and content not in _without_spaces(text[start:stop])):
+            return None
+        return LearntSpan(start, stop, ragged)
+
+    def last_answer(self, text: str) -> SampleText | None:
+        """Return the last answer of `text` after the prompt for it; None if it cannot be found.
+
+        Templates such as Mistral's write the system message into the last message alone, if that is
+        a question: prompts of generation have it, and the text of a chat that ends with an answer
+        lacks it. The answer is what follows the end that the last question has in the prompt.
+        """
+        prompt, _ = self.rendered(len(self.messages) - 1, True)
+        asked = self.messages[-2]["content"].strip() if len(self.messages) > 1 else ""
+        answered = self.messages[-1]["content"].strip()
+        _, _, end = prompt.rpartition(asked) if asked else ("", "", "")
+        before, _, _ = text.rpartition(answered) if answered else ("", "", "")
+        asked_at = before.rfind(asked + end) if end else -1
+        if asked_at < 0:
+            return None
+        answer = text[asked_at + len(asked) + len(end) :]
+        if answered not in answer:
+            return None
+        whole = prompt + answer
+        return SampleText(whole, (LearntSpan(len(prompt), len(whole)),), bare=False)
+
+
 def _without_spaces(text: str) -> str:
     """Return a text to compare with one that a template has trimmed, or broken into lines."""
     return "".join(text.split())
@@ -326,6 +377,8 @@ def _form(given: Mapping[str, Any], where: str) -> tuple[str, ...]:
     known = [name for names in NAMES for name in names if name in given]
     if "instruction" in given and "output" in given and "text" in known:
         known.remove("text")  # Alpaca's own files have its prompt there as well
+    if known == ["prompt", "messages"]:
+        known.remove("prompt")  # UltraChat's files have the first message there as well
     if tuple(known) in NAMES:
         return tuple(known)
     raise _bad(
@@ -394,8 +447,14 @@ def _messages(given: Mapping[str, Any], name: str, where: str) -> list[dict[str,
     for number, each in enumerate(messages):
         if "from" in each and "role" not in each:
             role = each["from"]
+            if isinstance(role, str) and role not in _ROLES:
+                raise _bad(
+                    where,
+                    f"its message {number} is from {shown(role)}",
+                    f"write one of {', '.join(_ROLES)}",
+                )
             each = {
-                "role": _ROLES.get(role, role) if isinstance(role, str) else role,
+                "role": _ROLES[role] if isinstance(role, str) else role,
                 "content": each.get("value"),
             }
         for key in ("role", "content"):
@@ -410,6 +469,20 @@ def _messages(given: Mapping[str, Any], name: str, where: str) -> list[dict[str,
     if system and (not found or found[0]["role"] != "system"):
         found.insert(0, {"role": "system", "content": system})
     return found
+
+
+def _tools(given: Mapping[str, Any], where: str) -> list[Any] | None:
+    """Return the tools that a chat template writes; ShareGPT's files have them as a JSON text."""
+    tools = given.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = parsed(tools, f"{where}: its tools", _no_tools, constants=False)
+    if tools and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+        raise _no_tools(where, f"its tools are {shown(tools)}")
+    return tools or None
+
+
+def _no_tools(where: str, what: str) -> ValueError:
+    return _bad(where, what, "write a list of objects, or remove the tools")
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -340,6 +340,53 @@ def test_reasoning_that_the_template_leaves_out_is_noted(tmp_path):
     assert not made.read_data(tmp_path / "data.jsonl").notes  # it is only broken into lines
 
 
+MISTRAL_V03 = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    "{% set messages = messages[1:] %}{% endif %}{{ bos_token }}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + (system + '\n\n' if loop.last and system is defined else '') "
+    "+ message['content'] + '[/INST]' }}{% else %}"
+    "{{ ' ' + message['content'] + '</s>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("answer", [" 4 é", "[INST] A?[/INST] 4", "A?"])
+def test_an_answer_is_learnt_after_the_prompt_of_generation(answer, tmp_path):
+    """The system message is in the text of a question that comes last, and in no other."""
+    made = reader(byte_level(), MISTRAL_V03)
+    chat = [SYSTEM, *CHAT[:3], {"role": "assistant", "content": answer}]
+    assert [len(made.samples({"messages": part}, "here")) for part in (chat[:3], chat)] == [1, 1]
+    prompt = made.tokenizer.apply_chat_template(chat[:-1])
+    assert "[INST] ok\n\nA?[/INST]" in prompt
+    tokens, learnt = parts(made, {"messages": chat})
+    following = pieces_of(made.tokenizer, encoded(made, f" {answer}</s>"))
+    assert learnt == following
+    assert tokens == [*pieces_of(made.tokenizer, encoded(made, prompt)), *following]
+    data = made.read_data(written(tmp_path, {"messages": chat}, {"messages": CHAT}))
+    ((note, count),) = data.notes.items()
+    assert count == 1 and "only the last answer is learnt, after its prompt" in note
+
+
+def test_tools_are_passed_to_the_template():
+    template = "{{ tools | tojson if tools is not none else '' }}" + plain(ZEPHYR)
+    made, tools = reader(byte_level(), template), [{"name": "f"}]
+    line = {"messages": CHAT}
+    expected = parts(reader(byte_level(), '[{"name": "f"}]' + plain(ZEPHYR)), line)
+    for passed in (tools, json.dumps(tools)):
+        assert parts(made, {**line, "tools": passed}) == expected
+    for none in (None, [], "[]", ""):
+        assert parts(made, {**line, "tools": none}) == parts(made, line)
+    for wrong in ("f", ["f"], {"name": "f"}, "3"):
+        with pytest.raises(ValueError, match=r"its tools.* write a list of objects, or remove"):
+            made.samples({**line, "tools": wrong}, "here")
+
+
+def test_a_prompt_beside_messages_is_their_first_and_passed_over():
+    """UltraChat's files have both."""
+    made = reader(byte_level(), plain(ZEPHYR))
+    assert parts(made, {"prompt": "hi", "messages": CHAT}) == parts(made, {"messages": CHAT})
+
+
 def test_a_template_that_rewrites_the_last_prompt_is_refused():
     made = reader(sentencepiece(), "{{ messages|length }}{{ messages[-1]['content'] }}")
     with pytest.raises(ValueError, match="here: the chat template writes what is before message 3"):
@@ -356,7 +403,7 @@ SHAREGPT = {
 def test_alpaca_and_sharegpt_are_chats_of_the_template():
     made = reader(sentencepiece(), plain(ZEPHYR).replace("'user'", "'user' or true"))
     asked = {"role": "user", "content": "hi\n\nA?"}
-    answer = {"role": "assistant", "content": "yo"}
+    answer, answered = {"role": "assistant", "content": "yo"}, {"from": "model", "value": "yo"}
     pairs = [
         (ALPACA, [asked, answer]),
         ({**ALPACA, "system": "ok", "history": [["A", "4"]]}, [
@@ -366,6 +413,8 @@ def test_alpaca_and_sharegpt_are_chats_of_the_template():
         ({**ALPACA, "input": ""}, [{**asked, "content": "hi"}, answer]),
         (SHAREGPT, [SYSTEM, {**asked, "content": "hi"}, answer]),
         ({"messages": SHAREGPT["conversations"]}, [{**asked, "content": "hi"}, answer]),
+        ({"conversations": [{"from": "observation", "value": "A"}, answered]},
+         [{"role": "tool", "content": "A"}, answer]),
         ({"conversations": CHAT}, CHAT),
     ]  # fmt: skip
     for line, messages in pairs:
@@ -391,6 +440,10 @@ def test_alpaca_has_its_own_prompt_without_a_template(more):
         ({"instruction": "hi", "input": "A"}, "it has 'instruction'; "),
         ({"conversations": [{"from": "gpt"}]}, "its message 0 has the content None"),
         ({"conversations": [{"from": None, "value": "A"}]}, "its message 0 has the role None"),
+        (
+            {"conversations": [{"from": "GPT", "value": "A"}]},
+            "its message 0 is from 'GPT'; .*write one of system, user, .*human, gpt",
+        ),
         ({"conversations": "A"}, "its conversations are 'A'"),
         ({**SHAREGPT, "system": 7}, "its system is 7"),
         ({**SHAREGPT, **ALPACA}, "use the names of one of these forms alone"),
