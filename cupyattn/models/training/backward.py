@@ -205,7 +205,8 @@ class AdaptedProduct(NamedTuple):
             old = dequantize(old) if isinstance(old, QuantizedWeight) else old
             added = linear(self.b[rows].astype(wide), a, residual=old.astype(wide, copy=False))
             if lengths is not None:
-                scale = lengths[rows] / xp.sqrt((added * added).sum(axis=1))
+                norm = xp.sqrt((added * added).sum(axis=1))
+                scale = lengths[rows] / xp.where(norm == 0, 1, norm)  # a row of zeros stays one
                 added *= xp.where(xp.isnan(lengths[rows]), 1, scale)[:, None]
             with np.errstate(over="ignore"):
                 weight[rows] = added.astype(weight.dtype, copy=False)

@@ -35,15 +35,15 @@ from cupyattn.runtime.value_checks import on_host
 _SEEDS = 2**64
 
 
-def _names_of(model: Model) -> list[str]:
-    """Return the names of all linear layers of a model."""
+def _rows_of_modules(model: Model) -> dict[str, int]:
+    """Return the number of rows of each linear layer of a model."""
     naming, config = HUGGING_FACE[model.config.architecture], model.config
-    return [
-        module.name
+    return {
+        module.name: module.rows.stop - module.rows.start
         for index, layer in enumerate(model.weights.layers)
         for modules in modules_of(naming, config, index, layer).values()
         for module in modules
-    ]
+    }
 
 
 class LoraAdapters:
@@ -338,7 +338,7 @@ class LoraAdapters:
         peft.require_ranks(folder, options, tensors)
         if dropout is not None:
             options = options._replace(dropout=dropout)
-        modules = _names_of(model)
+        modules = _rows_of_modules(model)
         base, tensors, merged = parted(folder, model, options, extras, tensors, modules)
         try:
             ours = options.fitting(modules)

@@ -199,15 +199,17 @@ class LoraOptions(NamedTuple):
                 "pass a list of names, or choose layers by the regular expression",
             )
         kind: Any = self.layers_pattern
-        names = (kind,) if isinstance(kind, str) else tuple(kind)
-        if not all(isinstance(each, str) and _A_NAME.fullmatch(each) for each in names):
+        names = (kind,) if isinstance(kind, str) else kind
+        if not isinstance(names, list | tuple) or not all(
+            isinstance(each, str) and _A_NAME.fullmatch(each) for each in names
+        ):
             raise error(
                 NotImplementedError,
                 f"layers_pattern = {shown(kind)}",
                 "there is code for names, such as layers, before the number of a layer",
                 "pass names without a regular expression",
             )
-        return tuple(int(each) for each in numbers) if numbers else None, names
+        return tuple(int(each) for each in numbers) if numbers else None, tuple(names)
 
     def targeted(self, module: str) -> bool:
         """Tell whether a module, by its full name, has an adapter."""

@@ -13,7 +13,7 @@ rounded once, to the model's dtype.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,13 +71,13 @@ def parted(
     options: LoraOptions,
     extras: peft.Extras,
     tensors: Mapping[str, Stored],
-    modules: Sequence[str],
+    modules: Mapping[str, int],
 ) -> tuple[Model, dict[str, Stored], MergedParts | None]:
     """Merge parts of adapters; return the model with them, the other tensors, and the parts.
 
-    `modules` are the linear layers. The magnitudes are not merged yet: their rows depend on the
-    adapters. Raises ValueError for parts that do not fit the model, and NotImplementedError for
-    whole weights of other modules.
+    `modules` has the number of rows of each linear layer. The magnitudes are not merged yet: their
+    rows depend on the adapters. Raises ValueError for parts that do not fit the model, and
+    NotImplementedError for whole weights of other modules.
     """
     names = _Names.of(model.config)
     ours = {name for name in tensors if _owner(name) in names or name.endswith(_MAGNITUDE)}
@@ -104,6 +104,12 @@ def parted(
     merged.config = model.config._replace(tied=head.weight is embedding)
     if unknown := [name for name in marks if name not in modules]:
         raise peft.unfit(folder, f"unknown: {unknown[0]}{_MAGNITUDE}")
+    for name, lengths in marks.items():
+        if lengths.shape != (modules[name],):
+            raise peft.unfit(
+                folder,
+                f"misshapen: {name}{_MAGNITUDE} is {lengths.shape}, not ({modules[name]},)",
+            )
     rest = {name: tensor for name, tensor in tensors.items() if name not in ours}
     return merged, rest, MergedParts(options, extras.written(), found, marks)
 
@@ -155,6 +161,8 @@ def _given(
                     folder, f"misshapen: {name} is {array.shape}, not {shapes.get(kind, 'known')}"
                 )
             given[kind] = array
+    if _MAGNITUDE in given and ".lora_A" not in given:
+        raise peft.unfit(folder, f"missing: {module}.lora_A, whose magnitudes there are")
     pairs = (".lora_A", ".lora_B"), (".lora_embedding_A", ".lora_embedding_B")
     for pair in pairs:
         if len(given.keys() & pair) == 1:

@@ -138,6 +138,7 @@ def change(folder, **fields):
         ({"layers_to_transform": [0], "target_modules": ".*proj"}, ValueError, "layers are chosen"),
         ({"layers_to_transform": [0, 1], "layers_pattern": ["h"]}, ValueError, "name no module"),
         ({"layers_pattern": "l.*"}, NotImplementedError, "layers_pattern = 'l"),
+        ({"layers_pattern": 5}, NotImplementedError, "layers_pattern = 5; .*pass names without a"),
         ({"of_tomorrow": 3}, NotImplementedError, "of_tomorrow is 3"),
         ({"lora_bias": True}, NotImplementedError, "lora_bias is True"),
         ({"r": 0}, ValueError, "r is 0"),
@@ -532,9 +533,11 @@ def test_dora_is_merged(name, quantize, tmp_path):
         Trainer(dora, packing, schedule=Schedule("constant", 1e-3, 2, 0))
 
 
-def test_dora_of_the_head_alone(llama, tmp_path):
+def test_dora_of_the_head_alone(tmp_path):
+    llama = models.load(CHECKPOINTS / "llama3", dtype="float32", xp=np)
     rows, width = llama.weights.head.weight.shape
     given = {"lora_A.weight": normal(2, width), "lora_B.weight": normal(rows, 2)}
+    llama.weights.head.weight[-1], given["lora_B.weight"][-1] = 0, 0  # as padding is: it stays 0
     LoraAdapters(llama, rank=2, alpha=4, targets=["q_proj"]).save(tmp_path)
     (tmp_path / "adapter_model.safetensors").unlink()
     save_file({f"{PREFIX}lm_head.{name}": array for name, array in given.items()}
@@ -543,7 +546,7 @@ def test_dora_of_the_head_alone(llama, tmp_path):
     change(tmp_path, use_dora=True, target_modules=["lm_head"])
     found = LoraAdapters.load(llama, tmp_path).model.weights.head.weight
     whole = llama.weights.head.weight + 2 * given["lora_B.weight"] @ given["lora_A.weight"]
-    lengths = (1 + np.abs(normal(rows))) / np.linalg.norm(whole, axis=1)
+    lengths = (1 + np.abs(normal(rows))) / np.maximum(np.linalg.norm(whole, axis=1), 1e-30)
     np.testing.assert_allclose(found, whole * lengths[:, None], rtol=1e-5, atol=1e-6)
 
 
@@ -562,6 +565,9 @@ def test_dora_of_the_head_alone(llama, tmp_path):
          "some of their modules have magnitudes"),
         ({"model.layers.7.self_attn.q_proj.lora_magnitude_vector": (16,)}, {"use_dora": True},
          "unknown: model.layers.7"),
+        ({"model.layers.0.self_attn.q_proj.lora_magnitude_vector": (1,)}, {"use_dora": True},
+         r"misshapen: .*q_proj.lora_magnitude_vector is \(1,\), not \(16,\)"),
+        ({"lm_head.lora_magnitude_vector": (40,)}, {"use_dora": True}, "missing: lm_head.lora_A,"),
         ({"lm_head.weight": np.nan}, {}, "is not finite"),
     ],
 )  # fmt: skip
