@@ -25,7 +25,8 @@ from cupyattn.models.checkpoints.contents import (
     product_names,
 )
 from cupyattn.models.checkpoints.copying import filled
-from cupyattn.models.checkpoints.gguf import open_gguf, split_names
+from cupyattn.models.checkpoints.gguf import open_gguf
+from cupyattn.models.checkpoints.gguf_parts import split_names
 from cupyattn.models.checkpoints.hugging_face import open_folder
 from cupyattn.models.config import PRESETS, Config, checked
 from cupyattn.models.parallel import agreed, require_group, share_of, split

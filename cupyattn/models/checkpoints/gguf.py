@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +38,7 @@ from cupyattn.models.checkpoints.contents import (
     damaged,
 )
 from cupyattn.models.checkpoints.fields import Fields
+from cupyattn.models.checkpoints.gguf_parts import part_paths
 from cupyattn.models.config import Config, RopeScaling, checked, extended, unknown_architecture
 from cupyattn.models.extras import extra
 from cupyattn.models.tokenizer import require_known_tokenizer, tokenizer_of_gguf
@@ -191,48 +191,12 @@ def read_gguf(path: Path) -> GGUFFile:
     return GGUFFile(metadata, tensors)
 
 
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
-
-
-def split_names(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split file, by the name of one; none for another name.
-
-    Examples
-    --------
-    >>> [part.name for part in split_names(Path("m-00002-of-00002.gguf"))]
-    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
-    """
-    named = _PART.fullmatch(path.name)
-    if named is None or not 1 <= int(named[2]) <= int(named[3]):
-        return []
-    stem, _, count, suffix = named.groups()
-    return [
-        path.with_name(f"{stem}-{number:05d}-of-{count}{suffix}")
-        for number in range(1, int(count) + 1)
-    ]
-
-
 def _with_its_parts(path: Path, file: GGUFFile) -> GGUFFile:
     """Return the metadata of the first part of a split file, and the tensors of all parts."""
     count = Fields(file.metadata, str(path)).integer("split.count", 1, least=0)
     if count <= 1:  # 0 is what a merged file has
         return file
-    paths = split_names(path)
-    if len(paths) != count:
-        raise error(
-            ValueError,
-            f"{path}: one of {count} files",
-            "the parts of a split GGUF file are named NAME-00001-of-00003.gguf and so on",
-            "rename them, or join them: llama-gguf-split --merge FIRST_FILE NEW_FILE",
-        )
-    missing = [each.name for each in paths if not each.is_file()]
-    if missing:
-        raise error(
-            FileNotFoundError,
-            f"{path}: one of {count} files, of which {len(missing)} are missing: {missing[0]}",
-            "all parts of a split GGUF file must be in one folder",
-            "download them as well",
-        )
+    paths = part_paths(path, count)
     parts = [file if each == path else read_gguf(each) for each in paths]
     tensors: dict[str, AnyTensor] = {}
     for number, (each, part) in enumerate(zip(paths, parts, strict=True)):
