@@ -278,3 +278,11 @@ def test_a_scale_that_is_no_number_is_none_in_another_format(tmp_path, quantize)
         models.load(folder, xp=np, dtype="float32", quantize=quantize)
     assert "another format" not in str(refused.value)
     assert str(refused.value).endswith("; download the file again")
+
+
+def test_an_infinite_scale_of_fp8_is_refused_without_a_warning(tmp_path, recwarn):
+    folder, _ = packed_folder(tmp_path, "fp8")
+    rewrite(folder, replaced("weight_scale_inv", lambda a: a * np.float32(np.inf)))
+    with pytest.raises(ValueError, match="must be finite"):
+        models.load(folder, xp=np)
+    assert not recwarn.list

@@ -106,7 +106,8 @@ def fp8_tensor(
         of_rows = factors[np.arange(start, stop) // size[0]]
         for column in range(factors.shape[1]):
             begin = column * size[1]
-            weights[:, begin : begin + size[1]] *= of_rows[:, column, None]
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+                weights[:, begin : begin + size[1]] *= of_rows[:, column, None]
         return weights
 
     return rounded((outer, inner), floats, "FP8")
