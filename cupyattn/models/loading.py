@@ -385,7 +385,7 @@ def _opened_by_name(name: str) -> Checkpoint:
             fix,
         )
     files = sorted(snapshot.glob("*.gguf"))
-    if (snapshot / "config.json").exists() or not files:
+    if not files or any(snapshot.glob("*.safetensors*")):  # repositories of GGUF have configs too
         try:
             return open_folder(snapshot)
         except FileNotFoundError as failure:

@@ -270,6 +270,19 @@ def test_snapshots_of_the_hub_cache(no_hub, tmp_path):
         assert "there is no" in refusal(name, FileNotFoundError)
 
 
+def test_a_snapshot_of_gguf_may_have_a_config(no_hub, tmp_path):
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_gguf
+
+    no_hub.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = in_hub_cache(tmp_path / "hub", FOLDER / "phi", "model")
+    snapshot = repository / "snapshots" / COMMIT
+    (snapshot / "model.safetensors").unlink()
+    assert (snapshot / "config.json").exists()
+    write_gguf(snapshot / "m.gguf", models.random(TINY["qwen2"], dtype="float32", xp=np), "qwen2")
+    assert models.load("model", xp=np).config.qkv_bias
+
+
 def test_adapters_are_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert f"--adapters {tmp_path}" in refusal(tmp_path)
