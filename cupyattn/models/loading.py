@@ -399,7 +399,7 @@ def _opened_by_name(name: str) -> Checkpoint:
         raise error(
             ValueError,
             f"{name} has {len(files)} GGUF files in {snapshot}",
-            "a name stands for one model",
+            "a name is loaded if it has one model",
             f"pass one of them, for example {str(files[0])!r}",
         )
     return open_gguf(files[0])
