@@ -301,6 +301,9 @@ def test_an_unknown_class_is_refused_by_name(tmp_path, changes, message):
     [
         ("vocab.json", {**VOCAB, "a": "x"}),
         ("vocab.json", {**VOCAB, "a": -1}),
+        ("vocab.json", {**VOCAB, "a": 1 << 32}),
+        ("vocab.json", {**VOCAB, "\ud800": NEXT}),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<a>", 5]}),
         ("tokenizer_config.json", {"added_tokens_decoder": 5}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": added("<a>")}}),
         ("tokenizer_config.json", {"added_tokens_decoder": {str(NEXT): "<a>"}}),

@@ -20,6 +20,7 @@ _MOST_BYTES = 256 << 20
 """Largest tokenizer.json: those of 260,000 tokens have 35 MB."""
 _MOST_OTHER_BYTES = 32 << 20
 """Largest other file of a tokenizer: they have up to 5 MB."""
+_LARGEST_ID = 10**9 - 1
 _END = "<|endoftext|>"
 
 
@@ -171,7 +172,7 @@ def _by_class(folder: Path, settings: _Settings) -> tuple[Any, dict[str, str | N
     kind = _class_of(folder, settings)
     vocab = _object(folder / "vocab.json")
     for text, number in vocab.items():
-        if type(number) is not int or number < 0:
+        if type(number) is not int or not 0 <= number <= _LARGEST_ID:
             raise _damaged(folder / "vocab.json", f"{shown(text)} has the number {shown(number)}")
     lines = read_text(folder / "merges.txt", _MOST_OTHER_BYTES, _damaged).split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
@@ -188,6 +189,11 @@ def _by_class(folder: Path, settings: _Settings) -> tuple[Any, dict[str, str | N
     for text in special:  # as transformers: a token without a number gets the next one
         if text not in vocab:
             vocab[text] = next(following)
+    try:
+        "".join(vocab).encode("utf-8")
+    except UnicodeEncodeError as failure:
+        where = f"{folder / 'vocab.json'} or the added tokens"
+        raise _damaged(where, f"half of a surrogate pair ({failure})") from failure
     prefix = settings.given.get("add_prefix_space") is True
     try:
         inner = byte_level(vocab, merges, kind.words, add_prefix_space=prefix)
@@ -205,6 +211,8 @@ def _special_texts(settings: _Settings, named: dict[str, str | None]) -> list[st
         each.get("content") if isinstance(each, dict) else each
         for each in (more if isinstance(more, list) else [])
     ]
+    if wrong := [each for each in listed if not isinstance(each, str | None)]:
+        raise _damaged(settings.where, f"the special token {shown(wrong[0])} is no text")
     return [*dict.fromkeys(each for each in (*named.values(), *listed) if each)]
 
 
