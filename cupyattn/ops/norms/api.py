@@ -6,22 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
-import numpy as np
-
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
-from cupyattn.ops.norms.kernels import (
-    AddedArrays,
-    NormArrays,
-    NormBackwardArrays,
-    StreamArrays,
-)
+from cupyattn.ops.norms.forward import is_stream, run_forward
+from cupyattn.ops.norms.kernels import NormArrays, NormBackwardArrays
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
-from cupyattn.runtime.differentiable import differentiable, recorder
-from cupyattn.runtime.errors import error
-from cupyattn.runtime.outputs import take_grads, take_out
-from cupyattn.runtime.records import values_of
+from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.outputs import take_grads
 from cupyattn.runtime.rows import RowOptions, call_rows
 
 
@@ -235,7 +227,10 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
-    return _forward(arrays, x_scale, eps, 0.0, return_stats, out, centred=True)
+    options = eps, 0.0, return_stats
+    return run_forward(
+        arrays, x_scale, *options, out, centred=True, quantize=quantize, rotation=rotation
+    )
 
 
 @overload
@@ -388,108 +383,10 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
-    return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, centred=False)
-
-
-def _forward(
-    arrays: NormArrays[Array],
-    x_scale: Array | None,
-    eps: float,
-    weight_offset: float,
-    return_stats: bool,
-    out: Any,
-    *,
-    centred: bool,
-    quantize: Any,
-    rotation: Any,
-) -> Any:
-    added = arrays.residual is not None
-    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
-    stream = x_scale is not None or _of_stream(
-        arrays.residual if added else arrays.x, arrays.weight
+    options = eps, weight_offset, return_stats
+    return run_forward(
+        arrays, x_scale, *options, out, centred=False, quantize=quantize, rotation=rotation
     )
-    coded = quantize is not None or rotation is not None
-    if coded:
-        rotation = require_row_format(quantize, rotation)
-        if not stream:
-            return quantised_forward(arrays, out, names, exact, options, rotation)
-        given = named_out(out, names)
-        rows = given.pop("out", None)
-        for name, array in given.items():
-            setattr(arrays, name, array)
-    elif out is not None:
-        take_out(arrays, out, names)
-    if x_scale is None and not _of_stream(arrays.residual if added else arrays.x, arrays.weight):
-        results: NormArrays[Array] | StreamArrays[Array]
-        results = call_rows(norms.FORWARD, arrays, exact, options)
-    else:
-        results = _of_stream_forward(arrays, x_scale, exact, options)
-    if len(names) == 1:
-        assert results.out is not None
-        return results.out
-    return tuple([getattr(results, name) for name in names])
-
-
-def _of_stream_forward(
-    arrays: NormArrays[Array],
-    x_scale: Array | None,
-    exact: Callable[..., reference.Results],
-    options: RowOptions,
-) -> StreamArrays[Array]:
-    """Run the forward of a float32 stream, which may be the residual of 16-bit rows."""
-    x, stream = arrays.x, arrays.residual
-    weight, bias, *results = values_of(arrays)[2:]
-    if stream is None and x_scale is None:
-        alone = StreamArrays(x, None, weight, bias, None, *results)
-        return call_rows(norms.STREAM_FORWARD, alone, exact, options)
-    if not _of_stream(stream, arrays.weight):
-        raise error(
-            ValueError,
-            "x_scale without a float32 residual of a float16 or bfloat16 x",
-            "x is scaled only where it is added to a residual of more precision",
-            "leave x_scale out, or scale x before the call",
-        )
-    if recorder.get() is not None:
-        raise error(
-            NotImplementedError,
-            "vjp of a norm of x in 16 bits and a float32 residual",
-            "one array would be the gradient of both, in two dtypes",
-            "add them before the norm, or call the backward of the norm yourself",
-        )
-    assert stream is not None
-    of_sum = AddedArrays(stream, x, weight, bias, x_scale, *results)
-    return call_rows(norms.ADDED_FORWARD, of_sum, exact, options)
-
-
-_FLOAT32 = np.dtype(np.float32)
-
-
-def _of_stream(rows: object, weight: object) -> bool:
-    """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
-    kind = getattr(weight, "dtype", None)
-    return getattr(rows, "dtype", None) is _FLOAT32 and getattr(kind, "itemsize", 0) == 2
-
-
-@checked_once
-def _forward_options(
-    return_stats: object, eps: object, weight_offset: object, centred: bool, added: bool
-) -> tuple[RowOptions, tuple[str, ...], Callable[..., reference.Results]]:
-    """Check options; return those of the kernel, the names of the results, and the reference."""
-    require_bool("return_stats", return_stats)
-    added_to_square = factor("eps", eps, least=0.0)
-    offset = factor("weight_offset", weight_offset)
-    wanted: tuple[str, ...] = ()
-    if return_stats:
-        wanted = ("mean", "rstd") if centred else ("rstd",)
-    options = RowOptions.of(
-        choices={"centred": centred, "rotated": False},
-        wanted=wanted,
-        eps=added_to_square,
-        weight_offset=offset,
-    )
-    names = ("out", *(("total",) if added else ()), *wanted)
-    exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)
-    return options, names, exact
 
 
 def layer_norm_backward(
@@ -644,7 +541,7 @@ def _backward(
     weight_offset: float,
     accumulate: bool,
 ) -> NormBackwardArrays[Array]:
-    of_stream = _of_stream(arrays.x, arrays.weight)
+    of_stream = is_stream(arrays.x, arrays.weight)
     options, exact = _backward_options(weight_offset, accumulate)
     take_grads(arrays, kind, grads, accumulate)
     return call_rows(norms.STREAM_BACKWARD if of_stream else norms.BACKWARD, arrays, exact, options)

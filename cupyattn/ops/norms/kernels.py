@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from cupyattn.ops.linear.api_quantised import quantize_rows
-from cupyattn.ops.linear.row_formats import (
-    QuantizedRows,
-    quantized_rows,
-    require_row_length,
-    require_rows_out,
-)
 from cupyattn.ops.linear.weight_formats import ROTATION
-from cupyattn.ops.norms.reference import Results
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.arrays import adopt
-from cupyattn.runtime.backend import device_of
-from cupyattn.runtime.checks import FLOATS, require_dtype
-from cupyattn.runtime.outputs import named_out
 from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.row_kernel import Result, RowConfig, RowKernel, RowTable
-from cupyattn.runtime.rows import RowOptions, RowProblem, call_rows, row_problem, run_rows
 from cupyattn.runtime.spec import Gates, Specialisation
 from cupyattn.runtime.storage import STORAGE, vector_items
 from cupyattn.runtime.tables import pairs, rows_for, with_gates
@@ -224,6 +211,7 @@ STREAM_BACKWARD = replace(
     constants={"STREAM": "true"},
 )
 """Backward of either: x, dtotal and dx are float32."""
+
 
 KERNELS = tuple(
     kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_FORWARD, ADDED_FORWARD, STREAM_BACKWARD)
