@@ -12,6 +12,8 @@
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
 //           rows.cuh); weight, bias and scale (length,); mean and rstd one float for each row.
+//           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised and,
+//           with ROTATED, rotated (common/row_codes.cuh), and not written itself.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.
@@ -21,9 +23,10 @@
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
-    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) || !defined(WITH_SCALE)
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) ||        \
+    !defined(WITH_SCALE) || !defined(WITH_CODES) || !defined(ROTATED)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE, WITH_CODES and ROTATED come from a launch-configuration table"
 #endif
 #include "../common/row_codes.cuh"
 #include "moments.cuh"
@@ -50,7 +53,8 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
 constexpr bool kManyThreads =
-    CENTRED && !STREAM && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
+    CENTRED && !STREAM && !WITH_CODES && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 &&
+    Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
 // Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.
@@ -143,10 +147,9 @@ __device__ __forceinline__ float squares_of(const HeldTotal& held) {
   return sum;
 }
 
-__device__ __forceinline__ void store_normalised(const HeldTotal& held, const Held& weight_r, const Held& bias_r,
-                                                 const Row& row, int64 segment, const Statistics& statistics,
-                                                 float weight_offset) {
-  float x[Rows::kVec], weight[Rows::kVec], bias[Rows::kVec];
+__device__ __forceinline__ void normalise(float (&x)[Rows::kVec], const HeldTotal& held, const Held& weight_r,
+                                          const Held& bias_r, const Statistics& statistics, float weight_offset) {
+  float weight[Rows::kVec], bias[Rows::kVec];
   held.get(x);
   if constexpr (WITH_WEIGHT) weight_r.get(weight);
   if constexpr (WITH_BIAS) bias_r.get(bias);
@@ -202,12 +205,14 @@ __device__ __forceinline__ void store_codes(signed char* row_g, float* scale_g, 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
     norm_forward(const Total* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
 #if STREAM
-                 const float* scale_g,
-#endif
-                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
-                 const Params params) {
-#if !STREAM
-  constexpr const float* scale_g = nullptr;
+                 const float* scale_g, Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps,
+                 float weight_offset, const Params params) {
+  signed char* const codes_g = nullptr;
+  float* const scales_g = nullptr;
+#else
+                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
+                 float eps, float weight_offset, const Params params) {
+  const float* const scale_g = nullptr;
 #endif
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;

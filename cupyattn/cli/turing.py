@@ -31,6 +31,7 @@ TUNED = (
     *("attention_backward_dkdv", "attention_backward_dkdv_paired", "attention_backward_dq"),
     *("attention_backward_summed_dbias", "linear_forward", "linear_product"),
     *("linear_forward_quantised", "linear_product_quantised", "linear_forward_int8"),
+    *("matmul", "matmul_s8"),
 )
 """Kernels that are limited by their products; the model describes these."""
 IN_FLOAT32 = (
@@ -207,7 +208,10 @@ _LONG = 40
 """Characters of a row's name that leave room for the other columns in a line of 80."""
 _SHORTER = (
     (r"\b([A-Z])_LINES=k", r"\1 "),
-    (r"\b([A-Z])_LOADER=(\w+)Loader", r"\1 \2"),
+    (r"\b([A-Z])_LOADER=Pair\w+", r"\1 Along"),
+    (r"\b([A-Z])_LOADER=Transposing\w+", r"\1 Across"),
+    (r"\b([A-Z])_LOADER=Item\w+", r"\1 Items"),
+    (r"\b([A-Z])_ALONG=k", r"\1 "),
     (r"\b(ACTIVATION|FORMAT)=", ""),
     (r"float(?=\d)", "f"),
     (r"\bscalar (loads|stores)", "scalar"),

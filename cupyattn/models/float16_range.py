@@ -23,7 +23,7 @@ Attention averages rows of v, so its items are at most R of v. |silu(g) u| and |
 most |g| |u|, so an item of a gated MLP is at most R_gate R_up, and |gelu(u)| at most R_up. With B
 for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations of q
 and k are longer than an item by sqrt(2). No input of the model exceeds such a bound, so no product
-overflows. k is 0 unless a bound exceeds `LIMIT`.
+overflows. k is 0 unless a bound exceeds `LIMIT`; that of what a rotated weight reads counts 8 times.
 
 `output` and `down` have a factor for each row, so that a row of large weights leaves the others as
 they are; all rows of v, of up and of a product before a norm share one.
@@ -50,7 +50,7 @@ import numpy as np
 from cupyattn import QuantizedWeight, dequantize
 from cupyattn.models.checkpoints.contents import Naming, norm_name, product_names
 from cupyattn.models.config import GATED, Config
-from cupyattn.models.weights import EndScales, Layer, Norm, Product, Scales, Weights
+from cupyattn.models.weights import EndScales, Layer, Norm, Product, Scales, Weights, spread_of
 from cupyattn.ops.linear.weight_formats import rows_apart
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.cupy_library import load_cupy
@@ -284,24 +284,28 @@ class _Fitting:
         of_up = up.reach(before_mlp)
         of_gate = of_up if gate is None else gate.reach(before_mlp)
         own_gate = [up] if gate is None else [gate]
+        of_x = spread_of(q.weight)  # and of up, whose K is the same
         if layer.mlp_norm is None:
-            a = a_mlp = self._norm_scale(norm, own_gate)
+            a = a_mlp = self._norm_scale(norm, own_gate, of_x)
         else:
-            a, a_mlp = self._norm_scale(norm, []), self._norm_scale(before_mlp, own_gate)
+            a, a_mlp = (
+                self._norm_scale(norm, [], of_x),
+                self._norm_scale(before_mlp, own_gate, of_x),
+            )
 
         r_q, r_k = self._heads(q, norm, a, self._growth()), self._heads(k, norm, a)
         of_v = v.reach(norm)
-        r_v = min(power_for(of_v.max()), floor_power(a * v.most()))
+        r_v = min(power_for(spread_of(output.weight) * of_v.max()), floor_power(a * v.most()))
         groups = self.config.num_kv_heads
         repeats = self.config.num_heads // groups
         attended = of_v.reshape(groups, -1).repeat(repeats, axis=0).reshape(-1)
         if gate is None:
-            self._require(up, float(of_up.max()))
+            self._require(up, spread_of(down.weight) * float(of_up.max()))
             inner, r_up = of_up, 1.0
         else:
             self._require(gate, float(of_gate.max()))
             inner = of_gate * of_up
-            bound = max(float(inner.max()), float(of_up.max()))
+            bound = max(spread_of(down.weight) * float(inner.max()), float(of_up.max()))
             r_up = min(power_for(bound), floor_power(a_mlp * up.most()))
 
         of_output, of_down = output.sums(attended), down.sums(inner)
@@ -434,9 +438,9 @@ class _Fitting:
         bias = None if norm.bias is None else true(norm.bias, of_bias)
         return _NormRange(weight, bias, math.sqrt(len(weight)))
 
-    def _norm_scale(self, norm: _NormRange, unscaled: list[_ScaledRows]) -> float:
+    def _norm_scale(self, norm: _NormRange, unscaled: list[_ScaledRows], spread: float) -> float:
         """Return the scale of a norm, which brings the weights of these products into range."""
-        most = floor_power(LIMIT / max(norm.largest, 1e-30))
+        most = floor_power(LIMIT / max(spread * norm.largest, 1e-30))
         scale = min(1.0, most)
         for rows in unscaled:
             while rows.largest() > LARGEST * scale:

@@ -149,7 +149,9 @@ def hidden_states(
     x, term = embedded(config, weights, ids, positions), None
     growth = query_growth(config, positions, weights.embedding.dtype)
     for index, layer in enumerate(weights.layers):
-        normed, x = sum_and_norm(layer.norm, x, term)
+        also = (layer.up,) if layer.mlp_norm is None and layer.qkv_up is None else ()
+        codes = codes_for(x, layer.qkv_up or layer.qkv, *also)
+        normed, x = sum_and_norm(layer.norm, x, term, **codes)
         yield x
         scales = layer.scales
         if layer.mlp_norm is None:
@@ -165,7 +167,7 @@ def hidden_states(
             attended = attend(index, *normed_heads(config, layer, layer.qkv(normed), growth))
             attended = attended.reshape(len(x), width)
             x, term = added(layer.output, layer.output_norm, attended, x, scales.after_output)
-            normed, x = sum_and_norm(layer.mlp_norm, x, term)
+            normed, x = sum_and_norm(layer.mlp_norm, x, term, **codes_for(x, layer.up))
             # Without a name for what is inside, which would keep its memory through the next layer.
             x, term = added(
                 layer.down,
@@ -209,6 +211,20 @@ def sum_and_norm(norm: Norm, x: Array, term: Term | None, **options: Any) -> tup
     found = norm(x, **options)
     normed, *statistics = found if isinstance(found, tuple) else (found,)
     return (normed, x, *statistics)
+
+
+def codes_for(x: Array, /, *readers: Product) -> Keywords:
+    """Return the options of a norm of x that makes int8 of its rows, if all readers multiply that.
+
+    They would make the same codes of the rows themselves, in a pass of their own. Adapters read
+    rows in the model's dtype.
+    """
+    if not all(isinstance(each, Product) and each.activations for each in readers):
+        return {}
+    if not multiplies_int8(x):
+        return {}
+    rotation = getattr(readers[0].weight, "rotation", None)  # all have the K of x
+    return {"quantize": "int8", "rotation": rotation}
 
 
 def qkv_and_inner(config: Config, layer: Layer, normed: Array) -> tuple[Array, Callable[[], Array]]:

@@ -261,7 +261,8 @@ def load(
         another shape. In float16, for a tensor that no power of two brings into range. For an
         unknown quantize, rows that are not whole blocks of it, and "file" for a file of floats.
         With a group, for heads or an MLP that its ranks cannot split, another config, dtype or
-        quantize on another rank, and an xp that its communicator cannot send.
+        quantize on another rank, and an xp that its communicator cannot send. For activations
+        without quantize="int8", or with a group.
     NotImplementedError
         For an architecture, rotary embedding, file format or quantisation without code, and for
         the tokenizer of a GGUF file without code.
@@ -286,12 +287,29 @@ def load(
     no product exceeds 65,504, whatever its input: checkpoints that were trained in bfloat16 give
     what they give in float32. `Layer.scales` has these factors.
 
-    Quantised files can be GGUF (all types that the package gguf dequantises), bitsandbytes (NF4),
-    or GPTQ and AWQ (4 bits, consecutive groups). "file" keeps GGUF's Q4_0, Q4_1, Q8_0 and Q4_K and
-    all of the others; a product whose tensors have other or different types is in dtype. Absmax in
-    eight bits (bitsandbytes) are expanded in each product, by one more launch; "nf4" has the same
-    numbers with absmax in float32. Blocks have the default size of `quantize`, or a smaller one
-    that divides K.
+    With activations x has one scale for each row, and norms make its codes in their own pass where
+    the rows are in dtype. A GPU multiplies few rows (`linear` says how many) with weights alone in
+    int8, so that a prompt's result can change with the number of tokens in a call; NumPy arrays are
+    always multiplied in int8. In float16 the items that a rotation may sum have 1/8 of its range.
+
+    Quantised files can be GGUF (all types that the package gguf dequantises) or safetensors of
+    bitsandbytes (NF4), GPTQ (4 and 8 bits, act-order too), AWQ (4 bits), compressed-tensors
+    (integers of 4 and 8 bits, FP8, MXFP4), FP8 (e4m3 with scales of tensors, rows or blocks) and
+    MXFP4. Activations and the cache are never quantised for a file.
+
+    "file" keeps GGUF's Q4_0, Q4_1, Q8_0 and Q4_K; a product whose tensors have other or different
+    types is in dtype. Of safetensors it keeps the numbers, with two exceptions that it warns of:
+
+    - FP8, eight bits with zero points, and groups that act-order scatters over K become "int8" in
+      blocks of at most 128 weights, within 1/254 of the largest weight of a block.
+    - Four-bit weights whose scales are not numbers of float16 are within 2^-11 of a weight, or
+      exactly in "int8" if a scale is larger than float16 allows or below 2^-14.
+
+    MXFP4 and other integers of eight bits become "int8" with the same numbers (but 0 for numbers
+    below 2^-126). Without quantize these weights have the numbers of the file, rounded once to
+    dtype. Absmax in eight bits (bitsandbytes) are expanded in each product, by one more launch;
+    "nf4" has the same numbers with absmax in float32. Blocks have the default size of `quantize`,
+    or a smaller one that divides K.
 
     Examples
     --------

@@ -109,59 +109,6 @@ class EndScales(NamedTuple):
     head: float = 1.0
 
 
-class Scales(NamedTuple):
-    """The powers of two by which arrays of a float16 model are scaled in a layer.
-
-    Each is the factor of what a norm or a product computes, compared with the checkpoint's. A
-    weight has the factor of its result, divided by that of its input; see
-    `cupyattn.models.float16_range`. Gates are never scaled.
-
-    Attributes
-    ----------
-    norm, mlp_norm : float
-        Of the norms before qkv and up.
-    q, k, v : float
-        Of the products, before the norms of q and k.
-    output, up, down : float, of output and down also array (E,)
-        Of the products; `up` without its gate. An array has a factor for each row of the weight.
-    output_norm, down_norm : float
-        Of the norms of products.
-    after_output, after_down : float32 array (E,), or None
-        What the next norm multiplies by what attention and the MLP add to the hidden states; None
-        for 1.
-    """
-
-    norm: float = 1.0
-    q: float = 1.0
-    k: float = 1.0
-    v: float = 1.0
-    output: float | np.ndarray = 1.0
-    output_norm: float = 1.0
-    mlp_norm: float = 1.0
-    up: float = 1.0
-    down: float | np.ndarray = 1.0
-    down_norm: float = 1.0
-    after_output: Array | None = None
-    after_down: Array | None = None
-
-
-class EndScales(NamedTuple):
-    """The powers of two of a float16 model's arrays outside of its layers; see `Scales`.
-
-    Attributes
-    ----------
-    embedding, positions : float
-        Of the tables.
-    norm, head : float
-        Of the last norm, and of the logits.
-    """
-
-    embedding: float = 1.0
-    positions: float = 1.0
-    norm: float = 1.0
-    head: float = 1.0
-
-
 class Layer(NamedTuple):
     """One layer of a transformer.
 

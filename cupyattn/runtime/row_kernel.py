@@ -302,7 +302,7 @@ class RowKernel:
             *absent,
             *integers,
             *broadcast,
-            *self.choices.values(),
+            *open_to.values(),
         ):
             rest = iter(more)
             present = [name for name in optional if next(rest)]

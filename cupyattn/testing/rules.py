@@ -12,12 +12,7 @@ import numpy as np
 
 import cupyattn
 from cupyattn import reference
-from cupyattn.ops.activations.bounds import (
-    cpu_activation_backward_bound,
-    cpu_activation_bound,
-    cpu_gated_backward_bound,
-    cpu_gated_bound,
-)
+from cupyattn.ops.activations import bounds as elements
 from cupyattn.ops.attention.bounds import cpu_attention_bound
 from cupyattn.ops.attention.choice import MAX_QUERIES
 from cupyattn.ops.attention.modifiers import arrays_of, python_function
@@ -27,7 +22,7 @@ from cupyattn.ops.attention.reference.quantised import (
     stored_attention_bound,
 )
 from cupyattn.ops.attention.reference.varlen import score_index, sequences
-from cupyattn.ops.linear import bounds as of
+from cupyattn.ops.linear import bounds as products
 from cupyattn.ops.norms.reference import rounded_sum
 from cupyattn.runtime.errors import error
 from cupyattn.testing.arrays import NumpyArray
@@ -287,15 +282,13 @@ def _linear(
 def _linear_backward(
     *arrays: Any,
     bound_of: BoundOf = reference.linear_backward_bound,
-    activation: str | None = None,
     preactivation: NumpyArray | None = None,
+    **options: Any,
 ) -> ExpectedResult:
     exact = reference.linear_backward(
-        *map(_exact, arrays), activation=activation, preactivation=_exact(preactivation)
+        *map(_exact, arrays), preactivation=_exact(preactivation), **options
     )
-    bounds = bound_of(
-        *arrays, activation=activation, preactivation=preactivation, dtype=arrays[1].dtype
-    )
+    bounds = bound_of(*arrays, preactivation=preactivation, dtype=arrays[1].dtype, **options)
     return ExpectedResult(exact, bounds)
 
 
@@ -303,14 +296,11 @@ def _matmul(a: Any, b: Any, bound_of: BoundOf = reference.matmul_bound) -> Expec
     return ExpectedResult(reference.matmul(a, b), bound_of(a, b, dtype=a.dtype))
 
 
-def _linear_gelu(*arrays: Any, approximate: str = "tanh", **options: Any) -> ExpectedResult:
-    return _linear(*arrays, activation=_gelu_kind(approximate), **options)
+def _with_gelu(rule: Rule) -> Rule:
+    def named(*arrays: Any, approximate: str = "tanh", **options: Any) -> ExpectedResult:
+        return rule(*arrays, activation=_gelu_kind(approximate), **options)
 
-
-def _linear_gelu_backward(
-    *arrays: Any, approximate: str = "tanh", **options: Any
-) -> ExpectedResult:
-    return _linear_backward(*arrays, activation=_gelu_kind(approximate), **options)
+    return named
 
 
 def _gelu_kind(approximate: str) -> str:
@@ -564,8 +554,8 @@ RULES: dict[str, Rule] = {
     "layer_norm_backward": _layer_norm_backward,
     "linear": _linear,
     "linear_backward": _linear_backward,
-    "linear_gelu": _linear_gelu,
-    "linear_gelu_backward": _linear_gelu_backward,
+    "linear_gelu": _with_gelu(_linear),
+    "linear_gelu_backward": _with_gelu(_linear_backward),
     "log_softmax": _softmax_rule("log_softmax"),
     "log_softmax_backward": _softmax_backward_rule("log_softmax"),
     "logsumexp": _softmax_rule("logsumexp"),
@@ -589,18 +579,20 @@ NUMPY_RULES: dict[str, Rule] = {
     "attention": partial(_attention, bound_of=_numpys_attention),
     "attention_varlen": partial(_attention_varlen, bound_of=_numpys_attention),
     "paged_attention": partial(_paged_attention, bound_of=_numpys_attention),
-    "linear": partial(_linear, bound_of=of.cpu_linear_bound),
-    "linear_backward": partial(_linear_backward, bound_of=of.cpu_linear_backward_bound),
-    "linear_gelu": partial(_linear_gelu, bound_of=of.cpu_linear_bound),
-    "linear_gelu_backward": partial(_linear_gelu_backward, bound_of=of.cpu_linear_backward_bound),
-    "matmul": partial(_matmul, bound_of=of.cpu_matmul_bound),
-    "gelu": _activation_rule(None, cpu_activation_bound),
-    "gelu_backward": _activation_backward_rule(None, cpu_activation_backward_bound),
-    "silu": _activation_rule("silu", cpu_activation_bound),
-    "silu_backward": _activation_backward_rule("silu", cpu_activation_backward_bound),
-    "geglu": _gated_rule(None, cpu_gated_bound),
-    "geglu_backward": _gated_backward_rule(None, cpu_gated_backward_bound),
-    "swiglu": _gated_rule("silu", cpu_gated_bound),
-    "swiglu_backward": _gated_backward_rule("silu", cpu_gated_backward_bound),
+    "linear": partial(_linear, bound_of=products.cpu_linear_bound),
+    "linear_backward": partial(_linear_backward, bound_of=products.cpu_linear_backward_bound),
+    "linear_gelu": _with_gelu(partial(_linear, bound_of=products.cpu_linear_bound)),
+    "linear_gelu_backward": _with_gelu(
+        partial(_linear_backward, bound_of=products.cpu_linear_backward_bound)
+    ),
+    "matmul": partial(_matmul, bound_of=products.cpu_matmul_bound),
+    "gelu": _activation_rule(None, elements.cpu_activation_bound),
+    "gelu_backward": _activation_backward_rule(None, elements.cpu_activation_backward_bound),
+    "silu": _activation_rule("silu", elements.cpu_activation_bound),
+    "silu_backward": _activation_backward_rule("silu", elements.cpu_activation_backward_bound),
+    "geglu": _gated_rule(None, elements.cpu_gated_bound),
+    "geglu_backward": _gated_backward_rule(None, elements.cpu_gated_backward_bound),
+    "swiglu": _gated_rule("silu", elements.cpu_gated_bound),
+    "swiglu_backward": _gated_backward_rule("silu", elements.cpu_gated_backward_bound),
 }
 """The rules of functions that NumPy computes in float32, where no kernel runs."""

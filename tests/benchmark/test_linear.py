@@ -154,6 +154,32 @@ def test_cublas_computes_the_product_alone(layout):
     np.testing.assert_allclose(product(), arrays.x @ w, rtol=1e-4, atol=1e-5)
 
 
+def test_matmul_has_batches_of_floats_and_large_products_of_int8():
+    usual = list(matrix_products(MATMUL.parse()[1]))
+    sizes = {dtype: [(c.batch, c.M, c.N, c.K) for c in usual if c.dtype == dtype]
+             for dtype in ("float16", "int8")}  # fmt: skip
+    assert sizes == {"float16": [*BATCHES], "int8": [*INTEGERS]}
+    asked = list(matrix_products(MATMUL.parse("--size", "2", "3", "4", "5", "--dtype", "int8")[1]))
+    assert asked == [MatrixProduct(2, 3, 4, 5, "int8", "nk")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_matmul_calls_are_one_product(batch, layout, dtype):
+    case = MatrixProduct(batch, 5, 7, 16, dtype, layout)
+    inputs = MatmulInputs(case, HERE)
+    a, b, out = inputs.arrays
+    assert case.bytes == a.nbytes + b.nbytes + out.nbytes
+    assert case.flops == 2 * out.size * 16
+    (own,) = inputs.own_calls()
+    assert own() is out
+    wide = a.astype(np.float64) @ b.astype(np.float64)
+    np.testing.assert_allclose(out.astype(np.float64), wide, rtol=1e-2, atol=2e-2)
+    (library,) = inputs.library_calls()
+    assert library().shape == out.shape
+
+
 def test_int8_products_are_those_of_the_same_codes():
     """`rows given` and the call that quantises its rows give one result."""
     case = WeightProduct("large", 8, 16, 64, "float32", "nk", "silu", "int8", "int8")

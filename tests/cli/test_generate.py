@@ -71,8 +71,9 @@ def test_how_weights_are_kept_is_passed_on_and_told(model, monkeypatch, capsys):
     assert main(["chat", "folder", "--quantize", "int8"]) == 0
     assert main(["generate", "folder", "Once", *both, *once]) == 0
     assert "folder, float32, layers in int8 x int8, on the CPU" in capsys.readouterr().out
-    kept = [("file", None), ("nf4", None), ("int8", None), ("int8", "int8")]
-    assert asked == list(zip(("folder", "gpt2", "folder", "folder"), *zip(*kept)))
+    own = [("file", None), ("nf4", None), ("int8", None), ("int8", "int8")]
+    names = ("folder", "gpt2", "folder", "folder")
+    assert asked == [(name, *each) for name, each in zip(names, own, strict=True)]
     with pytest.raises(SystemExit):
         main(["generate", "folder", "Once", "--quantize", "int2"])
     assert "quantize = 'int2'; weights are quantised to " in capsys.readouterr().err

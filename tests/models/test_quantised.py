@@ -294,6 +294,22 @@ def test_loaded_weights_are_rotated(tmp_path):
             assert_array_equal(getattr(mine, name).weight.scales, wanted.scales)
 
 
+def test_float16_has_room_for_rotated_rows(tmp_path):
+    """What `output` and `down` read is 1/8 as large: 64 items may become one, 8 times as large."""
+    model = models.random(LARGE, dtype="float32", xp=np)
+    layer = model.weights.layers[0]
+    layer.qkv.weight[-16:] *= 2e4  # of v
+    layer.up.weight[-128:] *= 1e3
+    folder = write_folder(tmp_path, LARGE, tensors_of(model))
+    kept = {"dtype": "float16", "quantize": "int8", "xp": np}
+    alone, both = (
+        models.load(folder, **kept, activations=each).weights.layers[0].scales
+        for each in (None, "int8")
+    )
+    assert both.v == alone.v / 8 < 1 / 8
+    assert both.up == alone.up / 8 < 1 / 8
+
+
 @pytest.mark.parametrize("quantize", [None, "nf4", "int4"])
 def test_int8_rows_need_int8_weights(quantize):
     with pytest.raises(ValueError, match="pass quantize='int8' too"):

@@ -175,7 +175,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.layer_norm: (
         ("x", "weight", "bias"),
-        {"residual": None, "x_scale": None, "eps": 1e-5, "return_stats": False, "out": None},
+        {"residual": None, "x_scale": None, "eps": 1e-5, "return_stats": False, "quantize": None,
+         "rotation": None, "out": None},
     ),
     cupyattn.layer_norm_backward: (
         ("dout", "x", "weight", "mean", "rstd"),
@@ -184,7 +185,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     cupyattn.rms_norm: (
         ("x", "weight"),
         {"residual": None, "x_scale": None, "eps": 1e-6, "weight_offset": 0.0,
-         "return_stats": False, "out": None},
+         "return_stats": False, "quantize": None, "rotation": None, "out": None},
     ),
     cupyattn.rms_norm_backward: (
         ("dout", "x", "weight", "rstd"),

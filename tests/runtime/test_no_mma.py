@@ -143,6 +143,11 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
             single(3), half(3, 64), half(64, 40), IDS, single(3), reduction="none"
         )
     ],
+    "matmul": [
+        lambda: cupyattn.matmul(half(2, 40, 64), half(2, 64, 72)),
+        lambda: cupyattn.matmul(half(2, 72, 40).swapaxes(1, 2), half(2, 64, 72).swapaxes(1, 2)),
+        lambda: cupyattn.matmul(half(200, 64), half(64, 128)),
+    ],
     "quantize": [lambda: cupyattn.quantize(half(64, 8))],
     "quantize_rows": [lambda: cupyattn.quantize_rows(half(3, 64))],
     "dequantize": [lambda: cupyattn.dequantize(cupyattn.quantize(half(64, 8)))],

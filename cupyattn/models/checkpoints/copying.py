@@ -40,6 +40,10 @@ _AT_ONCE = 1 << 22
 _LARGEST = {"float16": LARGEST, "int4": INT4_LARGEST}
 
 
+_Form = tuple[Blocks | None, int | None]
+"""The blocks of a target, None for the model's dtype, and its rotation."""
+
+
 class _Shapes:
     """A stand-in for numpy or cupy whose arrays have a shape, and no memory."""
 
@@ -149,7 +153,8 @@ def _each_part(
                 scaled[name] = factor
             if factor != 1:
                 found = found * np.float32(factor)
-        use(f"{checkpoint.where}: {name}", parts, found, place.blocks, dtype, xp)
+        form = place.blocks, place.rotation
+        use(f"{checkpoint.where}: {name}", parts, found, form, dtype, xp)
 
 
 def _found(

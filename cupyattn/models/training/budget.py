@@ -67,7 +67,7 @@ def working_bytes(
 
     >>> from cupyattn import models
     >>> max(working_bytes(models.PRESETS["llama-3.2-1b"], 4096)) >> 20
-    617
+    921
     """
     size = dtype_of(dtype).itemsize
     width, inner = config.hidden_size, config.intermediate_size

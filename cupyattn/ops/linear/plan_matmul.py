@@ -223,7 +223,7 @@ class BatchedProduct(Float16Product):
 
 
 @dataclass(frozen=True)
-class BatchedIntegerProduct(BatchedProduct):
+class IntegerProduct(BatchedProduct):
     """The products of a batch in int8; the matrices count pairs of items along the sum."""
 
     loaders: tuple[str, str] = field(kw_only=True)
@@ -367,7 +367,7 @@ def _in_int8(problem: MatmulProblem, slots: tuple[int | None, ...], traits: Devi
     )
     out_vec = VECTOR if _vector(out, problem.strides[2]) > 1 else 1
     pairs = -(-a.columns // 2)
-    product = BatchedIntegerProduct(
+    product = IntegerProduct(
         INT8,
         a._replace(columns=pairs),
         b._replace(rows=pairs),

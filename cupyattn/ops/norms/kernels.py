@@ -137,7 +137,7 @@ FORWARD = RowKernel(
     follows={"total": "residual", "scales": "codes"},
     replaces={"codes": "out"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False)},
+    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
     constants={"STREAM": "false", "WITH_SCALE": "false"},
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
@@ -189,13 +189,18 @@ class AddedArrays(StreamArrays[T]):
     SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
 
 
+_CODED = ("codes", "scales")
+
 STREAM_FORWARD = replace(
     FORWARD,
     record=StreamArrays,
     columns=(*FORWARD.columns, "scale"),
-    optional=(*FORWARD.optional, "scale"),
+    results={name: kind for name, kind in FORWARD.results.items() if name not in _CODED},
+    optional=(*(name for name in FORWARD.optional if name not in _CODED), "scale"),
+    follows={"total": "residual"},
+    replaces={},
     stream=("x", "total", "scale"),
-    constants={"STREAM": "true"},
+    constants={"STREAM": "true", "WITH_CODES": "false"},
     table=STREAM_ROWS,
 )
 """Forward of a float32 x to the 16-bit dtype of the weight, which a call must have."""
