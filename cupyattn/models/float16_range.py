@@ -23,7 +23,7 @@ Attention averages rows of v, so its items are at most R of v. |silu(g) u| and |
 most |g| |u|, so an item of a gated MLP is at most R_gate R_up, and |gelu(u)| at most R_up. With B
 for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations of q
 and k are longer than an item by sqrt(2). No input of the model exceeds such a bound, so no product
-overflows. k is 0 unless a bound exceeds `LIMIT`; that of what a rotated weight reads counts 8 times.
+overflows. k is 0 unless a bound exceeds `LIMIT`. What a rotated weight reads counts 8 times there.
 
 `output` and `down` have a factor for each row, so that a row of large weights leaves the others as
 they are; all rows of v, of up and of a product before a norm share one.
@@ -284,14 +284,9 @@ class _Fitting:
         of_up = up.reach(before_mlp)
         of_gate = of_up if gate is None else gate.reach(before_mlp)
         own_gate = [up] if gate is None else [gate]
-        of_x = spread_of(q.weight)  # and of up, whose K is the same
-        if layer.mlp_norm is None:
-            a = a_mlp = self._norm_scale(norm, own_gate, of_x)
-        else:
-            a, a_mlp = (
-                self._norm_scale(norm, [], of_x),
-                self._norm_scale(before_mlp, own_gate, of_x),
-            )
+        n = spread_of(q.weight)  # and of up, whose K is the same
+        a = self._norm_scale(norm, own_gate if layer.mlp_norm is None else [], n)
+        a_mlp = a if layer.mlp_norm is None else self._norm_scale(before_mlp, own_gate, n)
 
         r_q, r_k = self._heads(q, norm, a, self._growth()), self._heads(k, norm, a)
         of_v = v.reach(norm)
