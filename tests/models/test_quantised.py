@@ -243,14 +243,17 @@ def test_norms_make_codes_where_products_multiply_them(monkeypatch):
         assert kinds == expected * each + ["ndarray"]
     adapted = training.LoraAdapters(model, targets=["q_proj"]).model
     kinds.clear()
-    adapted.logits(IDS)
+    found = adapted.logits(IDS)  # B is 0
     assert kinds == of_layer[1:] * each + ["ndarray"]
+    assert_array_equal(found, model.logits(IDS))
 
 
-@pytest.mark.parametrize("dtype", ["float32", *deep("float16")])
-def test_adapters_of_int8_times_int8_learn(dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "float32"), ("phi", "float32"), *deep(("llama", "float16"))]
+)
+def test_adapters_of_int8_times_int8_learn(name, dtype):
     """The gradients are those of the frozen weights' numbers; the base product has codes of x."""
-    config = LARGE._replace(num_layers=1)
+    config = CONFIGS[name]._replace(num_layers=2, intermediate_size=128)
     model = models.random(config, dtype=dtype, quantize="int8", activations="int8", xp=np)
     batch = batch_of(config, (24, 9))
     found = []
@@ -295,7 +298,7 @@ def test_loaded_weights_are_rotated(tmp_path):
 
 
 def test_float16_has_room_for_rotated_rows(tmp_path):
-    """What `output` and `down` read is 1/8 as large: 64 items may become one, 8 times as large."""
+    """Of 64 items one may become 8 times as large, in what `output` and `down` read."""
     model = models.random(LARGE, dtype="float32", xp=np)
     layer = model.weights.layers[0]
     layer.qkv.weight[-16:] *= 2e4  # of v
