@@ -16,6 +16,7 @@ import cupyattn
 from cupyattn import QuantizedWeight, models
 from cupyattn.models import Config, Layer, Model, Product, training
 from cupyattn.models.checkpoints import copying
+from cupyattn.models.training.backward import frozen_backward
 from cupyattn.models.weights import PRODUCTS, named_arrays, named_parts
 
 KINDS = ("nf4", "int4", "int8")
@@ -276,6 +277,18 @@ def test_adapters_of_int8_times_int8_learn(name, dtype):
         assert error < 0.1, (name, error)
 
 
+def test_the_gradient_of_rotated_weights_is_rotated_back():
+    generator = np.random.default_rng(0)
+    dout, x, residual = (generator.standard_normal((5, n), np.float32) for n in (32, 64, 64))
+    weight = cupyattn.quantize(
+        generator.standard_normal((64, 32), np.float32), format="int8", rotation=64
+    ).T
+    exact = dout @ cupyattn.dequantize(weight)
+    np.testing.assert_allclose(frozen_backward(dout, x, weight), exact, atol=1e-4)
+    found = frozen_backward(dout, x, weight, residual)
+    np.testing.assert_allclose(found, exact + residual, atol=1e-4)
+
+
 def test_merged_weights_are_rotated_back():
     model = models.random(LARGE, dtype="float32", quantize="int8", activations="int8", xp=np)
     merged = training.LoraAdapters(model, rank=2).merged().weights.layers[0]
@@ -298,7 +311,7 @@ def test_loaded_weights_are_rotated(tmp_path):
 
 
 def test_float16_has_room_for_rotated_rows(tmp_path):
-    """Of 64 items one may become 8 times as large, in what `output` and `down` read."""
+    """Leave room in what `output` and `down` read: of 64 items one may become 8 times as large."""
     model = models.random(LARGE, dtype="float32", xp=np)
     layer = model.weights.layers[0]
     layer.qkv.weight[-16:] *= 2e4  # of v
