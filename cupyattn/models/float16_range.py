@@ -21,9 +21,9 @@ it computes at most
 
 Attention averages rows of v, so its items are at most R of v. |silu(g) u| and |gelu(g) u| are at
 most |g| |u|, so an item of a gated MLP is at most R_gate R_up, and |gelu(u)| at most R_up. With B
-for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations of q
-and k are longer than an item by sqrt(2). No input of the model exceeds such a bound, so no product
-overflows. k is 0 unless a bound exceeds `LIMIT`. What a rotated weight reads counts 8 times there.
+for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations
+multiply q and k by at most sqrt(2), and by the attention factor of YaRN and LongRoPE. No input of
+the model exceeds such a bound, so no product overflows. k is 0 unless a bound exceeds `LIMIT`.
 
 `output` and `down` have a factor for each row, so that a row of large weights leaves the others as
 they are; all rows of v, of up and of a product before a norm share one.
@@ -98,9 +98,9 @@ class _ScaledRows:
             wide = wide.astype(np.float32, copy=False)
             if self.stored[0] != 1:
                 wide = wide * (1 / self.stored[0])
-            part_of = slice(start, start + len(wide))
-            yield part_of, wide
-            sizes[part_of] = on_host(abs(wide).max(axis=1))
+            here = slice(start, start + len(wide))
+            yield here, wide
+            sizes[here] = on_host(abs(wide).max(axis=1))
         self.sizes = sizes
 
     def true_bias(self) -> np.ndarray:
@@ -143,10 +143,7 @@ class _ScaledRows:
         return floor_power(LARGEST / max(self.largest(), 1e-30))
 
     def most_of_rows(self, of_input: float, bounds: np.ndarray) -> Any:
-        """Return the factors of results: for each row, or one where rows share their scales.
-
-        `bounds` are those that `sums` returned.
-        """
+        """Return factors for the bounds of `sums`: one a row, or one if rows share scales."""
         assert self.sizes is not None
         held = of_input * LARGEST / np.maximum(self.sizes, 1e-30)
         factors = np.minimum(1.0, np.minimum(LIMIT / np.maximum(bounds, 1e-30), held))
@@ -295,10 +292,10 @@ class _Fitting:
         repeats = self.config.num_heads // groups
         attended = of_v.reshape(groups, -1).repeat(repeats, axis=0).reshape(-1)
         if gate is None:
-            self._require(up, spread_of(down.weight) * float(of_up.max()))
+            _require(up.tensor, "a product with it", float(of_up.max()))
             inner, r_up = of_up, 1.0
         else:
-            self._require(gate, float(of_gate.max()))
+            _require(gate.tensor, "a product with it", float(of_gate.max()))
             inner = of_gate * of_up
             bound = max(spread_of(down.weight) * float(inner.max()), float(of_up.max()))
             r_up = min(power_for(bound), floor_power(a_mlp * up.most()))
@@ -451,18 +448,22 @@ class _Fitting:
         rate, length = self.config.query_growth
         return 1 + abs(rate) * math.log1p(self.config.max_positions / length)
 
+    def _rotation(self) -> float:
+        """Return the largest factor of rotations."""
+        scale = getattr(self.config.rope_scaling, "attention_scale", 1.0)
+        return math.sqrt(2) * max(1.0, scale) if self.config.rotary_dim else 1.0
+
     def _heads(self, rows: _ScaledRows, norm: _NormRange, a: float, growth: float = 1.0) -> float:
         """Return the scale of q or k."""
-        rotated = math.sqrt(2) if self.config.rotary_dim else 1.0
-        bound = growth * rotated * float(rows.reach(norm).max())
+        bound = growth * self._rotation() * float(rows.reach(norm).max())
         return min(power_for(bound), floor_power(a * rows.most()))
 
     def _of_heads(self, index: int, field: str, norm: Norm, scale: float) -> Norm:
         """Return the norm of heads that are scaled."""
         name = self._name(index, field)
         found = self._range(name, norm)
-        if math.sqrt(2) * found.largest > LIMIT:
-            raise _beyond(name, "a head", found.largest)
+        growth = self._growth() if field == "q_norm" else 1.0
+        _require(name, "a head", growth * self._rotation() * found.largest)
         self._multiply_norm(name, norm, 1.0)
         return norm._replace(eps=norm.eps * scale**2)
 
@@ -478,8 +479,7 @@ class _Fitting:
         return norm._replace(eps=norm.eps * scale**2, offset=norm.offset * term), term
 
     def _scaled(self, index: int, field: str, norm: Norm, scale: float) -> Norm:
-        name = self._name(index, field)
-        self._multiply_norm(name, norm, scale)
+        self._multiply_norm(self._name(index, field), norm, scale)
         return norm._replace(offset=norm.offset * scale)
 
     def _multiply_norm(self, name: str, norm: Norm, scale: float) -> None:
@@ -489,9 +489,10 @@ class _Fitting:
             of_bias = f"{name.removesuffix('.weight')}.bias"
             multiply(norm.bias, scale / self.stored.get(of_bias, 1.0))
 
-    def _require(self, rows: _ScaledRows, bound: float) -> None:
-        if bound > LIMIT:
-            raise _beyond(rows.tensor, "a product with it", bound)
+
+def _require(tensor: str, what: str, bound: float) -> None:
+    if bound > LIMIT:
+        raise _beyond(tensor, what, bound)
 
 
 def _beyond(tensor: str, what: str, size: float) -> ValueError:

@@ -17,7 +17,7 @@ from support.tiny_models import TINY
 from support.training import batch_of
 
 import cupyattn
-from cupyattn import models
+from cupyattn import YarnScaling, models
 from cupyattn.distributed import run
 from cupyattn.models import Config, Model, float16_range
 from cupyattn.models.checkpoints import copying
@@ -29,6 +29,7 @@ from cupyattn.models.loading import quantises_to
 from cupyattn.models.training import FullWeights, LoraAdapters
 from cupyattn.models.weights import Weights, empty, named_arrays
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.device.recorder import LaunchRecorder
 
 IDS = np.random.default_rng(5).integers(0, 59, (2, 9))
@@ -203,6 +204,27 @@ def test_numbers_that_other_weights_make_up_for(name, plant):
     found = loaded(model, "float16")
     assert factors_of(found.weights, found.config)
     assert np.abs(logits_of(found) - logits_of(model)).max() <= bound_of(model, logits_of)
+
+
+@pytest.mark.parametrize("of_key", [False, True])
+def test_bounds_of_rotated_heads_include_the_attention_factor(of_key):
+    """Rows of q or k are below float16's end, and their rotations, 8 times as large, beyond it."""
+    config = TINY["llama"]._replace(num_layers=1, rope_scaling=YarnScaling(4.0, 8, 32.0, 1.0, 8.0))
+    model = models.random(config, dtype="float32", xp=np, seed=1)
+    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    rows = slice(queries, queries + keys) if of_key else slice(queries)
+    weight = model.weights.layers[0].qkv.weight
+    weight[rows] *= 2e4 / np.linalg.norm(weight[rows], axis=1, keepdims=True) / 32**0.5
+    model.weights.embedding[...] = weight[rows][0] / np.abs(weight[rows][0]).max()
+    half = loaded(model, "float16")
+    attend = half.dense_attention(1, 9)
+
+    def seen(layer: int, q: Array, k: Array, v: Array) -> Array:
+        cos, sin = (np.abs(np.asarray(each)).max() for each in half.rotary_of(layer)[:2])
+        assert np.abs((k if of_key else q).astype(np.float32)).max() * max(cos, sin) <= LARGEST
+        return attend(layer, q, k, v)
+
+    half.hidden(IDS[0], np.arange(9), seen)
 
 
 def test_norms_of_scaled_products_have_a_scaled_epsilon():
