@@ -235,7 +235,8 @@ def extended(config: Config, original: int | None = None) -> Config:
     Many files with YaRN or linear scaling give the length before it: such a model reads factor
     times that length. `original` is the length before linear scaling, if the file gives it.
     Otherwise its `max_positions` may be the length before or after, and are extended to at most
-    131,072: longer ones, such as Gemma 3's, are the length after.
+    131,072: longer ones, such as Gemma 3's, are the length after. A window of all positions is
+    none, unless its layers have another rotary base.
     """
     scaling, positions = config.rope_scaling, config.max_positions
     if isinstance(scaling, YarnScaling):
@@ -244,8 +245,12 @@ def extended(config: Config, original: int | None = None) -> Config:
         longest = scaling.factor * (original or positions)
         longest = longest if original else min(longest, _LONGEST_GUESS)
     else:
+        longest = positions
+    config = config._replace(max_positions=max(positions, int(longest)))
+    if config.window_size is None or config.local_rope_base is not None:
         return config
-    return config._replace(max_positions=max(positions, int(longest)))
+    is_short = config.window_size[0] + 1 < config.max_positions
+    return config if is_short else config._replace(window_size=None, global_layers=())
 
 
 _EXPERTS = ("mixtral", "gpt_oss", "gpt-oss", "deepseek", "llama4", "dbrx", "grok", "glm4_moe")

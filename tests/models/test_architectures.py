@@ -218,6 +218,17 @@ def test_mistral_without_the_field_has_a_window_of_4096(archive, length, window,
     assert models.load(folder, xp=np).config.window_size == window
 
 
+@pytest.mark.parametrize(("factor", "window"), [(4.0, (63, 0)), (1.0, None)])
+def test_a_window_is_compared_with_the_positions_after_scaling(archive, factor, window, tmp_path):
+    """A window of all 64 positions of the file, which YaRN extends to 256, still has an effect."""
+    folder = shutil.copytree(archive / "mistral", tmp_path / "mistral")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= {"rope_type": "yarn", "factor": factor}
+    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 64}))
+    found = models.load(folder, xp=np).config
+    assert (found.max_positions, found.window_size) == (64 * factor, window)
+
+
 def test_a_model_is_read_as_it_was_written(archive, name, tmp_path):
     """With its own config, and with one that is made from the numbers."""
     model = load(archive, name)

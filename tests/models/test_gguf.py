@@ -518,9 +518,13 @@ def test_adapters_and_all_weights_of_a_file_are_written_as_a_folder(tmp_path, mo
     ],
 )
 def test_positions_reach_as_far_as_rotary_scaling(tmp_path, scaling, positions):
+    """A window that is as long as these positions is none."""
     metadata = {f"llama.rope.scaling.{name}": value for name, value in scaling.items()}
+    metadata["llama.attention.sliding_window"] = 40
     path = write_gguf(tmp_path / "m.gguf", random("llama"), "llama", metadata=metadata)
-    assert opened(path).config.max_positions == positions
+    found = opened(path).config
+    assert found.max_positions == positions
+    assert found.window_size == ((39, 0) if positions > 40 else None)
 
 
 def test_an_unknown_tokenizer_is_refused_before_weights_are_read(tmp_path, monkeypatch):

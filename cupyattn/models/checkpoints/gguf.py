@@ -464,7 +464,7 @@ def _config(file: GGUFFile, kind: str, naming: Naming, where: str) -> Config:
 
 def _traits(fields: Fields, kind: str, config: Config) -> Json:
     """Return the traits that only some architectures have."""
-    found = _windows(fields, kind, config.num_layers, config.max_positions)
+    found = _windows(fields, kind, config.num_layers)
     if kind in ("qwen3", "gemma3"):
         found["qk_norm"] = True
     if kind == "smollm3":
@@ -493,10 +493,10 @@ def _traits(fields: Fields, kind: str, config: Config) -> Json:
     }
 
 
-def _windows(fields: Fields, kind: str, layers: int, positions: int) -> Json:
+def _windows(fields: Fields, kind: str, layers: int) -> Json:
     """Return the window, and the layers that see all keys."""
     window = fields.integer("attention.sliding_window", _OLDER_WINDOWS.get(kind, 0), least=0)
-    if not window or (window >= positions and kind != "gemma3"):  # which has another base
+    if not window:
         return {}
     pattern = fields.given.get(f"{kind}.attention.sliding_window_pattern")
     if isinstance(pattern, list):

@@ -261,7 +261,7 @@ def _windows(fields: Fields, kind: str, config: Config) -> Json:
     if kind != "llama" and fields.flag("use_sliding_window", kind not in _MAY_SLIDE):
         has_one = fields.given.get("sliding_window", _WINDOWS.get(kind)) is not None
         window = fields.integer("sliding_window", _WINDOWS.get(kind), least=0) if has_one else 0
-    if not window or (window >= config.max_positions and config.local_rope_base is None):
+    if not window:
         return {}
     layers = range(config.num_layers)
     types = fields.words("layer_types", (_LOCAL, _GLOBAL), len(layers))
