@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,9 @@ from cupyattn.models.weights import Weights, empty, named_arrays
 from cupyattn.runtime.arch import TURING
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.device.recorder import LaunchRecorder
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import load_file, save_file
 
 IDS = np.random.default_rng(5).integers(0, 59, (2, 9))
 U16 = 2.0**-11
@@ -409,6 +415,53 @@ def test_adapters_add_what_they_add_in_float32(name):
             np.testing.assert_allclose(
                 rounded[finite], whole[finite], rtol=4 * U16, atol=2.0**-9, err_msg=field
             )
+
+
+def with_head_and_dora(model: Model, folder: Path) -> None:
+    """Write adapters with another embedding, one of the head, and magnitudes of v and o."""
+    LoraAdapters(model, rank=2, seed=1, targets=["v_proj", "o_proj"]).save(folder)
+    tensors, prefix = load_file(folder / "adapter_model.safetensors"), "base_model.model."
+    generator = np.random.default_rng(3)
+    shorter = partial(generator.uniform, 0.5, 1.0)
+    for index, layer in enumerate(model.weights.layers):
+        values = layer.qkv.weight[-model.config.num_kv_heads * model.config.head_dim :]
+        for module, weight in (("v_proj", values), ("o_proj", layer.output.weight)):
+            lengths = np.linalg.norm(weight, axis=1) * shorter(len(weight)).astype(np.float32)
+            name = f"{prefix}model.layers.{index}.self_attn.{module}.lora_magnitude_vector"
+            tensors[name] = lengths
+    head, table = model.weights.head.weight, model.weights.embedding
+    for name, shape in (("lora_A", (2, head.shape[1])), ("lora_B", (len(head), 2))):
+        size = 0.1 * np.abs(head).max() ** 0.5
+        array = size * generator.standard_normal(shape, np.float32)
+        tensors[f"{prefix}lm_head.{name}.weight"] = array
+    tensors[f"{prefix}model.embed_tokens.weight"] = np.roll(table, 1, axis=0)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"use_dora": True, "modules_to_save": ["embed_tokens"]}
+    config["target_modules"] += ["lm_head"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_whole_weights_and_magnitudes_are_merged_with_factors(tmp_path):
+    """The numbers of an adapter's file are those of the checkpoint, without factors."""
+    model = planted("llama", plant_v)
+    plant_embedding(model.weights, model.config)
+    head = model.weights.head.weight
+    head *= 1e5
+    half = loaded(model, "float16")
+    ends = half.weights.scales
+    assert max(ends.embedding, ends.head / ends.norm) < 1
+    with_head_and_dora(model, tmp_path)
+    exact, found = (LoraAdapters.load(each, tmp_path).model for each in (model, half))
+    assert np.abs(logits_of(exact) - logits_of(model)).max() > 1e3
+    assert np.abs(logits_of(found) - logits_of(exact)).max() <= bound_of(exact, logits_of)
+    written = dict(named_arrays(unscaled(found.weights, found.config)))
+    for name, array in named_arrays(exact.weights):
+        finite = np.abs(array) < LARGEST
+        allowed = 4 * U16 * np.abs(array[finite]).max()
+        np.testing.assert_allclose(
+            written[name][finite], array[finite], rtol=4 * U16, atol=allowed, err_msg=name
+        )
 
 
 def test_factors_of_rows_are_those_of_the_arrays():

@@ -231,6 +231,9 @@ class LoraAdapters:
             for field, product in layer._asdict().items():
                 if isinstance(product, AdaptedProduct):
                     lengths = self._lengths(named[field], product, magnitudes)
+                    if lengths is not None:
+                        factors, _ = row_factors(layer, field, config)
+                        lengths *= self._base.xp.asarray(factors.astype(lengths.dtype))
                     kind = product.a.dtype
                     merged[field] = self._wide(product).merged(
                         self._base.xp, dtype=kind, lengths=lengths

@@ -186,11 +186,12 @@ def _embedding(
         ".lora_embedding_B": (width, rank),
     }
     given = _given(folder, found, shapes, module)
-    table = _replaced(model, table, given)
+    factor = model.weights.scales.embedding
+    table = _replaced(model, table, given, factor)
     if ".lora_embedding_A" not in given:
         return table
     a, b = given[".lora_embedding_B"].T, given[".lora_embedding_A"].T
-    return _added(model, table, a, b, options.scale_of(module))
+    return _added(model, table, a, b, factor * options.scale_of(module))
 
 
 def _head(
@@ -212,19 +213,23 @@ def _head(
         _MAGNITUDE: (rows,),
     }
     given = _given(folder, found, shapes, module)
-    weight = _replaced(model, head.weight, given)
+    ends = model.weights.scales
+    factor = ends.head / ends.norm
+    weight = _replaced(model, head.weight, given, factor)
     if ".lora_A" in given:
-        low = given[".lora_A"], given[".lora_B"]
-        weight = _added(model, weight, *low, options.scale_of(module), magnitude)
+        low, scale = (given[".lora_A"], given[".lora_B"]), factor * options.scale_of(module)
+        lengths = None if magnitude is None else factor * magnitude.astype(np.float32)
+        weight = _added(model, weight, *low, scale, lengths)
     return head._replace(weight=weight)
 
 
-def _replaced(model: Model, weight: Array, given: Mapping[str, np.ndarray]) -> Array:
-    """Return the weight of a file in the model's dtype, or the model's own."""
+def _replaced(model: Model, weight: Array, given: Mapping[str, np.ndarray], factor: float) -> Array:
+    """Return the weight of a file in the model's dtype times a factor, or the model's own."""
     for kind in (".weight", ".base_layer"):
         if kind in given:
             with np.errstate(over="ignore"):
-                return model.xp.asarray(given[kind].astype(weight.dtype))
+                scaled = given[kind] if factor == 1 else factor * given[kind].astype(np.float32)
+                return model.xp.asarray(scaled.astype(weight.dtype))
     return weight
 
 
@@ -237,7 +242,8 @@ def _added(
     magnitude: np.ndarray | None = None,
 ) -> Array:
     wide, xp = loss_dtype(weight.dtype), model.xp
-    low = (xp.ascontiguousarray(xp.asarray(each.astype(wide))) for each in (a, scale * b))
+    both = a.astype(wide), scale * b.astype(wide)
+    low = (xp.ascontiguousarray(xp.asarray(each)) for each in both)
     lengths = None if magnitude is None else xp.asarray(magnitude.astype(wide))
     whole = AdaptedProduct(weight, None, *low).merged(xp, dtype=weight.dtype, lengths=lengths)
     merged: Any = whole.weight  # an array: only products of layers are quantised
