@@ -74,7 +74,7 @@ class Config(NamedTuple):
     attention_softcap, logit_softcap : float, optional
         The c of c tanh(x / c), for scores and for logits (Gemma 2).
     embedding_scale : float, optional
-        The factor of embedded tokens, which is rounded to the model's dtype first (Gemma).
+        The factor of embedded tokens (Gemma), rounded to bfloat16 in a bfloat16 model.
     query_growth : (float, int), optional
         (b, L): at position p, rotated queries are multiplied by 1 + b log(1 + floor(p / L))
         (Ministral 3).

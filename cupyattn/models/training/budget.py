@@ -90,7 +90,7 @@ def working_bytes(
         attention = known + 2 * queries + rotated
         weight = max(up + qkv, queries) * width
     else:
-        normed = queries + keys if config.qk_norm else 0  # q and k, beside those of the product
+        normed = queries + keys if config.qk_norm else 0  # q and k, next to those of the product
         grown = queries if config.query_growth is not None else 0
         known = kept + width + qkv + normed + grown + queries + low
         ddown, again = of_term, 0
