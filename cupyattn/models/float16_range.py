@@ -21,9 +21,9 @@ it computes at most
 
 Attention averages rows of v, so its items are at most R of v. |silu(g) u| and |gelu(g) u| are at
 most |g| |u|, so an item of a gated MLP is at most R_gate R_up, and |gelu(u)| at most R_up. With B
-for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations
-multiply q and k by at most sqrt(2), and by the attention factor of YaRN and LongRoPE. No input of
-the model exceeds such a bound, so no product overflows. k is 0 unless a bound exceeds `LIMIT`.
+for these, row i of `output` and of `down` computes at most sum_j |W_ij| B_j + |c_i|. Rotations of q
+and k are longer than an item by sqrt(2). No input of the model exceeds such a bound, so no product
+overflows. k is 0 unless a bound exceeds `LIMIT`. What a rotated weight reads counts 8 times there.
 
 `output` and `down` have a factor for each row, so that a row of large weights leaves the others as
 they are; all rows of v, of up and of a product before a norm share one.
@@ -292,10 +292,10 @@ class _Fitting:
         repeats = self.config.num_heads // groups
         attended = of_v.reshape(groups, -1).repeat(repeats, axis=0).reshape(-1)
         if gate is None:
-            _require(up.tensor, "a product with it", float(of_up.max()))
+            self._require(up, spread_of(down.weight) * float(of_up.max()))
             inner, r_up = of_up, 1.0
         else:
-            _require(gate.tensor, "a product with it", float(of_gate.max()))
+            self._require(gate, float(of_gate.max()))
             inner = of_gate * of_up
             bound = max(spread_of(down.weight) * float(inner.max()), float(of_up.max()))
             r_up = min(power_for(bound), floor_power(a_mlp * up.most()))
@@ -449,7 +449,7 @@ class _Fitting:
         return 1 + abs(rate) * math.log1p(self.config.max_positions / length)
 
     def _rotation(self) -> float:
-        """Return the largest factor of rotations."""
+        """Return the largest factor of rotations, with the attention factor of YaRN or LongRoPE."""
         scale = getattr(self.config.rope_scaling, "attention_scale", 1.0)
         return math.sqrt(2) * max(1.0, scale) if self.config.rotary_dim else 1.0
 
@@ -463,7 +463,8 @@ class _Fitting:
         name = self._name(index, field)
         found = self._range(name, norm)
         growth = self._growth() if field == "q_norm" else 1.0
-        _require(name, "a head", growth * self._rotation() * found.largest)
+        if (largest := growth * self._rotation() * found.largest) > LIMIT:
+            raise _beyond(name, "a head", largest)
         self._multiply_norm(name, norm, 1.0)
         return norm._replace(eps=norm.eps * scale**2)
 
@@ -489,10 +490,9 @@ class _Fitting:
             of_bias = f"{name.removesuffix('.weight')}.bias"
             multiply(norm.bias, scale / self.stored.get(of_bias, 1.0))
 
-
-def _require(tensor: str, what: str, bound: float) -> None:
-    if bound > LIMIT:
-        raise _beyond(tensor, what, bound)
+    def _require(self, rows: _ScaledRows, bound: float) -> None:
+        if bound > LIMIT:
+            raise _beyond(rows.tensor, "a product with it", bound)
 
 
 def _beyond(tensor: str, what: str, size: float) -> ValueError:
