@@ -224,6 +224,14 @@ def test_float32_stream_with_values_beyond_float16_is_within_bounds(length, dtyp
         assert reference.error_ratio(KERNELS.get(gradient), right, bound) <= 1
 
 
+def test_float32_stream_of_an_unpickled_dtype_equals_any_other():
+    """NumPy's unpickled dtypes are equal to `np.dtype("float32")`, but are other objects."""
+    x, w = np.ones((2, 32), np.float32), np.ones(32, np.float16)
+    unpickled = x.astype(np.dtype(np.float32, copy=True))
+    assert unpickled.dtype is not x.dtype
+    assert_array_equal(cupyattn.rms_norm(unpickled, w), cupyattn.rms_norm(x, w))
+
+
 def test_stream_options_that_do_not_fit_are_refused():
     x, w = np.ones((2, 4), np.float16), np.ones(4, np.float16)
     stream = x.astype(np.float32)
