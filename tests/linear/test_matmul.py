@@ -264,6 +264,29 @@ def test_out_of_any_batch_strides_and_either_contiguous_axis(turned):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("backend", ["reference", "kernels"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+def test_product_with_a_vector_fills_an_out_of_any_strides(backend, dtype):
+    a, b = MatmulCase(9, 24, 40, (2, 3), (2, 3), dtype).arrays()
+    kind = np.int32 if dtype == "int8" else a.dtype
+    for arrays in ((a, b[0, 0, :, 0]), (a[0, 0, 0], b)):
+        shape = np.matmul(*arrays).shape
+        memory = np.full((*shape[:-1], 2 * shape[-1]), 7, kind)
+        out = memory[..., ::2]
+        want = expected(cupyattn.matmul, *arrays)
+        if backend == "reference":
+            with cupyattn.backend("reference"):
+                found = cupyattn.matmul(*arrays, out=out)
+        else:
+            with KERNELS.running():
+                placed = KERNELS.put(memory)
+                found = cupyattn.matmul(*map(KERNELS.put, arrays), out=placed[..., ::2])
+                found, memory = KERNELS.get(found), KERNELS.get(placed)
+        assert_within_bounds(found, *want)
+        assert (memory[..., 1::2] == 7).all()
+
+
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ["float16", "float32", *deep("bfloat16")])
 def test_a_sum_of_nothing_is_zero(dtype):
     a, b = np.ones((2, 3, 0), dtype_of(dtype)), np.ones((2, 0, 5), dtype_of(dtype))

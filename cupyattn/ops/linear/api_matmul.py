@@ -68,7 +68,7 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
         (K, 1), and the result is without that axis.
     out : array (..., M, N), optional
         Where to write the result; must overlap no other array. One of its last two axes is
-        contiguous; other axes may have any stride.
+        contiguous; other axes may have any stride, and so may that of a product with a vector.
 
     Returns
     -------
@@ -203,7 +203,7 @@ def described_matmul(description: Description) -> MatmulCall:
     output = Output(shape, np.dtype(np.int32) if a.dtype == np.int8 else a.dtype)
     given = layouts.out
     if given is not None:
-        _require_out(given, output, len(a.shape) > 1, len(b.shape) > 1)
+        _require_out(given, output, min(len(a.shape), len(b.shape)) > 1)
     out = given or contiguous(*output)
     if len(a.shape) == 1:
         out = _with_axis(out, len(batch))
@@ -271,7 +271,7 @@ def _batch_shape(
         ) from None
 
 
-def _require_out(out: Layout, output: Output, rows: bool, columns: bool) -> None:
+def _require_out(out: Layout, output: Output, matrices: bool) -> None:
     """Raise unless an out has the result's shape and dtype, and kernels can store its lines."""
     shape, dtype = output
     if out.shape != shape or out.dtype != dtype:
@@ -284,18 +284,15 @@ def _require_out(out: Layout, output: Output, rows: bool, columns: bool) -> None
     fix = made_beforehand("out")
     require_whole_item_strides("out", out, fix)
     require_own_items("out", out)
-    last = rows + columns
     lines = [
         extent <= 1 or stride == dtype.itemsize
-        for extent, stride in zip(shape[-last:], out.strides[-last:], strict=True)
+        for extent, stride in zip(shape[-2:], out.strides[-2:], strict=True)
     ]
-    if last and 0 not in shape and not any(lines):
+    if matrices and 0 not in shape and not any(lines):
         raise error(
             ValueError,
             f"out has strides {out.strides} for items of {dtype.itemsize} bytes",
-            "one of its last two axes is contiguous"
-            if last > 1
-            else "the axis of the matrices is contiguous",
+            "one of its last two axes is contiguous",
             fix,
         )
 
