@@ -484,6 +484,11 @@ X = np.ones((3, 64), np.float16)
         ),
         (lambda: cupyattn.linear(X, W8, activations="int4"), ValueError, "activations = 'int4'"),
         (lambda: cupyattn.linear(X, W8, activations=8), TypeError, "activations = 8"),
+        (lambda: cupyattn.linear(X, W8, activations=X), TypeError, "activations = "),
+        (lambda: cupyattn.linear(cupyattn.quantize_rows(X), X.T), TypeError, "QuantizedRows as x"),
+        (lambda: cupyattn.rms_norm(X, quantize=X), TypeError, "quantize = "),
+        (lambda: cupyattn.quantize_rows(X, rotation=X), TypeError, "rotation = "),
+        (lambda: cupyattn.quantize_rows(X, rotation=64.0), TypeError, "rotation = 64.0"),
         (
             lambda: cupyattn.linear(X.astype(np.float64), W8, activations="int8"),
             TypeError,
@@ -573,6 +578,11 @@ def test_rotations_cancel_in_the_reference():
     x = np.random.default_rng(0).standard_normal((3, 128))
     np.testing.assert_allclose(rotated(rotated(x)), x, atol=1e-14)
     np.testing.assert_allclose((rotated(x) ** 2).sum(), (x**2).sum())
+
+
+def test_no_rows_are_rotated_on_numpy():
+    out = cupyattn.linear(X[:0], W8, activations="int8")
+    assert (out.shape, out.dtype) == ((0, 8), X.dtype)
 
 
 def test_newer_devices_have_the_configurations_of_turing():

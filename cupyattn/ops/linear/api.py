@@ -260,7 +260,7 @@ def linear(
 
 def _int8_rows(x: Any, form: WeightFormat | None, activations: Any) -> tuple[RowFormat, Any, Any]:
     """Check `activations`; return the format of x, its codes (or x itself) and their scales."""
-    if activations not in (None, "int8"):
+    if activations is not None and not (isinstance(activations, str) and activations == "int8"):
         raise error(
             ValueError if isinstance(activations, str) else TypeError,
             f"activations = {shown(activations)}",

@@ -328,11 +328,15 @@ def float_layouts(
     x, codes = layouts.x, layouts.codes
     form = "a w of its own dtype" if weight is None else f"a w of {weight.format!r}"
     if weight is None or weight.format != "int8":
+        rows, other = "activations = 'int8'", "activations=None"
+        if row_format.dtype is not None:
+            rows, other = "QuantizedRows as x", "x in its dtype"
+        rotation = 64 if row_format.dtype is None else row_format.rotation
         raise error(
             TypeError,
-            f"{form} with activations = 'int8'",
+            f"{form} with {rows}",
             "int8 rows of x are multiplied with a weight in int8",
-            'pass quantize(w, format="int8", rotation=64), or activations=None',
+            f'pass quantize(w, format="int8", rotation={rotation}), or {other}',
         )
     require_given("codes", codes)
     assert codes is not None

@@ -53,9 +53,10 @@ def hadamard_sums(x: np.ndarray) -> np.ndarray:
     Sums and differences of items 1, 2, 4, 8, 16 and 32 apart; subnormal float32 results are 0.
     """
     v = x.copy()
+    blocks = x.shape[-1] // ROTATION
     with np.errstate(all="ignore"):
         for distance in (1 << stage for stage in range(ROTATION.bit_length() - 1)):
-            halves = v.reshape(*x.shape[:-1], -1, 2, distance)
+            halves = v.reshape(*x.shape[:-1], blocks * (ROTATION // 2 // distance), 2, distance)
             a, b = halves[..., 0, :], halves[..., 1, :]
             v = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
             if v.dtype == np.float32:

@@ -217,7 +217,7 @@ def require_row_length(shape: tuple[int, ...], rotation: int | None) -> None:
 
 def require_row_format(quantize: Any, rotation: Any) -> int | None:
     """Return the rotation of a norm that quantises its result, or raise."""
-    if quantize != "int8":
+    if not isinstance(quantize, str) or quantize != "int8":
         raise error(
             ValueError if quantize is None or isinstance(quantize, str) else TypeError,
             f"quantize = {shown(quantize)}" + (", with a rotation" if quantize is None else ""),

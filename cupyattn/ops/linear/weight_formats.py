@@ -187,9 +187,10 @@ ROTATION = 64
 
 def require_rotation(rotation: Any, inner: int | None = None) -> int | None:
     """Return a rotation, or raise for one that is not allowed or does not divide K = `inner`."""
-    if rotation is not None and (type(rotation) is bool or rotation != ROTATION):
+    whole = isinstance(rotation, Integral) and type(rotation) is not bool
+    if rotation is not None and not (whole and rotation == ROTATION):
         raise error(
-            ValueError if isinstance(rotation, Integral) else TypeError,
+            ValueError if whole else TypeError,
             f"rotation = {shown(rotation)}",
             f"it is {ROTATION}, the size of the blocks that are rotated, or None",
             f"pass rotation={ROTATION}, or none",
