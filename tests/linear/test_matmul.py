@@ -264,6 +264,23 @@ def test_out_of_any_batch_strides_and_either_contiguous_axis(turned):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_row_or_column_of_a_batch_is_written_with_any_stride(dtype, turned):
+    """Members with a shared factor are no product of more rows if their lines are then apart."""
+    a, b = MatmulCase(1, 24, 8, (3,), (), dtype).arrays()
+    arrays = (b.swapaxes(-1, -2), a.swapaxes(-1, -2)) if turned else (a, b)
+    memory = np.full((3, b.shape[-1], 4), 7, np.int32 if dtype == "int8" else a.dtype)
+    with KERNELS.running():
+        placed = KERNELS.put(memory)
+        out = placed[..., :1] if turned else placed[..., :1].swapaxes(-1, -2)
+        want = expected(cupyattn.matmul, *arrays)
+        found = cupyattn.matmul(*map(KERNELS.put, arrays), out=out)
+        assert_within_bounds(KERNELS.get(found), *want)
+        assert (KERNELS.get(placed)[..., 1:] == 7).all()
+
+
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("backend", ["reference", "kernels"])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
 def test_product_with_a_vector_fills_an_out_of_any_strides(backend, dtype):

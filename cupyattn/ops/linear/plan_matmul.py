@@ -97,7 +97,8 @@ class MatmulProblem:
         """The problem with as few members as possible.
 
         Members with the same b whose rows of a and of out continue each other are one product of
-        more rows, and likewise those with the same a are one of more columns.
+        more rows, and likewise those with the same a are one of more columns. The lines of out stay
+        contiguous along an axis: kernels need it.
         """
         batch, strides = merge_axes(self.batch, [*self.strides])
         problem = replace(self, batch=batch, strides=tuple(strides))
@@ -120,7 +121,9 @@ class MatmulProblem:
             rows * self.a.row_stride,
             rows * self.out.row_stride,
         )
-        if b_stride or not continued or rows * extent > MAX_EXTENT:
+        out_row_stride = out_stride if rows == 1 else self.out.row_stride
+        stores = self.out.columns == 1 or 1 in (out_row_stride, self.out.column_stride)
+        if b_stride or not continued or not stores or rows * extent > MAX_EXTENT:
             return self
         a, out = (
             matrix._replace(
