@@ -60,9 +60,9 @@ def quantize(
         or a power of two from 32 on.
     rotation : {None, 64}
         64 rotates blocks of 64 neighbours along K by a Hadamard matrix before "int8" rounds them:
-        an outlier is spread over its block. A column with a block whose absolute values add up to
-        more than float32 holds may become NaN. Products rotate x too, so that their results are those
-        of w. No other format has it.
+        an outlier is spread over its block. Products rotate x too, so that their results are those
+        of w. No other format has it. A column may become NaN if the magnitudes of a block sum to
+        more than float32 holds.
     out : QuantizedWeight (K, N), optional
         Where to write: a weight of that format. Its block size is used if none is given, and its
         rotation is the given one.
