@@ -583,6 +583,8 @@ def test_rotations_cancel_in_the_reference():
 def test_no_rows_are_rotated_on_numpy():
     out = cupyattn.linear(X[:0], W8, activations="int8")
     assert (out.shape, out.dtype) == ((0, 8), X.dtype)
+    want = cupyattn.testing.expected(cupyattn.linear, X[:0], W8, activations="int8")
+    assert want.result.shape == want.bound.shape == (0, 8)
 
 
 def test_newer_devices_have_the_configurations_of_turing():

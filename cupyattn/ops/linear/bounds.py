@@ -198,7 +198,7 @@ def _rotation_error(x: Float64) -> Float64:
 
 
 def _sums_of_blocks(x: Float64) -> Float64:
-    sums = x.reshape(*x.shape[:-1], -1, ROTATION).sum(axis=-1, keepdims=True)
+    sums = x.reshape(*x.shape[:-1], x.shape[-1] // ROTATION, ROTATION).sum(axis=-1, keepdims=True)
     return np.broadcast_to(sums, (*sums.shape[:-1], ROTATION)).reshape(x.shape)
 
 

@@ -317,7 +317,7 @@ def int8_product(rows: QuantizedRows, weight: QuantizedWeight) -> np.ndarray:
     with np.errstate(all="ignore"):
         product = sums * rows.scales.reshape(-1, 1).astype(np.float64)
         product = product * weight.scales[:, 0].astype(np.float64)
-    return product.reshape(*rows.shape[:-1], -1)
+    return product.reshape(*rows.shape[:-1], product.shape[-1])
 
 
 def _row_blocks(weight: QuantizedWeight) -> Iterator[slice]:
