@@ -64,6 +64,10 @@ from cupyattn.ops.losses.api_linear import (
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads as LinearCrossEntropyGrads
 from cupyattn.ops.norms.api import layer_norm as layer_norm
 from cupyattn.ops.norms.api import rms_norm as rms_norm
+from cupyattn.ops.norms.api_backward import LayerNormGrads as LayerNormGrads
+from cupyattn.ops.norms.api_backward import RMSNormGrads as RMSNormGrads
+from cupyattn.ops.norms.api_backward import layer_norm_backward as layer_norm_backward
+from cupyattn.ops.norms.api_backward import rms_norm_backward as rms_norm_backward
 from cupyattn.ops.optimizer.api import adamw_step as adamw_step
 from cupyattn.ops.optimizer.api import adamw_step_8bit as adamw_step_8bit
 from cupyattn.ops.optimizer.api import global_norm as global_norm

@@ -170,6 +170,13 @@ CLASSES = [
     if isinstance(value := getattr(cupyattn, name), type) and hasattr(cupyattn.functions, name)
 ]
 
+DIFFERENTIABLE = [
+    value
+    for name in cupyattn.__all__
+    if hasattr(value := getattr(cupyattn, name), "__wrapped__")
+    and value.__globals__["__name__"] == "cupyattn.runtime.differentiable"
+]
+
 
 @pytest.mark.parametrize("public", CLASSES, ids=lambda public: public.__name__)
 def test_public_classes_report_the_package_and_are_pickled(public):
@@ -177,6 +184,16 @@ def test_public_classes_report_the_package_and_are_pickled(public):
     assert pickle.loads(pickle.dumps(public)) is public
     assert get_type_hints(public).keys() >= set(getattr(public, "_fields", ()))
     # Collected here: a class is not where its module's doctests are looked for.
+    assert _failed_examples(public) == 0
+
+
+@pytest.mark.parametrize("public", DIFFERENTIABLE, ids=lambda public: public.__name__)
+def test_examples_of_differentiable_functions_run(public):
+    """pytest does not collect them: the decorator's function is of another module."""
+    assert _failed_examples(public) == 0
+
+
+def _failed_examples(public: Any) -> int:
     examples = doctest.DocTestParser().get_doctest(public.__doc__, {}, public.__name__, None, None)
     ignored = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    assert doctest.DocTestRunner(optionflags=ignored).run(examples).failed == 0
+    return doctest.DocTestRunner(optionflags=ignored).run(examples).failed
