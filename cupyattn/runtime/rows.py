@@ -63,6 +63,12 @@ from cupyattn.runtime.value_checks import checks_values
 _FLOAT32 = np.dtype(np.float32)
 
 
+def is_stream(rows: object, weight: object) -> bool:
+    """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
+    kind = getattr(weight, "dtype", None)
+    return getattr(rows, "dtype", None) == _FLOAT32 and getattr(kind, "itemsize", 0) == 2
+
+
 class RowOptions(NamedTuple):
     """Everything that a call decides apart from its arrays: hashable, a key for caches."""
 

@@ -22,7 +22,6 @@ from cupyattn.ops.norms.kernels import (
     AddedArrays,
     NormArrays,
     StreamArrays,
-    is_stream,
 )
 from cupyattn.ops.norms.quantised import quantised_forward
 from cupyattn.runtime.arrays import Array
@@ -30,7 +29,7 @@ from cupyattn.runtime.checks import checked_once, factor, require_bool
 from cupyattn.runtime.differentiable import differentiable, recorder
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_out, take_out
-from cupyattn.runtime.rows import RowOptions, call_rows
+from cupyattn.runtime.rows import RowOptions, call_rows, is_stream
 
 
 @overload

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from cupyattn.ops.norms import kernels as norms
 from cupyattn.ops.norms import reference
-from cupyattn.ops.norms.kernels import NormBackwardArrays, is_stream
+from cupyattn.ops.norms.kernels import NormBackwardArrays
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.checks import checked_once, factor, require_bool, require_given
 from cupyattn.runtime.outputs import take_grads
-from cupyattn.runtime.rows import RowOptions, call_rows
+from cupyattn.runtime.rows import RowOptions, call_rows, is_stream
 
 
 class LayerNormGrads(NamedTuple):

@@ -218,15 +218,6 @@ STREAM_BACKWARD = replace(
 """Backward of either: x, dtotal and dx are float32."""
 
 
-_FLOAT32 = np.dtype(np.float32)
-
-
-def is_stream(rows: object, weight: object) -> bool:
-    """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
-    kind = getattr(weight, "dtype", None)
-    return getattr(rows, "dtype", None) == _FLOAT32 and getattr(kind, "itemsize", 0) == 2
-
-
 KERNELS = tuple(
     kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_FORWARD, ADDED_FORWARD, STREAM_BACKWARD)
 )
