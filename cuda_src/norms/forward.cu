@@ -21,10 +21,10 @@
 //           Shared memory: 10 floats per warp.
 // Edges     columns beyond the row do not count; a row with a NaN or an infinity gives NaN (RMS norm of a row with
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
-#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) || \
-    !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||  \
-    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) ||        \
-    !defined(WITH_SCALE) || !defined(WITH_CODES) || !defined(ROTATED)
+#if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||                  \
+    !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||                   \
+    !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) || !defined(WITH_SCALE) || \
+    !defined(WITH_CODES) || !defined(ROTATED)
 #error \
     "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE, WITH_CODES and ROTATED come from a launch-configuration table"
 #endif
@@ -52,9 +52,8 @@ static_assert(sizeof(Params) == ROWS_PARAMS_BYTES, "its dtype in Python describe
 // first load and for two barriers; other rows run meanwhile. At widths of 2048 and 4096 it takes 19.8 and 37.9 us this
 // way, and 21.8 and 43.9 us without (H200, compute_75 code, 8192 rows of float16, 2026-11-24,
 // `python -m cupyattn.benchmark layers --quick`).
-constexpr bool kManyThreads =
-    CENTRED && !STREAM && !WITH_CODES && Rows::kResident && kHeldRegisters<Rows, Scalar> <= 8 &&
-    Rows::kLanes > kWarpSize;
+constexpr bool kManyThreads = CENTRED && !STREAM && !WITH_CODES && Rows::kResident &&
+                              kHeldRegisters<Rows, Scalar> <= 8 && Rows::kLanes > kWarpSize;
 constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 
 // Whether weight and bias are loaded before the row's statistics are known: if registers hold them and the row.

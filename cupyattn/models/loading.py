@@ -238,9 +238,9 @@ def load(
         norms, biases and the head stay in dtype. By default the whole model is in dtype.
     activations : {None, "int8"}
         With quantize="int8", "int8" multiplies int8 by int8 in the products of layers that have
-        many rows, as `linear` does: the prompts of a generation, and the forward of a training.
-        Weights whose K is a multiple of 64 are rotated. Few rows, as in decoding, are multiplied in
-        dtype. See Notes.
+        many rows, as `cupyattn.linear` does: the prompts of a generation, and the forward of a
+        training. Weights whose K is a multiple of 64 are rotated. Few rows, as in decoding, are
+        multiplied in dtype. See Notes.
     xp : module, optional
         numpy or cupy; by default cupy if there is a GPU, whose current device gets the model.
     group : distributed.Group, optional
@@ -290,9 +290,10 @@ def load(
     2^(k - 25) / d, 5 % for k = 8 and d = 1.5e-4, where weights in dtype keep theirs.
 
     With activations x has one scale for each row, and norms make its codes in their own pass where
-    the rows are in dtype. A GPU multiplies few rows (`linear` says how many) with weights alone in
-    int8, so that a prompt's result can change with the number of tokens in a call; NumPy arrays are
-    always multiplied in int8. In float16 the items that a rotation may sum have 1/8 of its range.
+    the rows are in dtype. A GPU multiplies few rows (`cupyattn.linear` says how many) with weights
+    alone in int8, so that a prompt's result can change with the number of tokens in a call; NumPy
+    arrays are always multiplied in int8. In float16 the items that a rotation
+    may sum have 1/8 of its range.
 
     Quantised files can be GGUF (all types that the package gguf dequantises) or safetensors of
     bitsandbytes (NF4), GPTQ (4 and 8 bits, act-order too), AWQ (4 bits), compressed-tensors

@@ -26,7 +26,7 @@ for the model's dtype."""
 
 
 class Norm(NamedTuple):
-    """A layer norm, or an RMS norm if there is no bias, whose weight `offset` is added to."""
+    """A layer norm, or an RMS norm if there is no bias, whose weight ``offset`` is added to."""
 
     weight: Array
     bias: Array | None
@@ -44,7 +44,7 @@ class Product(NamedTuple):
     """A product with a weight (N, K), which skinny products read in order.
 
     The weight of a layer's product may be a `QuantizedWeight`. `activations` is the option of
-    `linear`: with "int8" many rows of x are quantised too.
+    `cupyattn.linear`: with "int8" many rows of x are quantised too.
     """
 
     weight: Array | QuantizedWeight

@@ -195,7 +195,7 @@ class Tokenizer:
         text : str
             A special token written in it, such as ``<|endoftext|>``, becomes that token.
         special_tokens : bool
-            Begin with `begin_ids`; a chat template writes them itself. A token that the tokenizer
+            Begin with ``begin_ids``; a chat template writes them itself. A token that the tokenizer
             adds to the end of texts is left out, for a model continues them.
 
         Raises

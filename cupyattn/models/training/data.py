@@ -103,7 +103,7 @@ class Data(NamedTuple):
     ----------
     samples : list of Sample
     forms : mapping from str to int
-        How many objects have each form, by its name in `NAMES`.
+        How many objects have each form, by its name in ``NAMES``.
     notes : mapping from str to int
         Messages for the user, and how many objects each is about.
     """

@@ -334,7 +334,7 @@ class LoraAdapters:
         are merged into the model that the adapters then are of; the head no longer has the
         embedding's weight if one of the two differs. Training leaves them as they are, and `save`
         writes them again. Adapters with magnitudes (DoRA) are all merged, computed in float32 and
-        rounded once; quantised weights are decoded for it. They are for inference: `arrays` is
+        rounded once; quantised weights are decoded for it. They are for inference: ``arrays`` is
         empty. Names of targets that the model lacks are passed over.
         """
         options, extras, tensors = peft.read(folder, model, base_model)

@@ -55,7 +55,7 @@ class MatmulGrads(NamedTuple):
 
 @differentiable(lambda: _backward, gradients=MatmulGrads._fields)
 def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
-    """Multiply matrices, or batches of them, as `numpy.matmul` does.
+    """Multiply matrices, or batches of them, as ``numpy.matmul`` does.
 
     Parameters
     ----------
