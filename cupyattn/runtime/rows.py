@@ -65,8 +65,8 @@ _FLOAT32 = np.dtype(np.float32)
 
 def is_stream(rows: object, weight: object) -> bool:
     """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
-    kind = getattr(weight, "dtype", None)
-    return getattr(rows, "dtype", None) == _FLOAT32 and getattr(kind, "itemsize", 0) == 2
+    own, other = getattr(rows, "dtype", None), getattr(weight, "dtype", None)
+    return own is not other and own == _FLOAT32 and getattr(other, "itemsize", 0) == 2
 
 
 class RowOptions(NamedTuple):
