@@ -206,12 +206,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
 #if STREAM
                  const float* scale_g, Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps,
                  float weight_offset, const Params params) {
-  signed char* const codes_g = nullptr;
-  float* const scales_g = nullptr;
-#else
+#elif WITH_CODES
                  Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
                  float eps, float weight_offset, const Params params) {
   const float* const scale_g = nullptr;
+#else
+                 Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
+                 const Params params) {
+  const float* const scale_g = nullptr;
+#endif
+#if !WITH_CODES
+  signed char* const codes_g = nullptr;
+  float* const scales_g = nullptr;
 #endif
   __shared__ Smem smem_s;
   const int64 index = blockIdx.x * static_cast<int64>(Rows::kRowsPerCta) + threadIdx.x / Rows::kLanes;

@@ -66,7 +66,7 @@ _FLOAT32 = np.dtype(np.float32)
 def is_stream(rows: object, weight: object) -> bool:
     """Tell whether rows are a float32 residual stream, of a model in a 16-bit dtype."""
     own, other = getattr(rows, "dtype", None), getattr(weight, "dtype", None)
-    return own is not other and own == _FLOAT32 and getattr(other, "itemsize", 0) == 2
+    return own is not other and getattr(other, "itemsize", 0) == 2 and own == _FLOAT32
 
 
 class RowOptions(NamedTuple):

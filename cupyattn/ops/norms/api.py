@@ -205,10 +205,10 @@ def layer_norm(
     True
     """
     arrays = NormArrays(x, residual, weight, bias)
+    if quantize is None and rotation is None:
+        return _forward(arrays, x_scale, eps, 0.0, return_stats, out, True)
     options = eps, 0.0, return_stats
-    return _forward(
-        arrays, x_scale, *options, out, centred=True, quantize=quantize, rotation=rotation
-    )
+    return _coded_forward(arrays, x_scale, *options, out, True, quantize, rotation)
 
 
 @overload
@@ -361,10 +361,10 @@ def rms_norm(
     array([[0.2, 1.4]], dtype=float32)
     """
     arrays = NormArrays(x, residual, weight)
+    if quantize is None and rotation is None:
+        return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, False)
     options = eps, weight_offset, return_stats
-    return _forward(
-        arrays, x_scale, *options, out, centred=False, quantize=quantize, rotation=rotation
-    )
+    return _coded_forward(arrays, x_scale, *options, out, False, quantize, rotation)
 
 
 def _forward(
@@ -374,38 +374,48 @@ def _forward(
     weight_offset: float,
     return_stats: bool,
     out: Any,
-    *,
     centred: bool,
-    quantize: Any,
-    rotation: Any,
 ) -> Any:
     added = arrays.residual is not None
     options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
-    stream = x_scale is not None or is_stream(arrays.residual if added else arrays.x, arrays.weight)
-    coded = quantize is not None or rotation is not None
-    if coded:
-        rotation = require_row_format(quantize, rotation)
-        if not stream:
-            return quantised_forward(arrays, out, names, exact, options, rotation)
-        given = named_out(out, names)
-        rows = given.pop("out", None)
-        for name, array in given.items():
-            setattr(arrays, name, array)
-    elif out is not None:
+    if out is not None:
         take_out(arrays, out, names)
     results: NormArrays[Array] | StreamArrays[Array]
-    if stream:
-        results = _of_stream_forward(arrays, x_scale, exact, options)
-    else:
+    if x_scale is None and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
         results = call_rows(FORWARD, arrays, exact, options)
-    if coded:
-        assert results.out is not None
-        made = quantize_rows(results.out, rotation=rotation, out=rows)
-        return made if len(names) == 1 else (made, *(getattr(results, n) for n in names[1:]))
+    else:
+        results = _of_stream_forward(arrays, x_scale, exact, options)
     if len(names) == 1:
         assert results.out is not None
         return results.out
     return tuple([getattr(results, name) for name in names])
+
+
+def _coded_forward(
+    arrays: NormArrays[Array],
+    x_scale: Array | None,
+    eps: float,
+    weight_offset: float,
+    return_stats: bool,
+    out: Any,
+    centred: bool,
+    quantize: Any,
+    rotation: Any,
+) -> Any:
+    """Run a norm whose out is quantised; a float32 stream's in a second launch."""
+    added = arrays.residual is not None
+    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    rotation = require_row_format(quantize, rotation)
+    if x_scale is None and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
+        return quantised_forward(arrays, out, names, exact, options, rotation)
+    given = named_out(out, names)
+    rows = given.pop("out", None)
+    for name, array in given.items():
+        setattr(arrays, name, array)
+    results = _of_stream_forward(arrays, x_scale, exact, options)
+    assert results.out is not None
+    made = quantize_rows(results.out, rotation=rotation, out=rows)
+    return made if len(names) == 1 else (made, *(getattr(results, name) for name in names[1:]))
 
 
 def _of_stream_forward(
@@ -452,7 +462,7 @@ def _forward_options(
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
     options = RowOptions.of(
-        choices={"centred": centred, "rotated": False},
+        choices={"centred": centred},
         wanted=wanted,
         eps=added_to_square,
         weight_offset=offset,

@@ -94,6 +94,12 @@ class NormArrays(Record[T]):
     total: T | None = None
     mean: T | None = None
     rstd: T | None = None
+
+
+@dataclass(slots=True)
+class CodedArrays(NormArrays[T]):
+    """Arrays of a forward call whose out is quantised."""
+
     codes: T | None = None
     scales: T | None = None
 
@@ -130,22 +136,28 @@ FORWARD = RowKernel(
         "total": Result.ROW,
         "mean": Result.PER_ROW,
         "rstd": Result.PER_ROW,
-        "codes": Result.CODES,
-        "scales": Result.SCALE,
     },
-    optional=("residual", "weight", "bias", "mean", "rstd", "codes"),
-    follows={"total": "residual", "scales": "codes"},
-    replaces={"codes": "out"},
+    optional=("residual", "weight", "bias", "mean", "rstd"),
+    follows={"total": "residual"},
     in_place={"out": "x", "total": "residual"},
-    choices={"centred": (True, False), "rotated": (False,)},  # True only with codes
-    constants={"STREAM": "false", "WITH_SCALE": "false"},
+    choices={"centred": (True, False)},
+    constants=dict.fromkeys(("STREAM", "WITH_SCALE", "WITH_CODES", "ROTATED"), "false"),
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
-"""Forward of layer norm if `centred`, otherwise of RMS norm, which has no mean.
+"""Forward of layer norm if `centred`, otherwise of RMS norm, which has no mean."""
 
-With codes, out is quantised as `cupyattn.quantize_rows` does.
-"""
+CODED_FORWARD = replace(
+    FORWARD,
+    record=CodedArrays,
+    results={**FORWARD.results, "codes": Result.CODES, "scales": Result.SCALE},
+    optional=(*FORWARD.optional, "codes"),
+    follows={**FORWARD.follows, "scales": "codes"},
+    replaces={"codes": "out"},
+    choices={**FORWARD.choices, "rotated": (True, False)},
+    constants={"STREAM": "false", "WITH_SCALE": "false"},
+)
+"""Forward whose out is quantised as `cupyattn.quantize_rows` does: its codes are always present."""
 
 BACKWARD = RowKernel(
     "norm_backward",
@@ -189,18 +201,13 @@ class AddedArrays(StreamArrays[T]):
     SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
 
 
-_CODED = ("codes", "scales")
-
 STREAM_FORWARD = replace(
     FORWARD,
     record=StreamArrays,
     columns=(*FORWARD.columns, "scale"),
-    results={name: kind for name, kind in FORWARD.results.items() if name not in _CODED},
-    optional=(*(name for name in FORWARD.optional if name not in _CODED), "scale"),
-    follows={"total": "residual"},
-    replaces={},
+    optional=(*FORWARD.optional, "scale"),
     stream=("x", "total", "scale"),
-    constants={"STREAM": "true", "WITH_CODES": "false"},
+    constants={"STREAM": "true", "WITH_CODES": "false", "ROTATED": "false"},
     table=STREAM_ROWS,
 )
 """Forward of a float32 x to the 16-bit dtype of the weight, which a call must have."""
@@ -219,7 +226,15 @@ STREAM_BACKWARD = replace(
 
 
 KERNELS = tuple(
-    kernel.spec for kernel in (FORWARD, BACKWARD, STREAM_FORWARD, ADDED_FORWARD, STREAM_BACKWARD)
+    kernel.spec
+    for kernel in (
+        FORWARD,
+        BACKWARD,
+        CODED_FORWARD,
+        STREAM_FORWARD,
+        ADDED_FORWARD,
+        STREAM_BACKWARD,
+    )
 )
 
 
@@ -233,10 +248,9 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         vec = vector_items(dtype)
         present = ["weight", "codes", *(["bias"] if centred else []), *["residual"] * residual]
         choices = {"centred": centred, "rotated": is_rotated}
-        if FORWARD.config(arch, limit).lanes * vec >= ROTATION:
-            yield FORWARD.specialise(
-                arch, dtype, limit, vec, FORWARD.macros_of(present, {}, choices)
-            )
+        if CODED_FORWARD.config(arch, limit).lanes * vec >= ROTATION:
+            macros = CODED_FORWARD.macros_of(present, {}, choices)
+            yield CODED_FORWARD.specialise(arch, dtype, limit, vec, macros)
     yield from BACKWARD.catalogue(arch)
     yield from STREAM_FORWARD.catalogue(arch)
     yield from STREAM_BACKWARD.catalogue(arch)

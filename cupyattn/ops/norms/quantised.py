@@ -13,24 +13,22 @@ from cupyattn.ops.linear.row_formats import (
     require_rows_out,
 )
 from cupyattn.ops.linear.weight_formats import ROTATION
-from cupyattn.ops.norms.kernels import (
-    FORWARD,
-    NormArrays,
-)
+from cupyattn.ops.norms.kernels import CODED_FORWARD, FORWARD, CodedArrays, NormArrays
 from cupyattn.ops.norms.reference import Results
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.backend import device_of
 from cupyattn.runtime.checks import FLOATS, require_dtype
 from cupyattn.runtime.outputs import named_out
+from cupyattn.runtime.records import values_of
 from cupyattn.runtime.rows import RowOptions, RowProblem, call_rows, row_problem, run_rows
 
 
 def emits_codes(problem: RowProblem, arch: int) -> bool:
-    """Tell whether FORWARD can write codes of these rows in the same pass.
+    """Tell whether CODED_FORWARD can write codes of these rows in the same pass.
 
     A row is in registers, by vectors, and a rotated block is in the lanes of one row.
     """
-    config, vec = FORWARD.config(arch, problem.length), problem.vector
+    config, vec = CODED_FORWARD.config(arch, problem.length), problem.vector
     return bool(config.items) and vec > 1 and config.lanes * vec >= ROTATION
 
 
@@ -47,25 +45,25 @@ def quantised_forward(
     rows = given.pop("out", None)
     for name, array in given.items():
         setattr(arrays, name, array)
+    coded: CodedArrays[Any] = CodedArrays(*values_of(arrays))
     if isinstance(rows, QuantizedRows):
-        arrays.codes, arrays.scales = rows.codes, rows.scales
-    operands = adopt(arrays, FORWARD.fixes)
+        coded.codes, coded.scales = rows.codes, rows.scales
+    operands = adopt(coded, CODED_FORWARD.fixes)
     choices = {**dict(options.choices), "rotated": rotation is not None}
     wanted = (*options.wanted, "codes")
     with_codes = options._replace(choices=(*choices.items(),), wanted=wanted)
-    problem = row_problem(FORWARD, operands, with_codes)
+    problem = row_problem(CODED_FORWARD, operands, with_codes)
     require_dtype("x", problem.layouts["x"], FLOATS)
     require_row_length(problem.shape, rotation)
     if rows is not None:
         require_rows_out(rows, problem.shape, rotation, problem.dtype)
     device = device_of(operands)
     if device is not None and emits_codes(problem, device.arch.number):
-        arrays = run_rows(device, problem, operands)
-        codes: Any = arrays.codes
-        scales: Any = arrays.scales
+        arrays = coded = run_rows(device, problem, operands)
+        codes: Any = coded.codes
+        scales: Any = coded.scales
         made = quantized_rows(codes, scales, rotation, problem.dtype) if rows is None else rows
     else:
-        arrays.codes = arrays.scales = None
         arrays = call_rows(FORWARD, arrays, exact, options)
         normalised: Any = arrays.out
         made = quantize_rows(normalised, rotation=rotation, out=rows)
