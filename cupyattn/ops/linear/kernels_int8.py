@@ -20,8 +20,12 @@ from cupyattn.ops.linear.kernels_rows import (
 )
 from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem
 from cupyattn.ops.linear.tiles import (
+    NARROW,
     PRODUCT_STRUCT,
+    SHORT,
+    SMALL,
     VECTOR,
+    WIDE,
     Moves,
     Shape,
     TensorCoreProduct,
@@ -53,10 +57,6 @@ FORWARD = KernelSpec(
 KERNELS = (FORWARD,)
 
 
-_WIDE = (256, 192, 32, 64, 96, 1)
-_NARROW = (256, 128, 32, 64, 64, 1)
-_SMALL = (128, 128, 32, 64, 64, 2)
-_SHORT = (128, 192, 16, 64, 96, 2)
 _FEW = (64, 128, 32, 32, 64, 2)
 
 # An item of the sum is a pair of codes: a tile takes the bytes, the registers and, on a T4, the
@@ -67,10 +67,10 @@ _FEW = (64, 128, 32, 32, 64, 2)
 # fall to 0.913 and 0.883 at 600. Shared memory bounds "few".
 _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
     {
-        "wide": TileConfig(*_WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954),
-        "narrow": TileConfig(*_NARROW, Moves(1, 4, 3), Moves(8, 5, 2), 1, 0.919),
-        "small": TileConfig(*_SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91),
-        "short": TileConfig(*_SHORT, Moves(3, 3, 2), Moves(3, 2, 2), 1, 0.927),
+        "wide": TileConfig(*WIDE, Moves(7, 2, 2), Moves(4, 4, 1), 1, 0.954),
+        "narrow": TileConfig(*NARROW, Moves(1, 4, 3), Moves(8, 5, 2), 1, 0.919),
+        "small": TileConfig(*SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.91),
+        "short": TileConfig(*SHORT, Moves(3, 3, 2), Moves(3, 2, 2), 1, 0.927),
         "few": TileConfig(*_FEW, Moves(4, 0, 2), Moves(2, 1, 3), 2, 0.667),
     }
 )

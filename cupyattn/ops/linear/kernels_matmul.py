@@ -22,9 +22,13 @@ from cupyattn.ops.linear.kernels_tensor_core import (
     B_ACROSS,
 )
 from cupyattn.ops.linear.tiles import (
+    NARROW,
     PRODUCT_PARAMS,
     PRODUCT_STRUCT,
+    SHORT,
+    SMALL,
     VECTOR,
+    WIDE,
     Lines,
     Moves,
     Shape,
@@ -118,10 +122,6 @@ KERNELS = (TENSOR_CORE, FLOAT32, INT8)
 # --- configurations
 
 A_ACROSS = Lines(False, True)
-_WIDE = (256, 192, 32, 64, 96, 1)
-_NARROW = (256, 128, 32, 64, 64, 1)
-_SMALL = (128, 128, 32, 64, 64, 2)
-_SHORT = (128, 192, 16, 64, 96, 2)
 _TINY = (64, 64, 32, 32, 32, 4)
 _SKINNY = (32, 128, 32, 32, 32, 3)
 
@@ -130,22 +130,22 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 # Slots are those of linear's products. `models` is by the model of a T4 (NVRTC 12.9.86, 2026-11-28,
 # +-0.05): no Turing GPU has been measured.
 _TURING: _Table = {
-    ("wide", ALONG): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928),
-    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.931),
-    ("wide", ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.912),
-    ("wide", A_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.928),
-    ("narrow", ALONG): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
-    ("narrow", B_ACROSS): TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
-    ("narrow", ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
-    ("narrow", A_ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.884),
-    ("small", ALONG): TileConfig(*_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.826),
-    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
-    ("small", ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.9),
-    ("small", A_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
-    ("short", ALONG): TileConfig(*_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.892),
-    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
-    ("short", ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
-    ("short", A_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.932),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928),
+    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.931),
+    ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.912),
+    ("wide", A_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.928),
+    ("narrow", ALONG): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
+    ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
+    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
+    ("narrow", A_ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.884),
+    ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.826),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
+    ("small", ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.9),
+    ("small", A_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.892),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
+    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
+    ("short", A_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.932),
     **{
         ("tiny", lines): TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5)
         for lines in (ALONG, B_ACROSS, ACROSS, A_ACROSS)
@@ -185,10 +185,10 @@ PAIRS, TRANSPOSING, ITEMS = "PairLoader", "TransposingLoader", "ItemLoader"
 """Loaders of int8 (product_s8.cu): contiguous along the sum, across it, and of any strides."""
 
 INT8_TILES: Mapping[Shape, TileConfig] = {
-    "wide": TileConfig(*_WIDE, Moves(8, 3, 2), Moves(3, 5, 2), 1, 0.94),
-    "narrow": TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
-    "small": TileConfig(*_SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.89),
-    "short": TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.951),
+    "wide": TileConfig(*WIDE, Moves(8, 3, 2), Moves(3, 5, 2), 1, 0.94),
+    "narrow": TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.906),
+    "small": TileConfig(*SMALL, Moves(5, 2, 4), Moves(7, 2, 2), 2, 0.89),
+    "short": TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.951),
     "tiny": TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5),
     "skinny": TileConfig(*_SKINNY, Moves(0, 1, 1), Moves(0, 1, 4), 2, 0.444),
 }

@@ -20,10 +20,14 @@ from cupyattn.ops.linear.problem import (
     Plans,
 )
 from cupyattn.ops.linear.tiles import (
+    NARROW,
     PRODUCT_STRUCT,
+    SHORT,
+    SMALL,
     SPLIT_SUMS,
     SPLIT_VEC,
     VECTOR,
+    WIDE,
     Lines,
     Moves,
     Shape,
@@ -103,10 +107,6 @@ KERNELS = (FORWARD, PRODUCT, SPLIT_SUMS, PREACTIVATION_GRADIENT)
 
 ALONG, B_ACROSS, ACROSS = Lines(True, True), Lines(True, False), Lines(False, False)
 
-_WIDE = (256, 192, 32, 64, 96, 1)
-_NARROW = (256, 128, 32, 64, 64, 1)
-_SMALL = (128, 128, 32, 64, 64, 2)
-_SHORT = (128, 192, 16, 64, 96, 2)
 
 _Table = Mapping[tuple[Shape, Lines], TileConfig]
 
@@ -117,28 +117,28 @@ _Table = Mapping[tuple[Shape, Lines], TileConfig]
 # all of a k-tile in flight: wide, 335 TFLOP/s at 8192 x 16384 x 4096; narrow, 291 at 8192 x 2560 x
 # 10240, and 275 with w across. Slots that model 0.87 and 0.83 reach 307 and 292 there.
 _TURING_FORWARD: _Table = {
-    ("wide", ALONG): TileConfig(*_WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976),
-    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956),
-    ("narrow", ALONG): TileConfig(*_NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917),
-    ("narrow", B_ACROSS): TileConfig(*_NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915),
-    ("small", ALONG): TileConfig(*_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932),
-    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891),
-    ("short", ALONG): TileConfig(*_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952),
-    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(3, 2, 2), Moves(1, 3, 2), 1, 0.976),
+    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(3, 1, 2), Moves(1, 5, 2), 1, 0.956),
+    ("narrow", ALONG): TileConfig(*NARROW, Moves(3, 1, 4), Moves(2, 1, 2), 1, 0.917),
+    ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(2, 1, 3), Moves(1, 4, 2), 1, 0.915),
+    ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.932),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.891),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.952),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.955),
 }
 _TURING_PRODUCT: _Table = {
-    ("wide", ALONG): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938),
-    ("wide", B_ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915),
-    ("wide", ACROSS): TileConfig(*_WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943),
-    ("narrow", ALONG): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
-    ("narrow", B_ACROSS): TileConfig(*_NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
-    ("narrow", ACROSS): TileConfig(*_NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
-    ("small", ALONG): TileConfig(*_SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828),
-    ("small", B_ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89),
-    ("small", ACROSS): TileConfig(*_SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906),
-    ("short", ALONG): TileConfig(*_SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867),
-    ("short", B_ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
-    ("short", ACROSS): TileConfig(*_SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
+    ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.938),
+    ("wide", B_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.915),
+    ("wide", ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(3, 3, 2), 1, 0.943),
+    ("narrow", ALONG): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.87),
+    ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
+    ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
+    ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.828),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.89),
+    ("small", ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.906),
+    ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.867),
+    ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
+    ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
 }
 
 

@@ -326,7 +326,7 @@ def float_layouts(
     """Check the formats of an int8 product; return its layouts, with that of floats for x."""
     require_given("x", layouts.x)
     x, codes = layouts.x, layouts.codes
-    form = "a w of its own dtype" if weight is None else f"a w of {weight.format!r}"
+    form = "a w that is not quantised" if weight is None else f"a w of {weight.format!r}"
     if weight is None or weight.format != "int8":
         rows, other = "activations = 'int8'", "activations=None"
         if row_format.dtype is not None:

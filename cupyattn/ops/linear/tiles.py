@@ -85,6 +85,13 @@ class Lines(NamedTuple):
     b: bool
 
 
+WIDE = (256, 192, 32, 64, 96, 1)
+NARROW = (256, 128, 32, 64, 64, 1)
+SMALL = (128, 128, 32, 64, 64, 2)
+SHORT = (128, 192, 16, 64, 96, 2)
+"""The first six fields of a `TileConfig`, by what the tile is for."""
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """The tile of the result that a CTA computes, `tile_inner` items of the sum at a time."""
