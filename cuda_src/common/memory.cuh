@@ -73,6 +73,22 @@ __device__ __forceinline__ uint4 ld_global_v4(const void* source) {
   return v;
 }
 
+// Copies of 16 bytes from global to shared memory that pass no register (sm_80 or later; PTX ISA, "cp.async"). A thread
+// commits those it issued as a group, and waits until at most kPending of its latest groups are under way; other
+// threads see the bytes after a barrier that follows the wait. Where `exists` is false nothing is read, and zeros come.
+__device__ __forceinline__ void cp_async_16(uint32 to_s, const void* from_g) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to_s), "l"(from_g) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(uint32 to_s, const void* from_g, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to_s), "l"(from_g), "r"(exists ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 constexpr int kLineBytes = 128;  // of a cache
 
 __device__ __forceinline__ void prefetch_l2(const void* source) {

@@ -1,11 +1,12 @@
-// Turing's tensor-core instructions and the loads of their fragments. Each wrapper is named after its instruction.
+// Tensor-core instructions and the loads of their fragments. Each wrapper is named after its instruction.
 //
 // mma.m16n8k8 (PTX ISA, "Matrix fragments for mma.m16n8k8"): with g = lane / 4 and t = lane % 4,
 //   A (16 x 8, row):  a[0] = rows g,     columns 2t, 2t+1     a[1] = row g + 8, the same columns
 //   B (8 x 8, col):   b    = rows 2t, 2t+1, column g
 //   C, D (16 x 8):    c[0], c[1] = row g, columns 2t, 2t+1    c[2], c[3] = row g + 8, the same columns
 // So the C fragment of one product, packed to float16, is the A fragment of the next: P needs no shuffle.
-// mma.m16n8k16 (sm_80 or later) takes the A and B fragments of two such steps, one after the other.
+// mma.m16n8k16 (sm_80 or later) takes the A and B fragments of two such steps, one after the other. From sm_80 on both
+// take bfloat16 as well, in fragments of the same layout.
 //
 // mma.m8n8k16 of int8 with int32 sums (PTX ISA, "Matrix fragments for mma.m8n8k16"), item i of a register in bits 8 i
 // to 8 i + 7:
@@ -17,7 +18,9 @@
 #pragma once
 
 #include "memory.cuh"
+#include "numeric.cuh"
 
+template <typename Scalar = float16>
 __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2], uint32 b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -25,6 +28,7 @@ __device__ __forceinline__ void mma_m16n8k8(float (&c)[4], const uint32 (&a)[2],
 }
 
 // Two k8 steps, a times b and next_a times next_b, in one instruction.
+template <typename Scalar = float16>
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,
                                              uint32 next_b) {
   asm volatile(
@@ -33,6 +37,25 @@ __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32 (&a)[2]
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
 }
+
+#ifdef BFLOAT16
+template <>
+__device__ __forceinline__ void mma_m16n8k8<bfloat16>(float (&c)[4], const uint32 (&a)[2], uint32 b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+template <>
+__device__ __forceinline__ void mma_m16n8k16<bfloat16>(float (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2],
+                                                       uint32 b, uint32 next_b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
+}
+#endif
 
 // c += a b, exactly: int32 sums wrap around.
 __device__ __forceinline__ void mma_m8n8k16_s8(int (&c)[2], uint32 a, uint32 b) {

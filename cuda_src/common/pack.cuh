@@ -59,6 +59,15 @@ __device__ __forceinline__ uint32 pack_pair<float16>(float x, float y) {
   return pack_halves(x, y);
 }
 
+#if defined(BFLOAT16) && __CUDA_ARCH__ >= 800
+template <>
+__device__ __forceinline__ uint32 pack_pair<bfloat16>(float x, float y) {
+  uint32 packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(y), "f"(x));
+  return packed;
+}
+#endif
+
 template <typename Scalar>
 __device__ __forceinline__ float2 unpack_pair(uint32 word) {
   const uint16 low = static_cast<uint16>(word), high = static_cast<uint16>(word >> 16);

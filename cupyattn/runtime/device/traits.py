@@ -38,3 +38,14 @@ class DeviceTraits(NamedTuple):
         False
         """
         return self.tensor_cores and dtype == "float16"
+
+    @property
+    def native(self) -> bool:
+        """Whether kernels written for sm_80 and later run: cp.async, and bfloat16 in mma.
+
+        Examples
+        --------
+        >>> DeviceTraits(90, 132).native, DeviceTraits(75, 40).native
+        (True, False)
+        """
+        return self.tensor_cores and self.arch >= 80
