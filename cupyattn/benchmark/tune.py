@@ -34,9 +34,10 @@ PRODUCTS = {
     "backward": "--kind backward --activation none",
     "thin": "--kind thin",
     "quantised": "--kind large --weights nf4 int4 int8",
+    "int8": "--kind large --activations int8 --activation none",
 }
-"""The benchmark's options for each kind of products."""
-KINDS = ("attention", *PRODUCTS)
+"""The benchmark's options for each kind of products with a weight."""
+KINDS = ("attention", *PRODUCTS, "matmul")
 HEAD_DIMS = [40, 64, 80, 96, 128, 160, 192]
 _WARM_UP, _BUDGET_S = 3, 10.0
 _LESS = 0.98
@@ -68,7 +69,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
         help="time the admissible configurations on this GPU, and keep the fastest",
-        description="Time attention forward at each head dim and products with a weight of each "
+        description="Time attention forward at each head dim and products of each "
         "size by every admissible configuration of the launch-configuration tables, and keep for "
         "this GPU what is faster than the default. Needs a GPU.",
         epilog=f"Calls take what was kept if {TUNED_VARIABLE}=1 is set; python -m cupyattn info "
@@ -113,11 +114,19 @@ def tuned_calls(arguments: argparse.Namespace, harness: Harness) -> Iterator[Tun
                     f"attention D={case.labels['head_dim']}", case.implementations[0].prepare
                 )
             continue
+        if kind == "matmul":
+            sizes = [f"--size 1 {m} {n} {k}" for m, n, k in arguments.size]
+            _, given = linear.MATMUL.parse(*" ".join(["--dtype float16 int8", *sizes]).split())
+            for case in linear.matmul_cases(given, harness):
+                of = case.labels
+                name = f"matmul {of['batch']} x {of['M']} x {of['N']} x {of['K']} {of['dtype']}"
+                yield TunedCall(name, case.implementations[0].prepare)
+            continue
         sizes = [f"--size {m} {n} {k}" for m, n, k in arguments.size]
         _, given = linear.BENCHMARK.parse(*f"{PRODUCTS[kind]} {' '.join(sizes)}".split())
         for case in linear.cases(given, harness):
             of = case.labels
-            if kind == "quantised" and of["weights"] is None:
+            if kind in ("quantised", "int8") and of["weights"] is None:
                 continue
             form = f" {of['weights']}{', dx' * (of['kind'] == 'dx')}" if of["weights"] else ""
             name = f"{kind} {of['M']} x {of['N']} x {of['K']}{form}"

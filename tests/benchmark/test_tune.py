@@ -132,6 +132,18 @@ def test_products_choose_their_tiles(device, kind, weights, size, seconds, quest
     assert (row["usual"], row["chosen"]) == names
 
 
+def test_products_in_int8_choose_their_tiles(device):
+    product = WeightProduct("large", 8192, 8192, 4096, "float16", "nk", None, "int8", "int8")
+    inputs = LinearInputs(product, Harness(np, cold=False, filled=False))
+
+    def fastest(launches):  # codes are made by a launch of its own
+        return float(launches[-1]["TILE_ROWS"] * launches[-1]["TILE_COLUMNS"] != 128 * 128)
+
+    (row,) = tuned(device, on(device, inputs.own_calls), fastest)
+    assert row["question"].startswith("linear_forward_int8 8192 ")
+    assert (row["usual"], row["chosen"]) == ("wide/1", "small/1")
+
+
 def test_few_results_and_a_long_sum_may_be_cut_into_parts(device):
     call = product_of(device, "large", 512, 2048, 4096)
     (row,) = tuned(device, call, lambda launches: 1.0 if len(launches) > 1 else 2.0)
@@ -165,7 +177,7 @@ def test_the_subjects_are_those_of_the_command_line():
     ]
 
 
-@pytest.mark.parametrize("kind", ["linear", "backward", "thin", "quantised"])
+@pytest.mark.parametrize("kind", ["linear", "backward", "thin", "quantised", "int8", "matmul"])
 def test_products_are_called(kind):
     for subject in tuned_calls(parsed("--kind", kind, "--size", "3", "16", "128"), HERE):
         subject.calls()[0]()
