@@ -76,8 +76,7 @@ How it behaves where a GPU leaves room
   the last bits. Where scores of attention are about 1e7, for example, lse differs from an H200's by
   up to 3 units in the last place, which is 3 in the exponent of a probability: gradients then
   differ completely. The instructions are compared with vectors that an H200 recorded, from PTX for
-  compute capability 7.5 through its driver: not from the machine code of a Turing device. Integer
-  products are compared with the text of the PTX ISA only.
+  compute capability 7.5 through its driver: not from the machine code of a Turing device.
 
 What it refuses
 ---------------

@@ -155,6 +155,29 @@ def mma_case(name: str, magnitudes: bool = False) -> Case:
     )
 
 
+def _mma_integer() -> Case:
+    """All bit patterns; the ends of the ranges, where sums overflow int32; a single item."""
+    count = 8
+    a, b = (random_bits(seed, count * 64, np.uint32).reshape(count, 32, 2) for seed in (500, 501))
+    c = random_bits(502, count * 64, np.uint32).reshape(count, 32, 2)
+    ends = np.array([0x80808080, 0x7F7F7F7F, 0xFFFFFFFF, 0x88888888, 0x77777777], np.uint32)
+    for problem, end in enumerate(ends, 1):
+        a[problem], b[problem] = end, end
+        b[problem, :, 1] = ends[1] if problem % 2 else end  # of the other sign, if it has one
+        near = c[problem] >> np.uint32(12)
+        c[problem] = np.where(near & 1, 0x80000000 + near, 0x7FFFFFFF - near)
+    a[6] = 0
+    a[6, 13, 0], a[6, 22, 1] = 0x00000300, 0x0A000000  # which rows of B these meet pins the layout
+    c[7] = 0
+    return make_case(
+        "mma_integer",
+        "mma_integer",
+        count,
+        {"a": a, "b": b, "c": c.view(np.int32)},
+        {"results": np.zeros((16, 3, count, 32, 2), np.int32)},
+    )
+
+
 def _philox() -> Case:
     count = 128
     counters = random_bits(400, 4 * count, np.uint32).reshape(count, 4)
@@ -178,4 +201,4 @@ def _philox() -> Case:
 
 
 MMA = tuple(map(mma_case, MMA_DEPTH))
-WARP_LEVEL = (_shuffle(), _vote(), _ldmatrix(), *MMA, _philox())
+WARP_LEVEL = (_shuffle(), _vote(), _ldmatrix(), *MMA, _mma_integer(), _philox())
