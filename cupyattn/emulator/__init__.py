@@ -71,23 +71,27 @@ How it behaves where a GPU leaves room
   does, with an error after `Checks.max_steps` steps.
 - `run` keeps what it has loaded, ``__device__`` variables included: a second run of the same PTX
   finds their values. `load` starts from the initial ones.
-- Sums of a float16 matrix product are float32, in another order than hardware's; those of integers
-  are exact. Approximate instructions (``ex2.approx``) have other errors. So hardware may differ in
-  the last bits. Where scores of attention are about 1e7, for example, lse differs from an H200's by
-  up to 3 units in the last place, which is 3 in the exponent of a probability: gradients then
-  differ completely. The instructions are compared with vectors that an H200 recorded, from PTX for
-  compute capability 7.5 through its driver: not from the machine code of a Turing device.
+- A copy of ``cp.async`` reads its source at once and arrives in shared memory as late as PTX
+  allows, at the wait of its thread. `checks` has what may not happen in between. A thread may end
+  without waiting for its copies.
+- Sums of a float16 or bfloat16 matrix product are float32, in another order than hardware's; those
+  of integers are exact. Approximate instructions (``ex2.approx``) have other errors. So hardware
+  may differ in the last bits. Where scores of attention are about 1e7, for example, lse differs
+  from an H200's by up to 3 units in the last place, which is 3 in the exponent of a probability:
+  gradients then differ completely. The instructions are compared with vectors that an H200
+  recorded, from PTX for compute capability 7.5 (8.0 for what is newer) through its driver: not from
+  the machine code of a Turing device.
 
 What it refuses
 ---------------
 Instructions that the ``.target`` lacks are refused, as a GPU's assembler does. So is PTX that the
 emulator does not run, by name and line and before anything has run: ``wmma``, ``mma`` other than
-m16n8k8 and m16n8k16 of float16, m8n8k16 of 8-bit and m8n8k32 of 4-bit integers, bfloat16 arithmetic
-(conversions run), ``cp.async``, ``mbarrier``, ``redux``, ``elect``, ``wgmma``, ``tcgen05``,
-clusters, textures and surfaces, video instructions (``vadd``), carry flags (``add.cc``), ``.ftz``
-of float16, directed rounding of float64, clocks (``%clock``), calls through pointers, recursion,
-``printf``, ``assert``, ``malloc``, 32-bit addresses, and a variable whose initial value is an
-address, if a kernel uses it.
+m16n8k8 and m16n8k16 of float16 and bfloat16, m8n8k16, m16n8k16 and m16n8k32 of 8-bit and m8n8k32 of
+4-bit integers, bfloat16 arithmetic (conversions run), ``cp.async.bulk``, ``mbarrier``, ``redux``,
+``elect``, ``wgmma``, ``tcgen05``, clusters, textures and surfaces, video instructions (``vadd``),
+carry flags (``add.cc``), ``.ftz`` of float16, directed rounding of float64, clocks (``%clock``),
+calls through pointers, recursion, ``printf``, ``assert``, ``malloc``, 32-bit addresses, and a
+variable whose initial value is an address, if a kernel uses it.
 
 What it costs
 -------------

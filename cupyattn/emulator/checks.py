@@ -10,7 +10,8 @@ fault                                found
 `MisalignedAccessError`              an address that is no multiple of the size of the access
 `UninitializedReadError`             shared memory read before it is written
 `SharedMemoryRaceError`              two threads, of two warps or of one, touch shared memory, one
-                                     writes, and no barrier orders them
+                                     writes, and no barrier orders them; any access to bytes to
+                                     which a copy (``cp.async``) is on its way
 `BarrierError`                       a barrier that some threads miss, or at which threads arrive
                                      and nobody waits
 `WarpSyncError`                      a shuffle, vote or ``mma`` that needs absent lanes, a member
@@ -55,11 +56,13 @@ class Checks:
     const_writes : bool
         No store to an argument marked const.
     uninitialized : bool
-        Shared memory is written before it is read.
+        Shared memory is written before it is read; a copy (``cp.async``) writes at its wait.
     races : bool
         Shared-memory accesses of different threads are ordered by barriers if one is a write,
         between warps and inside a warp. Two writes of the same value are let pass; flags in memory
-        and votes order nothing. Adds a tenth to a half to the time of a launch, and more in
+        and votes order nothing. A copy to shared memory (``cp.async``) is a write from its start to
+        the wait of its thread, to which nothing may come in between; then it is ordered as a
+        store at the wait would be. Adds a tenth to a half to the time of a launch, and more in
         kernels whose warps write what they read before the block's next barrier, or with a
         ``__syncwarp`` of some lanes.
     barriers : bool

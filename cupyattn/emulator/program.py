@@ -68,6 +68,8 @@ def shared_granule(function: Function) -> int:
     """Return the size of the smallest access that may go to shared memory, at most 8."""
     smallest = 8
     for x in function.instructions:
+        if x.root == "cp" and len(x.operands) > 2:  # cp.async: 4, 8 or 16
+            smallest = min(smallest, int(x.operands[2]))
         if x.root not in ("ld", "st", "atom", "red"):
             continue
         if {"global", "local", "param", "const"} & set(x.parts):

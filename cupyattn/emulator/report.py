@@ -53,6 +53,8 @@ def pipe(instruction: Statement) -> str:
             if space in parts:
                 return name
         return "ldg"
+    if root == "cp":
+        return "ldg" if "global" in parts else "control"
     if root in ("atom", "red"):
         return "atomic"
     if root in ("shfl", "vote", "match"):
@@ -215,15 +217,16 @@ class LineReport:
     diverged_steps: int = 0
 
     def access_totals(self) -> list[Access]:
-        """Return one `Access` for each opcode: an unrolled loop has many of each."""
-        return list(_by_opcode(self.accesses).values())
+        """Return one `Access` for each opcode and space: an unrolled loop has many of each."""
+        return _by_opcode(self.accesses)
 
 
-def _by_opcode(accesses: list[Access]) -> dict[str, Access]:
-    """Add up the accesses of the same instruction (an unrolled loop has many)."""
-    total: dict[str, Access] = {}
+def _by_opcode(accesses: list[Access]) -> list[Access]:
+    """Add up the accesses of the same instruction (an unrolled loop has many) to one space."""
+    total: dict[tuple[str, str], Access] = {}
     for a in accesses:
-        t = total.setdefault(a.instruction.opcode, Access(a.instruction, a.space, a.write))
+        key = a.instruction.opcode, a.space
+        t = total.setdefault(key, Access(a.instruction, a.space, a.write))
         t.requests += a.requests
         t.wavefronts += a.wavefronts
         t.phases += a.phases
@@ -231,14 +234,14 @@ def _by_opcode(accesses: list[Access]) -> dict[str, Access]:
         t.ideal_sectors += a.ideal_sectors
         t.bytes += a.bytes
         t.worst = max(t.worst, a.worst)
-    return total
+    return list(total.values())
 
 
 class _KernelData:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.executions = np.zeros(len(program.blocks), np.int64)
-        self.accesses: dict[int, Access] = {}
+        self.accesses: dict[tuple[int, str], Access] = {}  # by instruction and space
         self.diverged = np.zeros(len(program.blocks), np.int64)
         self.atomic_updates = 0
 
@@ -392,10 +395,12 @@ class Report:
 
     def _access(self, site: int, space: str) -> Access:
         data = self._data()
-        if site not in data.accesses:
+        key = site, space  # cp.async accesses two spaces
+        if key not in data.accesses:
             x = data.program.instructions[site]
-            data.accesses[site] = Access(x, space, x.root in ("st", "red", "atom"))
-        return data.accesses[site]
+            write = x.root in ("st", "red", "atom") or (x.root == "cp" and space == "shared")
+            data.accesses[key] = Access(x, space, write)
+        return data.accesses[key]
 
     def shared_access(self, site: int, address: Array, size: int, mask: Mask, lanes: Lanes) -> None:
         """Count a shared access of `size` bytes per lane."""

@@ -57,10 +57,11 @@ def backend(
     ----------
     name : {"reference", "emulator"}, optional
         "reference", the default outside of any block: NumPy in float64. "emulator": the CUDA
-        kernels, compiled to PTX for sm_75 and executed on NumPy by `cupyattn.emulator`, with the
-        checks of a call, configurations and launches that a GPU would get. The environment variable
-        CUPYATTN_BACKEND sets the default. Without a name, only `checks` and `report` change. With
-        a name, these two start from their defaults.
+        kernels, compiled to PTX and executed on NumPy by `cupyattn.emulator`, with the checks of a
+        call, configurations and launches that a GPU would get: a Turing GPU (sm_75), or the one
+        that the environment variable CUPYATTN_ARCH names (80, 86, 89, 90, ...) when the block
+        begins. The variable CUPYATTN_BACKEND sets the default. Without a name, only `checks` and
+        `report` change. With a name, these two start from their defaults.
     checks : bool or emulator.Checks, optional
         On the emulator, the faults to look for in the kernels: all with True, the default; none
         with False; those of an `emulator.Checks`. On a GPU, True checks the values in arrays, such

@@ -13,7 +13,7 @@ from support.search import deep
 import cupyattn
 from cupyattn import emulator, reference
 from cupyattn.emulator.machine.global_memory import GlobalMemory
-from cupyattn.runtime.arch import TURING, Arch, arch_of
+from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.spec import Specialisation
@@ -27,13 +27,14 @@ def run_code_of(
 ) -> None:
     """Have the emulator run kernels for an architecture, of what `changed` makes of their PTX."""
 
-    def module(specialisation: Specialisation) -> emulator.Module:
+    def module(specialisation: Specialisation, target: Arch) -> emulator.Module:
+        assert target is arch
         ptx = compile_ptx(specialisation, arch).code.decode()
         assert f".target {arch.real}" in ptx
         return emulator.load(changed(specialisation, ptx))
 
     monkeypatch.setattr(emulated_device, "_module", module)
-    monkeypatch.setattr(emulated_device.EmulatedDevice, "arch", arch)
+    monkeypatch.setenv(ARCH_VARIABLE, str(arch.number))
 
 
 @pytest.mark.parametrize("arch", [arch_of(80), *deep(TURING)], ids=lambda arch: arch.real)

@@ -1,8 +1,9 @@
 """Tensor-core instructions against the fragment tables of the PTX ISA, element by element."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -53,13 +54,13 @@ def _load(array: str, kind: str, prefix: str, start: int, count: int) -> str:
     return "\n".join(lines)
 
 
-def mma_kernel(k: int, accumulator: str, chain: int = 1) -> str:
+def mma_kernel(k: int, accumulator: str, chain: int = 1, kind: str = "f16") -> str:
     a, b = k // 4, k // 8
     c = 4 if accumulator == "f32" else 2
-    kind, prefix = ("f32", "f") if accumulator == "f32" else ("b32", "r")
+    stored, prefix = ("f32", "f") if accumulator == "f32" else ("b32", "r")
     body = ["mov.u32 %r60, %tid.x;", _load("a", "b32", "r", 0, a), _load("b", "b32", "r", 10, b),
-            _load("c", kind, prefix, 20, c)]  # fmt: skip
-    types = f"{accumulator}.f16.f16.{accumulator}"
+            _load("c", stored, prefix, 20, c)]  # fmt: skip
+    types = f"{accumulator}.{kind}.{kind}.{accumulator}"
     d = _vector(prefix, 20, c)
     body += [
         f"mma.sync.aligned.m16n8k{k}.row.col.{types} {d}, {_vector('r', 0, a)}, "
@@ -68,21 +69,27 @@ def mma_kernel(k: int, accumulator: str, chain: int = 1) -> str:
     body.append(
         f"ld.param.u64 %rd1, [c]; mul.wide.u32 %rd2, %r60, {4 * c}; add.s64 %rd3, %rd1, %rd2;"
     )
-    body += [f"st.global.{kind} [%rd3+{4 * i}], %{prefix}{20 + i};" for i in range(c)]
+    body += [f"st.global.{stored} [%rd3+{4 * i}], %{prefix}{20 + i};" for i in range(c)]
     parameters = ".param .u64 a, .param .u64 b, .param .u64 c"
-    return kernel_text("\n".join(body), parameters, target=80 if k == 16 else 75)
+    newer = k == 16 or kind == "bf16"
+    return kernel_text("\n".join(body), parameters, target=80 if newer else 75)
 
 
 @pytest.mark.parametrize("k", [8, 16])
-@pytest.mark.parametrize("accumulator", ["f32", "f16"])
+@pytest.mark.parametrize(("kind", "accumulator"), [("f16", "f32"), ("f16", "f16"), ("bf16", "f32")])
 @pytest.mark.parametrize("chain", [1, 3])
-def test_mma(k: int, accumulator: str, chain: int) -> None:
-    a, b = RNG.standard_normal((16, k)).astype("f2"), RNG.standard_normal((k, 8)).astype("f2")
+def test_mma(k: int, kind: str, accumulator: str, chain: int) -> None:
+    dtype = np.float16 if kind == "f16" else ml_dtypes.bfloat16
+    a, b = (RNG.standard_normal(shape).astype(dtype) for shape in ((16, k), (k, 8)))
     c = RNG.standard_normal((16, 8)).astype("f4" if accumulator == "f32" else "f2")
     in_c = np.ascontiguousarray(fragments(c, c_position, 4))
     emulator.run(
-        mma_kernel(k, accumulator, chain), "k", 1, 32,
-        [fragments(a, a_position, k // 2), fragments(b, b_position, k // 4), in_c],
+        mma_kernel(k, accumulator, chain, kind), "k", 1, 32,
+        [
+            fragments(a, a_position, k // 2).view("u2"),
+            fragments(b, b_position, k // 4).view("u2"),
+            in_c,
+        ],
     )  # fmt: skip
     want = c.astype("f8")
     for _ in range(chain):
@@ -232,7 +239,8 @@ def test_fusion_keeps_the_meaning() -> None:
         np.testing.assert_allclose(got, fragments(matrix, c_position, 4), rtol=1e-5, atol=1e-5)
 
 
-# Integers: PTX ISA, "Matrix fragments for mma.m8n8k16" and "... mma.m8n8k32".
+# Integers: PTX ISA, "Matrix fragments for mma.m8n8k16", "... mma.m8n8k32", "... mma.m16n8k16" and
+# "... mma.m16n8k32".
 
 RANGES = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}
 INT32 = np.iinfo(np.int32)
@@ -240,7 +248,10 @@ INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True)
 class Integers:
-    """Chains of `steps` products of every A (`rows`, 8 x k) with every B (`columns`, k x 8)."""
+    """Chains of `steps` products of every A (`rows`, 8 x k) with every B (`columns`, k x 8).
+
+    An instruction takes `halves` of A one below the other, and `parts` of A and B side by side.
+    """
 
     a: str
     b: str
@@ -250,6 +261,8 @@ class Integers:
     steps: int = 1
     warps: int = 1  # of each block
     blocks: int = 1
+    halves: int = 1
+    parts: int = 1
 
     @property
     def bits(self) -> int:
@@ -262,7 +275,8 @@ class Integers:
     @property
     def opcode(self) -> str:
         limited = ".satfinite" if self.saturates else ""
-        return f"mma.sync.aligned.m8n8k{self.k}.row.col{limited}.s32.{self.a}.{self.b}.s32"
+        shape = f"m{8 * self.halves}n8k{self.parts * self.k}"
+        return f"mma.sync.aligned.{shape}.row.col{limited}.s32.{self.a}.{self.b}.s32"
 
     def text(self) -> str:
         """Return a kernel: the registers of a lane lie together in a, b and c."""
@@ -279,14 +293,18 @@ class Integers:
         for array, registers in (("a", a), ("b", b), ("c", c)):
             body.append(self._address(array, len(registers)))
             body += [f"ld.global.u32 {x}, [%rd3+{4 * i}];" for i, x in enumerate(registers)]
-        for step in range(steps):
-            for row in range(self.rows):
+        for step in range(0, steps, self.parts):
+            for row in range(0, self.rows, self.halves):
                 for column in range(self.columns):
-                    d = ", ".join(c[2 * (row * self.columns + column) :][:2])
-                    left, right = a[row * steps + step], b[column * steps + step]
-                    body.append(f"{self.opcode} {{{d}}}, {{{left}}}, {{{right}}}, {{{d}}};")
+                    below, beside = range(row, row + self.halves), range(step, step + self.parts)
+                    d = [x for i in below for x in c[2 * (i * self.columns + column) :][:2]]
+                    left = [a[i * steps + k] for k in beside for i in below]
+                    right = [b[column * steps + k] for k in beside]
+                    operands = [f"{{{', '.join(x)}}}" for x in (d, left, right, d)]
+                    body.append(f"{self.opcode} {', '.join(operands)};")
         body += [f"st.global.u32 [%rd3+{4 * i}], {x};" for i, x in enumerate(c)]
-        return kernel_text("\n".join(body), ".param .u64 a, .param .u64 b, .param .u64 c")
+        target = 80 if self.halves > 1 else 75
+        return kernel_text("\n".join(body), ".param .u64 a, .param .u64 b, .param .u64 c", target)
 
     @staticmethod
     def _address(array: str, count: int) -> str:
@@ -325,7 +343,8 @@ class Integers:
         for step in range(self.steps):
             left, right = a[:, None, step], b[None, :, step].swapaxes(-1, -2)
             want = want + left @ right
-            want = want.clip(INT32.min, INT32.max) if self.saturates else want
+            if self.saturates and (step + 1) % self.parts == 0:
+                want = want.clip(INT32.min, INT32.max)
         want = want.astype(np.int32)  # wrapped
         for lane in range(len(out)):
             warp, (group, thread) = lane // 32, divmod(lane % 32, 4)
@@ -364,10 +383,24 @@ products = st.builds(
 )
 
 
+def tall(problem: Integers, parts: int) -> Integers:
+    """Return the same with instructions of 16 rows and 16 or 32 columns, which 8 bits have."""
+    if problem.bits != 8:
+        return problem
+    rows, steps = 2 * problem.rows, parts * problem.steps
+    return replace(problem, rows=rows, steps=steps, halves=2, parts=parts)
+
+
+products |= st.builds(tall, products, st.integers(1, 2))
+
+
 @given(products, st.integers(0, 1 << 30), st.booleans())
 @example(Integers("s8", "u8", True, rows=2, columns=3, steps=2, warps=2, blocks=2), 0, True)
 @example(Integers("s8", "s8", rows=2, columns=2, warps=3, blocks=7), 2, False)  # many at once
 @example(Integers("u4", "s4", False, rows=3, columns=2, steps=2), 1, True)
+@example(tall(Integers("u8", "s8", True, rows=2, columns=3, steps=2, warps=2), 2), 3, True)
+@example(tall(Integers("s8", "s8", rows=2, columns=3, steps=3, warps=2, blocks=9), 2), 4, False)
+@example(tall(Integers("s8", "u8", rows=1, columns=2, steps=2), 1), 5, False)
 @examples(20, deep=300)
 def test_integer_mma(problem: Integers, seed: int, extreme: bool) -> None:
     problem.check(*integers(problem, seed, extreme))
@@ -413,15 +446,18 @@ def test_a_chain_whose_sum_exceeds_int32_wraps() -> None:
     assert (c == 2100 * 16 * 255 * 255).all()  # above 2^31
 
 
-def test_guarded_integer_mma() -> None:
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_guarded_integer_mma(parts: int) -> None:
     """A guarded product is written on its own."""
-    problem = Integers("s8", "s8")
+    problem = tall(Integers("s8", "s8"), parts) if parts else Integers("s8", "s8")
     text = problem.text()
     guarded = text.replace(problem.opcode, f"@%p1 {problem.opcode}")
     guarded = guarded.replace("mov.u32 %r1, %ctaid.x;", "mov.u32 %r1, %ctaid.x; "
                               "setp.eq.u32 %p1, %r1, 1;")  # fmt: skip
-    a, b, c = (np.arange(64, dtype=np.uint32).reshape(64, 1) for _ in range(3))
-    c = np.repeat(c, 2, 1)
+    lane = np.arange(64, dtype=np.uint32).reshape(64, 1)
+    a, b = (lane * np.arange(1, n + 1, dtype=np.uint32) for n in (problem.rows * problem.steps,
+                                                                  problem.steps))  # fmt: skip
+    c = np.repeat(lane, 2 * problem.rows, 1)
     plain = c.copy()
     emulator.run(text, "k", 2, 32, [a, b, plain])
     emulator.run(guarded, "k", 2, 32, [a, b, c])  # block 1 alone
@@ -432,6 +468,8 @@ def test_guarded_integer_mma() -> None:
 def test_integer_products_are_one_operation() -> None:
     source = emulator.load(Integers("s8", "u8", rows=3, columns=4, steps=2).text())
     assert source.program("k").source.count("matrix.multiply_integers(") == 1
+    newer = emulator.load(tall(Integers("s8", "u8", rows=3, columns=4, steps=2), 2).text())
+    assert newer.program("k").source.count("matrix.multiply_integers(") == 1
     limited = emulator.load(Integers("s8", "u8", True, rows=3, columns=4, steps=2).text())
     assert limited.program("k").source.count("matrix.multiply_integers(") == 2  # each step's limits
 
@@ -468,7 +506,7 @@ def test_unwritten_integer_fragments_spoil_sums() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("s8.s8", "s8.s4", "m8n8k16 of s8 and u8"),
+        ("s8.s8", "s8.s4", "m16n8k16, m16n8k32 and m8n8k16 of s8 and u8"),
         ("m8n8k16", "m8n8k32", "m8n8k32 of s4 and u4"),
         ("m8n8k16", "m16n8k16", "needs sm_80"),
         ("m8n8k16", "m16n8k32", "needs sm_80"),

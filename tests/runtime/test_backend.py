@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import devices
 from support.processes import environment
+from support.search import deep
 
 import cupyattn
 from cupyattn import backend, emulator, softmax
 from cupyattn.emulator import Checks, Report
-from cupyattn.runtime.arch import TURING
+from cupyattn.emulator.ptx.architecture import SHARED_BYTES
+from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, arch_of
 from cupyattn.runtime.arrays import adopt
 from cupyattn.runtime.backend import BACKEND_VARIABLE, device_of, running_on
 from cupyattn.runtime.device import Device
+from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.records import record_of
@@ -63,6 +67,34 @@ def _outside_of_every_block(monkeypatch):
     monkeypatch.delenv(BACKEND_VARIABLE, raising=False)
     with backend("reference"):
         yield
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("number", [75, 80, *deep(86, 89, 90)])
+def test_the_emulator_has_the_architecture_that_the_environment_names(number, monkeypatch):
+    """Each block reads it; kernels are compiled for it, and meet its limit of shared memory."""
+    targets = []
+    load = emulated_device.emulator.load
+    monkeypatch.setattr(emulated_device.emulator, "load", lambda ptx, *texts, **options:
+                        targets.append(ptx) or load(ptx, *texts, **options))  # fmt: skip
+    emulated_device._module.cache_clear()
+    monkeypatch.setenv(ARCH_VARIABLE, str(number))
+    with backend("emulator"):
+        device = chosen()
+        found = softmax(X)
+    assert (device.arch, device.traits.arch) == (arch_of(number), number)
+    assert f".target sm_{number}" in targets[-1]
+    assert SHARED_BYTES[number] == device.arch.shared_bytes_per_cta
+    np.testing.assert_allclose(found, softmax(X), rtol=1e-6)
+    monkeypatch.delenv(ARCH_VARIABLE)
+    with backend("emulator"):
+        assert chosen().arch is TURING
+        softmax(X)
+    assert ".target sm_75" in targets[-1]
+    with devices.emulated(number) as device:
+        assert chosen() is device
+        assert device.arch.number == number
+        np.testing.assert_array_equal(softmax(X), found)
 
 
 def test_names():

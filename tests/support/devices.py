@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
-from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING
+from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING, arch_of
 from cupyattn.runtime.arrays import Layout, span
+from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
@@ -127,6 +128,17 @@ class EmulatedArrays:
     def get(self, array: NDArray[Any]) -> NDArray[Any]:
         """Copy."""
         return array.copy()
+
+
+@contextmanager
+def emulated(arch: int, checks: Checks | None = None) -> Iterator[EmulatedDevice]:
+    """Run the public functions on an emulated device of compute capability `arch`, such as 80.
+
+    CUPYATTN_ARCH does the same for ``backend("emulator")``; this needs no environment variable.
+    """
+    device = EmulatedDevice(checks or Checks.all(), arch=arch_of(arch))
+    with running_on(device):
+        yield device
 
 
 NUMPY, EMULATED, CUPY = NumpyArrays(), EmulatedArrays(), GpuArrays()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn import emulator
-from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arch import TURING, Arch
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.source import texts_named_in
 from cupyattn.runtime.spec import KernelSpec
@@ -16,16 +16,16 @@ KERNELS = Path(__file__).parent.parent / "emulator" / "kernels"
 
 
 @cache
-def compile_text(name: str) -> str:
-    """Compile ``emulator/kernels/<name>`` to compute_75 PTX."""
+def compile_text(name: str, arch: Arch = TURING) -> str:
+    """Compile ``emulator/kernels/<name>`` to PTX."""
     spec = KernelSpec(Path(name).stem, str(KERNELS / name), parameters=())
-    return compile_ptx(spec.specialise(threads=32), TURING).code.decode()
+    return compile_ptx(spec.specialise(threads=32), arch).code.decode()
 
 
 @cache
-def compile_module(name: str) -> emulator.Module:
+def compile_module(name: str, arch: Arch = TURING) -> emulator.Module:
     """Compile ``emulator/kernels/<name>`` and load it."""
-    ptx = compile_text(name)
+    ptx = compile_text(name, arch)
     return emulator.load(ptx, texts_named_in(ptx, KERNELS / name))
 
 

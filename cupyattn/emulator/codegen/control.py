@@ -167,13 +167,15 @@ def _multiply(gen: CodeGenerator, x: Instruction) -> None:
         wanted = "{}, {}, {} and {}".format(*form.registers)
         raise gen.unsupported(x, f"{form.shape} takes fragments of {wanted} registers")
     d, a, b, c = found
+    if form.is_integer:  # all steps of rows 0-7, then those of rows 8-15
+        a = [name for half in range(form.a_registers) for name in a[half :: form.a_registers]]
     left = ", ".join(gen.value(name, "u4") for name in a)
     right = ", ".join(gen.value(name, "u4") for name in b)
     start = ", ".join(gen.value(name, form.dtype) for name in c)
-    method, numbers = "multiply", f"1, {form.steps}, "
+    method, numbers = "multiply", f"1, {form.steps}, {form.a!r}, "
     if form.is_integer:
         method = "multiply_integers"
-        numbers = f"1, 1, {form.steps}, {form.a!r}, {form.b!r}, {form.saturates}, "
+        numbers = f"{form.a_registers}, 1, {form.steps}, {form.a!r}, {form.b!r}, {form.saturates}, "
     elif form.accumulator == "f16":
         method, numbers = "multiply_half", ""
     gen.line(f"_v = matrix.{method}([{left}], [{right}], [{start}], {numbers}{gen.mask}, {x.site})")

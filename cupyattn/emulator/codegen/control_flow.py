@@ -21,6 +21,7 @@ from cupyattn.emulator.ptx.model import Function, Instruction
 _NO_RESULT = frozenset(
     [
         "st",
+        "cp",
         "red",
         "bra",
         "brx",

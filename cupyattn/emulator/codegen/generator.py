@@ -158,6 +158,7 @@ class _RuntimeNames:
         "atomics = batch.atomics",
         "warp_sync = schedule.warp_sync",
         "matrix = batch.matrix",
+        "copies = batch.copies",
     )
 
 

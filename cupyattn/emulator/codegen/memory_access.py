@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, address conversions, ``mov`` and ``ldmatrix``."""
+"""Loads, stores, ``cp.async``, atomics, address conversions, ``mov`` and ``ldmatrix``."""
 
 from __future__ import annotations
 
@@ -66,6 +66,43 @@ def _store(gen: CodeGenerator, x: Instruction) -> None:
     values = "".join(gen.value(v, unsigned(size)) + ", " for v in elements)
     address = gen.address(x.operands[0])
     gen.line(f"{_memory(gen, x)}.store({address}, {size}, ({values}), {gen.mask}, {x.site})")
+
+
+_COPY = re.compile(
+    r"cp\.async\.(ca|cg)\.shared(::cta)?\.global(\.L2::cache_hint)?(\.L2::(64|128|256)B)?"
+)
+
+
+def _async_copy(gen: CodeGenerator, x: Instruction) -> None:
+    if x.opcode == "cp.async.commit_group":
+        gen.line(f"copies.commit({gen.mask})")
+    elif x.opcode == "cp.async.wait_all":
+        gen.line(f"copies.wait(None, {gen.mask})")
+    elif x.opcode == "cp.async.wait_group":
+        gen.line(f"copies.wait({int(x.operands[0], 0)}, {gen.mask})")
+    else:
+        _start_copy(gen, x)
+
+
+def _start_copy(gen: CodeGenerator, x: Instruction) -> None:
+    match = _COPY.fullmatch(x.opcode)
+    if not match:
+        raise gen.unsupported(x)
+    target, source, size, *others = x.operands
+    if size not in (("16",) if match.group(1) == "cg" else ("4", "8", "16")):
+        raise gen.unsupported(x, ".ca copies 4, 8 or 16 bytes, .cg 16")
+    if match.group(3):
+        others.pop()  # a cache policy, which has no effect
+    count = "None"
+    if others and gen.stored.get(others[0].lstrip("!")) == "b1":  # whether to ignore the source
+        zero, whole = gen.constant(0, "u4"), gen.constant(int(size), "u4")
+        count = f"where({gen.value(others[0], 'b1')}, {zero}, {whole})"
+    elif others:
+        count = gen.value(others[0], "u4")
+    gen.line(
+        f"copies.start({gen.address(target)}, {gen.address(source)}, {size}, {count}, {gen.mask}, "
+        f"{x.site})"
+    )
 
 
 def _atomic(gen: CodeGenerator, x: Instruction) -> None:
@@ -164,6 +201,7 @@ LOWERINGS: dict[str, Lowering] = {
     "ld": _load,
     "ldu": _load,
     "st": _store,
+    "cp": _async_copy,
     "atom": _atomic,
     "red": _atomic,
     "cvta": _convert_address,

@@ -309,18 +309,18 @@ class MmaForm:
 
     @property
     def steps(self) -> int:
-        """The number of products that the others are chains of: m16n8k8, m8n8k16 or m8n8k32."""
-        return 2 if self.shape == "m16n8k16" else 1
+        """The number of steps, one register of B each: 16 bytes of a row of A."""
+        return 2 if self.shape == ("m16n8k32" if self.is_integer else "m16n8k16") else 1
 
     @property
     def a_registers(self) -> int:
-        """The registers of A in a step; B has one."""
-        return 1 if self.is_integer else 2
+        """The registers of A in a step, each 8 rows; B has one."""
+        return 2 if self.shape.startswith("m16") else 1
 
     @property
     def sums(self) -> int:
         """The registers of C, and of D."""
-        return 4 if self.accumulator == "f32" else 2
+        return 2 if self.accumulator == "f16" else 2 * self.a_registers
 
     @property
     def dtype(self) -> str:
@@ -338,16 +338,18 @@ _MMA_FORMS = {
     f"mma.sync.aligned.{form.shape}.row.col{'.satfinite' * form.saturates}."
     f"{form.accumulator}.{form.a}.{form.b}.{form.accumulator}": form
     for form in (
-        *(MmaForm(shape, "f16", "f16", accumulator)
-          for shape in ("m16n8k8", "m16n8k16") for accumulator in ("f32", "f16")),
+        *(MmaForm(shape, kind, kind, accumulator)
+          for shape in ("m16n8k8", "m16n8k16")
+          for kind, accumulator in (("f16", "f32"), ("f16", "f16"), ("bf16", "f32"))),
         *(MmaForm(shape, a, b, "s32", saturates)
-          for shape, types in (("m8n8k16", _BYTES), ("m8n8k32", _NIBBLES))
+          for shape, types in (("m8n8k16", _BYTES), ("m8n8k32", _NIBBLES),
+                               ("m16n8k16", _BYTES), ("m16n8k32", _BYTES))
           for a in types for b in types for saturates in (False, True)),
     )
 }  # fmt: skip
 MMA_FORMS = (
-    "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators, m8n8k16 of s8 and u8, "
-    "and m8n8k32 of s4 and u4"
+    "mma.m16n8k8 and m16n8k16 .row.col of f16 with f16 or f32 accumulators, and of bf16 with f32, "
+    "m16n8k16, m16n8k32 and m8n8k16 of s8 and u8, and m8n8k32 of s4 and u4"
 )
 """The forms that run, for an error message."""
 
@@ -408,23 +410,35 @@ class MmaChain:
         grid: list[list[int]],
     ) -> None:
         """Write one product of chains by number: those of a row have A in common, of a column B."""
-        chains = [chain for chains in grid for chain in chains]
+        form = self.form
         left = [a for chains in grid for a in self._left(operands[chains[0]])]
         right = [b for chain in grid[0] for b in self._right(operands[chain])]
-        start = [row for chain in chains for row in operands[chain][: self.form.sums]]
-        form = self.form
         if form.is_integer:
             method = "multiply_integers"
-            numbers = f"{len(grid)}, {len(grid[0])}, {self.steps}, {form.a!r}, {form.b!r}, "
+            # 8 rows of A are multiplied alone: of each the registers of all steps, and two sums
+            tall = form.a_registers
+            left = [
+                a
+                for first in range(0, len(left), tall * self.steps)
+                for half in range(tall)
+                for a in left[first + half :: tall][: self.steps]
+            ]
+            sums = [(chain, 2 * half + i) for chains in grid for half in range(tall)
+                    for chain in chains for i in range(2)]  # fmt: skip
+            numbers = f"{tall * len(grid)}, {len(grid[0])}, {self.steps}, {form.a!r}, {form.b!r}, "
             numbers += f"{form.saturates}"
         else:
-            method, numbers = "multiply", f"{len(chains)}, {self.steps}"
+            sums = [(chain, i) for chains in grid for chain in chains for i in range(form.sums)]
+            method = "multiply"
+            numbers = f"{len(sums) // form.sums}, {self.steps}, {form.a!r}"
+        start = [operands[chain][i] for chain, i in sums]
         name = gen.temporary()
         gen.line(
             f"{name} = matrix.{method}({gather(left, 'u4')}, {gather(right, 'u4')}, "
             f"{gather(start, form.dtype)}, {numbers}, mask, {self.site})"
         )
-        for index, row in enumerate(row for chain in chains for row in results[chain]):
+        for index, (chain, i) in enumerate(sums):
+            row = results[chain][i]
             row.expression, row.stack, row.index = f"{name}[{index}]", name, index
 
 

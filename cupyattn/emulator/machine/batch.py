@@ -17,6 +17,7 @@ import numpy as np
 
 from cupyattn.emulator.checks import Checks
 from cupyattn.emulator.errors import KernelFault, KernelTrap
+from cupyattn.emulator.machine.async_copies import AsyncCopies
 from cupyattn.emulator.machine.atomics import AtomicOperations
 from cupyattn.emulator.machine.barriers import Barriers
 from cupyattn.emulator.machine.block_memory import (
@@ -209,6 +210,7 @@ class BlockBatch:
         )
         self.atomics = AtomicOperations(lanes, report)
         self.generic = GenericMemory(lanes, self.shared, self.local, self.global_, self.atomics)
+        self.copies = AsyncCopies(lanes, self.shared, self.global_)
         self.matrix = MatrixOperations(lanes, checks, shared, tracker, report)
 
     def hang(self, block: int, mask: Mask | None) -> KernelFault:

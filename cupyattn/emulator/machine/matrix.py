@@ -7,7 +7,8 @@ bytes. A (16x8) is two of them, rows 0-7 and 8-15; B (8x8) is one, transposed (r
 
 The same holds for integers ("Matrix fragments for mma.m8n8k16", "... mma.m8n8k32"): a row g of A
 (8x16 or 8x32) and a column g of B are 16 bytes, the registers of the lanes with that g, lowest item
-first.
+first. m16n8k16 and m16n8k32 of 8-bit integers are made of m8n8k16: A is rows 0-7, then 8-15, of
+each 16 columns, C and D are rows 0-7, then 8-15.
 """
 
 from __future__ import annotations
@@ -96,9 +97,15 @@ class MatrixOperations:
             packed[...] = registers
         return packed
 
-    def _fragments(self, registers: Array | list[Array], count: int) -> np.ndarray:
-        """Return float32 (count, warps, 8, 8) from a stack of registers of packed float16 pairs."""
-        halves = HALF_TO_FLOAT.take(self._packed(registers, count).view(np.uint16))
+    def _fragments(self, registers: Array | list[Array], count: int, kind: str) -> np.ndarray:
+        """Return float32 (count, warps, 8, 8) from a stack of registers of packed pairs."""
+        packed = self._packed(registers, count)
+        if kind == "bf16":
+            numbers = np.empty((*packed.shape, 2), np.uint32)
+            np.left_shift(packed, 16, out=numbers[..., 0])
+            np.bitwise_and(packed, 0xFFFF0000, out=numbers[..., 1])
+            return numbers.view(np.float32).reshape(count, self.warps, 8, 8)
+        halves = HALF_TO_FLOAT.take(packed.view(np.uint16))
         return halves.reshape(count, self.warps, 8, 8)
 
     def multiply(
@@ -108,6 +115,7 @@ class MatrixOperations:
         c: Array | list[Array],
         chains: int,
         steps: int,
+        kind: str,
         mask: Mask,
         site: int,
     ) -> np.ndarray:
@@ -124,6 +132,8 @@ class MatrixOperations:
         c : stack
             The accumulators that the chains start from, 4 of each.
         chains, steps : int
+        kind : str
+            "f16" or "bf16".
 
         Returns
         -------
@@ -132,9 +142,9 @@ class MatrixOperations:
         """
         self._converged(mask, site, "mma.sync.aligned")
         warps = self.warps
-        left = self._fragments(a, 2 * steps)
+        left = self._fragments(a, 2 * steps, kind)
         left = left.reshape(steps, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4)
-        right = self._fragments(b, steps * chains)
+        right = self._fragments(b, steps * chains, kind)
         right = right.reshape(chains, steps, warps, 8, 8).transpose(2, 1, 4, 0, 3)
         product = left.reshape(warps, 16, 8 * steps) @ right.reshape(warps, 8 * steps, 8 * chains)
         # (warp, half, g, chain, t, pair) -> (chain, half, pair, warp, g, t)
@@ -223,7 +233,7 @@ class MatrixOperations:
     ) -> tuple[Array, Array]:
         """Multiply one ``mma`` with float16 accumulators; the sum is rounded once, at the end."""
         start = [half for register in c for half in self._halves(register)]
-        sums = self.multiply(a, b, start, 1, len(b), mask, site)
+        sums = self.multiply(a, b, start, 1, len(b), "f16", mask, site)
         low = self._pack(sums[0], sums[1])
         high = self._pack(sums[2], sums[3])
         return low, high

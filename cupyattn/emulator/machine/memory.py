@@ -115,17 +115,21 @@ class MemorySpace:
     def before_update(self, index: Array, size: int, mask: np.ndarray, site: int) -> None:
         """Check an atomic update of the lanes in `mask`."""
 
+    def gather(self, address: Array, width: int, mask: Mask, site: int) -> Array:
+        """Load one element of `width` bytes; with a mask the result is a vector over its lanes."""
+        pieces = self.locate(address, width, mask, site, False)
+        if len(pieces) == 1 and pieces[0].lanes is None:
+            return pieces[0].elements.take(pieces[0].index)
+        lanes = self.shape if mask is None else (int(np.count_nonzero(mask)),)
+        values = np.zeros(lanes, ELEMENT[width])
+        for elements, index, chosen in pieces:
+            values[chosen] = elements.take(index)
+        return values
+
     def load(self, address: Array, size: int, count: int, mask: Mask, site: int) -> Array:
         """Load `count` consecutive elements of `size` bytes: one array, or a tuple of them."""
         width = size * count
-        pieces = self.locate(address, width, mask, site, False)
-        if len(pieces) == 1 and pieces[0].lanes is None:
-            values = pieces[0].elements.take(pieces[0].index)
-        else:
-            lanes = self.shape if mask is None else (int(np.count_nonzero(mask)),)
-            values = np.zeros(lanes, ELEMENT[width])
-            for elements, index, chosen in pieces:
-                values[chosen] = elements.take(index)
+        values = self.gather(address, width, mask, site)
         if mask is not None:
             every = np.zeros(self.shape, ELEMENT[width])
             every[mask] = values
@@ -163,6 +167,11 @@ class MemorySpace:
     ) -> None:
         """Assign `values`; of equal indices the last wins."""
         elements[index] = values
+
+    def check_alignment(self, address: Array, size: int, mask: Mask, site: int) -> None:
+        """Refuse addresses of the lanes in `mask` that are no multiples of `size`."""
+        if self.checks.alignment:
+            self._check_alignment(broadcast_active(address, mask, self.shape), size, mask, site)
 
     def _check_alignment(self, offset: Array, size: int, mask: Mask, site: int) -> None:
         bitwise_or: Any = np.bitwise_or  # NumPy's stubs differ on axis=None from version to version

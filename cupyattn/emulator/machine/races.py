@@ -20,7 +20,7 @@ marks the granules that it touches. At the barrier the block's part of the log i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -178,6 +178,10 @@ class Marks:
         """Mark all that an access touches."""
         self.used = True
         self._elements[access.per][access.index] = self._marked[access.per]
+
+    def clear(self, access: LoggedAccess) -> None:
+        """Remove the marks of all that an access touches."""
+        self._elements[access.per][access.index] = 0
 
     def any(self, access: LoggedAccess) -> bool:
         """Tell whether an access touches a mark."""
@@ -355,6 +359,13 @@ class History:
         return Threads(*(each.take(lanes) for each in self._every[1]))
 
 
+class CopiesOnTheirWay(Protocol):
+    """Bytes of shared memory that no access may touch (`async_copies`)."""
+
+    def check(self, access: LoggedAccess, site: int) -> None:
+        """Refuse an access to them."""
+
+
 class SharedMemoryTracker:
     """Checks every access to a batch's shared memory."""
 
@@ -369,6 +380,7 @@ class SharedMemoryTracker:
         self.clocks = Clocks(lanes)
         self.history = History(lanes, self.clocks, count, self.granule)
         self.written = Marks(count, self.granule)
+        self.copies: CopiesOnTheirWay | None = None  # while there are any on their way
 
     @staticmethod
     def bytes_per_block(program: Program, shared_bytes: int, threads: int) -> int:
@@ -380,7 +392,7 @@ class SharedMemoryTracker:
         return 4 * (-(-shared_bytes // program.shared_granule) * records + units * units)
 
     # ------------------------------------------------------------------ accesses
-    def _access(
+    def access(
         self,
         index: Array,
         size: int,
@@ -390,20 +402,23 @@ class SharedMemoryTracker:
         is_write: bool = False,
         atomic: bool = False,
     ) -> LoggedAccess:
+        """Describe an access by index in elements of `size` bytes."""
         epoch = self.clocks.epoch
         return LoggedAccess(index, size // self.granule, mask, lanes, epoch, is_write, atomic)
 
     def read(self, index: Array, size: int, mask: Mask, site: int) -> None:
         """Check and note loads."""
-        self._read(self._access(index, size, mask), site)
+        self._read(self.access(index, size, mask), site)
 
     def read_rows(self, index: np.ndarray, lanes: np.ndarray, mask: Mask, site: int) -> None:
         """Check and note the 16-byte rows that whole warps load at once (``ldmatrix``)."""
-        self._read(self._access(index, 16, mask, lanes=lanes), site)
+        self._read(self.access(index, 16, mask, lanes=lanes), site)
 
     def _read(self, access: LoggedAccess, site: int) -> None:
         if not access.index.size:
             return
+        if self.copies is not None:
+            self.copies.check(access, site)
         self._check_written(access, site)
         if self.races:
             if self.history.meets_write(access):
@@ -413,11 +428,13 @@ class SharedMemoryTracker:
 
     def write(self, index: Array, values: np.ndarray, mask: Mask, site: int) -> None:
         """Check and note stores, before they happen."""
-        self._write(self._access(index, values.itemsize, mask, is_write=True), values, site)
+        self._write(self.access(index, values.itemsize, mask, is_write=True), values, site)
 
     def atomic(self, index: Array, size: int, mask: Mask, site: int) -> None:
         """Check and note atomic updates: they race with loads and stores, not with each other."""
-        access = self._access(index, size, mask, is_write=True, atomic=True)
+        access = self.access(index, size, mask, is_write=True, atomic=True)
+        if self.copies is not None:
+            self.copies.check(access, site)
         if index.size:
             self._check_written(access, site)
         self._write(access, None, site)
@@ -425,10 +442,23 @@ class SharedMemoryTracker:
     def _write(self, access: LoggedAccess, values: np.ndarray | None, site: int) -> None:
         if not access.index.size:
             return
+        if self.copies is not None:
+            self.copies.check(access, site)
         if self.races:
-            if self.history.meets_read(access) or self.history.meets_write(access):
-                self.history.settle()
-                self._check_write(access, values, site)
+            self.check_store(access, values, site)
+            self.history.note(access)
+        self.written.set(access)
+
+    def check_store(self, access: LoggedAccess, values: np.ndarray | None, site: int) -> None:
+        """Refuse a store that races with what other threads have done."""
+        if self.history.meets_read(access) or self.history.meets_write(access):
+            self.history.settle()
+            self._check_write(access, values, site)
+
+    def arrive(self, index: Array, size: int, mask: Mask) -> None:
+        """Note the bytes of copies that arrive (``cp.async``): stores, checked at their start."""
+        access = self.access(index, size, mask, is_write=True)
+        if self.races:
             self.history.note(access)
         self.written.set(access)
 

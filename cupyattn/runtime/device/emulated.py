@@ -21,7 +21,7 @@ from cupyattn.runtime.tuning import tuned_override
 
 
 class EmulatedDevice(SimulatedDevice):
-    """A device that executes the kernels' PTX for Turing on the emulator, with checks.
+    """A device that executes the kernels' PTX on the emulator, with checks.
 
     Parameters
     ----------
@@ -29,6 +29,8 @@ class EmulatedDevice(SimulatedDevice):
         The faults to look for.
     report : emulator.Report, optional
         Filled with metrics of the launches.
+    arch : Arch, optional
+        The architecture that it emulates; without one that of CUPYATTN_ARCH, else Turing.
 
     Attributes
     ----------
@@ -36,14 +38,17 @@ class EmulatedDevice(SimulatedDevice):
         Whether it emulates a device with tensor cores. CUPYATTN_TENSOR_CORES=0 disables them.
     """
 
-    arch: Arch = TURING
     multiprocessors = 2
     """Few, so that kernels loop over small problems as they do over large ones on a GPU."""
 
-    def __init__(self, checks: emulator.Checks, report: emulator.Report | None = None) -> None:
-        # These variables are for GPUs, but invalid values raise here too.
-        arch_override()
-        tuned_override()
+    def __init__(
+        self,
+        checks: emulator.Checks,
+        report: emulator.Report | None = None,
+        arch: Arch | None = None,
+    ) -> None:
+        self.arch = arch or arch_override() or TURING
+        tuned_override()  # for GPUs, but an invalid value raises here too
         self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks
         self.report = report
@@ -55,7 +60,7 @@ class EmulatedDevice(SimulatedDevice):
 
     def load(self, specialisation: Specialisation) -> EmulatedKernel:
         """Return the kernel; all emulated devices share parsed and translated modules."""
-        return EmulatedKernel(self, specialisation, _module(specialisation))
+        return EmulatedKernel(self, specialisation, _module(specialisation, self.arch))
 
 
 class _KeptTranslations:
@@ -72,9 +77,9 @@ class _KeptTranslations:
 
 
 @lru_cache(maxsize=64)  # 2 MB each; reading one again takes about 10 ms
-def _module(specialisation: Specialisation) -> emulator.Module:
+def _module(specialisation: Specialisation, arch: Arch) -> emulator.Module:
     source = source_root() / specialisation.spec.source
-    ptx = compile_ptx(specialisation, EmulatedDevice.arch).code.decode()
+    ptx = compile_ptx(specialisation, arch).code.decode()
     return emulator.load(ptx, texts_named_in(ptx, source), translations=_KeptTranslations())
 
 

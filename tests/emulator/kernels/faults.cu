@@ -343,3 +343,116 @@ KERNEL spins_from(volatile float* y, int first) {
   if ((int)threadIdx.x < first) return;
   while (y[0] == 0.f) y[1] = 1.f;  // SPIN
 }
+#if __CUDA_ARCH__ >= 800  // copies from global to shared memory, of 64 threads
+// A macro, so that a copy has the line of its use.
+#define COPY(TO, FROM, BYTES)                                     \
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: \
+                   "r"(shared_address(TO)), "l"(FROM), "r"(BYTES) \
+               : "memory")
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+template <int most> __device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(most) : "memory");
+}
+
+KERNEL copy_without_wait(const uint4* x, uint4* y, int other, int wait_before, int barrier, int wait_after) {
+  __shared__ uint4 s[64];
+  s[threadIdx.x] = make_uint4(7, 7, 7, 7);
+  __syncthreads();
+  COPY(s + threadIdx.x, x + threadIdx.x, 16);  // COPY
+  if (wait_before) wait_all();
+  if (barrier) __syncthreads();
+  if (wait_after) wait_all();
+  y[threadIdx.x] = s[threadIdx.x ^ other];  // EARLY
+}
+KERNEL copy_over_read(const uint4* x, uint4* y, int ok) {
+  __shared__ uint4 s[64];
+  s[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  const uint4 v = s[threadIdx.x ^ 32];
+  if (ok) __syncthreads();
+  COPY(s + threadIdx.x, x + threadIdx.x + 64, 16);  // COPY_WAR
+  wait_all();
+  y[threadIdx.x] = v;
+}
+KERNEL copy_over_store(const uint4* x, uint4* y, int ok) {
+  __shared__ uint4 s[64];
+  s[threadIdx.x ^ 32] = x[threadIdx.x];
+  if (ok) __syncthreads();
+  COPY(s + threadIdx.x, x + threadIdx.x + 64, 16);  // COPY_WAW
+  wait_all();
+  y[threadIdx.x] = s[threadIdx.x];
+}
+KERNEL store_over_copy(const uint4* x, uint4* y, int ok, int atomic) {
+  __shared__ uint4 s[64];
+  s[threadIdx.x] = x[threadIdx.x];
+  COPY(s + threadIdx.x, x + threadIdx.x, 16);
+  if (ok) wait_all();
+  if (atomic)
+    atomicAdd((u32*)(s + threadIdx.x), 1u);  // ATOMIC_OVER_COPY
+  else
+    s[threadIdx.x].x = 5;  // STORE_OVER_COPY
+  wait_all();
+  y[threadIdx.x] = s[threadIdx.x];
+}
+KERNEL two_copies(const uint4* x, uint4* y, int ok, int distance) {
+  __shared__ uint4 s[64];
+  COPY(s + threadIdx.x, x + threadIdx.x, 16);
+  if (ok) wait_all();
+  COPY(s + threadIdx.x, x + threadIdx.x + distance, 16);  // TWO_COPIES
+  wait_all();
+  y[threadIdx.x] = s[threadIdx.x];
+}
+KERNEL matrix_of_copies(const uint4* x, u32* y, int waits) {  // a warp reads rows that eight of its lanes copy
+  __shared__ uint4 s[64];
+  if (threadIdx.x % 32 < 8) COPY(s + threadIdx.x, x + threadIdx.x, 16);
+  if (waits) wait_all();
+  __syncthreads();
+  u32 r, a = shared_address(s + (threadIdx.x & ~31) + (threadIdx.x & 7));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(a) : "memory");  // ROWS
+  y[threadIdx.x] = r;
+}
+KERNEL copies_to_one_place(const uint4* x, uint4* y, int distance) {
+  __shared__ uint4 s[64];
+  COPY(s + threadIdx.x / 2, x + threadIdx.x / 2 + (threadIdx.x & 1) * distance, 16);  // ONE_PLACE
+  wait_all();
+  __syncthreads();
+  y[threadIdx.x] = s[threadIdx.x / 2];
+}
+KERNEL copy_bounds(const char* x, uint4* y, int from, int bytes, int to) {
+  extern __shared__ uint4 dynamic[];
+  COPY((char*)(dynamic + threadIdx.x) + to, x + 16 * threadIdx.x + from, bytes);  // COPY_BOUNDS
+  wait_all();
+  y[threadIdx.x] = dynamic[threadIdx.x];
+}
+KERNEL copy_and_leave(const uint4* x, u32* y) {
+  __shared__ uint4 s[64];
+  COPY(s + threadIdx.x, x + threadIdx.x, 16);
+  y[threadIdx.x] = 1;
+}
+// y is the sum of `tiles` tiles of x, each read by another thread than copied it: in three stages, two on their way.
+KERNEL copy_pipeline(const uint4* x, uint4* y, int tiles, int on_their_way, int barrier, int late) {
+  constexpr int kStages = 3;
+  __shared__ uint4 s[kStages][64];
+  const int here = threadIdx.x, there = here ^ 32;
+  for (int tile = 0; tile < kStages - 1; tile++) {
+    if (tile < tiles) COPY(&s[tile][here], x + tile * 64 + here, 16);
+    commit();
+  }
+  uint4 sum = make_uint4(0, 0, 0, 0);
+  for (int tile = 0; tile < tiles; tile++) {
+    const int next = tile + kStages - 1;
+    if (!late && next < tiles) COPY(&s[next % kStages][here], x + next * 64 + here, 16);  // BEFORE_BARRIER
+    if (!late) commit();
+    if (on_their_way == 0) wait<0>();
+    if (on_their_way == 1) wait<1>();
+    if (on_their_way == 2) wait<2>();
+    if (barrier) __syncthreads();
+    if (late && next < tiles) COPY(&s[next % kStages][here], x + next * 64 + here, 16);  // AFTER_BARRIER
+    if (late) commit();
+    const uint4 v = s[tile % kStages][there];  // TILE
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  y[here] = sum;
+}
+#endif
