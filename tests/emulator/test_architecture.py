@@ -17,7 +17,8 @@ FORMS = {
     70: [
         "fma.rn.sat.f16x2 r0, r1, r2, r3", "abs.f16 h0, h1", "setp.gt.f16x2 p|q, r0, r1",
         "set.gt.f16x2.f16x2 r0, r1, r2", "max.ftz.f32 f0, f1, f2", "max.s32 r0, r1, r2",
-        "cvt.rn.f16.f64 h0, e1", "cvt.rni.f16.f16 h0, h1", "dp4a.u32.u32 r0, r1, r2, r3",
+        "cvt.rz.satfinite.f16.f32 h0, f0", "cvt.rn.f16.f64 h0, e1", "cvt.rni.f16.f16 h0, h1",
+        "dp4a.u32.u32 r0, r1, r2, r3",
         "atom.global.add.noftz.f16 h0, [d0], h1", "match.any.sync.b32 r0, r1, -1",
         "ld.global.L1::no_allocate.u32 r0, [d0]", "fence.acq_rel.gpu", "fence.proxy.alias",
         "prefetch.global.L1 [d0]", "barrier.sync 1, 64", "ex2.approx.ftz.f32 f0, f1",
@@ -40,8 +41,27 @@ FORMS = {
         "fma.rn.relu.f16 h0, h1, h2, h3", "discard.global.L2 [d0], 128",
         "prefetch.global.L2::evict_last [d0]", "ld.global.L2::256B.u32 r0, [d0]",
         "ld.global.L2::cache_hint.u32 r0, [d0], d1",
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {f0,f1,f2,f3}, {r0,r1}, {r2}, "
+        "{f0,f1,f2,f3}",
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {f0,f1,f2,f3}, {r0,r1,r2,r3}, "
+        "{r4,r5}, {f0,f1,f2,f3}",
+        "mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {r0,r1,r2,r3}, {r4,r5}, {r6}, "
+        "{r0,r1,r2,r3}",
+        "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {r0,r1,r2,r3}, "
+        "{r4,r5,r6,r7}, {r8,r0}, {r0,r1,r2,r3}",
+        "cvt.rn.satfinite.f16x2.f32 r0, f0, f1", "cvt.rn.satfinite.bf16x2.f32 r0, f0, f1",
+        "cvt.rn.relu.satfinite.bf16.f32 h0, f0", "cvt.rz.satfinite.bf16.f32 h0, f0",
+        "fma.rn.bf16x2 r0, r1, r2, r3", "fma.rn.relu.bf16 h0, h1, h2, h3",
+        "min.bf16x2 r0, r1, r2", "max.NaN.bf16 h0, h1, h2", "neg.bf16x2 r0, r1", "abs.bf16 h0, h1",
+        "cp.async.cg.shared.global [s], [d0], 16, r1", "cp.async.commit_group",
+        "cp.async.ca.shared.global.L2::128B [s], [d0], 4", "cp.async.wait_group 3",
+        "cp.async.cg.shared.global.L2::cache_hint.L2::256B [s], [d0], 16, d1",
+        "cp.async.ca.shared.global [s], [d0], 8, 3", "cp.async.ca.shared.global [s], [d0], 8, p",
+        "cp.async.wait_all",
     ],
     90: [
+        "add.bf16x2 r0, r1, r2", "sub.rn.bf16 h0, h1, h2", "mul.bf16x2 r0, r1, r2",
+        "ex2.approx.ftz.bf16x2 r0, r1", "tanh.approx.bf16 h0, h1", "setp.gt.bf16x2 p|q, r0, r1",
         "cvt.rn.f16.bf16 h0, h1", "cvt.rn.bf16.f16 h0, h1", "cvt.f64.bf16 e0, h1",
         "cvt.rni.s32.bf16 r0, h1", "fence.acq_rel.cluster", "fence.proxy.async",
         "fence.mbarrier_init.release.cluster", "ld.acquire.cluster.global.u32 r0, [d0]",
@@ -92,7 +112,7 @@ def test_the_assembler_agrees(older: int | None, target: int) -> None:
 
 
 def test_needed_target_of_forms_that_are_not_run() -> None:
-    for opcode, target in (("fma.rn.bf16", 80), ("add.bf16x2", 80), ("redux.sync.add.s32", 70)):
+    for opcode, target in (("fma.rn.bf16", 80), ("add.bf16x2", 90), ("redux.sync.add.s32", 70)):
         assert needed_target(opcode) == target
 
 
@@ -117,6 +137,11 @@ def test_known_targets(target: int) -> None:
         "add.f32.f16 f0, h0, f1",
         "fma.rn.f32.f16 f0, h0, h1, f1",
         "fma.rn.oob.f16 h0, h1, h2, h3",
+        "fma.rn.ftz.bf16x2 r0, r1, r2, r3",
+        "fma.rn.sat.bf16 h0, h1, h2, h3",
+        "rcp.approx.bf16 h0, h1",
+        "cvt.rn.satfinite.f32.f64 f0, e0",
+        "cvt.rn.satfinite.s32.f32 r0, f0",
         "cvt.rs.f16x2.f32 r0, f0, f1, r1",
         "ld.global.v8.b32 {r0,r1,r2,r3,r4,r5,r6,r7}, [d0]",
         "st.global.v4.f64 [d0], {e0,e1,e2,e3}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -334,12 +335,140 @@ def test_bfloat() -> None:
     bits = apply("cvt.rn.bf16.f32 $d, $0", "b16", "u2", ("f32", values), target=80)
     back = apply("cvt.f32.bf16 $d, $0", "f32", "f4", ("b16", bits), target=80)
     keep = np.isfinite(values)
-    want = [
-        round_exact(Fraction(float(x)), "rn", 8, -133, float(2.0**128 * (1 - 2.0**-8)), np.float32)
-        for x in values[keep]
-    ]
+    want = [to_bfloat(Fraction(float(x))) for x in values[keep]]
     np.testing.assert_array_equal(back[keep].astype("f8"), want)
     assert np.isnan(back[np.isnan(values)]).all()
+
+
+def to_bfloat(value: Fraction) -> float:
+    largest = float(2.0**128 * (1 - 2.0**-8))
+    return round_exact(value, "rn", 8, -133, largest, np.float32)
+
+
+def bfloats(count: int, seed: int, spread: int) -> np.ndarray:
+    """Bits of bfloat16: numbers of many magnitudes, some next to a tie when added, and edges."""
+    rng = np.random.default_rng(seed)
+    numbers = (rng.standard_normal(count) * 2.0 ** rng.integers(-spread, spread, count)).astype(
+        "f4"
+    )
+    edges = np.array([0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC1,
+                      0x3F80, 0xBF80, 0x3B80, 0x3B00], np.uint16)  # fmt: skip
+    bits = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return rng.permutation(np.concatenate([bits, np.tile(edges, 1 + count // 60)]))
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+_SUMS: dict[str, Callable[..., Any]] = {
+    "fma.rn": lambda a, b, c: a * b + c,
+    "add": lambda a, b: a + b,
+    "sub.rn": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+}
+
+
+@pytest.mark.parametrize(
+    ("operation", "target"), [("fma.rn", 80), ("add", 90), ("sub.rn", 90), ("mul", 90)]
+)
+@pytest.mark.parametrize("paired", [False, True])
+def test_bfloat_arithmetic_rounds_once(operation: str, target: int, paired: bool) -> None:
+    count = 3 if operation == "fma.rn" else 2
+    operands = [bfloats(400, seed, 70 if seed == 2 else 20) for seed in range(count)]
+    operands = [bits[: min(map(len, operands)) // 2 * 2] for bits in operands]
+    kind, stored = ("b32", np.uint32) if paired else ("b16", np.uint16)
+    registers = ", ".join(f"${i}" for i in range(count))
+    opcode = f"{operation}.bf16{'x2' * paired}"
+    given = [(kind, bits.view(stored)) for bits in operands]
+    bits = apply(f"{opcode} $d, {registers}", kind, stored, *given, target=target).view(np.uint16)
+    got = widened(bits)
+    numbers = [widened(x) for x in operands]
+    with np.errstate(all="ignore"):
+        rough = _SUMS[operation](*(x.astype("f8") for x in numbers)).astype("f4")
+    finite = np.logical_and.reduce([np.isfinite(x) for x in numbers])
+    for i in np.flatnonzero(finite):
+        exact = _SUMS[operation](*(Fraction(float(n[i])) for n in numbers))
+        assert got[i] == to_bfloat(exact), (i, [n[i] for n in numbers])
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(rough))
+    np.testing.assert_array_equal(got[~finite], rough[~finite])
+    zero = finite & (got == 0) & (rough == 0)
+    np.testing.assert_array_equal(np.signbit(got[zero]), np.signbit(rough[zero]))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_bfloat_extrema(paired: bool) -> None:
+    kind, stored = ("b32", np.uint32) if paired else ("b16", np.uint16)
+    a, b = (bfloats(200, seed, 20)[:200] for seed in (5, 6))
+    a[:4], b[:4] = [0, 0x8000, 0x7FC0, 0x7FC0], [0x8000, 0, 0x3F80, 0x7FFF]
+    x, y = widened(a), widened(b)
+    for root, function, sign in (("min", np.fmin, True), ("max", np.fmax, False)):
+        for nan in (False, True):
+            text = f"{root}{'.NaN' * nan}.bf16{'x2' * paired} $d, $0, $1"
+            given = ((kind, a.view(stored)), (kind, b.view(stored)))
+            got = widened(apply(text, kind, stored, *given, target=80).view(np.uint16))
+            want = np.where(nan & (np.isnan(x) | np.isnan(y)), np.nan, function(x, y))
+            np.testing.assert_array_equal(got, want)
+            assert (np.signbit(got[:2]) == sign).all()
+    for root, function in (("neg", np.negative), ("abs", np.abs)):
+        text = f"{root}.bf16{'x2' * paired} $d, $0"
+        got = widened(apply(text, kind, stored, (kind, a.view(stored)), target=80).view(np.uint16))
+        np.testing.assert_array_equal(got, function(x))
+
+
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_packed_conversions(kind: str, relu: bool, finite: bool) -> None:
+    edges = [
+        65504,
+        65519,
+        65520,
+        1e5,
+        -1e5,
+        3.38e38,
+        3.3953e38,
+        3.4e38,
+        -3.4e38,
+        1 + 2**-9,
+        2**-134,
+    ]
+    high = np.concatenate([floats(), np.array(edges, "f4")])
+    low = high[::-1].copy()
+    modifiers = ".relu" * relu + ".satfinite" * finite
+    text = f"cvt.rn{modifiers}.{kind}x2.f32 $d, $0, $1"
+    got = apply(text, "b32", np.uint32, ("f32", high), ("f32", low), target=80)
+    alone = apply(
+        f"cvt.rn{modifiers}.{kind}.f32 $d, $0", "b16", np.uint16, ("f32", high), target=80
+    )
+    np.testing.assert_array_equal(got >> 16, alone)
+    np.testing.assert_array_equal((got & 0xFFFF)[::-1], alone)
+    back = alone.view(np.float16).astype("f4") if kind == "f16" else widened(alone)
+    largest = 65504.0 if kind == "f16" else float(2.0**128 * (1 - 2.0**-8))
+    for value, result in zip(high, back, strict=True):
+        if np.isnan(value):
+            assert np.isnan(result)
+            continue
+        want = float(value)
+        if np.isfinite(value):
+            rounded = to_half if kind == "f16" else to_bfloat
+            want = rounded(Fraction(want))
+        if finite:
+            want = min(max(want, -largest), largest)
+        assert result == (max(want, 0.0) if relu else want), value
+
+
+def test_approximate_functions_of_bfloat() -> None:
+    bits = bfloats(200, 9, 3)[:200]
+    x = widened(bits).astype("f8")
+    for text, function in (("ex2.approx.ftz", np.exp2), ("tanh.approx", np.tanh)):
+        for kind, stored in (("b16", np.uint16), ("b32", np.uint32)):
+            opcode = f"{text}.bf16{'x2' * (kind == 'b32')}"
+            result = apply(f"{opcode} $d, $0", kind, stored, (kind, bits.view(stored)), target=90)
+            got = widened(result.view(np.uint16))
+            with np.errstate(over="ignore"):
+                want = function(x).astype("f4")
+            np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-126)
 
 
 @pytest.mark.parametrize("kind", ["s32", "u32", "s8", "u16", "s64", "u64"])

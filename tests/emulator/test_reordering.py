@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.ptx import kernel_text
@@ -15,6 +16,8 @@ from cupyattn.emulator.codegen import reordering
 FLOATS, WORDS, HALVES = 8, 4, 3
 BINARY = ("add.f32", "add.ftz.f32", "sub.ftz.f32", "mul.f32", "mul.ftz.f32", "min.f32",
           "max.ftz.f32")  # fmt: skip
+PACKED = ("cvt.rn.f16x2.f32", "cvt.rn.satfinite.f16x2.f32", "cvt.rn.bf16x2.f32",
+          "cvt.rn.satfinite.bf16x2.f32")  # fmt: skip
 UNARY = ("neg.f32", "neg.ftz.f32", "abs.ftz.f32", "ex2.approx.ftz.f32", "ex2.approx.f32")
 
 
@@ -43,6 +46,8 @@ class Program:
                 f"fma.rn{choose(('', '.ftz'))}.f32 {reg('f')}, {reg('f')}, {a}, {reg('f')};",
                 f"selp.f32 {reg('f')}, {reg('f')}, {a}, {reg('p')};",
                 f"cvt.rn{choose(('', '.ftz'))}.f16.f32 {reg('h')}, {reg('f')};",
+                f"{choose(PACKED)} {reg('r')}, {reg('f')}, {a};",
+                f"{choose(('min', 'max'))}.bf16x2 {reg('r')}, {reg('r')}, {reg('r')};",
                 f"mov.b32 {reg('r')}, {{{reg('h')}, {reg('h')}}};",
                 f"mov.b32 {reg('r')}, {reg('f')};",
                 f"mov.b32 {reg('f')}, {reg('r')};",
@@ -60,7 +65,8 @@ class Program:
 
     def run(self) -> list[str]:
         """Return a tile's worth of one operation on registers in a row, perhaps of its results."""
-        name = self.random.choice(("mul.ftz.f32", "add.ftz.f32", "fma.rn.ftz.f32", "ex2"))
+        names = "mul.ftz.f32", "add.ftz.f32", "fma.rn.ftz.f32", "ex2", self.random.choice(PACKED)
+        name = self.random.choice(names)
         count, first = self.random.randrange(4, FLOATS + 1), self.random.randrange(FLOATS)
         other = self.register("f")
         lines = []
@@ -68,6 +74,8 @@ class Program:
             target, source = f"%f{(first + i) % FLOATS}", f"%f{(first + 2 * i) % FLOATS}"
             if name == "ex2":
                 lines.append(f"ex2.approx.ftz.f32 {target}, {source};")
+            elif name in PACKED:
+                lines.append(f"{name} %r{i % WORDS}, {source}, {target};")
             elif name.startswith("fma"):
                 lines.append(f"{name} {target}, {source}, {other}, {target};")
             else:
@@ -115,7 +123,7 @@ def execute(text: str, blocks: int, threads: int, seed: int) -> np.ndarray:
     x = rng.standard_normal((blocks * threads, STRIDE)).astype(np.float32)
     odd = np.array([0.0, -0.0, 1e-39, -1e-39, 2.0**-126, 1e38, np.inf], np.float32)
     x = np.where(rng.random(x.shape) < 0.3, rng.choice(odd, x.shape), x)
-    ptx = kernel_text("\n".join([*PLACE, *LOAD, text, *STORE]), ".param .u64 x")
+    ptx = kernel_text("\n".join([*PLACE, *LOAD, text, *STORE]), ".param .u64 x", target=80)
     ptx = ptx.replace(".reg .pred", ".reg .b16 %h<4>;\n.reg .pred", 1)
     module = emulator.load(ptx)
     emulator.launch(module, "k", blocks, threads, [x])
@@ -145,12 +153,13 @@ def test_stacked_is_as_one_by_one(blocks, threads, monkeypatch):
 class Products:
     """Random PTX of whole numbers: chains of ``mma``, and what reads and overwrites their parts.
 
-    8 pairs of float16 of a lane are A and B, 16 floats four accumulators. All numbers are whole and
-    small, so that sums are exact in any order.
+    8 pairs of float16 or bfloat16 of a lane are A and B, 16 floats four accumulators. All numbers
+    are whole and small, so that sums are exact in any order.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.kind = ("f16", "bf16")[seed % 2]
 
     def pair(self) -> str:
         return f"%r{self.random.randrange(8)}"
@@ -161,9 +170,12 @@ class Products:
             d = self.random.randrange(4)
         fragments = [", ".join(f"%f{4 * n + i}" for i in range(4)) for n in (d, c)]
         a = "%r0, %r1" if self.random.random() < 0.5 else f"{self.pair()}, {self.pair()}"
+        b, k = self.pair(), 8
+        if self.random.random() < 0.2:
+            a, b, k = f"{a}, {self.pair()}, {self.pair()}", f"{b}, {self.pair()}", 16
         return (
-            f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {{{fragments[0]}}}, {{{a}}}, "
-            f"{{{self.pair()}}}, {{{fragments[1]}}};"
+            f"mma.sync.aligned.m16n8k{k}.row.col.f32.{self.kind}.{self.kind}.f32 "
+            f"{{{fragments[0]}}}, {{{a}}}, {{{b}}}, {{{fragments[1]}}};"
         )
 
     def other(self) -> str:
@@ -187,7 +199,8 @@ class Products:
 def execute_products(text: str, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     x = np.zeros((32, 24), np.uint32)
-    x[:, :8] = rng.integers(-2, 3, (32, 16)).astype(np.float16).view(np.uint32)
+    kind = ml_dtypes.bfloat16 if ".bf16" in text else np.float16
+    x[:, :8] = rng.integers(-2, 3, (32, 16)).astype(kind).view(np.uint32)
     x[:, 8:] = rng.integers(-9, 10, (32, 16)).astype(np.float32).view(np.uint32)
     body = ["mov.u32 %r10, %tid.x; ld.param.u64 %rd1, [x];"]
     body += ["mul.wide.u32 %rd2, %r10, 96; add.s64 %rd3, %rd1, %rd2;"]
@@ -196,7 +209,7 @@ def execute_products(text: str, seed: int) -> np.ndarray:
     body += ["setp.gt.f32 %p0, %f0, %f1;", text]
     body += [f"st.global.u32 [%rd3+{4 * i}], %r{i};" for i in range(8)]
     body += [f"st.global.f32 [%rd3+{32 + 4 * i}], %f{i};" for i in range(16)]
-    emulator.run(kernel_text("\n".join(body), ".param .u64 x"), "k", 1, 32, [x])
+    emulator.run(kernel_text("\n".join(body), ".param .u64 x", target=80), "k", 1, 32, [x])
     return x
 
 
@@ -226,9 +239,21 @@ class IntegerProducts(Products):
         d = c = self.random.randrange(4)
         if self.random.random() < 0.2:
             d = self.random.randrange(4)
+        if self.random.random() < 0.3:
+            return self.tall(d // 2, c // 2)
         kind = self.KINDS[0] if self.random.random() < 0.7 else self.random.choice(self.KINDS)
         d, c = (f"%r{20 + 2 * n}, %r{21 + 2 * n}" for n in (d, c))
         return f"mma.sync.aligned.{kind} {{{d}}}, {{{self.pair()}}}, {{{self.pair()}}}, {{{c}}};"
+
+    def tall(self, d: int, c: int) -> str:
+        """Return a product of 16 rows: its sums are two of the four accumulators."""
+        k, limited = self.random.choice((16, 32, 32)), self.random.choice(("", "", ".satfinite"))
+        a, b = (", ".join(self.pair() for _ in range(count * k // 16)) for count in (2, 1))
+        sums = [", ".join(f"%r{20 + 4 * n + i}" for i in range(4)) for n in (d, c)]
+        return (
+            f"mma.sync.aligned.m16n8k{k}.row.col{limited}.s32.s8.u8.s32 {{{sums[0]}}}, {{{a}}}, "
+            f"{{{b}}}, {{{sums[1]}}};"
+        )
 
     def other(self) -> str:
         r = [f"%r{20 + self.random.randrange(8)}" for _ in range(3)]
@@ -251,7 +276,7 @@ def execute_integer_products(text: str, seed: int) -> np.ndarray:
     body += [f"ld.global.u32 %r{r}, [%rd3+{4 * i}];" for i, r in enumerate(loaded)]
     body += ["setp.gt.u32 %p0, %r20, %r21;", text]
     body += [f"st.global.u32 [%rd3+{4 * i}], %r{r};" for i, r in enumerate(loaded)]
-    emulator.run(kernel_text("\n".join(body), ".param .u64 x"), "k", 1, 32, [x])
+    emulator.run(kernel_text("\n".join(body), ".param .u64 x", target=80), "k", 1, 32, [x])
     return x
 
 

@@ -240,6 +240,8 @@ def _set(gen: CodeGenerator, x: Instruction) -> None:
     compared = _comparison(gen, x, x.parts[1], of, x.operands[1], x.operands[2])
     if x.parts[2] in _LOGIC:
         compared = f"({compared}) {_LOGIC[x.parts[2]]} ({gen.value(x.operands[3], 'b1')})"
+    if of == "bf16x2":
+        raise gen.unsupported(x, "set of bf16x2")
     if of == "f16x2":
         yes = "1" if to == "f16x2" else "65535"
         value = f"np.where({compared}, u2.type({yes}), u2.type(0))"

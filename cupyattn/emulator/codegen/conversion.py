@@ -7,7 +7,7 @@ from cupyattn.emulator.ptx.model import Instruction, operand_dtype
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
 _ROUNDINGS = ("rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi")
-_MODIFIERS = (*_ROUNDINGS, "ftz", "sat", "relu")
+_MODIFIERS = (*_ROUNDINGS, "ftz", "sat", "satfinite", "relu")
 _SINGLE = {"f16": "f4", "bf16": "f4", "f32": "f4", "f64": "f8"}  # what a float is read as
 
 
@@ -23,6 +23,13 @@ def _read_float(gen: CodeGenerator, x: Instruction, operand: str, kind: str) -> 
     return value
 
 
+def _limited(x: Instruction, value: str, kind: str) -> str:
+    """Return an expression with the limits of ``.satfinite`` and ``.relu``."""
+    if "satfinite" in x.parts:
+        value = f"clamp_finite({value}, {kind!r})"
+    return f"relu({value})" if "relu" in x.parts else value
+
+
 def _write_float(gen: CodeGenerator, x: Instruction, target: str, value: str, kind: str) -> None:
     """Round `value` (float32 or float64) to `kind`, saturate, and assign it."""
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")
@@ -30,8 +37,7 @@ def _write_float(gen: CodeGenerator, x: Instruction, target: str, value: str, ki
     if kind in ("f16", "bf16"):
         if saturate:
             value = f"saturate({value})"
-        if "relu" in x.parts:
-            value = f"np.fmax({value}, 0)"
+        value = _limited(x, value, kind)
         name = "float_to_half" if kind == "f16" else "float_to_bfloat"
         gen.assign(target, f"{name}({value}, {rounding!r})", "u2")
         return
@@ -57,11 +63,12 @@ def _float_to_float(gen: CodeGenerator, x: Instruction, to: str, of: str) -> Non
 
 def _pair(gen: CodeGenerator, x: Instruction) -> None:
     """``cvt.f16x2.f32 d, high, low``."""
-    kind = {"f16x2": "half", "bf16x2": "bfloat"}[x.parts[-2]]
+    kind = x.parts[-2].removesuffix("x2")
     rounding = next((p for p in x.parts if p in _ROUNDINGS), "rn")
-    high, low = (_read_float(gen, x, operand, "f32") for operand in x.operands[1:3])
-    if "relu" in x.parts:
-        high, low = f"np.fmax({high}, 0)", f"np.fmax({low}, 0)"
+    high, low = (
+        _limited(x, _read_float(gen, x, operand, "f32"), kind) for operand in x.operands[1:3]
+    )
+    kind = "half" if kind == "f16" else "bfloat"
     parts = ", ".join(f"float_to_{kind}({v}, {rounding!r})" for v in (low, high))
     gen.assign(x.operands[0], f"pack(({parts}), u4, 16)", "u4")
 
@@ -70,6 +77,8 @@ def _convert(gen: CodeGenerator, x: Instruction) -> None:
     to, of = x.parts[-2:]
     if unknown := [part for part in x.parts[1:-2] if part not in _MODIFIERS]:
         raise gen.unsupported(x, f".{unknown[0]}")
+    if "satfinite" in x.parts and (of != "f32" or "f16" not in to):
+        raise gen.unsupported(x, f".satfinite of {to} from {of}")
     if to in ("f16x2", "bf16x2") and of == "f32":
         _pair(gen, x)
         return

@@ -1,4 +1,4 @@
-"""Floating-point instructions of f32, f64, f16 and f16x2."""
+"""Floating-point instructions of f32, f64, f16, f16x2, bf16 and bf16x2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _MODIFIERS = frozenset(
 )
 _DIRECTED = ("rz", "rm", "rp")
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_OF_BFLOATS = ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh")
 _FUNCTIONS = {
     "ex2": "np.exp2",
     "lg2": "np.log2",
@@ -25,8 +26,10 @@ _FUNCTIONS = {
 
 def float_operand(gen: CodeGenerator, x: Instruction, operand: str, kind: str) -> str:
     """Return an expression for an operand as NumPy floats, flushed if the instruction says so."""
-    if kind.startswith("bf16"):
-        raise gen.unsupported(x, "bfloat16 arithmetic; convert to f32")
+    if kind == "bf16x2":
+        return f"unpack_bfloats({gen.value(operand, 'u4')})"
+    if kind == "bf16":
+        return f"bfloat_to_float({gen.value(operand, 'u2')})"
     if kind == "f16x2":
         return f"unpack_halves({gen.value(operand, 'u4')})"
     if kind == "f16":
@@ -74,6 +77,18 @@ def _directed(gen: CodeGenerator, x: Instruction, mode: str, operands: list[str]
     return f"{name}({', '.join(operands)}, {how})"
 
 
+def _bfloat_expression(gen: CodeGenerator, root: str, operands: list[str]) -> str:
+    """Return an expression for a sum or product of bfloat16: all are an ``fma``, rounded once."""
+    if root == "fma":
+        a, b, c = operands
+    elif root == "mul":
+        (a, b), c = operands, gen.constant(-0.0, "f4")
+    else:
+        (a, c), b = operands, gen.constant(1.0, "f4")
+        c = f"np.negative({c})" if root == "sub" else c
+    return f"fma_bfloat({a}, {b}, {c})"
+
+
 def _float_expression(gen: CodeGenerator, x: Instruction, kind: str) -> tuple[str, bool]:
     """Return the expression of the result, and whether it is flushed already."""
     flushes = kind == "f32" and "ftz" in x.parts
@@ -89,6 +104,8 @@ def _float_expression(gen: CodeGenerator, x: Instruction, kind: str) -> tuple[st
         a, b = (_wide(gen, o, v) for o, v in zip(x.operands[1:3], operands[:2], strict=True))
         name = "fma_single_ftz" if flushes else "fma_single"
         return f"{name}({a}, {b}, {operands[2]})", flushes
+    if kind.startswith("bf16") and root in ("add", "sub", "mul", "fma"):
+        return _bfloat_expression(gen, root, operands), False
     if root in ("fma", "mad"):
         name = "fma_double" if kind == "f64" else "fma_half"
         return f"{name}({', '.join(operands)})", flushes
@@ -117,6 +134,8 @@ def _float_expression(gen: CodeGenerator, x: Instruction, kind: str) -> tuple[st
         function = _FUNCTIONS[root]
         if kind == "f32" and "approx" in x.parts and root != "sqrt":
             return f"through_double({function}, {operands[0]})", False
+        if kind.startswith("bf16"):
+            return f"through_double({function}, {operands[0]})", False
         if kind in ("f16", "f16x2"):
             return f"{function}({operands[0]}.astype(f8)).astype(f2)", False
         if root == "rcp":
@@ -133,18 +152,24 @@ def lower(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     if unknown := [part for part in x.parts[1:-1] if part not in _MODIFIERS]:
         raise gen.unsupported(x, f".{unknown[0]}")
+    if kind.startswith("bf16") and (x.root not in _OF_BFLOATS or "sat" in x.parts):
+        raise gen.unsupported(x, f"{x.root} of bfloat16")
     expression, flushed = _float_expression(gen, x, kind)
     if "ftz" in x.parts and kind == "f32" and not flushed:
         expression = f"flush({expression})"
-    elif "ftz" in x.parts and kind in ("f16", "f16x2") and x.root not in ("ex2",):
-        raise gen.unsupported(x, ".ftz of f16")
+    elif "ftz" in x.parts and "16" in kind and x.root not in ("ex2",):
+        raise gen.unsupported(x, f".ftz of {kind}")
     if "relu" in x.parts:
-        expression = f"maximum({expression}, {expression}.dtype.type(0))"
+        expression = f"relu({expression})"
     if "sat" in x.parts:
         expression = f"saturate({expression})"
     target = x.operands[0]
     if kind == "f16x2":
         gen.assign(target, f"pack_halves({expression})", "u4")
+    elif kind == "bf16x2":
+        gen.assign(target, f"pack_bfloats({expression})", "u4")
+    elif kind == "bf16":
+        gen.assign(target, f"float_to_bfloat({expression}, 'rn')", "u2")
     elif kind == "f16":
         gen.assign(target, f"({expression}).astype(f2, copy=False).view(u2)", "u2")
     else:

@@ -172,7 +172,14 @@ _BITS = {
     "shl.b32": "np.left_shift", "shr.u32": "np.right_shift", "shr.b32": "np.right_shift",
 }  # fmt: skip
 _HALVES = ("cvt.rn.f16.f32", "cvt.rn.ftz.f16.f32")
-_OTHERS = (*_HALVES, "mov.b32", "prmt.b32")
+_PAIRS = {  # the function, and the types of its two operands
+    "cvt.rn.f16x2.f32": ("nearest_halves", "f4"),
+    "cvt.rn.satfinite.f16x2.f32": ("finite_halves", "f4"),
+    "cvt.rn.bf16x2.f32": ("nearest_bfloats", "f4"),
+    "cvt.rn.satfinite.bf16x2.f32": ("finite_bfloats", "f4"),
+    "min.bf16x2": ("minimum_bfloats", "u4"), "max.bf16x2": ("maximum_bfloats", "u4"),
+}  # fmt: skip
+_OTHERS = (*_HALVES, *_PAIRS, "mov.b32", "prmt.b32")
 _SHIFTS = {str(amount) for amount in range(32)}
 
 
@@ -204,6 +211,9 @@ def _described(gen: CodeGenerator, x: Instruction) -> tuple[LaneOperation | None
     elif x.opcode in _HALVES:
         flushed = "ftz" in x.parts and may_be_subnormal(gen, operands[0])
         operation = LaneOperation("nearest_half", ("f4",), (False,), (flushed,), "u2")
+    elif x.opcode in _PAIRS:
+        function, kind = _PAIRS[x.opcode]
+        operation = _plain(function, (kind, kind), "u4")
     elif x.opcode == "mov.b32":
         operation, operands = _move(gen, x)
     elif x.opcode == "prmt.b32":

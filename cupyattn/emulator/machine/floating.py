@@ -25,6 +25,8 @@ _HALFWAY = np.asarray(np.uint64(1 << 28))
 _TINY = np.asarray(np.float64(2.0**-126))
 _EDGE = np.asarray(np.float64(2.0**-126 * (1 - 2.0**-25)))  # what 24 bits round up to normal
 _SCALE = np.asarray(np.float64(2.0**64))
+_UPPER = np.uint32(0xFFFF0000)  # a bfloat16 in a float32, or the second of a pair
+_LARGEST = {"f16": np.float32(65504), "bf16": np.float32(2.0**128 - 2.0**119 - 2.0**119 / 2)}
 
 
 def _only_zeros_besides(marked: Array, x: Array) -> bool:
@@ -280,6 +282,51 @@ def pack_halves(x: Array) -> Array:
     return np.ascontiguousarray(x.astype(_F2, copy=False)).view(np.uint32)[..., 0]
 
 
+def unpack_bfloats(x: Array) -> Array:
+    """Return packed pairs (u32) of bfloat16 as float32, with a last axis of two."""
+    bits = np.asarray(x)
+    pair = np.empty((*bits.shape, 2), np.uint32)
+    pair[..., 0] = bits << np.uint32(16)
+    pair[..., 1] = bits & _UPPER
+    return pair.view(_F4)
+
+
+def pack_bfloats(x: Array) -> Array:
+    """Round float32 with a last axis of two to bfloat16, and pack them into u32."""
+    return np.ascontiguousarray(float_to_bfloat(x, "rn")).view(np.uint32)[..., 0]
+
+
+def minimum_bfloats(a: Array, b: Array) -> Array:
+    """Return packed pairs of the smaller numbers (``min.bf16x2``)."""
+    return pack_bfloats(minimum(unpack_bfloats(a), unpack_bfloats(b)))
+
+
+def maximum_bfloats(a: Array, b: Array) -> Array:
+    """Return packed pairs of the larger numbers (``max.bf16x2``)."""
+    return pack_bfloats(maximum(unpack_bfloats(a), unpack_bfloats(b)))
+
+
+def fma_bfloat(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c of bfloat16 as float32, rounded to odd: bfloat16 then rounds it as once."""
+    product, addend = np.multiply(a, b, dtype=_F8), c.astype(_F8)
+    total = product + addend
+    exact = _to_odd(total, _sum_error(product, addend, total))
+    single = _directed(exact, _F4, "rz")
+    inexact = (single.astype(_F8) != exact) & np.isfinite(exact)
+    return (single.view(np.uint32) | inexact).view(_F4)
+
+
+def relu(x: Array) -> Array:
+    """Replace negative numbers and -0 by 0; NaN stays (``.relu``)."""
+    return np.where(x <= 0, x.dtype.type(0), x)
+
+
+def clamp_finite(x: Array, kind: str) -> Array:
+    """Clamp float32 to the range of ``f16`` or ``bf16``; NaN stays (``.satfinite``)."""
+    largest = _LARGEST[kind]
+    return np.clip(x, -largest, largest)
+
+
 def testp(x: Array, what: str) -> Array:
     """Test a property of a number (``testp``)."""
     normal = np.asarray(np.finfo(x.dtype).smallest_normal)
@@ -326,6 +373,36 @@ def nearest_half(x: Array) -> Array:
     return float_to_half(x, "rn")
 
 
+def nearest_halves(high: Array, low: Array) -> Array:
+    """Round float32 to float16, to nearest even, and return packed pairs."""
+    pair = np.empty((*np.broadcast_shapes(high.shape, low.shape), 2), _F2)
+    pair[..., 0] = low
+    pair[..., 1] = high
+    return pair.view(np.uint32)[..., 0]
+
+
+def finite_halves(high: Array, low: Array) -> Array:
+    """Return `nearest_halves` with 65504 instead of what is above."""
+    return nearest_halves(clamp_finite(high, "f16"), clamp_finite(low, "f16"))
+
+
+def _nearest_upper(x: Array) -> Array:
+    """Round float32 to bfloat16, to nearest even: the upper half of the bits returned."""
+    bits = np.asarray(x).view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    return np.where(np.isnan(x), np.uint32(0x7FFF0000), bits + (even + np.uint32(0x7FFF)))
+
+
+def nearest_bfloats(high: Array, low: Array) -> Array:
+    """Round float32 to bfloat16, to nearest even, and return packed pairs."""
+    return (_nearest_upper(high) & _UPPER) | (_nearest_upper(low) >> np.uint32(16))
+
+
+def finite_bfloats(high: Array, low: Array) -> Array:
+    """Return `nearest_bfloats` with the largest finite number instead of what is above."""
+    return nearest_bfloats(clamp_finite(high, "bf16"), clamp_finite(low, "bf16"))
+
+
 def bfloat_to_float(bits: Array) -> Array:
     """Return float32 from the bits of bfloat16: exact."""
     return (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -333,12 +410,9 @@ def bfloat_to_float(bits: Array) -> Array:
 
 def float_to_bfloat(x: Array, mode: str) -> Array:
     """Round float32 to bfloat16 (``rn`` or ``rz``) and return its bits."""
-    bits = np.asarray(x).view(np.uint32)
     if mode == "rn":
-        even = (bits >> np.uint32(16)) & np.uint32(1)
-        rounded = (bits + np.uint32(0x7FFF) + even) >> np.uint32(16)
-    else:
-        rounded = bits >> np.uint32(16)
+        return (_nearest_upper(x) >> np.uint32(16)).astype(np.uint16)
+    rounded = np.asarray(x).view(np.uint32) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint32(0x7FFF), rounded).astype(np.uint16)
 
 

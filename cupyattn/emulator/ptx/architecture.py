@@ -24,6 +24,7 @@ SHARED_BYTES = {
 _NEEDED = [
     (90, r"fence\..*(async|mbarrier_init|tensormap|sync_restrict)"),
     (90, r".*\.cluster(\.|$)"),  # the scope
+    (90, r"(add|sub|mul|ex2|tanh|set|setp)\..*bf16"),
     (90, r"cvt\.(?!.*(bf16(x2)?\.f32|f32\.bf16)$).*bf16"),
     (90, r"cp\.async\.(bulk|mbarrier.*\.cluster)"),
     (80, r"cp\.async"),
