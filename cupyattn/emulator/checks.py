@@ -1,6 +1,7 @@
 """Which faults a launch looks for.
 
-A fault names the block, the thread and the line of the ``.cu`` file (compile with ``-lineinfo``):
+A fault names the block, the thread, the line of the source (compile with ``-lineinfo``) and, if
+that line is of an inlined function, the lines that call it:
 
 ===================================  =============================================================
 fault                                found

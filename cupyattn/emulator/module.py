@@ -67,13 +67,13 @@ class Translation:
     def to_bytes(self) -> bytes:
         """Return everything but the entry's header, which is read from the PTX."""
         program = self.program
-        locations = list(dict.fromkeys(x.location for x in program.instructions))
+        locations = list(dict.fromkeys((x.location, x.callers) for x in program.instructions))
         place = {location: i for i, location in enumerate(locations)}
         parts = (
             program.code,
             [(name, x.dtype.str, x.tobytes()) for name, x in program.constants.items()],
             locations,
-            [(x.opcode, str(x), place[x.location]) for x in program.instructions],
+            [(x.opcode, str(x), place[x.location, x.callers]) for x in program.instructions],
             program.packed_source,
             [(block.start, block.stop) for block in program.blocks],
             vars(program.layout),
@@ -100,7 +100,7 @@ class Translation:
         values = {name: np.frombuffer(b, dtype).reshape(()) for name, dtype, b in constants}
         program = Program(
             header,
-            [Statement(opcode, text, locations[at]) for opcode, text, at in instructions],
+            [Statement(opcode, text, *locations[at]) for opcode, text, at in instructions],
             executable(code, values),
             code,
             values,

@@ -27,7 +27,7 @@ from cupyattn.runtime.arch import arch_of
 
 FILE = "faults.cu"
 X = np.arange(2048, dtype=np.uint32).reshape(512, 4) + 1000
-ON_ITS_WAY = "to which a copy is on its way that {} has started and not waited for"
+ON_ITS_WAY = "while a copy to it is on its way, which {} has started and not waited for"
 
 
 def run(kernel: str, *args: Any, y: np.ndarray | None = None, **options: Any) -> np.ndarray:
@@ -56,7 +56,11 @@ class TestFaults:
         assert (run("copy_without_wait", other, 1, 1, 0) == want).all()
         for barrier in (0, 1):
             text = fault(SharedMemoryRaceError, "EARLY", "copy_without_wait", other, 0, barrier, 0)
-            lane = f"lane {other % 32} of warp {other // 32} of the block" if other else "itself"
+            lane = (
+                f"lane {other % 32} of warp {other // 32} of the block"
+                if other
+                else "the thread itself"
+            )
             assert f"reads byte {16 * other} (in `s`" in text and ON_ITS_WAY.format(lane) in text
             assert f"at {FILE}:{line_of(FILE, '// COPY')}: COPY(" in text
 
@@ -91,7 +95,7 @@ class TestFaults:
         ).all()
         marker = ("STORE", "ATOMIC")[atomic] + "_OVER_COPY"
         text = fault(SharedMemoryRaceError, marker, "store_over_copy", 0, atomic)
-        assert "the thread writes byte 0" in text and ON_ITS_WAY.format("itself") in text
+        assert "the thread writes byte 0" in text and ON_ITS_WAY.format("the thread itself") in text
 
     def test_two_copies_to_one_place(self) -> None:
         assert (run("two_copies", 1, 64) == X[64:128]).all()
@@ -314,7 +318,7 @@ def check(seed: int) -> tuple[int, bool]:
     if not line:
         np.testing.assert_array_equal(result(Checks()), want)
         return line, overlap
-    with pytest.raises(SharedMemoryRaceError, match="to which a copy is on its way") as caught:
+    with pytest.raises(SharedMemoryRaceError, match="while a copy to it is on its way") as caught:
         result(Checks())
     assert caught.value.line == line, caught.value
     return line, overlap

@@ -142,6 +142,14 @@ def test_lines() -> None:
         mov.u32 %r3, 1;
         .loc 1 0 3
         mov.u32 %r4, 1;
+        .loc 1 14 9
+        .loc 3 50 2, function_name $L__info_string1, inlined_at 1 14 9
+        .loc 2 60 2, function_name $L__info_string2, inlined_at 3 50 2
+        .loc 3 70 4, function_name $L__info_string3, inlined_at 2 60 2
+        mov.u32 %r5, 1;
+        .loc 3 50 2, function_name $L__info_string1, inlined_at 1 15 9
+        .loc 3 70 4, function_name $L__info_string3, inlined_at 3 50 2
+        mov.u32 %r6, 1;
         """,
             "",
         )
@@ -154,6 +162,12 @@ def test_lines() -> None:
         ("/a//mma.cuh", 33),
         ("/a//mma.cuh", 33),  # line 0 says nothing
     ]
+    lines = [(x.location[1], [line for _, line in x.callers]) for x in function.instructions[:6]]
+    assert lines == [
+        (10, []), (12, []), (33, [13]), (33, [13]),
+        (70, [50, 14]),  # without the toolkit's
+        (70, [50, 15]),  # the caller that came last
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -238,12 +238,14 @@ class AsyncCopies:
         offset = granule % self.tracker.stride * self.tracker.granule
         copy, lane = self._copy_to(granule)
         warp, of_warp = divmod(lane % self.lanes.threads, 32)
-        whose = "itself" if lane == thread else f"lane {of_warp} of warp {warp} of the block"
+        whose = (
+            "the thread itself" if lane == thread else f"lane {of_warp} of warp {warp} of the block"
+        )
         raise self.lanes.fault(
             SharedMemoryRaceError,
             f"shared-memory race: the thread {verb} byte {offset}"
-            f"{self.shared.storage.nearest(offset)}, to which a copy is on its way that {whose} "
-            f"has started and not waited for (cp.async.wait_group), at "
+            f"{self.shared.storage.nearest(offset)} while a copy to it is on its way, which "
+            f"{whose} has started and not waited for (cp.async.wait_group), at "
             f"{self.lanes.describe(copy.site)}",
             site,
             lanes,

@@ -104,7 +104,7 @@ class Lanes:
         return active[np.broadcast_to(bad, active.shape)]
 
     def describe(self, site: int) -> str:
-        """Return "file:line: source [instruction]" of an instruction."""
+        """Return "file:line: source [instruction]", and the lines that call an inlined function."""
         instruction = self.program.instructions[site]
         file, line = instruction.location
         if not line:
@@ -113,7 +113,9 @@ class Lanes:
             source = "".join(self._sources[file].splitlines()[line - 1 : line]).strip()
         else:
             source = linecache.getline(file, line).strip() if os.path.isabs(file) else ""
-        return f"{os.path.basename(file)}:{line}: {source} [{instruction}]"
+        callers = [f"{os.path.basename(name)}:{number}" for name, number in instruction.callers]
+        called = f", called at {', '.join(callers)}" if callers else ""
+        return f"{os.path.basename(file)}:{line}: {source} [{instruction}]{called}"
 
     def fault(
         self, kind: type[Fault], text: str, site: int, lanes: np.ndarray | list[int]

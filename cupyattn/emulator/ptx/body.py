@@ -59,7 +59,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<loc>\.loc\b[^\n]*)|(?P<label>[\w$]+)\s*:(?!:)|(?P<open>\{)|(?P<close>\})"
     r"|(?P<statement>[^;]*);|(?P<end>\Z))"
 )
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*inlined_at\s+(\d+)\s+(\d+))?")
+_LOC = re.compile(r"\.loc\s+(\d+\s+(\d+)\s+\d+)(?:.*inlined_at\s+(\d+\s+\d+\s+\d+))?")
 _REGISTER = re.compile(r"(%?[\w$]+)(?:<(\d+)>)?$")
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _NAME = re.compile(r"[%\w$]+")
@@ -152,13 +152,43 @@ def _is_of_the_toolkit(path: str) -> bool:
     return _TOOLKIT_HEADER.search(path) is not None
 
 
-def _location(match: re.Match[str], files: dict[int, str]) -> Location:
-    """Return the innermost line that is not in a header of the CUDA toolkit."""
-    file, line, caller_file, caller_line = match.groups()
-    path = files.get(int(file), "")
-    if caller_file and _is_of_the_toolkit(path):
-        return files.get(int(caller_file), ""), int(caller_line)
-    return path, int(line)
+class _Lines:
+    """Source lines from ``.loc``; a line of an inlined function says where that is called.
+
+    The caller's own line has come before, with the caller of its function.
+
+    Attributes
+    ----------
+    here : Location
+        The innermost line that is not in a header of the CUDA toolkit.
+    callers : tuple of Location
+        Where it is inlined, innermost first.
+    """
+
+    def __init__(self, files: dict[int, str]) -> None:
+        self.files = files
+        self.here: Location = (files.get(1, ""), 0)
+        self.callers: tuple[Location, ...] = ()
+        self._chains: dict[str, tuple[Location, ...]] = {}  # by file, line and column
+
+    def read(self, text: str) -> None:
+        """Go on to the line of a ``.loc``; line 0 is none."""
+        match = _LOC.match(text)
+        if not match or match[2] == "0":
+            return
+        place, _, caller = match.groups()
+        outer = self._chain(caller) if caller else ()
+        self._chains[place] = chain = (self._located(place), *outer)
+        own = [line for line in chain if not _is_of_the_toolkit(line[0])]
+        self.here, *callers = own or chain
+        self.callers = tuple(callers)
+
+    def _chain(self, place: str) -> tuple[Location, ...]:
+        return self._chains.get(place) or (self._located(place),)
+
+    def _located(self, place: str) -> Location:
+        file, line, _ = place.split()
+        return self.files.get(int(file), ""), int(line)
 
 
 def _declare_registers(text: str, function: Function, scopes: _Scopes) -> None:
@@ -179,14 +209,14 @@ def _declare_registers(text: str, function: Function, scopes: _Scopes) -> None:
             function.registers[scopes.declare(register)] = match.group(1)
 
 
-def _parse_instruction(text: str, scopes: _Scopes, location: Location) -> Instruction:
+def _parse_instruction(text: str, scopes: _Scopes, lines: _Lines) -> Instruction:
     match = _INSTRUCTION.match(text)
     if not match:
-        raise PTXSyntaxError(f"{location[0]}:{location[1]}: cannot read {text!r}")
+        raise PTXSyntaxError("{}:{}: cannot read {!r}".format(*lines.here, text))
     negated, predicate, opcode, rest = match.groups()
     operands = split_operands(scopes.resolve(" ".join(rest.split())))
     guard = (scopes.resolve(predicate), negated == "!") if predicate else None
-    return Instruction(opcode, operands, guard, location)
+    return Instruction(opcode, operands, guard, lines.here, lines.callers)
 
 
 def _place(instruction: Instruction, function: Function) -> None:
@@ -195,14 +225,15 @@ def _place(instruction: Instruction, function: Function) -> None:
     if not instruction.waits:
         place.append(instruction)
         return
-    after, guard, location = f"$after{len(place)}", instruction.guard, instruction.location
+    after, guard = f"$after{len(place)}", instruction.guard
+    lines = instruction.location, instruction.callers
     if guard:
-        place.append(Instruction("bra", [after], (guard[0], not guard[1]), location))
+        place.append(Instruction("bra", [after], (guard[0], not guard[1]), *lines))
         instruction.guard = None
     place.append(instruction)
     if instruction.result_comes_after:
         opcode = f"{RECEIPT[instruction.root]}.{instruction.opcode}"
-        place.append(Instruction(opcode, instruction.operands[:1], None, location))
+        place.append(Instruction(opcode, instruction.operands[:1], None, *lines))
     if guard:
         function.labels[after] = len(place)
 
@@ -211,7 +242,7 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
     """Fill in the declarations and instructions of `header` from the text between its braces."""
     function = header
     scopes = _Scopes(function)
-    location: Location = (files.get(1, ""), 0)
+    lines = _Lines(files)
     position = 0
     last_label = ""
     while match := _TOKEN.match(text, position):
@@ -220,12 +251,10 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
         if kind == "end":
             last = function.instructions[-1:]
             if not last or last[0].guard or last[0].root not in _LEAVES:
-                function.instructions.append(Instruction("ret", [], None, location))
+                function.instructions.append(Instruction("ret", [], None, lines.here))
             return function
         if kind == "loc":
-            found = _LOC.match(match["loc"])
-            if found and found.group(2) != "0":
-                location = _location(found, files)
+            lines.read(match["loc"])
         elif kind == "label":
             last_label = scopes.declare_label(match["label"])
             function.labels[last_label] = len(function.instructions)
@@ -247,11 +276,11 @@ def parse_body(header: Function, text: str, files: dict[int, str]) -> Function:
             elif statement.startswith("."):
                 variable = parse_variable(statement)
                 if variable is None:
-                    raise PTXSyntaxError(f"{location[0]}:{location[1]}: cannot read {statement!r}")
+                    raise PTXSyntaxError("{}:{}: cannot read {!r}".format(*lines.here, statement))
                 if variable.space == "param":  # the argument area of a call
                     variable.space = "local"
                 variable.name = scopes.declare(variable.name)
                 function.variables[variable.name] = variable
             else:
-                _place(_parse_instruction(statement, scopes, location), function)
+                _place(_parse_instruction(statement, scopes, lines), function)
     raise PTXSyntaxError(f"{function.name}: cannot read {text[position : position + 80]!r}")

@@ -87,6 +87,7 @@ class _Expansion:
                     [rename(o, new) for o in original.operands],
                     (new(original.guard[0]), original.guard[1]) if original.guard else None,
                     original.location,
+                    original.callers,
                 )
             if instruction.root == "call":
                 self.call(instruction, stack)

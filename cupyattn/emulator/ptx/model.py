@@ -38,13 +38,18 @@ class Statement:
         With all its modifiers, e.g. ``"ld.global.v4.u32"``.
     location : Location
         Source file and line.
+    callers : tuple of Location
+        Where the function with that line is inlined, and that one's caller, and so on.
     """
 
-    __slots__ = ("_text", "location", "opcode")
+    __slots__ = ("_text", "callers", "location", "opcode")
 
-    def __init__(self, opcode: str, text: str, location: Location) -> None:
+    def __init__(
+        self, opcode: str, text: str, location: Location, callers: tuple[Location, ...] = ()
+    ) -> None:
         self.opcode = opcode
         self.location = location
+        self.callers = callers
         self._text = text
 
     @property
@@ -78,11 +83,13 @@ class Instruction:
         Predicate register, and whether it is negated (``@!%p1``).
     location : Location
         Source file and line.
+    callers : tuple of Location
+        See `Statement`.
     site : int
         Index in the function's instruction list, -1 before it is placed.
     """
 
-    __slots__ = ("guard", "location", "opcode", "operands", "parts", "root", "site")
+    __slots__ = ("callers", "guard", "location", "opcode", "operands", "parts", "root", "site")
 
     def __init__(
         self,
@@ -90,11 +97,13 @@ class Instruction:
         operands: list[str],
         guard: tuple[str, bool] | None = None,
         location: Location = ("", 0),
+        callers: tuple[Location, ...] = (),
     ) -> None:
         self.become(opcode)
         self.operands = operands
         self.guard = guard
         self.location = location
+        self.callers = callers
         self.site = -1
 
     def become(self, opcode: str) -> None:
@@ -120,7 +129,7 @@ class Instruction:
     @property
     def statement(self) -> Statement:
         """The part of the instruction that messages and reports need."""
-        return Statement(sys.intern(self.opcode), str(self), self.location)
+        return Statement(sys.intern(self.opcode), str(self), self.location, self.callers)
 
 
 @dataclass
