@@ -333,6 +333,130 @@ def test_random_programs(part: int) -> None:
         assert sum(overlap for _, overlap in found) < 100
 
 
+class Crossing:
+    """Random steps that all 64 threads take, each on the slot of thread number `tid ^ flip`.
+
+    So two steps of equal flips are of one thread, and with a flip of 1 between them of one warp.
+    """
+
+    FLIPS = (0, 0, 1, 32)
+
+    def __init__(self, seed: int) -> None:
+        choose = random.Random(seed)
+        kinds = ("copy",) * 3 + ("read",) * 2 + ("store", "commit", "barrier", "barrier", "warp")
+        self.steps: list[tuple[str, int]] = [("store", 0), ("barrier", 0)]
+        order = choose.choice((0.3, 0.6, 0.9))  # else most programs are at fault at once
+        for _ in range(choose.randrange(4, 16)):
+            kind = choose.choice(kinds)
+            self.steps.append((kind, choose.choice(self.FLIPS)))
+            if choose.random() < order:
+                self.steps += [("wait", choose.choice((-1, -1, 0, 1))), ("barrier", 0)]
+
+    def text(self) -> str:
+        """Return the kernel; line i + 1 is step i."""
+        body = [
+            ".shared .align 16 .b8 s[1024]; mov.u32 %r1, %tid.x; mov.u32 %r6, s;",
+            "ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [y]; mul.wide.u32 %rd3, %r1, 16;",
+            "add.s64 %rd1, %rd1, %rd3; add.s64 %rd2, %rd2, %rd3;",
+        ]
+        simple = {"commit": "cp.async.commit_group;", "barrier": "bar.sync 0;",
+                  "warp": "bar.warp.sync -1;"}  # fmt: skip
+        for i, (kind, flip) in enumerate(self.steps):
+            body.append(f".loc 1 {i + 1} 1")
+            if kind == "wait":
+                body.append(f"cp.async.wait_{'all' if flip < 0 else f'group {flip}'};")
+            if kind in simple:
+                body.append(simple[kind])
+            if kind not in ("copy", "read", "store"):
+                continue
+            body.append(f"xor.b32 %r2, %r1, {flip}; shl.b32 %r2, %r2, 4; add.u32 %r2, %r2, %r6;")
+            if kind == "copy":
+                body.append(f"cp.async.cg.shared.global [%r2], [%rd1+{1024 * i}], 16;")
+            elif kind == "store":
+                body.append(f"mov.u32 %r3, {i}; st.shared.v4.u32 [%r2], {{%r1, %r1, %r1, %r3}};")
+            else:
+                body.append("ld.shared.v4.u32 {%r10, %r11, %r12, %r13}, [%r2];")
+                body.append(f"st.global.v4.u32 [%rd2+{1024 * i}], {{%r10, %r11, %r12, %r13}};")
+        return kernel_text("\n".join(body), ".param .u64 x, .param .u64 y", target=80)
+
+    def arrivals(self) -> list[int]:
+        """Return the step at which each has happened: itself, of a copy its wait or one too far."""
+        found, committed, pending = list(range(len(self.steps))), 0, dict[int, int]()
+        for i, (kind, number) in enumerate(self.steps):
+            committed += kind == "commit"
+            if kind == "copy":
+                pending[i], found[i] = committed, len(self.steps)
+            if kind == "wait":
+                for step, group in list(pending.items()):
+                    if number < 0 or group < committed - number:
+                        found[step] = i
+                        del pending[step]
+        return found
+
+    def fault(self) -> tuple[int, bool]:
+        """Return the first line that races with an earlier one, and whether with a copy on its way.
+
+        No line: 0.
+        """
+        arrived, steps = self.arrivals(), self.steps
+        blocks = np.cumsum([kind == "barrier" for kind, _ in steps])
+        warps = np.cumsum([kind in ("barrier", "warp") for kind, _ in steps])
+        for j, (kind, flip) in enumerate(steps):
+            if kind not in ("copy", "read", "store"):
+                continue
+            races = []
+            for i, (earlier, other) in enumerate(steps[:j]):
+                if earlier not in ("copy", "read", "store") or kind == earlier == "read":
+                    continue
+                end = arrived[i]
+                epochs = blocks if (flip ^ other) & 32 else warps
+                ordered = end < j and (flip == other or epochs[end] < epochs[j])
+                if not ordered:
+                    races.append(end > j)
+            if races:
+                return j + 1, any(races)
+        return 0, False
+
+    def loads(self, x: np.ndarray) -> np.ndarray:
+        """Return what the steps load, where no line is at fault."""
+        thread = np.arange(64, dtype=np.uint32)
+        memory, y = np.zeros((64, 4), np.uint32), np.zeros_like(x)
+        arrived = self.arrivals()
+        for i, (kind, flip) in enumerate(self.steps):
+            for step in (k for k in range(i) if arrived[k] == i and self.steps[k][0] == "copy"):
+                memory[thread ^ self.steps[step][1]] = x[step]
+            if kind == "store":
+                memory[thread ^ flip] = np.stack([thread] * 3 + [np.full_like(thread, i)], 1)
+            elif kind == "read":
+                y[i] = memory[thread ^ flip]
+        return y
+
+
+def check_crossing(seed: int) -> int:
+    """See that the checks find just the races of a program; return the line."""
+    program = Crossing(seed)
+    x = np.random.default_rng(seed).integers(1, 1 << 32, (len(program.steps), 64, 4), np.uint32)
+    y = np.zeros_like(x)
+    line, on_its_way = program.fault()
+    if not line:
+        emulator.run(program.text(), "k", 1, 64, [x, y])
+        np.testing.assert_array_equal(y, program.loads(x))
+        return line
+    with pytest.raises(SharedMemoryRaceError) as caught:
+        emulator.run(program.text(), "k", 1, 64, [x, y])
+    assert caught.value.line == line, (program.steps, caught.value)
+    assert ("while a copy to it is on its way" in str(caught.value)) == on_its_way
+    return line
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_accesses_to_copies_of_others(part: int) -> None:
+    count = 300 if Search.deep else 15
+    lines = [check_crossing(1000 * part + seed) for seed in range(count)]
+    if Search.deep:
+        assert 0.1 * count < sum(line == 0 for line in lines) < 0.9 * count
+
+
 OPERANDS = "[%r1], [%rd1]"
 
 

@@ -345,13 +345,13 @@ KERNEL spins_from(volatile float* y, int first) {
 }
 #if __CUDA_ARCH__ >= 800  // copies from global to shared memory, of 64 threads
 // A macro, so that a copy has the line of its use.
-#define COPY(TO, FROM, BYTES)                                     \
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: \
-                   "r"(shared_address(TO)), "l"(FROM), "r"(BYTES) \
+#define COPY(TO, FROM, BYTES)                                                                                   \
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(TO)), "l"(FROM), "r"(BYTES) \
                : "memory")
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-template <int most> __device__ __forceinline__ void wait() {
+template <int most>
+__device__ __forceinline__ void wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(most) : "memory");
 }
 
