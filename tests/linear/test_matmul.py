@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import EMULATED, KERNELS, without_tensor_cores
+from support.devices import KERNELS, emulated, without_tensor_cores
 from support.search import deep, examples
 
 import cupyattn
@@ -23,10 +23,9 @@ from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
-from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.compile import compile_ptx
-from cupyattn.runtime.device import emulated
+from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.plan import Plan
 from cupyattn.testing import MatmulCase, assert_within_bounds, expected, matmul_cases
@@ -209,14 +208,13 @@ def test_tiles_of_newer_gpus_are_within_bounds(tile, case, monkeypatch):
     """From sm_80 on, an instruction has two steps; the emulator runs it."""
     found: set[str] = set()
 
-    def module(specialisation):
-        ptx = compile_ptx(specialisation, arch_of(80)).code.decode()
+    def module(specialisation, arch):
+        ptx = compile_ptx(specialisation, arch).code.decode()
         found.update(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 
-    monkeypatch.setattr(emulated, "_module", module)
-    monkeypatch.setattr(emulated.EmulatedDevice, "arch", arch_of(80))
-    with EMULATED.running():
+    monkeypatch.setattr(emulated_device, "_module", module)
+    with emulated(80):
         arrays = case.arrays()
         assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
     assert found == {"m16n8k16"}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import linear_problems as problems
-from support.devices import EMULATED, KERNELS
+from support.devices import EMULATED, KERNELS, emulated
 from support.linear_problems import (
     LinearProblem,
     backward_ratio,
@@ -27,9 +27,9 @@ from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.kernels_tensor_core import Float16Product
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Tiling, tile_bytes
-from cupyattn.runtime.arch import TURING, arch_of
+from cupyattn.runtime.arch import TURING, Arch, arch_of
 from cupyattn.runtime.compile import compile_ptx
-from cupyattn.runtime.device import emulated
+from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.device.traits import DeviceTraits
 from cupyattn.runtime.spec import Specialisation
 
@@ -259,15 +259,15 @@ def test_products_use_m16n8k16_from_sm_80_on(of_backward, arch, shape, monkeypat
     """The emulator runs the loop over a k-tile, which has half the steps."""
     shapes: dict[str, set[str]] = {}
 
-    def module(specialisation: Specialisation) -> emulator.Module:
+    def module(specialisation: Specialisation, target: Arch) -> emulator.Module:
+        assert target is arch
         ptx = compile_ptx(specialisation, arch).code.decode()
         shapes[specialisation.spec.entry] = set(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 
-    monkeypatch.setattr(emulated, "_module", module)
-    monkeypatch.setattr(emulated.EmulatedDevice, "arch", arch)
+    monkeypatch.setattr(emulated_device, "_module", module)
     monkeypatch.setattr(problems, "KERNELS", EMULATED)
-    with EMULATED.running(), tensor_core_alone("wide"):
+    with emulated(arch.number), tensor_core_alone("wide"):
         if of_backward:
             assert 0 < backward_ratio(case(40, 72, 104)) <= 1
         else:

@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
-from cupyattn.runtime.arch import TENSOR_CORES_VARIABLE, TURING, arch_of
+from cupyattn.runtime.arch import ARCH_VARIABLE, TENSOR_CORES_VARIABLE, TURING
 from cupyattn.runtime.arrays import Layout, span
-from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import Device
 from cupyattn.runtime.device.cuda import cuda_device, device_count
@@ -131,14 +130,15 @@ class EmulatedArrays:
 
 
 @contextmanager
-def emulated(arch: int, checks: Checks | None = None) -> Iterator[EmulatedDevice]:
+def emulated(arch: int, **options: Any) -> Iterator[None]:
     """Run the public functions on an emulated device of compute capability `arch`, such as 80.
 
-    CUPYATTN_ARCH does the same for ``backend("emulator")``; this needs no environment variable.
+    The options are those of ``backend``. Blocks inside of this one have the architecture, too.
     """
-    device = EmulatedDevice(checks or Checks.all(), arch=arch_of(arch))
-    with running_on(device):
-        yield device
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ARCH_VARIABLE, str(arch))
+        with cupyattn.backend("emulator", **options):
+            yield
 
 
 NUMPY, EMULATED, CUPY = NumpyArrays(), EmulatedArrays(), GpuArrays()
