@@ -30,7 +30,7 @@ from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
 from cupyattn.ops.attention.options import IMPLEMENTATIONS, AttentionOptions
 from cupyattn.runtime.annotations import Json, Undescribed
-from cupyattn.runtime.arch import TURING, Arch, tensor_cores_override
+from cupyattn.runtime.arch import TURING, Arch, emulated_arch, tensor_cores_override
 from cupyattn.runtime.arrays import Array
 from cupyattn.runtime.compile import CompilationError, nvrtc_version
 from cupyattn.runtime.cupy_library import load_cupy
@@ -167,14 +167,14 @@ def on_gpu(problem: DemoProblem, say: Say) -> Result:
 
 def without_gpu(problem: DemoProblem, say: Say) -> Result:
     """Run the kernels on the emulator, or NumPy if there is nothing to compile them with."""
-    tensor_cores = tensor_cores_override() is not False
-    launches = kernels_of(TURING, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
+    tensor_cores, arch = tensor_cores_override() is not False, emulated_arch()
+    launches = kernels_of(arch, *problem.arrays(), _ON_EMULATOR, tensor_cores=tensor_cores)
     described = {}
     try:
         nvrtc_version()  # raises RuntimeError without a compiler
         for name, launch in launches.items():
-            say(f"compiling {_entry(launch)} for {TURING.real}, unless it is in the cache")
-            described[name] = _describe(launch, TURING)
+            say(f"compiling {_entry(launch)} for {arch.real}, unless it is in the cache")
+            described[name] = _describe(launch, arch)
     except CompilationError:
         raise
     except RuntimeError as failure:
@@ -211,7 +211,7 @@ def _entry(launch: Launch) -> str:
 def _on_emulator(problem: DemoProblem, launches: dict[str, Json], say: Say) -> Result:
     q, k, v = problem.arrays()
     say("computing the float64 reference in NumPy")
-    expected = Expected.of(TURING, q, k, v)
+    expected = Expected.of(emulated_arch(), q, k, v)
     checks = Checks.all()
     runs = []
     for implementation, launch in launches.items():

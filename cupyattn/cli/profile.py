@@ -25,7 +25,7 @@ from cupyattn.emulator import Checks, Report
 from cupyattn.emulator.report import Access, LineReport
 from cupyattn.ops.attention.options import IMPLEMENTATIONS
 from cupyattn.runtime.annotations import Json, Keywords
-from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.arch import emulated_arch
 from cupyattn.runtime.source import source_root
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import MAX_HEAD_DIM
@@ -423,7 +423,7 @@ def profile(arguments: argparse.Namespace) -> Result:
     return {
         "command": "profile",
         "version": cupyattn.__version__,
-        "arch": TURING.real,
+        "arch": emulated_arch().real,
         "call": call.description,
         "totals": totals,
         "all_lines": arguments.all_lines,

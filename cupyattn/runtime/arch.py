@@ -178,6 +178,17 @@ def arch_override() -> Arch | None:
     return known[text]
 
 
+def emulated_arch() -> Arch:
+    """Return the architecture that the emulator has: that of CUPYATTN_ARCH, Turing without it.
+
+    Raises
+    ------
+    ValueError
+        If the library does not know the architecture.
+    """
+    return arch_override() or TURING
+
+
 def tensor_cores_override() -> bool | None:
     """Return CUPYATTN_TENSOR_CORES as a bool; None if it is not set.
 

@@ -168,6 +168,14 @@ def test_softmax(backward, capsys):
 
 
 @pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["", "80"])
+def test_the_environment_names_the_architecture(arch, monkeypatch, capsys):
+    monkeypatch.setenv("CUPYATTN_ARCH", arch)
+    result = profiled(capsys, "softmax", "--rows", "3", "--length", "40")
+    assert result["arch"] == f"sm_{arch or 75}"
+
+
+@pytest.mark.nvrtc
 def test_bfloat16_and_grouped_heads(capsys):
     options = ("--dtype", "bfloat16", "--heads", "2", "--kv-heads", "1", "--seqlen", "8")
     result = profiled(capsys, "attention", "--implementation", "tiled", *options)

@@ -106,6 +106,15 @@ class TestFaults:
         text = fault(SharedMemoryRaceError, "ONE_PLACE", "copies_to_one_place", 64)
         assert "different values to one address" in text
 
+    @pytest.mark.parametrize("twice", [0, 1])
+    def test_an_equal_copy_stays_on_its_way(self, twice: int) -> None:
+        """Two threads copy the same bytes to one place, by one instruction or by two."""
+        y = np.zeros(64, np.uint32)
+        run("copy_of_two", 1, twice, y=y)
+        assert (y[::2] == X[:32, 0]).all()
+        text = fault(SharedMemoryRaceError, "OF_TWO", "copy_of_two", 0, twice, y=y)
+        assert ON_ITS_WAY.format("lane 1 of warp 0 of the block") in text
+
     def test_rows_of_ldmatrix_on_their_way(self) -> None:
         out = run("matrix_of_copies", 1, y=np.zeros(64, np.uint32))
         want = np.concatenate([X[:8].ravel(), X[32:40].ravel()])

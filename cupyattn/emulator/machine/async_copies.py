@@ -105,24 +105,24 @@ class AsyncCopies:
         All but those of the last `most` groups and of the open one; None: all.
         """
         left = []
-        arrived = False
+        part = False  # of a copy: lanes of the rest may bring the same bytes
         for copy in self._pending:
             done: Array | np.bool_ = np.True_
             if most is not None:
                 done = np.asarray(copy.group) < self._committed - most
             rest = self._arrive(copy, done, mask)
-            arrived |= rest is not copy
             if rest is not None:
                 left.append(rest)
+                part |= rest is not copy
         self._pending = left
         if not left:
             self._committed = 0
             if self._watches and self.tracker is not None:
                 self.tracker.copies = None
-        if arrived and self._equal_ones and self._marks is not None:
+        if (part or self._equal_ones) and self._marks is not None:
             for copy in left:
                 self._marks.set(self._access(copy))
-            self._equal_ones = bool(left)
+            self._equal_ones &= bool(left)
 
     # ------------------------------------------------------------------ start
     def _allocate(self) -> None:
@@ -252,9 +252,9 @@ class AsyncCopies:
         )
 
     def _copy_to(self, granule: int) -> tuple[_Copy, int]:
-        """Return the last copy that is on its way to a granule, and its lane."""
+        """Return a copy that is on its way to a granule, and its lane."""
         assert self.tracker is not None
-        for copy in reversed(self._pending):
+        for copy in self._pending:
             found = np.flatnonzero(copy.index == granule // (copy.size // self.tracker.granule))
             if found.size:
                 lane = found[0] if copy.mask is None else np.flatnonzero(copy.mask)[found[0]]

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyattn import emulator
 from cupyattn.runtime import kernel_cache as cache
-from cupyattn.runtime.arch import TURING, Arch, arch_override, tensor_cores_override
+from cupyattn.runtime.arch import Arch, emulated_arch, tensor_cores_override
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device.simulated import SimulatedDevice
 from cupyattn.runtime.source import source_root, texts_named_in
@@ -30,7 +30,7 @@ class EmulatedDevice(SimulatedDevice):
     report : emulator.Report, optional
         Filled with metrics of the launches.
     arch : Arch, optional
-        The architecture that it emulates; without one that of CUPYATTN_ARCH, else Turing.
+        The architecture that it emulates; `emulated_arch` without one.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class EmulatedDevice(SimulatedDevice):
         report: emulator.Report | None = None,
         arch: Arch | None = None,
     ) -> None:
-        self.arch = arch or arch_override() or TURING
+        self.arch = arch or emulated_arch()
         tuned_override()  # for GPUs, but an invalid value raises here too
         self.tensor_cores = tensor_cores_override() is not False
         self.checks = checks

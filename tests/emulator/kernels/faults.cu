@@ -419,6 +419,15 @@ KERNEL copies_to_one_place(const uint4* x, uint4* y, int distance) {
   __syncthreads();
   y[threadIdx.x] = s[threadIdx.x / 2];
 }
+KERNEL copy_of_two(const uint4* x, u32* y, int both, int twice) {  // to a place: one of them waits
+  __shared__ uint4 s[32];
+  if (!twice) COPY(s + threadIdx.x / 2, x + threadIdx.x / 2, 16);
+  if (twice && threadIdx.x % 2) COPY(s + threadIdx.x / 2, x + threadIdx.x / 2, 16);
+  if (twice && threadIdx.x % 2 == 0) COPY(s + threadIdx.x / 2, x + threadIdx.x / 2, 16);
+  if (threadIdx.x % 2 == 0 || both) wait_all();
+  __syncwarp();
+  if (threadIdx.x % 2 == 0) y[threadIdx.x] = s[threadIdx.x / 2].x;  // OF_TWO
+}
 KERNEL copy_bounds(const char* x, uint4* y, int from, int bytes, int to) {
   extern __shared__ uint4 dynamic[];
   COPY((char*)(dynamic + threadIdx.x) + to, x + 16 * threadIdx.x + from, bytes);  // COPY_BOUNDS
