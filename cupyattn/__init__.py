@@ -43,6 +43,7 @@ __all__ = [
     "PagedKVCache",
     "QuantizedRows",
     "QuantizedWeight",
+    "RMSNorm",
     "RMSNormGrads",
     "Rotary",
     "Scheduler",

@@ -62,6 +62,7 @@ from cupyattn.ops.losses.api_linear import (
     linear_cross_entropy_backward as linear_cross_entropy_backward,
 )
 from cupyattn.ops.losses.reference import LinearCrossEntropyGrads as LinearCrossEntropyGrads
+from cupyattn.ops.norms.api import RMSNorm as RMSNorm
 from cupyattn.ops.norms.api import layer_norm as layer_norm
 from cupyattn.ops.norms.api import rms_norm as rms_norm
 from cupyattn.ops.norms.api_backward import LayerNormGrads as LayerNormGrads

@@ -74,6 +74,7 @@ from cupyattn.ops.losses.reference import reduced as reduced
 from cupyattn.ops.losses.reference import spread as spread
 from cupyattn.ops.norms.bounds import norm_backward_bound as norm_backward_bound
 from cupyattn.ops.norms.bounds import norm_bound as norm_bound
+from cupyattn.ops.norms.bounds import normed_sum_bound as normed_sum_bound
 from cupyattn.ops.norms.reference import norm as norm
 from cupyattn.ops.norms.reference import norm_backward as norm_backward
 from cupyattn.ops.optimizer.bounds import adamw_step_bound as adamw_step_bound

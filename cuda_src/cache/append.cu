@@ -1,22 +1,30 @@
-// Write the keys and values of new tokens to their slots of a paged cache. The same pass applies the rotary embedding
-// to keys (and to queries, in place) and quantises keys and values for a quantised cache.
+// Write the keys and values of new tokens to their slots of a paged cache. The same pass normalises the heads of keys
+// (and of queries, in place), applies the rotary embedding to them, and quantises keys and values for a quantised cache.
+//
+//   n_i = x_i (mean_j x_j^2 + eps)^(-1/2) (offset + weight_i)    (RMS norm of a head: Zhang, Sennrich, arXiv:1910.07467)
+//   stored = round(rotated(n)),   with no rounding in between
 //
 // Shapes    k and v (B, S, G, D), q (B, S, H, D) or null, of any outer strides; slot_mapping and positions (B, S); the
 //           caches (num_blocks, block_size, G, D) of CACHE, their scales (num_blocks, block_size, G); cos and sin
-//           (table length, R/2) of TABLE, which is void without a rotation.
+//           (table length, R/2) of TABLE, which is void without a rotation; with NORMED the weights of norms (D,),
+//           null for heads that have none.
 // Work      LANES lanes of a warp own HEADS neighbouring heads of one token's q, k or v: a lane has CHUNKS chunks of
 //           each head's columns, and reads cosines and sines once for all its heads. It also reads the other features
-//           of its pairs, which other lanes hold: they are in L1. Neighbouring rows of lanes have neighbouring heads,
-//           then q, k and v, then tokens. Grid ceil(rows of lanes / rows of a CTA).
-// Budget    registers: 2 * HEADS * CHUNKS vectors and their cosines and sines, below 128 in all; no shared memory.
+//           of its pairs, which other lanes hold: they are in L1. The lanes add up a head's squares by shuffles.
+//           Neighbouring rows of lanes have neighbouring heads, then q, k and v, then tokens. Grid ceil(rows of lanes /
+//           rows of a CTA).
+// Budget    registers: 2 * HEADS * CHUNKS vectors and their cosines and sines, below 128 in all, and 2 * CHUNKS vectors
+//           of weights; no shared memory.
 // Edges     a slot that is not in the caches, such as -1, is skipped; a position outside of the tables gives NaN in the
-//           R features, and nothing is read there. Two tokens with one slot may leave parts of both.
+//           R features, and nothing is read there. Two tokens with one slot may leave parts of both. A head with a NaN
+//           is NaN after its norm; one with an infinity is zeros, and NaN at the infinity.
 #if !defined(DTYPE) || !defined(CACHE) || !defined(THREADS) || !defined(LANES) || !defined(CHUNKS) || \
     !defined(HEADS) || !defined(VEC) || !defined(SLOT) || !defined(TABLE) || !defined(POSITION) ||    \
-    !defined(INTERLEAVED)
+    !defined(INTERLEAVED) || !defined(NORMED)
 #error \
-    "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION and INTERLEAVED come from a launch-configuration table"
+    "DTYPE, CACHE, THREADS, LANES, CHUNKS, HEADS, VEC, SLOT, TABLE, POSITION, INTERLEAVED and NORMED come from a launch-configuration table"
 #endif
+#include "../common/reduce.cuh"
 #include "../rope/rotation.cuh"
 #include "formats.cuh"
 
@@ -35,6 +43,7 @@ struct AppendParams {
   uint32 kv_heads, kv_groups;
   uint32 half, dim;  // R/2 and D
   uint32 block_size;
+  float q_eps, k_eps, q_offset, k_offset;  // of the norms
 };
 static_assert(sizeof(AppendParams) == APPEND_PARAMS_BYTES, "its dtype in Python describes another struct");
 
@@ -109,14 +118,43 @@ struct Angles {
 };
 
 using Loaded = Vec<DTYPE, VEC>;
+using Loads = Loaded[Traits::kLoads];
 
-// A lane's part of one head, in float32, rotated if `rotates`. Features that are only copied are not multiplied:
-// 0 times infinity is NaN.
+// The norm of a row's heads: its weights of the lane's features, and of the other features of their pairs.
+struct HeadNorm {
+  Loads own = {}, others = {};
+  float eps, offset;
+  bool there;
+
+  // 1 / sqrt(mean square + eps) of a head, which LANES lanes hold, with zeros after it; every lane of the warp calls
+  // this.
+  __device__ __forceinline__ float rstd(const Loads& x, uint32 dim) const {
+    float squares = 0.f;
+#pragma unroll
+    for (int load = 0; load < Traits::kLoads; load++) {
+#pragma unroll
+      for (int i = 0; i < VEC; i++) {
+        const float item = to_float(x[load].item[i]);
+        squares += item * item;
+      }
+    }
+    return rsqrtf(warp_reduce<Sum, LANES>(squares) * rcp_approx(static_cast<float>(dim)) + eps);
+  }
+
+  // Of a feature, whose weight is item i of `weights`.
+  __device__ __forceinline__ float of(float x, float rstd, const Loaded& weights, int i) const {
+    return there ? x * rstd * (offset + to_float(weights.item[i])) : x;
+  }
+};
+
+// A lane's part of one head, in float32, normalised and rotated if `rotates`. Features that are only copied are not
+// multiplied: 0 times infinity is NaN.
 struct Head {
   float x[Traits::kLoads][VEC];
 
-  __device__ __forceinline__ Head(const Loaded (&own)[Traits::kLoads], const Loaded (&others)[Traits::kLoads],
-                                  const Angles& angles, bool rotates, uint32 half) {
+  __device__ __forceinline__ Head(const Loads& own, const Loads& others, const HeadNorm& norm, const Angles& angles,
+                                  bool rotates, uint32 half, uint32 dim) {
+    const float rstd = NORMED ? norm.rstd(own, dim) : 1.f;
 #pragma unroll
     for (int load = 0; load < Traits::kLoads; load++) {
       const uint32 column = column_of(load);
@@ -124,8 +162,13 @@ struct Head {
 #pragma unroll
       for (int i = 0; i < VEC; i++) {
         x[load][i] = to_float(own[load].item[i]);
+        if constexpr (NORMED) x[load][i] = norm.of(x[load][i], rstd, norm.own[load], i);
         if constexpr (Traits::kRotates) {
-          const float other = to_float(Traits::kPairInLoad ? own[load].item[i ^ 1] : others[load].item[i]);
+          const int at = Traits::kPairInLoad ? i ^ 1 : i;
+          float other = to_float((Traits::kPairInLoad ? own : others)[load].item[at]);
+          if constexpr (NORMED) {
+            other = norm.of(other, rstd, (Traits::kPairInLoad ? norm.own : norm.others)[load], at);
+          }
           const int pair = Traits::kPairInLoad ? i / 2 : i;
           const bool second = Traits::kPairInLoad ? i % 2 : pairing.second;
           const float sin = angles.sin[load][pair];
@@ -194,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     append_kv(Traits::Stored::Item* k_cache_g, Traits::Stored::Item* v_cache_g, float* k_scales_g, float* v_scales_g,
               DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const SLOT* slot_mapping_g,
               const Rotation<TABLE>::Item* cos_g, const Rotation<TABLE>::Item* sin_g, const POSITION* positions_g,
-              const AppendParams params) {
+              const DTYPE* q_weight_g, const DTYPE* k_weight_g, const AppendParams params) {
   // Phase 1: which token and heads are this row's, and where they go.
   const uint32 row = blockIdx.x * static_cast<uint32>(THREADS / LANES) + threadIdx.x / LANES;
   const uint32 all_groups = params.groups + 2 * params.kv_groups;
@@ -215,10 +258,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     exists = slot >= 0 && slot < params.slots;
   }
   const bool rotates = Traits::kRotates && role != Role::kValue;
-  const uint32 dim = role == Role::kQuery ? 2 * params.half : params.dim;  // the rest of q stays as it is
+  const DTYPE* weight_g = nullptr;
+  HeadNorm norm;
+  if constexpr (NORMED) {
+    if (role != Role::kValue) weight_g = role == Role::kQuery ? q_weight_g : k_weight_g;
+    norm.eps = role == Role::kQuery ? params.q_eps : params.k_eps;
+    norm.offset = role == Role::kQuery ? params.q_offset : params.k_offset;
+  }
+  norm.there = weight_g != nullptr;
+  // Features of q that are neither normalised nor rotated stay as they are.
+  const uint32 dim = role == Role::kQuery && !norm.there ? 2 * params.half : params.dim;
 
   // Phase 2: all loads.
-  Loaded own[HEADS][Traits::kLoads] = {}, others[HEADS][Traits::kLoads] = {};
+  Loads own[HEADS] = {}, others[HEADS] = {};
   Angles angles;
   const RowStrides strides = role == Role::kQuery ? params.q : role == Role::kKey ? params.k : params.v;
   const DTYPE* rows_g = role == Role::kQuery ? q_g : role == Role::kKey ? k_g : v_g;
@@ -239,6 +291,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       }
     }
+    if (NORMED && norm.there) {
+#pragma unroll
+      for (int load = 0; load < Traits::kLoads; load++) {
+        const uint32 column = column_of(load);
+        if (column < params.dim) norm.own[load] = *reinterpret_cast<const Loaded*>(weight_g + column);
+        if (Traits::kRotates && !Traits::kPairInLoad && column < 2 * params.half) {
+          const Pairing pairing(column, params.half);
+          norm.others[load] = *reinterpret_cast<const Loaded*>(weight_g + pairing.other);
+        }
+      }
+    }
     if constexpr (Traits::kRotates) {
       if (rotates) {
         const int64 position = positions_g[batch * params.positions_batch + s * params.positions_seq];
@@ -248,16 +311,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   if constexpr (Traits::kRotates) __syncwarp();  // q: its other features are read by every lane before one is written
 
-  // Phase 3: rotate and store, head by head.
+  // Phase 3: normalise, rotate and store, head by head.
   const uint32 block = static_cast<uint32>(slot) / params.block_size;
   const uint32 place = static_cast<uint32>(slot) - block * params.block_size;
   const RowStrides cache_strides = role == Role::kKey ? params.k_cache : params.v_cache;
   const RowStrides scale_strides = role == Role::kKey ? params.k_scales : params.v_scales;
 #pragma unroll
   for (int h = 0; h < HEADS; h++) {
-    const Head values(own[h], others[h], angles, rotates, params.half);
+    const Head values(own[h], others[h], norm, angles, rotates, params.half, params.dim);
     const bool there = exists && head + h < heads;
-    if (Traits::kRotates && role == Role::kQuery) {
+    if ((Traits::kRotates || NORMED) && role == Role::kQuery) {
       if (there) values.store(q_g + place_of(params.q, batch, s, head + h), dim);
     }
     const bool cached = there && role != Role::kQuery;

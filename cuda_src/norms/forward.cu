@@ -6,27 +6,30 @@
 //
 // STREAM: x and s are float32, everything else is a 16-bit dtype, except scale: s = x + scale residual. x is the
 // residual stream of a transformer, which float16 does not hold, and residual what a layer adds to it. A scale is a
-// power of two that a row of the layer's weight was divided by, so the product is exact.
+// power of two that a row of the layer's weight was divided by, so the product is exact. With inner_weight the residual
+// is normalised first, by an RMS norm of its own, without a rounding:
+//
+//   s_i = round(x_i + scale_i residual_i (mean_j residual_j^2 + inner_eps)^(-1/2) (inner_offset + inner_weight_i))
 //
 // The statistics are of the sum as it is stored, so that a backward that reads it computes with the same numbers.
 //
 // Shapes    x, residual, out and total (s) of any rank and any outer strides, last axis contiguous (RowsParams,
-//           rows.cuh); weight, bias and scale (length,); mean and rstd one float for each row.
+//           rows.cuh); weight, bias, scale and inner_weight (length,); mean and rstd one float for each row.
 //           With codes (int8, in C order) and their scales (one float a row), out is rounded to its dtype, quantised and,
 //           with ROTATED, rotated (common/row_codes.cuh), and not written itself.
 // Work      LANES threads own a row; THREADS / LANES rows a CTA; grid ceil(rows / rows per CTA).
 // Budget    registers: the row's items in their own dtype, STRIPS * VEC a thread, and as many of the residual until it
 //           is added, then of weight and bias; for a row that is not RESIDENT: VEC items of each, and a second read.
-//           A row of float32 takes twice the registers.
+//           A row of float32 takes twice the registers. An inner norm reads a residual that is not RESIDENT twice.
 //           Shared memory: 10 floats per warp.
 // Edges     columns beyond the row do not count; a row with a NaN or an infinity gives NaN (RMS norm of a row with
 //           infinities: zeros, and NaN at the infinities); rows without items have mean 0 and rstd eps^(-1/2).
 #if !defined(DTYPE) || !defined(THREADS) || !defined(LANES) || !defined(STRIPS) || !defined(VEC) ||                  \
     !defined(RESIDENT) || !defined(CENTRED) || !defined(WITH_RESIDUAL) || !defined(WITH_WEIGHT) ||                   \
     !defined(WITH_BIAS) || !defined(WITH_MEAN) || !defined(WITH_RSTD) || !defined(STREAM) || !defined(WITH_SCALE) || \
-    !defined(WITH_CODES) || !defined(ROTATED)
+    !defined(WITH_INNER_WEIGHT) || !defined(WITH_CODES) || !defined(ROTATED)
 #error \
-    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE, WITH_CODES and ROTATED come from a launch-configuration table"
+    "DTYPE, THREADS, LANES, STRIPS, VEC, RESIDENT, CENTRED, WITH_RESIDUAL, WITH_WEIGHT, WITH_BIAS, WITH_MEAN, WITH_RSTD, STREAM, WITH_SCALE, WITH_INNER_WEIGHT, WITH_CODES and ROTATED come from a launch-configuration table"
 #endif
 #include "../common/row_codes.cuh"
 #include "moments.cuh"
@@ -60,9 +63,10 @@ constexpr int kThreadsPerSm = !kManyThreads ? THREADS : WITH_MEAN ? 1280 : 1536;
 constexpr bool kHoldColumns =
     Rows::kResident && !kManyThreads &&
     (1 + STREAM + WITH_WEIGHT + WITH_BIAS) * kHeldRegisters<Rows, Scalar> <= kFreeRegisters<Rows>;
+constexpr bool kInner = WITH_RESIDUAL && WITH_INNER_WEIGHT;
 
 struct Smem {
-  RowSums<Rows, 1> sums;
+  RowSums<Rows, 1> sums;                              // buffer 1: of the inner norm
   RowSums<Rows, 2> moments;                           // of a resident row
   RowMoments<Rows> parts;                             // of a longer one
   uint32 most[WITH_CODES ? THREADS / kWarpSize : 1];  // the largest |out| of each warp, as bits
@@ -85,14 +89,23 @@ struct Row {
   Total* total_g;
   int64 length;
   const float* scale_g;
+  const Scalar* inner_weight_g;
+  float inner_offset;
 };
 
 // Computes s from the loads of x and residual, and writes it over x.
-__device__ __forceinline__ void add_residual(HeldTotal& x, const Held& residual, const Row& row, int64 segment) {
+__device__ __forceinline__ void add_residual(HeldTotal& x, const Held& residual, const Row& row, int64 segment,
+                                             float inner_rstd) {
   if constexpr (WITH_RESIDUAL) {
     float total[Rows::kVec], added[Rows::kVec];
     x.get(total);
     residual.get(added);
+    if constexpr (kInner) {
+      float weight[Rows::kVec];
+      load_segment<Rows>(weight, row.inner_weight_g, segment, row.length, 0.f);
+#pragma unroll
+      for (int i = 0; i < Rows::kVec; i++) added[i] *= inner_rstd * (row.inner_offset + weight[i]);
+    }
     float scale[Rows::kVec];
     if constexpr (WITH_SCALE) load_segment<Rows>(scale, row.scale_g, segment, row.length, 0.f);
 #pragma unroll
@@ -138,7 +151,8 @@ __device__ __forceinline__ Moments moments_of(const HeldTotal (&held)[Rows::kHel
   return part;
 }
 
-__device__ __forceinline__ float squares_of(const HeldTotal& held) {
+template <typename Segment>
+__device__ __forceinline__ float squares_of(const Segment& held) {
   float x[Rows::kVec], sum = 0.f;
   held.get(x);
 #pragma unroll
@@ -204,16 +218,20 @@ __device__ __forceinline__ void store_codes(signed char* row_g, float* scale_g, 
 extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
     norm_forward(const Total* x_g, const Scalar* residual_g, const Scalar* weight_g, const Scalar* bias_g,
 #if STREAM
-                 const float* scale_g, Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps,
-                 float weight_offset, const Params params) {
+                 const float* scale_g, const Scalar* inner_weight_g, Scalar* out_g, Total* total_g, float* mean_g,
+                 float* rstd_g, float eps, float weight_offset, float inner_eps, float inner_offset,
+                 const Params params) {
 #elif WITH_CODES
                  Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, signed char* codes_g, float* scales_g,
                  float eps, float weight_offset, const Params params) {
-  const float* const scale_g = nullptr;
 #else
                  Scalar* out_g, Total* total_g, float* mean_g, float* rstd_g, float eps, float weight_offset,
                  const Params params) {
+#endif
+#if !STREAM
   const float* const scale_g = nullptr;
+  const Scalar* const inner_weight_g = nullptr;
+  const float inner_eps = 0.f, inner_offset = 0.f;
 #endif
 #if !WITH_CODES
   signed char* const codes_g = nullptr;
@@ -231,20 +249,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
                    WITH_CODES ? nullptr : out_g + offsets[kOut],
                    WITH_RESIDUAL ? total_g + offsets[kTotal] : nullptr,
                    exists ? params.length : 0,
-                   scale_g};
+                   scale_g,
+                   inner_weight_g,
+                   inner_offset};
 
   // Phase 1: read the row, add, and sum it up.
   const int64 segments = Rows::segments(row.length);
   HeldTotal x[Rows::kHeldSegments];
   Held added[Rows::kHeldSegments], weight[Rows::kHeldSegments], bias[Rows::kHeldSegments];
   Moments part;
-  float squares[1] = {0.f};
+  float squares[1] = {0.f}, inner_squares[1] = {0.f}, inner_rstd = 1.f;
+  if constexpr (kInner && !Rows::kResident) {
+    for (int64 segment = 0; segment < segments; segment++) {
+      added[0].load(row.residual_g, segment, row.length);
+      inner_squares[0] += squares_of(added[0]);
+    }
+  }
   if constexpr (Rows::kResident) {
 #pragma unroll
     for (int segment = 0; segment < Rows::kHeldSegments; segment++) load(x[segment], added[segment], row, segment);
 #pragma unroll
     for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
-      add_residual(x[segment], added[segment], row, segment);
+      if constexpr (kInner) inner_squares[0] += squares_of(added[segment]);
+    }
+  }
+  if constexpr (kInner) {
+    smem_s.sums.add_up(inner_squares, 1);
+    inner_rstd = rsqrtf(inner_squares[0] * inverse(static_cast<float>(row.length)) + inner_eps);
+  }
+  if constexpr (Rows::kResident) {
+#pragma unroll
+    for (int segment = 0; segment < Rows::kHeldSegments; segment++) {
+      add_residual(x[segment], added[segment], row, segment, inner_rstd);
       if constexpr (kHoldColumns && WITH_WEIGHT) weight[segment].load(weight_g, segment, row.length);
       if constexpr (kHoldColumns && WITH_BIAS) bias[segment].load(bias_g, segment, row.length);
       if constexpr (!CENTRED) squares[0] += squares_of(x[segment]);
@@ -253,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, kThreadsPerSm / THREADS)
   } else {
     for (int64 segment = 0; segment < segments; segment++) {
       load(x[0], added[0], row, segment);
-      add_residual(x[0], added[0], row, segment);
+      add_residual(x[0], added[0], row, segment, inner_rstd);
       if constexpr (!CENTRED) squares[0] += squares_of(x[0]);
       if (CENTRED && segment_exists<Rows>(segment, row.length)) {
         float values[Rows::kVec];

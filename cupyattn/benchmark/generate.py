@@ -25,6 +25,7 @@ from cupyattn.benchmark.other_models import GENERATING, Generate, PromptSize, Ti
 from cupyattn.benchmark.timer import COPY
 from cupyattn.cli.arguments import integer
 from cupyattn.models.forward import activated
+from cupyattn.models.generation.steps import append_options
 from cupyattn.models.loading import QUANTIZE, quantises_to
 from cupyattn.models.weights import empty
 from cupyattn.runtime.annotations import Json, Keywords
@@ -124,17 +125,18 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         moved = _nbytes(of.weight, of.bias, given, x if given is stream else given)
         return DecodeCall(name, moved, partial(of, given, **options))
 
-    def of_sum(of: Any) -> DecodeCall:
-        """Return the call of a norm that reads the hidden states."""
+    def of_sum(of: Any, inner: Any = None) -> DecodeCall:
+        """Return the call of a norm that reads the hidden states, whose term `inner` normalises."""
         if not in_stream:
             return norm("norm", of)
         moved = _nbytes(of.weight, of.bias, x, stream, stream, x)
-        return DecodeCall("sum + norm", moved, partial(of, x, residual=stream))
+        options = {} if inner is None else {"x_norm": inner.rms}
+        return DecodeCall("sum + norm", moved, partial(of, x, residual=stream, **options))
 
     def added(name: str, of: Any, after: Any, given: Array) -> list[DecodeCall]:
         """Return the calls of `cupyattn.models.forward.added`."""
         if in_stream:
-            return [weighted(name, of, given), *([norm("norm", after)] if after else ())]
+            return [weighted(name, of, given)]
         if after is None:
             return [weighted(f"{name} + residual", of, given, x)]
         total = DecodeCall("sum", 3 * x.nbytes, partial(xp.add, x, x, out=x.copy()))
@@ -157,12 +159,10 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         ]
     for index, layer in enumerate(weights.layers):
         tables_of = model.rotary_of(index)
-        rotary = {} if tables_of is None else {"q": q, "rotary": tables_of}
+        given = append_options(tables_of, q, layer.q_norm, layer.k_norm)
         attention = [
-            *(norm("norms of q and k", layer.q_norm, q, out=q) for _ in "q" if layer.q_norm),
-            *(norm("norms of q and k", layer.k_norm, k, out=k) for _ in "k" if layer.k_norm),
             DecodeCall("rotary + append", 2 * qkv.nbytes,
-                       partial(cache.append, index, k, v, tables, **rotary)),
+                       partial(cache.append, index, k, v, tables, **given)),
             DecodeCall("attention", cached * context + 2 * q.nbytes,
                        partial(cache.attend, index, q[:, None], tables,
                                **model.attention_options(index))),
@@ -171,7 +171,8 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         if in_stream and layer.mlp_norm is None:
             output = [weighted("output + down", layer.output, seen, x)]
         down = added("down", layer.down, layer.down_norm, inner)
-        parts.append(of_sum(layer.norm) if index else norm("norm", layer.norm, stream))
+        before = weights.layers[index - 1].down_norm
+        parts.append(of_sum(layer.norm, before) if index else norm("norm", layer.norm, stream))
         if layer.qkv_up is not None:
             both = drawn(rows, len(layer.qkv_up.weight))[:, len(layer.qkv.weight) :]
             activation = partial(activated, both, config.activation)
@@ -186,11 +187,12 @@ def parts_of(model: Any, cache: Any, tables: Any, context: int) -> list[DecodeCa
         if layer.mlp_norm is None:
             parts += [up, *down, *attention, *output]
         else:
-            parts += [*attention, *output, of_sum(layer.mlp_norm), up, *down]
+            middle = of_sum(layer.mlp_norm, layer.output_norm)
+            parts += [*attention, *output, middle, up, *down]
     draw = partial(cupyattn.sample, logits, seed=None, temperature=0, out=ids)
     return [
         *parts,
-        of_sum(weights.norm),
+        of_sum(weights.norm, weights.layers[-1].down_norm),
         weighted("head", weights.head, x),
         DecodeCall("sample", logits.nbytes, draw),
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.functions import append_kv, paged_attention
+from cupyattn.functions import RMSNorm, append_kv, paged_attention
 from cupyattn.kv_cache.allocator import BlockAllocator
 from cupyattn.kv_cache.arguments import as_count
 from cupyattn.kv_cache.sequence import Sequence
@@ -108,6 +108,8 @@ class CacheSteps:
         *,
         q: Array | None = None,
         rotary: Any = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
         """Write the keys and values of a step's new tokens in a layer: `append_kv`.
 
@@ -121,9 +123,11 @@ class CacheSteps:
         tables : StepTables
             Those of the step.
         q : array (total, H, D), or (B, S, H, D), optional
-            Queries to be rotated in place; only with rotary.
+            Queries to be normalised and rotated in place; only with rotary or q_norm.
         rotary : Rotary or (cos, sin), optional
             Tables by which k and q are rotated to their positions.
+        q_norm, k_norm : RMSNorm, optional
+            Norms of the heads of q and of k, before the rotation.
 
         Raises
         ------
@@ -156,6 +160,8 @@ class CacheSteps:
             q=q,
             rotary=rotary,
             positions=None if rotary is None else tables.positions[:count].reshape(tokens),
+            q_norm=q_norm,
+            k_norm=k_norm,
             k_scales=arrays.get("k_scales"),
             v_scales=arrays.get("v_scales"),
         )

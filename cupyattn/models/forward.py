@@ -24,16 +24,17 @@ small language models", 2023) rotates only the first features of a head, and has
 weights and the config contain all of that: a norm with a bias is a layer norm.
 
 Qwen3 (arXiv:2505.09388) and Gemma 3 (arXiv:2503.19786) normalise each head of q and k before it is
-rotated. Gemma 2 (arXiv:2408.00118) and 3 scale the embedding by sqrt(E), have weights 1 + w in all
-norms, and windows in some layers; Gemma 2 has softcaps. Phi-3 (arXiv:2404.14219) is Llama with
-fused products in its files. Some layers of SmolLM3 do not rotate.
+rotated; over a paged cache one launch does both. Gemma 2 (arXiv:2408.00118) and 3 scale the
+embedding by sqrt(E), have weights 1 + w in all norms, and windows in some layers; Gemma 2 has
+softcaps. Phi-3 (arXiv:2404.14219) is Llama with fused products in its files. Some layers of SmolLM3
+do not rotate.
 
 Each call below is one kernel; the sum of two embeddings is one more. All other sums are computed
 where a product is stored. In a float16 model the hidden states x are float32, because models that
 were trained in bfloat16 exceed 65,504 there: norms read x and give float16, and a sum is computed
-by the norm that reads it. Each term of a sum may be scaled by a power of two
-(`cupyattn.models.float16_range`). The loss computes the head and its cross-entropy for a limited
-number of rows at a time.
+by the norm that reads it, Gemma's norm of the term as well. Each term of a sum may be scaled by a
+power of two (`cupyattn.models.float16_range`). The loss computes the head and its cross-entropy for
+a limited number of rows at a time.
 """
 
 from __future__ import annotations
@@ -136,6 +137,20 @@ They are not rotated: rotary positions, a cache and which keys a query sees are 
 """
 
 
+class NormingAttend:
+    """An `Attend` that can also normalise the heads of q and k, in its launch that rotates them."""
+
+    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+        """Return attention of heads that are normalised already, or need no norm."""
+        return self.attended(layer, q, k, v, None, None)
+
+    def attended(
+        self, layer: int, q: Array, k: Array, v: Array, q_norm: Norm | None, k_norm: Norm | None
+    ) -> Array:
+        """Return attention of heads after these norms."""
+        raise NotImplementedError
+
+
 def hidden_states(
     config: Config,
     weights: Weights,
@@ -159,12 +174,12 @@ def hidden_states(
             qkv, inner = qkv_and_inner(config, layer, normed)
             with second_stream:
                 y = layer.down(inner(), residual=None if in_stream else x)
-            attended = attend(index, *normed_heads(config, layer, qkv, growth))
+            attended = attended_heads(config, layer, index, qkv, growth, attend)
             second_stream.join()
             y = layer.output(attended.reshape(len(x), width), residual=y)
             x, term = (x, Term(y, scales.after_output)) if in_stream else (y, None)
         else:
-            attended = attend(index, *normed_heads(config, layer, layer.qkv(normed), growth))
+            attended = attended_heads(config, layer, index, layer.qkv(normed), growth, attend)
             attended = attended.reshape(len(x), width)
             x, term = added(layer.output, layer.output_norm, attended, x, scales.after_output)
             normed, x = sum_and_norm(layer.mlp_norm, x, term, **codes_for(x, layer.up))
@@ -182,10 +197,11 @@ def hidden_states(
 
 
 class Term(NamedTuple):
-    """A term of a float32 stream: `array` times `scale` (E,), which the next norm adds."""
+    """A term of a float32 stream, which the next norm adds: `norm` of an array, times `scale`."""
 
     array: Array
     scale: Array | None
+    norm: Norm | None = None
 
 
 def embedded(config: Config, weights: Weights, ids: Array, positions: Array) -> Array:
@@ -207,6 +223,8 @@ def embedded(config: Config, weights: Weights, ids: Array, positions: Array) -> 
 def sum_and_norm(norm: Norm, x: Array, term: Term | None, **options: Any) -> tuple[Array, ...]:
     """Return the norm of x plus a term, then the sum, and then statistics that are requested."""
     if term is not None:
+        if term.norm is not None:
+            options["x_norm"] = term.norm.rms
         return norm(term.array, residual=x, x_scale=term.scale, **options)
     found = norm(x, **options)
     normed, *statistics = found if isinstance(found, tuple) else (found,)
@@ -247,14 +265,13 @@ def added(
     """Return x plus a product, or plus the norm of a product.
 
     If x is a float32 stream of a float16 model, return x itself, and a term that the next norm
-    adds; `scale` is the term's.
+    normalises and adds; `scale` is the term's.
     """
-    in_stream = x.dtype != given.dtype
+    if x.dtype != given.dtype:
+        return x, Term(product(given), scale, norm)
     if norm is None:
-        return (x, Term(product(given), scale)) if in_stream else (product(given, residual=x), None)
+        return product(given, residual=x), None
     total = norm(product(given))
-    if in_stream:
-        return x, Term(total, scale)
     total += x
     return total, None
 
@@ -283,6 +300,18 @@ def normed_heads(
     if growth is not None:
         q *= growth
     return q, k, v
+
+
+def attended_heads(
+    config: Config, layer: Layer, index: int, qkv: Array, growth: Array | None, attend: Attend
+) -> Array:
+    """Return attention of the heads of qkv, with those of q and k normalised if the layer does so.
+
+    A `NormingAttend` normalises them itself, except where queries grow between norm and rotation.
+    """
+    if isinstance(attend, NormingAttend) and growth is None:
+        return attend.attended(index, *heads_of(config, qkv), layer.q_norm, layer.k_norm)
+    return attend(index, *normed_heads(config, layer, qkv, growth))
 
 
 def heads_of(config: Config, qkv: Array) -> tuple[Array, Array, Array]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn import QuantizedWeight, layer_norm, linear, rms_norm
+from cupyattn import QuantizedWeight, RMSNorm, layer_norm, linear, rms_norm
 from cupyattn.models.config import ELEMENTWISE, GATED, Config
 from cupyattn.ops.linear.cpu import HugePages
 from cupyattn.ops.linear.weight_formats import ROTATION, Blocks, rows_apart
@@ -38,6 +38,11 @@ class Norm(NamedTuple):
         if self.bias is None:
             return rms_norm(x, self.weight, eps=self.eps, weight_offset=self.offset, **options)
         return layer_norm(x, self.weight, self.bias, eps=self.eps, **options)
+
+    @property
+    def rms(self) -> RMSNorm:
+        """An `RMSNorm` of the same numbers, for functions that normalise rows themselves."""
+        return RMSNorm(self.weight, self.eps, self.offset)
 
 
 class Product(NamedTuple):

@@ -22,19 +22,21 @@ from cupyattn.runtime.compile import compile_ptx
 
 pytestmark = pytest.mark.nvrtc
 
-# dtype, D, bits, half, interleaved, margin: each is a kernel. With vectors and single items.
+# dtype, D, bits, half, interleaved, margin, norms: each is a kernel. With vectors and single items.
 KINDS = wider(
     (
-        ("float16", 64, None, 32, False, 0), ("bfloat16", 40, 4, None, False, 0),
-        ("float32", 24, None, 8, True, 0), ("float16", 34, 4, 15, False, 0),
-        ("float32", 5, 8, 2, True, 1),
+        ("float16", 64, None, 32, False, 0, ""), ("bfloat16", 40, 4, None, False, 0, ""),
+        ("float32", 24, None, 8, True, 0, "qk"), ("float16", 34, 4, 15, False, 0, "k"),
+        ("float32", 5, 8, 2, True, 1, ""), ("float16", 128, None, 64, False, 0, "qk"),
     ),
     (
-        ("float16", 64, 8, 16, False, 0),
-        ("float16", 256, 4, 128, False, 0), ("bfloat16", 128, None, 64, False, 0),
-        ("float32", 256, 8, 64, True, 0), ("float16", 1, None, 0, False, 0),
-        ("bfloat16", 61, 8, 30, True, 1), ("float16", 128, 4, None, False, 3),
-        ("float32", 128, 4, 64, False, 0), ("float16", 80, 8, 40, True, 0),
+        ("float16", 64, 8, 16, False, 0, "qk"), ("float16", 64, None, 32, False, 0, "q"),
+        ("float16", 256, 4, 128, False, 0, "k"), ("bfloat16", 128, None, 64, False, 0, "qk"),
+        ("float32", 256, 8, 64, True, 0, "q"), ("float16", 1, None, 0, False, 0, "qk"),
+        ("bfloat16", 61, 8, 30, True, 1, "qk"), ("float16", 128, 4, None, False, 3, "qk"),
+        ("float32", 128, 4, 64, False, 0, ""), ("float16", 80, 8, 40, True, 0, "qk"),
+        ("bfloat16", 40, None, None, False, 0, "qk"), ("float16", 34, None, 15, False, 0, ""),
+        ("float32", 24, 8, 8, True, 0, ""), ("float16", 256, 8, 64, False, 0, "qk"),
     ),
 )  # fmt: skip
 
@@ -42,7 +44,7 @@ KINDS = wider(
 @st.composite
 def append_problems(draw: st.DrawFn) -> AppendProblem:
     """Draw problems of these kernels."""
-    dtype, head_dim, bits, half, interleaved, margin = draw(st.sampled_from(KINDS))
+    dtype, head_dim, bits, half, interleaved, margin, norms = draw(st.sampled_from(KINDS))
     total = draw(st.sampled_from((1, 2, 7, 16, 33)))
     return AppendProblem(
         tokens=draw(st.sampled_from(((total,), (1, total), (2, total)))),
@@ -54,6 +56,7 @@ def append_problems(draw: st.DrawFn) -> AppendProblem:
         bits=bits,
         half=half,
         interleaved=interleaved,
+        norms=norms,
         block_size=draw(st.sampled_from((1, 3, 16))),
         margin=margin,
         seed=draw(st.integers(0, 2**16)),
@@ -62,6 +65,7 @@ def append_problems(draw: st.DrawFn) -> AppendProblem:
 
 PLAIN = AppendProblem((9,), H=5, G=3, D=64, dtype="float16")
 ROTATED = replace(PLAIN, half=32)
+NORMED = replace(ROTATED, norms="qk")
 STORED = [None, 8, 4]
 
 
@@ -71,6 +75,56 @@ def test_tokens_are_in_their_slots(problem):
     """Within the bounds, bit for bit where nothing is rotated; and nothing else is written."""
     given = problem.memory()
     assert problem.ratio(problem.appended(given), given) <= 1
+
+
+@everywhere
+@pytest.mark.parametrize("half", [20, *deep(None)])
+def test_heads_are_normalised_and_then_rotated(side, half):
+    """Also features that are not rotated; each of q and k by its own weight, eps and offset."""
+    problem = replace(NORMED, half=half)
+    given = problem.memory()
+    given["flat"][:: problem.D * 3] *= 100
+    placed = {name: side.put(array.copy()) for name, array in given.items()}
+    with side.running():
+        problem.call(placed)
+    assert problem.ratio({n: side.get(a) for n, a in placed.items()}, given) <= 1
+
+
+def test_a_norm_is_not_rounded_before_the_rotation():
+    problem = replace(NORMED, bits=8)
+    given = problem.memory()
+    found = problem.appended(given)
+    (_, _, k, _, slots), _ = problem.views(given)
+    written = slots >= 0
+    scales = found["scales"][:, 0][np.divmod(slots[written], problem.block_size)]
+    plain = replace(problem, half=None)
+    rounded = plain.exact("k", k, given).astype(np.float16)
+    exact = problem.exact("k", k, given)
+    bound = reference.quantisation_bound(exact, 8, error=2e-6)[1][written]
+    of_rounded = replace(problem, norms="").exact("k", rounded, given)
+    for tokens, fits in ((exact, True), (of_rounded, False)):
+        expected = np.abs(tokens).max(axis=-1)[written] / 127
+        assert (reference.error_ratio(scales, expected, bound) <= 1) == fits
+
+
+@pytest.mark.parametrize("vector", [True, *deep(False)])
+def test_norms_of_heads_that_are_zero_or_not_finite(vector):
+    """Zeros stay; a NaN is in its own head only; the head of an infinity has zeros next to NaN."""
+    problem = replace(NORMED, half=None, margin=0 if vector else 1)
+    given = problem.memory()
+    given["slot_mapping"][:] = np.arange(9)
+    (_, _, k, _, _), options = problem.views(given)
+    k[2, 0], k[3, 1, 5], options["q"][4, 2, 63] = 0, np.nan, np.inf
+    found = problem.appended(given)
+    (k_cache, *_), options = problem.views(found)
+    stored = k_cache.reshape(-1, problem.G, problem.D)[:9].astype(float)
+    assert (stored[2, 0] == 0).all()
+    bad = np.isnan(stored).any(axis=-1)
+    assert np.isnan(stored[3, 1]).all()
+    assert bad.sum() == 1
+    assert np.flatnonzero(np.isnan(options["q"][4, 2].astype(float))).tolist() == [63]
+    assert (options["q"][4, 2, :63] == 0).all()
+    assert np.isnan(options["q"].astype(float)).sum() == 1
 
 
 def strided(array: np.ndarray) -> np.ndarray:
@@ -231,10 +285,11 @@ def test_every_array_has_strides_of_its_own():
         assert_array_equal(KERNELS.get(padded[name]), expected[1][name])
 
 
-@pytest.mark.parametrize("vec", [8, *deep(1)])
-def test_a_warp_has_read_its_queries_before_it_writes_them(vec):
+@pytest.mark.parametrize(("vec", "normed"), [(8, False), (8, True), *deep((1, False), (1, True))])
+def test_a_warp_has_read_its_queries_before_it_writes_them(vec, normed):
     """Lanes read what others overwrite. The emulator runs lanes in lockstep, a GPU need not."""
-    launch = AppendLaunch("float16", "float16", 64, vec, "int32", "float32", "int32", False)
+    options = "int32", "float32", "int32", False, normed
+    launch = AppendLaunch("float16", "float16", 64, vec, *options)
     specialisation = specialise_append(append_config(75, ROTATED.H, launch.chunks), launch)
     ptx = compile_ptx(specialisation, TURING).code.decode()
     assert ptx.rindex("ld.global") < ptx.index("bar.warp.sync") < ptx.index("st.global")
@@ -283,15 +338,14 @@ def test_a_rotation_of_no_features_copies():
 
 @pytest.mark.parametrize("bits", STORED)
 def test_float64_on_the_cpu(bits):
-    problem = replace(ROTATED, dtype="float64", bits=bits)
+    problem = replace(NORMED, dtype="float64", bits=bits)
     found = problem.memory()
     before = problem.views({**found, "flat": found["flat"].copy()})[1]["q"].copy()
     problem.call(found)
     (k_cache, _, k, _, slots), options = problem.views(found)
-    tables, where = options["rotary"][:2], options["positions"]
-    assert_array_equal(options["q"], reference.rotated(before, *tables, where))
+    assert_array_equal(options["q"], problem.exact("q", before, found))
     at = np.divmod(slots[slots >= 0], problem.block_size)
-    exact = reference.rotated(k, *tables, where)[slots >= 0]
+    exact = problem.exact("k", k, found)[slots >= 0]
     if bits is None:
         assert_array_equal(k_cache[at], exact)
     else:

@@ -23,6 +23,7 @@ PROBLEM = AppendProblem((6,), H=4, G=2, D=8, dtype="float32", half=4)
 STORED = replace(PROBLEM, bits=8)
 APPENDED = ("k_cache", "v_cache", "k", "v", "slot_mapping")
 F32 = np.float32
+WEIGHT = np.ones(8, F32)
 
 
 def call(problem: AppendProblem = PROBLEM, **changed: Any) -> None:
@@ -109,6 +110,19 @@ def test_the_calls_themselves_are_right():
         ({"positions": with_item(slice(None), -3), "slot_mapping": lambda x: np.arange(-1, 5),
           "q": None}, ValueError, "positions[1] is -3"),
         ({"k_scales": np.zeros((4, 4, 2), F32)}, ValueError, "k_scales was given with caches of"),
+        ({"q_norm": (WEIGHT, 1e-6, 0.0)}, TypeError, "q_norm has type tuple; it must be RMSNorm("),
+        ({"k_norm": WEIGHT}, TypeError, "k_norm has type ndarray; it must be RMSNorm(weight"),
+        ({"k_norm": cupyattn.RMSNorm(None)}, TypeError, "k_norm has type RMSNorm and no weight"),
+        ({"k_norm": cupyattn.RMSNorm(WEIGHT, -1.0)}, ValueError, "k_norm's eps = -1.0; it is 0 or"),
+        ({"q_norm": cupyattn.RMSNorm(WEIGHT, weight_offset=np.inf)}, ValueError,
+         "q_norm's weight_offset = inf; it is a finite number"),
+        ({"q_norm": cupyattn.RMSNorm(WEIGHT[:4])}, ValueError,
+         "q_norm's weight has shape (4,); q_norm's weight is (D,), here (8,)"),
+        ({"k_norm": cupyattn.RMSNorm(WEIGHT.astype("float16"))}, TypeError,
+         "k_norm's weight has float16"),
+        ({"k_norm": cupyattn.RMSNorm(np.repeat(WEIGHT, 2)[::2])}, ValueError,
+         "k_norm's weight has strides"),
+        ({"q_norm": cupyattn.RMSNorm(WEIGHT), "q": None}, ValueError, "q_norm was given without q"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("backend", ["reference", "emulator"])
@@ -277,7 +291,7 @@ def test_launches_that_are_too_large():
     slots = (2**31,), "int32"
     description = described(AppendArrays, **caches, k=tokens, v=tokens, slot_mapping=slots)
     with pytest.raises(ValueError, match=f"{2**31} tokens, and caches of 128 slots; a launch"):
-        append_plan(checked_append(description, False), 75)
+        append_plan(checked_append(description, False, None, None), 75)
     table, lengths = ((2**16, 2**12), "int32"), ((2**16,), "int32")
     description = described(GatherArrays, **caches, block_table=table, seqlens_k=lengths)
     with pytest.raises(ValueError, match=r"results of 65536 \* 65536 tokens; a launch"):

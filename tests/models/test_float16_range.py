@@ -547,8 +547,8 @@ PRODUCTS = ("qkv", "output", "up", "down")
 def test_a_float32_stream_takes_no_launch_more(name, monkeypatch):
     """Products of bfloat16 models add their residual, norms of float16 models do.
 
-    Gemma's norms of products add to the stream in a step of their own in bfloat16, which is not a
-    kernel of the library, and not counted.
+    They also compute Gemma's norms of products, which bfloat16 models launch, and add to the stream
+    in a step that is not a kernel of the library, and not counted.
     """
     backend = importlib.import_module("cupyattn.runtime.backend")
     counts = {}
@@ -559,4 +559,5 @@ def test_a_float32_stream_takes_no_launch_more(name, monkeypatch):
         with cupyattn.backend("emulator", checks=False), np.errstate(all="ignore"):
             model.logits(IDS)
         counts[dtype] = len(recorder.launches)
-    assert counts["float16"] == counts["bfloat16"] > 0
+    norms = 2 * TINY[name].num_layers if name == "gemma3" else 0
+    assert counts["float16"] + norms == counts["bfloat16"] > norms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,10 @@ from support.tiny_models import TINY
 import cupyattn
 from cupyattn import models
 from cupyattn.models import forward as losses
+from cupyattn.models.generation.steps import PagedAttend
 from cupyattn.models.weights import empty, named_arrays
+from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.recorder import LaunchRecorder
 
 IDS = np.random.default_rng(5).integers(0, 59, (3, 11))
 
@@ -85,6 +89,45 @@ def test_kernels_give_the_same(name):
         found = model.logits(IDS[:, :7])
     np.testing.assert_allclose(found, expected, atol=1e-2)
     assert np.abs(expected).max() > 1
+
+
+LAUNCHES = {**dict.fromkeys(("gpt2", "llama", "qwen3", "gemma3", "gemma2", "smollm3"), 8), "phi": 7}
+"""Kernels of a layer in a decode step: 2 norms, 4 products, append and attention. Phi has 1 norm, 3
+products and an activation."""
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_decode_step_in_float16_launches_each_kernel_once(name, monkeypatch):
+    """Norms of heads are in the launch that rotates, norms of products in the one that adds."""
+    recorder = LaunchRecorder(TURING)
+    backend = importlib.import_module("cupyattn.runtime.backend")
+    monkeypatch.setattr(backend, "_device", lambda *choice: recorder)
+    config = TINY[name]
+    turned = {"rotary_dim": 64} if config.rotary_dim == config.head_dim else {}
+    config = config._replace(head_dim=64, **turned)  # short keys of which are not split
+    model = models.random(config, dtype="float16", xp=np)
+    sizes = config.num_layers, 2, 16, config.num_kv_heads, config.head_dim
+    cache = cupyattn.PagedKVCache(*sizes, dtype="float16", xp=np)
+    tables = cache.step_tables([cache.allocator.add([1, 2, 3])], 1)
+    counts = []
+    attend = PagedAttend(model, cache, tables, 1)
+    with cupyattn.backend("emulator", checks=False), np.errstate(all="ignore"):
+        for _ in model.hidden_states(np.array([1]), tables.positions, attend):
+            counts.append(len(recorder.launches))
+    layers = np.diff(counts)[: config.num_layers]
+    assert layers.tolist() == [LAUNCHES[name]] * config.num_layers
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "ministral3"])
+def test_norms_in_the_launch_that_rotates_give_the_same(name):
+    config = TINY[name]._replace(unrotated_layers=(0,))
+    model = models.random(config, dtype="float32", xp=np, seed=2)
+    sizes = config.num_layers, 2, 16, config.num_kv_heads, config.head_dim
+    cache = cupyattn.PagedKVCache(*sizes, dtype="float32", xp=np)
+    tables = cache.step_tables([cache.allocator.add([0] * 11)], 11)
+    found = model.hidden(IDS[0], tables.positions, PagedAttend(model, cache, tables))
+    expected = model.hidden(IDS[0], np.arange(11), model.dense_attention(1, 11))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.nvrtc

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import cupyattn
 from cupyattn import reference
 from cupyattn.ops.attention.reference.quantised import (
     dequantised_attention_bound,
@@ -74,6 +75,41 @@ def append_kv(dtype: str) -> Case:
     bound = reference.append_kv_bound(x, dtype, tables, positions)
     wrong = {"the next position": (reference.rotated(x, *tables, positions + 1),)}
     return Case((exact,), (bound,), wrong)
+
+
+def normed_append_kv(dtype: str) -> Case:
+    x, tables = normal(7, 2, 12, dtype=dtype), reference.rope_tables(20, 8)
+    positions = np.arange(7)[None] + 3
+    norm = cupyattn.RMSNorm(normal(12, seed=1, dtype=dtype), 1e-3, 1.0)
+    bound = reference.append_kv_bound(x, dtype, tables, positions, norm=norm)
+
+    def result(rows: np.ndarray, eps: float, weight_offset: float) -> np.ndarray:
+        options = {"centred": False, "eps": eps, "weight_offset": weight_offset}
+        normed = reference.norm(rows, None, norm.weight, **options)[0]
+        return reference.rotated(normed, *tables, positions)
+
+    rotated = reference.rotated(x, *tables, positions)
+    options = {"centred": False, "eps": 1e-3, "weight_offset": 1.0}
+    wrong = {
+        "no offset": (result(x, 1e-3, 0.0),),
+        "another eps": (result(x, 1e-1, 1.0),),
+        "the norm after the rotation": (reference.norm(rotated, None, norm.weight, **options)[0],),
+    }
+    return Case((result(x, 1e-3, 1.0),), (bound,), wrong)
+
+
+def normed_sum(_: str) -> Case:
+    x, residual, weight = (
+        normal(5, 24), normal(5, 24, seed=1, dtype="float16"), normal(24, seed=2, dtype="float16")
+    )  # fmt: skip
+    of_norm = {"eps": 1e-3, "weight_offset": 1.0}
+    normed = reference.norm(residual, None, weight, centred=False, **of_norm)[0]
+    bound = reference.normed_sum_bound(x, residual, weight=weight, **of_norm)
+    wrong = {
+        "a term that is not normalised": (x + residual.astype(float),),
+        "a term that is rounded to float16": (x + normed.astype(np.float16).astype(float),),
+    }
+    return Case((x + normed,), (bound,), wrong, ("float32",))
 
 
 def gather(dtype: str) -> Case:
@@ -319,7 +355,8 @@ def dropout(dtype: str) -> Case:
 
 CASES: dict[str, Callable[[str], Case]] = {
     **{make.__name__: make for make in (
-        merge_attention, append_kv, gather, add_to, cross_entropy, cross_entropy_backward,
+        merge_attention, append_kv, normed_append_kv, normed_sum, gather, add_to,
+        cross_entropy, cross_entropy_backward,
         linear_cross_entropy, linear_cross_entropy_backward, log_softmax, logsumexp,
         row_gradients, broadcast_sums, adamw_step, global_norm, gated, norm, norm_backward, rope,
         embedding_backward, dropout, matmul,

@@ -127,7 +127,8 @@ def test_a_number_is_told_the_shape():
             assert "shape" in fix, (call.function, trail)
             assert "asarray" not in fix
             if example := EXAMPLE.search(fix):
-                text = example[0].replace(f", {passed.split(' has type ')[0]},", f", {number},")
+                name = passed.split(" has type ")[0].rpartition("'s ")[2]
+                text = example[0].replace(f", {name},", f", {number},")
                 run(call, trail, lambda array, text=text: made(text, array))
 
 

@@ -36,7 +36,7 @@ FAMILIES = {
     "ops.norms": {"ops.linear"},
     "ops.losses": {"ops.linear", "ops.softmax"},
     "ops.attention": {"ops.rope"},
-    "ops.cache": {"ops.attention", "ops.rope"},
+    "ops.cache": {"ops.attention", "ops.norms", "ops.rope"},
 }
 ROOMS = {
     "emulator": set(),

@@ -87,7 +87,8 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     cupyattn.block_mask: (("mask_mod", "Sq", "Sk"), {"B": 1, "H": 1, "q_offset": None}),
     cupyattn.append_kv: (
         ("k_cache", "v_cache", "k", "v", "slot_mapping"),
-        {"q": None, "rotary": None, "positions": None, "k_scales": None, "v_scales": None},
+        {"q": None, "rotary": None, "positions": None, "q_norm": None, "k_norm": None,
+         "k_scales": None, "v_scales": None},
     ),
     cupyattn.copy_blocks: (
         ("k_cache", "v_cache", "copies"), {"k_scales": None, "v_scales": None},
@@ -184,7 +185,7 @@ SIGNATURES: dict[Callable[..., Any], tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     cupyattn.rms_norm: (
         ("x", "weight"),
-        {"residual": None, "x_scale": None, "eps": 1e-6, "weight_offset": 0.0,
+        {"residual": None, "x_scale": None, "x_norm": None, "eps": 1e-6, "weight_offset": 0.0,
          "return_stats": False, "quantize": None, "rotation": None, "out": None},
     ),
     cupyattn.rms_norm_backward: (

@@ -177,6 +177,8 @@ class AppendProblem:
     interleaved: bool = False
     table: str = "float32"
     integers: str = "int32"
+    norms: str = ""
+    """Which heads are normalised: of "q" and "k"."""
     block_size: int = 4
     margin: int = 0
     """Items by which the tokens miss the alignment of vectors."""
@@ -210,6 +212,8 @@ class AppendProblem:
             cos, sin = cupyattn.rope_tables(POSITIONS, 2 * self.half, dtype=self.table)
             positions = rng.integers(0, POSITIONS, self.tokens).astype(self.integers)
             memory |= {"cos": cos, "sin": sin, "positions": positions}
+        for name in self.norms:
+            memory[f"{name}_weight"] = rng.standard_normal(self.D).astype(dtype)
         return memory
 
     def views(self, memory: Memory) -> tuple[list[Any], dict[str, Any]]:
@@ -226,7 +230,40 @@ class AppendProblem:
         if self.half is not None:
             rotary = cupyattn.Rotary(memory["cos"], memory["sin"], self.interleaved)
             options |= {"q": q, "rotary": rotary, "positions": memory["positions"]}
+        for name in self.norms:
+            options[f"{name}_norm"] = self.norm(name, memory)
+        if "q" in self.norms:
+            options["q"] = q
         return [*caches, k, v, memory["slot_mapping"]], options
+
+    def norm(self, name: str, memory: Memory) -> cupyattn.RMSNorm | None:
+        """The norm of the heads of q or k; each has numbers of its own."""
+        if name not in self.norms:
+            return None
+        return cupyattn.RMSNorm(
+            memory[f"{name}_weight"], *{"q": (0.3, 1.0), "k": (1e-6, 0.5)}[name]
+        )
+
+    def exact(self, name: str, tokens: np.ndarray, given: Memory) -> np.ndarray:
+        """Tokens (total, heads, D) of q or k, normalised and rotated in float64."""
+        norm, exact = self.norm(name, given), tokens.astype(float)
+        if norm is not None:
+            eps, offset = norm[1:]
+            exact = reference.norm(
+                tokens, None, norm.weight, centred=False, eps=eps, weight_offset=offset
+            )[0]
+        if self.half is not None:
+            tables, where = (given["cos"], given["sin"]), given["positions"].ravel()
+            exact = reference.rotated(exact, *tables, where, interleaved=self.interleaved)
+        return exact
+
+    def bound(self, name: str, tokens: np.ndarray, given: Memory, dtype: str) -> Any:
+        """The bound of `exact`, stored as a dtype."""
+        options: dict[str, Any] = {"norm": self.norm(name, given)}
+        if self.half is not None:
+            options |= {"rotary": (given["cos"], given["sin"]), "interleaved": self.interleaved,
+                        "positions": given["positions"].ravel()}  # fmt: skip
+        return reference.append_kv_bound(tokens, dtype, **options)
 
     def _packed(self, memory: Memory) -> Any:
         return memory["flat"][self.margin :].reshape(*self.tokens, self.H + 2 * self.G, self.D)
@@ -245,48 +282,42 @@ class AppendProblem:
 
     def ratio(self, found: Memory, given: Memory) -> float:
         """The largest error over its bound; infinite where bits had to be the same, and are not."""
-        (_, _, k, v, slots), options = self.views(given)
-        rotation: dict[str, Any] = {}
-        if self.half is not None:
-            rotation = {"rotary": options["rotary"][:2], "positions": options["positions"].ravel(),
-                        "interleaved": self.interleaved}  # fmt: skip
+        (_, _, k, v, slots), _ = self.views(given)
+        changed = self.half is not None or "k" in self.norms
         same = [self._tokens_are_same(found, given)]
         ratios = []
-        for index, (tokens, rotated) in enumerate(((k, rotation), (v, {}))):
+        for index, (tokens, computed) in enumerate(((k, changed), (v, False))):
             flat = tokens.reshape(-1, self.G, self.D)
             written = slots.ravel() >= 0
             at = np.divmod(slots.ravel()[written], self.block_size)
             cache = found["pool"][:, index]
             scales = found["scales"][:, index] if self.bits else None
-            exact, bound = flat.astype(float), 0.0
-            if rotated:
-                exact = reference.rotated(flat, *rotated["rotary"], rotated["positions"],
-                                          interleaved=self.interleaved)  # fmt: skip
-            elif self.bits:
+            exact = self.exact("k", flat, given) if computed else flat.astype(float)
+            if not computed and self.bits:
                 stored, expected = reference.quantise(flat[written], self.bits)
                 same += [np.array_equal(cache[at], stored),
                          np.array_equal(scales[at], expected, equal_nan=True)]  # fmt: skip
             if self.bits:  # a head that is not all finite is read back as NaN
                 exact = np.where(np.isfinite(exact).all(axis=-1, keepdims=True), exact, np.nan)
-            bound = reference.append_kv_bound(flat, self.cache_dtype.name, **rotated)
+            kept = self.cache_dtype.name
+            bound = (self.bound("k", flat, given, kept) if computed
+                     else reference.append_kv_bound(flat, kept))  # fmt: skip
             values = cache[at] if scales is None else reference.dequantise(cache[at], scales[at])
             ratios.append(reference.error_ratio(values, exact[written], bound[written]))
             same += [_untouched(cache, at), scales is None or _untouched(scales, at)]
         return max(ratios) if all(same) else np.inf
 
     def _tokens_are_same(self, found: Memory, given: Memory) -> bool:
-        """k, v and all of q but the rotated features stay; those are within their bound."""
+        """k, v and all of q but its changed features stay; those are within their bound."""
         after, before = self._packed(found), self._packed(given)
         kept = _equal(after[..., self.H :, :], before[..., self.H :, :])
         q, before = (packed[..., : self.H, :] for packed in (after, before))
-        if self.half is None:
+        if self.half is None and "q" not in self.norms:
             return kept and _equal(q, before)
-        q, before = (x.reshape(1, -1, self.H, self.D) for x in (q, before))
-        where = given["positions"].ravel()
-        tables, way = (given["cos"], given["sin"]), {"interleaved": self.interleaved}
-        exact = reference.rope(before, *tables, where, **way)
-        bound = reference.rope_bound(before, *tables, where, dtype=self.dtype, **way)
-        rest = slice(2 * self.half, None)
+        q, before = (x.reshape(-1, self.H, self.D) for x in (q, before))
+        exact = self.exact("q", before, given)
+        bound = self.bound("q", before, given, self.dtype)
+        rest = slice(self.D if "q" in self.norms else 2 * (self.half or 0), None)
         return (
             kept
             and reference.error_ratio(q, exact, bound) <= 1

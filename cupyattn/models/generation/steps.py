@@ -21,12 +21,13 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 import cupyattn
-from cupyattn import PagedKVCache
+from cupyattn import PagedKVCache, Rotary
 from cupyattn.kv_cache import Sequence as CachedSequence
 from cupyattn.kv_cache import StepTables
-from cupyattn.models.forward import Attend
+from cupyattn.models.forward import NormingAttend
 from cupyattn.models.generation.options import Sampling
 from cupyattn.models.generation.text import TokenModel
+from cupyattn.models.weights import Norm
 from cupyattn.runtime.annotations import Keywords
 from cupyattn.runtime.arrays import Array, CudaArray
 from cupyattn.runtime.cupy_library import load_cupy
@@ -206,26 +207,41 @@ def _fill(column: Array, values: Sequence[float], rest: float) -> None:
     column[len(values) :] = rest
 
 
-def paged_attend(
-    model: TokenModel, cache: PagedKVCache, tables: StepTables, width: int | None = None
-) -> Attend:
-    """Return attention over a paged cache, for `Model.hidden`.
+class PagedAttend(NormingAttend):
+    """Attention over a paged cache, for `Model.hidden`.
 
-    It writes the new keys and values of a layer, rotated, and then lets the new queries see all of
-    them. `width` is the number of new queries of each sequence, None where that differs.
+    It writes the new keys and values of a layer, normalised and rotated, and then lets the new
+    queries see all of them. `width` is the number of new queries of each sequence, None where that
+    differs.
     """
 
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        rotary = model.rotary_of(layer)
-        if rotary is None:
-            cache.append(layer, k, v, tables)
-        else:
-            cache.append(layer, k, v, tables, q=q, rotary=rotary)
-        queries = q if width is None else q.reshape(-1, width, *q.shape[1:])
-        seen = cache.attend(layer, queries, tables, **model.attention_options(layer))
+    def __init__(
+        self, model: TokenModel, cache: PagedKVCache, tables: StepTables, width: int | None = None
+    ) -> None:
+        self._model, self._cache, self._tables, self._width = model, cache, tables, width
+
+    def attended(
+        self, layer: int, q: Array, k: Array, v: Array, q_norm: Norm | None, k_norm: Norm | None
+    ) -> Array:
+        """Return attention; see `NormingAttend.attended`."""
+        given = append_options(self._model.rotary_of(layer), q, q_norm, k_norm)
+        self._cache.append(layer, k, v, self._tables, **given)
+        queries = q if self._width is None else q.reshape(-1, self._width, *q.shape[1:])
+        options = self._model.attention_options(layer)
+        seen = self._cache.attend(layer, queries, self._tables, **options)
         return seen.reshape(q.shape)
 
-    return attend
+
+def append_options(
+    rotary: Rotary | None, q: Array, q_norm: Norm | None, k_norm: Norm | None
+) -> Keywords:
+    """Return the options of `PagedKVCache.append` in a layer with this rotation and norms."""
+    options: Keywords = {} if rotary is None else {"q": q, "rotary": rotary}
+    if q_norm is not None:
+        options |= {"q": q, "q_norm": q_norm.rms}
+    if k_norm is not None:
+        options["k_norm"] = k_norm.rms
+    return options
 
 
 class StepSequence(NamedTuple):
@@ -258,7 +274,7 @@ def packed_step(
         model.xp, len(ids), len(draws), used_options(draws), model.config.vocab_size, width
     )
     inputs.load(ids, draws)
-    hidden = model.hidden(inputs.ids, tables.positions, paged_attend(model, cache, tables))
+    hidden = model.hidden(inputs.ids, tables.positions, PagedAttend(model, cache, tables))
     drawn: list[int] = []
     if rows:
         if rows != list(range(len(ids))):
@@ -299,7 +315,7 @@ class DecodeStep:
             model.xp, tokens, batch, used, model.config.vocab_size,
             max_blocks * cache.allocator.block_size,
         )  # fmt: skip
-        self._attend = paged_attend(model, cache, self._tables, width)
+        self._attend = PagedAttend(model, cache, self._tables, width)
         self._readback = Readback(model.xp, tokens)
         self._replay: Callable[[], None] | None = None
 

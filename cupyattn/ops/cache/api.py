@@ -21,6 +21,7 @@ from cupyattn.ops.cache.problems import (
     gather_problem,
     pairs_of,
 )
+from cupyattn.ops.norms.api import RMSNorm, norm_numbers
 from cupyattn.ops.rope.api import Rotary, checked_rotary
 from cupyattn.runtime.arrays import Array, adopt, exports_memory
 from cupyattn.runtime.backend import device_of
@@ -46,14 +47,16 @@ def append_kv(
     q: Array | None = None,
     rotary: Rotary | tuple[Array, Array] | None = None,
     positions: Array | None = None,
+    q_norm: RMSNorm | None = None,
+    k_norm: RMSNorm | None = None,
     k_scales: Array | None = None,
     v_scales: Array | None = None,
 ) -> None:
     r"""Write the keys and values of new tokens to their slots of a paged cache, in place.
 
-    The same launch applies the rotary position embedding to k, and to q if it is given, and
-    quantises k and v for quantised caches. Letters: G key-value heads, H query heads, D head dim
-    (1 to 256).
+    The same launch normalises each head of k, and of q if it is given, applies the rotary position
+    embedding to them, and quantises k and v for quantised caches. Letters: G key-value heads, H
+    query heads, D head dim (1 to 256).
 
     Parameters
     ----------
@@ -69,12 +72,16 @@ def append_kv(
     slot_mapping : int32 or int64 array (total,) or (B, S)
         Where each token goes: ``block * block_size + offset``. -1 leaves a token out.
     q : array (total, H, D) or (B, S, H, D), dtype of k, optional
-        Is rotated in place, also for tokens that are left out. Only with rotary.
+        Is normalised and rotated in place, also for tokens that are left out. Only with rotary or
+        q_norm.
     rotary : Rotary or (cos, sin), optional
         Tables of cosines and sines (positions, R/2), as of `rope_tables`. The first R features of k
         are rotated before they are stored, as `rope` rotates them.
     positions : int32 or int64 array, shaped like slot_mapping, optional
         The position of each token: a row of the tables. Required with rotary.
+    q_norm, k_norm : RMSNorm, optional
+        Norms of the heads of q and of k, with weights (D,) in the dtype of k. They come before the
+        rotation, as in Qwen3 and Gemma 3, without a rounding in between; k itself stays as it is.
     k_scales, v_scales : float32 array (num_blocks, block_size, G), optional
         The scale of each token and head, written in place. Required for quantised caches.
 
@@ -105,7 +112,8 @@ def append_kv(
     A quantised item is ``q * scale`` with ``scale = max|x| / 127`` over the D items of a token and
     head and q an int8, or ``(nibble - 8) * scale`` with ``scale = max|x| / 7``, item 2 i in the low
     nibble of byte i and item 2 i + 1 in the high one. Both are of the rotated float32 numbers,
-    rounded to nearest even, with scales below 2**-126 flushed to 0. Items that are not all finite
+    rounded to nearest even, with scales below 2**-126 flushed to 0. Norms are those of `rms_norm`,
+    with its limits. Items that are not all finite
     have a scale that is not, and are read back as NaN; float32's largest number, whose scale is
     rounded up, comes back from 8 bits as infinity. Such scales for rows are those of Dettmers
     et al., arXiv:2208.07339, section 3.1; rotary position embedding is that of `rope`.
@@ -136,11 +144,15 @@ def append_kv(
     """
     arrays = AppendArrays(k_cache, v_cache, k_scales, v_scales, q, k, v, slot_mapping)
     arrays.positions = positions
-    interleaved = False
+    interleaved, of_q, of_k = False, None, None
     if rotary is not None:
         arrays.cos, arrays.sin, interleaved = checked_rotary(rotary)
+    if q_norm is not None:
+        of_q, arrays.q_weight = norm_numbers("q_norm", q_norm), q_norm.weight
+    if k_norm is not None:
+        of_k, arrays.k_weight = norm_numbers("k_norm", k_norm), k_norm.weight
     operands = adopt(arrays, _APPEND_FIXES)
-    problem = append_problem(operands, interleaved=interleaved)
+    problem = append_problem(operands, interleaved=interleaved, q_norm=of_q, k_norm=of_k)
     device = device_of(operands)
     if device is None:
         _append_on_cpu(problem, cast("AppendArrays[np.ndarray]", operands.arrays))
@@ -151,13 +163,22 @@ def append_kv(
 def _append_on_cpu(problem: AppendProblem, arrays: AppendArrays[np.ndarray]) -> None:
     k, q, slots = arrays.k, arrays.q, arrays.slot_mapping
     cos, sin, positions = arrays.cos, arrays.sin, arrays.positions
-    if cos is not None and sin is not None and positions is not None:
+    rotates = cos is not None and sin is not None and positions is not None
+    if rotates or problem.q_norm is not None or problem.k_norm is not None:
         heads = 0 if q is None else q.shape[-2]
-        both = k if q is None else np.concatenate([q, k], axis=-2)
-        rotated = reference.rotated(both, cos, sin, positions, interleaved=problem.interleaved)
+        if problem.k_norm is not None:
+            k = reference.normed(k, arrays.k_weight, *problem.k_norm)
+        both = k
         if q is not None:
-            round_into(q, rotated[..., :heads, :], problem.dtype)
-        k = rotated[..., heads:, :]
+            normed = q
+            if problem.q_norm is not None:
+                normed = reference.normed(q, arrays.q_weight, *problem.q_norm)
+            both = np.concatenate([normed, k], axis=-2)
+        if cos is not None and sin is not None and positions is not None:
+            both = reference.rotated(both, cos, sin, positions, interleaved=problem.interleaved)
+        if q is not None:
+            round_into(q, both[..., :heads, :], problem.dtype)
+        k = both[..., heads:, :]
         if not problem.caches.quantised:
             k = round_into(None, k, problem.caches.dtype)
     reference.append_kv(arrays.k_cache, k, slots, arrays.k_scales)

@@ -37,7 +37,11 @@ class CacheArrays(Record[T]):
 
 @dataclass(slots=True)
 class AppendArrays(CacheArrays[T]):
-    """Arrays of `append_kv`; cos and sin are those of rotary."""
+    """Arrays of `append_kv`; cos and sin are those of rotary, weights those of norms."""
+
+    SHOWN_AS: ClassVar = MappingProxyType(
+        {"q_weight": "q_norm's weight", "k_weight": "k_norm's weight"}
+    )
 
     q: T | None
     k: T
@@ -46,6 +50,8 @@ class AppendArrays(CacheArrays[T]):
     cos: T | None = None
     sin: T | None = None
     positions: T | None = None
+    q_weight: T | None = None
+    k_weight: T | None = None
 
 
 @dataclass(slots=True)
@@ -84,6 +90,7 @@ APPEND_PARAMS = np.dtype(
         *((field, np.int64) for field in ("cos_stride", "sin_stride", "table_length", "slots")),
         *((field, np.uint32) for field in ("tokens", "seq", "heads", "groups", "kv_heads")),
         *((field, np.uint32) for field in ("kv_groups", "half", "dim", "block_size")),
+        *((field, np.float32) for field in ("q_eps", "k_eps", "q_offset", "k_offset")),
     ],
     align=True,
 )
@@ -136,7 +143,7 @@ APPEND = KernelSpec(
         *(Pointer(name) for name in ("k_cache", "v_cache")),
         *(Pointer(name, optional=True) for name in ("k_scales", "v_scales", "q")),
         *inputs("k", "v", "slot_mapping"),
-        *inputs("cos", "sin", "positions", optional=True),
+        *inputs("cos", "sin", "positions", "q_weight", "k_weight", optional=True),
         APPEND_STRUCT,
     ),
 )
@@ -199,6 +206,8 @@ class AppendLaunch(NamedTuple):
     """Dtype of the cosines and sines; void without a rotation."""
     position: str
     interleaved: bool
+    normed: bool
+    """Whether any heads are normalised."""
 
     @property
     def lanes(self) -> int:
@@ -240,7 +249,7 @@ def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisatio
     """Specialise the kernel that writes tokens."""
     return APPEND.specialise(
         threads=config.threads,
-        gates=Gates(registers=96),
+        gates=Gates(registers=128 if launch.normed else 96),
         reason=config.reason,
         DTYPE=launch.dtype,
         CACHE=_QUANTISED.get(launch.cache, launch.cache),
@@ -252,6 +261,7 @@ def specialise_append(config: RopeConfig, launch: AppendLaunch) -> Specialisatio
         TABLE=launch.table,
         POSITION=_INTEGERS[launch.position],
         INTERLEAVED=cpp_bool(launch.interleaved),
+        NORMED=cpp_bool(launch.normed),
     )
 
 
@@ -289,13 +299,13 @@ def _formats(dtype: str) -> tuple[str, ...]:
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield specialisations in which every two configurations, dtypes and formats meet."""
     flags = (True, False)
-    axes = STORAGE, range(3), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags
-    for dtype, kind, whole, head_dim, table, integer, interleaved in pairs(*axes):
+    axes = STORAGE, range(3), flags, (64, 128, 256), ("void", *STORAGE), _INTEGERS, flags, flags
+    for dtype, kind, whole, head_dim, table, integer, interleaved, normed in pairs(*axes):
         vec = vector_items(dtype) if whole else 1
         # Without a rotation there are no positions, and nothing is paired.
         position, paired = ("int32", False) if table == "void" else (integer, interleaved)
         launch = AppendLaunch(
-            dtype, _formats(dtype)[kind], head_dim, vec, integer, table, position, paired
+            dtype, _formats(dtype)[kind], head_dim, vec, integer, table, position, paired, normed
         )
         for config in dict.fromkeys(append_config(arch, heads, launch.chunks) for heads in (1, 4)):
             yield specialise_append(config, launch)

@@ -52,11 +52,12 @@ def run_append(
 def append_plan(problem: AppendProblem, arch: int) -> Plan:
     """Plan a call of append_kv."""
     layouts, caches = problem.layouts, problem.caches
-    require_item_alignment(given_of(layouts), given_of(problem.starts))
+    require_item_alignment(given_of(layouts), given_of(problem.starts), layouts.SHOWN_AS)
     require_kernel_dtype("k", problem.dtype)
     if layouts.cos is not None:
         require_kernel_dtype("rotary's cos", layouts.cos.dtype)
-    heads = layouts.q.shape[-2] if layouts.q is not None and problem.half else 0
+    changes = problem.half or problem.q_norm is not None
+    heads = layouts.q.shape[-2] if layouts.q is not None and changes else 0
     launch = _append_launch(problem)
     config = append_config(arch, max(heads, caches.kv_heads), launch.chunks)
     groups, kv_groups = (-(-count // config.heads) for count in (heads, caches.kv_heads))
@@ -91,6 +92,7 @@ def _append_launch(problem: AppendProblem) -> AppendLaunch:
         "void" if layouts.cos is None else layouts.cos.dtype.name,
         "int32" if layouts.positions is None else layouts.positions.dtype.name,
         problem.interleaved and layouts.cos is not None,
+        problem.q_norm is not None or problem.k_norm is not None,
     )
 
 
@@ -128,6 +130,10 @@ def _append_params(
         half=problem.half,
         dim=caches.head_dim,
         block_size=caches.block_size,
+        q_eps=0 if problem.q_norm is None else problem.q_norm.eps,
+        k_eps=0 if problem.k_norm is None else problem.k_norm.eps,
+        q_offset=0 if problem.q_norm is None else problem.q_norm.weight_offset,
+        k_offset=0 if problem.k_norm is None else problem.k_norm.weight_offset,
     )
 
 
@@ -143,6 +149,8 @@ def _append_vector(problem: AppendProblem) -> int:
         (layouts.v, starts.v),
         (layouts.cos, starts.cos),
         (layouts.sin, starts.sin),
+        (layouts.q_weight, starts.q_weight),
+        (layouts.k_weight, starts.k_weight),
     )
     kept = (layouts.k_cache, starts.k_cache), (layouts.v_cache, starts.v_cache)
     aligned = (

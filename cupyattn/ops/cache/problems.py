@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.ops.cache.kernels import AppendArrays, CacheArrays, CopyArrays, GatherArrays
+from cupyattn.ops.norms.api import NormNumbers
 from cupyattn.runtime.arrays import Array, Description, Layout, Operands, layouts_of, starts_of
 from cupyattn.runtime.checks import (
     CPU_FLOATS,
@@ -83,6 +84,8 @@ class AppendProblem:
     starts: AppendArrays[int]
     """By how many bytes each array misses a vector's alignment."""
     interleaved: bool
+    q_norm: NormNumbers | None
+    k_norm: NormNumbers | None
     overlaps: Overlaps
 
     @property
@@ -133,9 +136,15 @@ class GatherProblem:
         return self.layouts.block_table.shape[1] * self.caches.block_size
 
 
-def append_problem(operands: Operands[AppendArrays[Array]], *, interleaved: bool) -> AppendProblem:
+def append_problem(
+    operands: Operands[AppendArrays[Array]],
+    *,
+    interleaved: bool,
+    q_norm: NormNumbers | None,
+    k_norm: NormNumbers | None,
+) -> AppendProblem:
     """Check a call of append_kv: its description, unless checked before, and its values."""
-    problem = checked_append(operands.description, interleaved)
+    problem = checked_append(operands.description, interleaved, q_norm, k_norm)
     problem.overlaps.check(operands)
     if checks_values(operands):
         arrays = operands.arrays
@@ -148,7 +157,12 @@ def append_problem(operands: Operands[AppendArrays[Array]], *, interleaved: bool
 
 
 @lru_cache(maxsize=4096)
-def checked_append(description: Description, interleaved: bool) -> AppendProblem:
+def checked_append(
+    description: Description,
+    interleaved: bool,
+    q_norm: NormNumbers | None,
+    k_norm: NormNumbers | None,
+) -> AppendProblem:
     """Check the description of a call of append_kv."""
     layouts = layouts_of(AppendArrays[Layout], description)
     caches = _require_caches(layouts, written=True)
@@ -168,24 +182,44 @@ def checked_append(description: Description, interleaved: bool) -> AppendProblem
     require_shape("v", v, k.shape, "shaped like k")
     require_shape("slot_mapping", slots, tokens, f"({', '.join(axes.split()[:-2])}) of k's tokens")
     _require_rotary(layouts, caches.head_dim)
+    _require_norms(layouts, caches.head_dim)
     if layouts.q is not None:
         _require_queries(layouts, layouts.q, axes.replace("G", "H"))
     given = given_of(layouts)
     require_same_dtype(given, ("q", "k", "v"))
+    weights = ("q_weight", "k_weight")
+    named = {layouts.SHOWN_AS[name]: given[name] for name in weights if name in given}
+    require_same_dtype({"k": k, **named})
     if not caches.quantised:
         require_same_dtype(given, ("k", "v", *_CACHES))
     starts = starts_of(AppendArrays[int], description)
     overlaps = Overlaps.of(layouts, (*WRITTEN, "q"))
-    return AppendProblem(caches, layouts, starts, interleaved, overlaps)
+    return AppendProblem(caches, layouts, starts, interleaved, q_norm, k_norm, overlaps)
+
+
+def _require_norms(layouts: AppendArrays[Layout], head_dim: int) -> None:
+    if layouts.q_weight is not None and layouts.q is None:
+        raise error(
+            ValueError,
+            "q_norm was given without q",
+            "it normalises the heads of q",
+            "pass q, or leave q_norm out",
+        )
+    for name in ("q_weight", "k_weight"):
+        layout, shown = getattr(layouts, name), layouts.SHOWN_AS[name]
+        if layout is not None:
+            require_dtype(shown, layout, CPU_FLOATS)
+            require_shape(shown, layout, (head_dim,), "(D,)")
+            require_contiguous_rows(shown, layout)
 
 
 def _require_queries(layouts: AppendArrays[Layout], q: Layout, axes: str) -> None:
-    if layouts.cos is None:
+    if layouts.cos is None and layouts.q_weight is None:
         raise error(
             ValueError,
             "q was given without rotary",
-            "q is there to be rotated",
-            "pass rotary=(cos, sin) and positions, or leave q out",
+            "q is there to be rotated or normalised",
+            "pass rotary=(cos, sin) and positions, or q_norm, or leave q out",
         )
     require_dtype("q", q, CPU_FLOATS)
     require_rank("q", q, axes)

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 
 from cupyattn.ops.attention.reference.cache_formats import STORED_BITS, dequantise, quantise
 from cupyattn.ops.attention.reference.paged import gathered
+from cupyattn.ops.norms.reference import norm
 from cupyattn.ops.rope.reference import rotate
+
+
+def normed(
+    x: np.ndarray, weight: np.ndarray | None, eps: float, weight_offset: float
+) -> NDArray[np.float64]:
+    """Normalise each head of tokens x (..., heads, D) by an RMS norm."""
+    return norm(x, None, weight, centred=False, eps=eps, weight_offset=weight_offset)[0]
 
 
 def rotated(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from cupyattn.ops.linear.api_quantised import quantize_rows
 from cupyattn.ops.linear.row_formats import require_row_format
@@ -30,6 +30,60 @@ from cupyattn.runtime.differentiable import differentiable, recorder
 from cupyattn.runtime.errors import error
 from cupyattn.runtime.outputs import named_out, take_out
 from cupyattn.runtime.rows import RowOptions, call_rows, is_stream
+
+
+class RMSNorm(NamedTuple):
+    """The weight and the numbers of an RMS norm, for functions that normalise rows themselves.
+
+    A row x becomes ``x / sqrt(mean(x**2) + eps) * (weight_offset + weight)``.
+
+    Attributes
+    ----------
+    weight : array (N,), dtype of x
+        Factor of the normalised rows.
+    eps : float
+        Added to the mean square; 0 or more.
+    weight_offset : float
+        Added to the weight, as in `rms_norm`.
+    """
+
+    weight: Array
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+
+
+class NormNumbers(NamedTuple):
+    """The checked numbers of an `RMSNorm`: hashable, a key for caches."""
+
+    eps: float
+    weight_offset: float
+
+
+def norm_numbers(name: str, norm: Any) -> NormNumbers:
+    """Return the numbers of the option `name` of a function, which must be an `RMSNorm`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is anything else, has no weight, or has numbers that `rms_norm` refuses.
+    """
+    if not isinstance(norm, RMSNorm) or norm.weight is None:
+        raise error(
+            TypeError,
+            f"{name} has type {type(norm).__name__}"
+            + (" and no weight" if isinstance(norm, RMSNorm) else ""),
+            "it must be RMSNorm(weight, eps=1e-6, weight_offset=0.0)",
+            f"pass {name}=cupyattn.RMSNorm(weight)",
+        )
+    return _checked(name, norm.eps, norm.weight_offset)
+
+
+@checked_once
+def _checked(name: str, eps: object, weight_offset: object) -> NormNumbers:
+    return NormNumbers(
+        factor(f"{name}'s eps", eps, least=0.0),
+        factor(f"{name}'s weight_offset", weight_offset),
+    )
 
 
 @overload
@@ -219,6 +273,7 @@ def rms_norm(
     *,
     residual: None = ...,
     x_scale: Array | None = ...,
+    x_norm: RMSNorm | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[False] = ...,
@@ -234,6 +289,7 @@ def rms_norm(
     *,
     residual: Array,
     x_scale: Array | None = ...,
+    x_norm: RMSNorm | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool = ...,
@@ -249,6 +305,7 @@ def rms_norm(
     *,
     residual: Array | None = ...,
     x_scale: Array | None = ...,
+    x_norm: RMSNorm | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: Literal[True],
@@ -264,6 +321,7 @@ def rms_norm(
     *,
     residual: Array | None = ...,
     x_scale: Array | None = ...,
+    x_norm: RMSNorm | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool,
@@ -278,6 +336,8 @@ def rms_norm(
     /,
     *,
     residual: Array | None = ...,
+    x_scale: Array | None = ...,
+    x_norm: RMSNorm | None = ...,
     eps: float = ...,
     weight_offset: float = ...,
     return_stats: bool = ...,
@@ -303,6 +363,7 @@ def rms_norm(
     *,
     residual: Array | None = None,
     x_scale: Array | None = None,
+    x_norm: RMSNorm | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     return_stats: bool = False,
@@ -324,6 +385,9 @@ def rms_norm(
         have a float16 or bfloat16 x: then the sum is float32.
     x_scale : float32 array (N,), optional
         Factors of x in the sum with such a residual.
+    x_norm : RMSNorm, optional
+        A norm of x, with a weight (N,) in the dtype of x, before it is scaled and added to such a
+        residual, as in Gemma's layers. Its result is not rounded.
     eps : float
         Added to the mean square; 0 or more.
     weight_offset : float
@@ -362,9 +426,9 @@ def rms_norm(
     """
     arrays = NormArrays(x, residual, weight)
     if quantize is None and rotation is None:
-        return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, False)
+        return _forward(arrays, x_scale, eps, weight_offset, return_stats, out, False, x_norm)
     options = eps, weight_offset, return_stats
-    return _coded_forward(arrays, x_scale, *options, out, False, quantize, rotation)
+    return _coded_forward(arrays, x_scale, *options, out, False, quantize, rotation, x_norm)
 
 
 def _forward(
@@ -375,16 +439,20 @@ def _forward(
     return_stats: bool,
     out: Any,
     centred: bool,
+    x_norm: RMSNorm | None = None,
 ) -> Any:
     added = arrays.residual is not None
-    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    inner = None if x_norm is None else norm_numbers("x_norm", x_norm)
+    given = return_stats, eps, weight_offset, centred, added, inner
+    options, names, exact = _forward_options(*given)
     if out is not None:
         take_out(arrays, out, names)
     results: NormArrays[Array] | StreamArrays[Array]
-    if x_scale is None and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
+    plain = x_scale is None and x_norm is None
+    if plain and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
         results = call_rows(FORWARD, arrays, exact, options)
     else:
-        results = _of_stream_forward(arrays, x_scale, exact, options)
+        results = _of_stream_forward(arrays, x_scale, x_norm, exact, options)
     if len(names) == 1:
         assert results.out is not None
         return results.out
@@ -401,18 +469,22 @@ def _coded_forward(
     centred: bool,
     quantize: Any,
     rotation: Any,
+    x_norm: RMSNorm | None = None,
 ) -> Any:
     """Run a norm whose out is quantised; a float32 stream's in a second launch."""
     added = arrays.residual is not None
-    options, names, exact = _forward_options(return_stats, eps, weight_offset, centred, added)
+    inner = None if x_norm is None else norm_numbers("x_norm", x_norm)
+    given = return_stats, eps, weight_offset, centred, added, inner
+    options, names, exact = _forward_options(*given)
     rotation = require_row_format(quantize, rotation)
-    if x_scale is None and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
+    plain = x_scale is None and x_norm is None
+    if plain and not is_stream(arrays.residual if added else arrays.x, arrays.weight):
         return quantised_forward(arrays, out, names, exact, options, rotation)
-    given = named_out(out, names)
-    rows = given.pop("out", None)
-    for name, array in given.items():
+    results_given = named_out(out, names)
+    rows = results_given.pop("out", None)
+    for name, array in results_given.items():
         setattr(arrays, name, array)
-    results = _of_stream_forward(arrays, x_scale, exact, options)
+    results = _of_stream_forward(arrays, x_scale, x_norm, exact, options)
     assert results.out is not None
     made = quantize_rows(results.out, rotation=rotation, out=rows)
     return made if len(names) == 1 else (made, *(getattr(results, name) for name in names[1:]))
@@ -421,6 +493,7 @@ def _coded_forward(
 def _of_stream_forward(
     arrays: NormArrays[Array],
     x_scale: Array | None,
+    x_norm: RMSNorm | None,
     exact: Callable[..., reference.Results],
     options: RowOptions,
 ) -> StreamArrays[Array]:
@@ -428,15 +501,16 @@ def _of_stream_forward(
     x, stream = arrays.x, arrays.residual
     weight, bias = arrays.weight, arrays.bias
     results = arrays.out, arrays.total, arrays.mean, arrays.rstd
-    if stream is None and x_scale is None:
-        alone = StreamArrays(x, None, weight, bias, None, *results)
+    if stream is None and x_scale is None and x_norm is None:
+        alone = StreamArrays(x, None, weight, bias, None, None, *results)
         return call_rows(STREAM_FORWARD, alone, exact, options)
     if not is_stream(stream, arrays.weight):
+        option, verb = ("x_scale", "scaled") if x_norm is None else ("x_norm", "normalised")
         raise error(
             ValueError,
-            "x_scale without a float32 residual of a float16 or bfloat16 x",
-            "x is scaled only where it is added to a residual of more precision",
-            "leave x_scale out, or scale x before the call",
+            f"{option} without a float32 residual of a float16 or bfloat16 x",
+            f"x is {verb} only where it is added to a residual of more precision",
+            f"leave {option} out, or have x {verb} before the call",
         )
     if recorder.get() is not None:
         raise error(
@@ -446,13 +520,19 @@ def _of_stream_forward(
             "add them before the norm, or call the backward of the norm yourself",
         )
     assert stream is not None
-    of_sum = AddedArrays(stream, x, weight, bias, x_scale, *results)
+    inner = None if x_norm is None else x_norm.weight
+    of_sum = AddedArrays(stream, x, weight, bias, x_scale, inner, *results)
     return call_rows(ADDED_FORWARD, of_sum, exact, options)
 
 
 @checked_once
 def _forward_options(
-    return_stats: object, eps: object, weight_offset: object, centred: bool, added: bool
+    return_stats: object,
+    eps: object,
+    weight_offset: object,
+    centred: bool,
+    added: bool,
+    inner: NormNumbers | None,
 ) -> tuple[RowOptions, tuple[str, ...], Callable[..., reference.Results]]:
     """Check options; return those of the kernel, the names of the results, and the reference."""
     require_bool("return_stats", return_stats)
@@ -461,12 +541,22 @@ def _forward_options(
     wanted: tuple[str, ...] = ()
     if return_stats:
         wanted = ("mean", "rstd") if centred else ("rstd",)
+    inner = inner or NormNumbers(0.0, 0.0)
     options = RowOptions.of(
         choices={"centred": centred},
         wanted=wanted,
         eps=added_to_square,
         weight_offset=offset,
+        inner_eps=inner.eps,
+        inner_offset=inner.weight_offset,
     )
     names = ("out", *(("total",) if added else ()), *wanted)
-    exact = partial(reference.norm, centred=centred, eps=added_to_square, weight_offset=offset)
+    exact = partial(
+        reference.norm,
+        centred=centred,
+        eps=added_to_square,
+        weight_offset=offset,
+        inner_eps=inner.eps,
+        inner_offset=inner.weight_offset,
+    )
     return options, names, exact

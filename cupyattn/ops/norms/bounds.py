@@ -96,6 +96,35 @@ def norm_bound(
     return out_error, np.where(np.isnan(mean), 0.0, mean_stored), rstd_error
 
 
+def normed_sum_bound(
+    x: np.ndarray,
+    residual: np.ndarray,
+    scale: np.ndarray | None = None,
+    *,
+    weight: np.ndarray,
+    eps: float,
+    weight_offset: float = 0.0,
+) -> Float64:
+    """Return the error bound of a float32 sum of x and `scale` times the RMS norm of a residual.
+
+    The norm errs as `norm_bound` in float32. The product with the scale and the sum round once
+    each, by u of what is found.
+    """
+    normed, *_ = norm(residual, None, weight, centred=False, eps=eps, weight_offset=weight_offset)
+    error, *_ = norm_bound(
+        residual,
+        weight,
+        dtype="float32",
+        centred=False,
+        eps=eps,
+        weight_offset=weight_offset,
+    )
+    factor = 1.0 if scale is None else np.abs(scale.astype(np.float64))
+    term = factor * (np.abs(normed) + error)
+    total = np.abs(x.astype(np.float64)) + term
+    return factor * error + U32 * (term + total) + 2 * TINY32
+
+
 def norm_backward_bound(
     dout: np.ndarray,
     x: np.ndarray,

@@ -52,7 +52,7 @@ STREAM_ROWS: RowTable = {
         _FORWARD_ROWS,
         {
             128: Gates(registers=96),
-            1024: Gates(registers=128),
+            1024: Gates(registers=152),
             **dict.fromkeys((2048, 4096), Gates(registers=96)),
             16_384: Gates(registers=128),
         },
@@ -141,7 +141,9 @@ FORWARD = RowKernel(
     follows={"total": "residual"},
     in_place={"out": "x", "total": "residual"},
     choices={"centred": (True, False)},
-    constants=dict.fromkeys(("STREAM", "WITH_SCALE", "WITH_CODES", "ROTATED"), "false"),
+    constants=dict.fromkeys(
+        ("STREAM", "WITH_SCALE", "WITH_INNER_WEIGHT", "WITH_CODES", "ROTATED"), "false"
+    ),
     scalars={"eps": np.float32, "weight_offset": np.float32},
     table=FORWARD_ROWS,
 )
@@ -155,7 +157,7 @@ CODED_FORWARD = replace(
     follows={**FORWARD.follows, "scales": "codes"},
     replaces={"codes": "out"},
     choices={**FORWARD.choices, "rotated": (True, False)},
-    constants={"STREAM": "false", "WITH_SCALE": "false"},
+    constants=dict.fromkeys(("STREAM", "WITH_SCALE", "WITH_INNER_WEIGHT"), "false"),
 )
 """Forward whose out is quantised as `cupyattn.quantize_rows` does: its codes are always present."""
 
@@ -188,6 +190,7 @@ class StreamArrays(Record[T]):
     weight: T | None = None
     bias: T | None = None
     scale: T | None = None
+    inner_weight: T | None = None
     out: T | None = None
     total: T | None = None
     mean: T | None = None
@@ -198,15 +201,23 @@ class StreamArrays(Record[T]):
 class AddedArrays(StreamArrays[T]):
     """Arrays of a call that passes the stream as the residual, and the term added to it as x."""
 
-    SHOWN_AS: ClassVar = MappingProxyType({"x": "residual", "residual": "x", "scale": "x_scale"})
+    SHOWN_AS: ClassVar = MappingProxyType(
+        {
+            "x": "residual",
+            "residual": "x",
+            "scale": "x_scale",
+            "inner_weight": "x_norm's weight",
+        }
+    )
 
 
 STREAM_FORWARD = replace(
     FORWARD,
     record=StreamArrays,
-    columns=(*FORWARD.columns, "scale"),
-    optional=(*FORWARD.optional, "scale"),
+    columns=(*FORWARD.columns, "scale", "inner_weight"),
+    optional=(*FORWARD.optional, "scale", "inner_weight"),
     stream=("x", "total", "scale"),
+    scalars={**FORWARD.scalars, "inner_eps": np.float32, "inner_offset": np.float32},
     constants={"STREAM": "true", "WITH_CODES": "false", "ROTATED": "false"},
     table=STREAM_ROWS,
 )

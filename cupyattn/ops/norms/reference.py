@@ -18,10 +18,13 @@ def norm(
     weight: np.ndarray | None = None,
     bias: np.ndarray | None = None,
     scale: np.ndarray | None = None,
+    inner_weight: np.ndarray | None = None,
     *,
     centred: bool,
     eps: float,
     weight_offset: float = 0.0,
+    inner_eps: float = 0.0,
+    inner_offset: float = 0.0,
 ) -> Results:
     """Normalise rows: layer norm if `centred`, RMS norm otherwise.
 
@@ -32,12 +35,16 @@ def norm(
     weight, bias : (N,) floats
     scale : (N,) floats, optional
         Factors of the residual.
+    inner_weight : (N,) floats, optional
+        Weight of an RMS norm of the residual, before it is scaled and added.
     centred : bool
         Whether the mean is subtracted.
     eps : float
         Added to the mean square.
     weight_offset : float
         Added to the weight.
+    inner_eps, inner_offset : float
+        The same of the residual's norm.
 
     Returns
     -------
@@ -55,6 +62,10 @@ def norm(
     >>> out, float(mean), float(rstd)
     (array([-1.,  1.]), 2.0, 1.0)
     """
+    if residual is not None and inner_weight is not None:
+        residual, *_ = norm(
+            residual, None, inner_weight, centred=False, eps=inner_eps, weight_offset=inner_offset
+        )
     with np.errstate(all="ignore"):
         total = None if residual is None else rounded_sum(x, residual, scale)
         rows = x.astype(np.float64) if total is None else total

@@ -52,6 +52,7 @@ def kv_cache() -> Iterator[Call]:
     scales = {name: zeros("float32", 5, 4, 2) for name in ("k_scales", "v_scales")}
     tokens = {"k": KEYS, "v": KEYS, "slot_mapping": IDS}
     turned = {"q": HEADS.copy(), "rotary": (COS, SIN), "positions": IDS}
+    turned |= {name: cupyattn.RMSNorm(normal(8)) for name in ("q_norm", "k_norm")}
     yield Call(cupyattn.append_kv, {**stored, **tokens}, **scales, **turned)
     yield Call(cupyattn.copy_blocks, {**stored, "copies": [(0, 1)]}, **scales)
 
