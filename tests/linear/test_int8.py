@@ -556,7 +556,14 @@ X = np.ones((3, 64), np.float16)
             TypeError,
             "dtype = 'float64'",
         ),
-        (lambda: np.asarray(cupyattn.quantize_rows(X)), RefusalError, "as an array"),
+        *(
+            (
+                lambda take=take: take(cupyattn.quantize_rows(X)),
+                RefusalError,
+                "as an array; products take it: linear(rows, weight); take the arrays .codes and ",
+            )
+            for take in (np.asarray, np.from_dlpack)
+        ),
     ],
 )
 def test_refusals_say_what_to_pass(call, kind, says):

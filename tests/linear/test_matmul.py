@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import KERNELS, emulated, without_tensor_cores
+from support.devices import EMULATED, KERNELS, has_mma, without_tensor_cores
 from support.search import deep, examples
 
 import cupyattn
@@ -132,6 +132,29 @@ def test_int8_is_exact(tile, case, loaders):
     "contiguous", "transposed"]))  # fmt: skip
 def test_drawn_calls_of_int8_are_exact(case):
     within_bounds(case)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    "case",
+    [
+        MatmulCase(40, 33, 72, **BATCH, dtype="int8"),
+        *deep(
+            MatmulCase(129, 80, 132, **BATCH, dtype="int8", b_view="transposed"),
+            MatmulCase(132, 144, 72, **BATCH, dtype="int8", a_view="transposed"),
+            MatmulCase(7, 1, 5, **BATCH, dtype="int8", a_view="strided"),
+        ),
+    ],
+    ids=str,
+)
+def test_int8_is_exact_without_tensor_cores(case):
+    arrays = case.arrays()
+    (step,) = plan_of(*arrays, traits=T4._replace(tensor_cores=False)).steps
+    assert step.specialisation.spec.entry == "matmul_s8"
+    assert not has_mma(step.specialisation)
+    assert "dp4a" in compile_ptx(step.specialisation, arch_of(75)).code.decode()
+    with without_tensor_cores():
+        within_bounds(case)
 
 
 @pytest.mark.nvrtc
@@ -456,6 +479,27 @@ def test_largest_sums_of_int8_are_exact():
 
 
 # --- gradients
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, a: cupyattn.matmul(a, a) * x,
+        lambda x, a: cupyattn.matmul((100 * x).astype(np.int8), a).astype(np.float32),
+        lambda x, a: x if cupyattn.matmul(a, a).any() else -x,
+    ],
+)
+def test_vjp_refuses_int8(function):
+    """The gradients that it gave were None or zero. The product itself is a constant."""
+    x, a = np.ones((2, 2), np.float32), np.ones((2, 2), np.int8)
+    with pytest.raises(
+        TypeError, match=r"multiplies int8 .*integers have no gradients.*before vjp"
+    ):
+        cupyattn.vjp(function, x, a)
+    product = cupyattn.matmul(a, a).astype(np.float32)
+    out, pullback = cupyattn.vjp(lambda x: product * x, x)
+    np.testing.assert_array_equal(out, np.full((2, 2), 2))
+    np.testing.assert_array_equal(pullback(x)[0], np.full((2, 2), 2))
 
 
 @examples(30)

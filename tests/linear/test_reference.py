@@ -368,6 +368,7 @@ def test_other_indices_than_slices_of_rows_are_refused(rows):
     "call",
     [
         np.asarray,
+        np.from_dlpack,
         np.sum,
         lambda w: np.ones((2, 128)) @ w,
         lambda w: np.float16(2) * w,

@@ -147,6 +147,7 @@ CALLS: dict[str, list[Callable[[], Any]]] = {
         lambda: cupyattn.matmul(half(2, 40, 64), half(2, 64, 72)),
         lambda: cupyattn.matmul(half(2, 72, 40).swapaxes(1, 2), half(2, 64, 72).swapaxes(1, 2)),
         lambda: cupyattn.matmul(half(200, 64), half(64, 128)),
+        lambda: cupyattn.matmul(np.ones((2, 40, 64), np.int8), np.ones((64, 72), np.int8)),
     ],
     "quantize": [lambda: cupyattn.quantize(half(64, 8))],
     "quantize_rows": [lambda: cupyattn.quantize_rows(half(3, 64))],

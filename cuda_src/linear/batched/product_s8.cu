@@ -1,4 +1,5 @@
-// out = a b for each member of a batch of int8 matrices, on integer tensor cores: int32 sums, exact.
+// out = a b for each member of a batch of int8 matrices: int32 sums, exact. On integer tensor cores, or with DOT_PRODUCTS
+// by dp4a, for devices without them.
 //
 // Shapes    a (rows, inner), b (inner, columns) and out (rows, columns) of each member (batch.cuh), rows of out
 //           contiguous. Shared memory has lines along the sum, because ldmatrix.trans moves items of 16 bits. A_LOADER
@@ -9,8 +10,8 @@
 //           first item is a zero: ODD items are missing before the first one.
 // Grid      the CTAs of one product, as in tensor_core/forward.cu, for one member after the other.
 // Tiles, budget, barriers, edges: as in tensor_core/forward.cu.
-#if !defined(A_LOADER) || !defined(B_LOADER)
-#error "A_LOADER and B_LOADER come from a launch-configuration table"
+#if !defined(A_LOADER) || !defined(B_LOADER) || !defined(DOT_PRODUCTS)
+#error "A_LOADER, B_LOADER and DOT_PRODUCTS come from a launch-configuration table"
 #endif
 #include "../tensor_core/config.cuh"
 #include "batch.cuh"
@@ -163,10 +164,19 @@ struct TransposingLoader : BytesLoader<Chunks_> {
   }
 };
 
+template <bool kDots>
+struct MultipliesBy {
+  using Type = Instruction<int32>;
+};
+template <>
+struct MultipliesBy<true> {
+  using Type = ByteDots;
+};
+
 struct Traits {
   using LoaderA = A_LOADER<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
   using LoaderB = B_LOADER<Chunks<TileOfB<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
-  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, int32>;
+  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, int32, MultipliesBy<DOT_PRODUCTS>::Type>;
 };
 
 using Product = Traits::Product;

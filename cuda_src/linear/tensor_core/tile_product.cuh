@@ -48,6 +48,28 @@ struct Instruction<int32> {
   }
 };
 
+// The same products of pairs of int8 without tensor cores, from the same fragments (mma.cuh): at each of four words
+// along the sum, a lane gets the words of its rows and columns from the lanes that have them.
+struct ByteDots {
+  static constexpr int kSub = 1;
+  template <int kMTiles, int kNTiles>
+  __device__ __forceinline__ static void multiply(int32 (&acc)[4], const uint32 (&a)[kSub][kMTiles][2],
+                                                  const uint32 (&b)[kSub][kNTiles], int m, int n) {
+    const int row_lane = lane_index() / 4 * 4, column_lane = lane_index() % 4 * 8;
+#pragma unroll
+    for (int word = 0; word < 4; word++) {
+      int rows[2], columns[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        rows[i] = static_cast<int>(__shfl_sync(kFullWarp, a[0][m][i], row_lane + word));
+        columns[i] = static_cast<int>(__shfl_sync(kFullWarp, b[0][n], column_lane + 4 * i + word));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++) acc[i] = __dp4a(rows[i / 2], columns[i % 2], acc[i]);
+    }
+  }
+};
+
 // The slot in which piece i of a loader is stored: kFirst + i * kStep. kRing loads, each of Loader::kStores pieces, are
 // in flight at a time.
 template <int kFirst_, int kStep_, int kRing_, typename Loader>
@@ -58,7 +80,8 @@ struct Moves {
 };
 
 // Sum is float for items of float16, int32 for pairs of int8.
-template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float>
+template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float,
+          typename Multiplies = Instruction<Sum>>
 struct TileProduct {
   using LoaderA = LoaderA_;
   using LoaderB = LoaderB_;
@@ -69,7 +92,7 @@ struct TileProduct {
   static constexpr int kNTiles = kWarpColumns / 8;
   static constexpr int kColumnGroups = kWarpColumns / kFragmentOuter;
   static constexpr int kRowGroups = kWarpRows / kFragmentOuter;
-  static constexpr int kSub = Instruction<Sum>::kSub;
+  static constexpr int kSub = Multiplies::kSub;
   static constexpr int kSteps = kInner / (8 * kSub);
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -80,7 +103,7 @@ struct TileProduct {
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
   static_assert(A_SETS == 2 || kColumnGroups > 1, "the next k-tile's are read after the barrier");
-  static_assert(Instruction<Sum>::kSub == MMA_K / 8, "the table counts other steps");
+  static_assert(kSub == MMA_K / 8, "the table counts other steps");
 
   using Accumulators = Sum[kMTiles][kNTiles][4];
 
@@ -186,7 +209,7 @@ struct TileProduct {
     for (int n = 4 * column_group; n < 4 * column_group + 4; n++) {
 #pragma unroll
       for (int m = 2 * row_group; m < 2 * row_group + 2; m++) {
-        Instruction<Sum>::multiply(acc[m][n], fragments.a[step % A_SETS], fragments.b, m, n);
+        Multiplies::multiply(acc[m][n], fragments.a[step % A_SETS], fragments.b, m, n);
       }
     }
   }

@@ -34,7 +34,7 @@ from cupyattn.runtime.checks import (
     require_same_dtype,
     require_whole_item_strides,
 )
-from cupyattn.runtime.differentiable import differentiable
+from cupyattn.runtime.differentiable import differentiable, recorder
 from cupyattn.runtime.errors import error, made_beforehand
 from cupyattn.runtime.outputs import round_into
 from cupyattn.runtime.plan import Output, run
@@ -79,7 +79,7 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
     ------
     TypeError
         For anything that is not an array, NumPy and CuPy arrays mixed, or dtypes that are not
-        allowed or differ.
+        allowed or differ; with int8 in a function that `vjp` differentiates.
     ValueError
         For an array without axes, values of K that differ, batch axes that do not broadcast, an out
         that does not fit or overlaps another array, and with int8 for K above 131,071, whose sums
@@ -91,12 +91,12 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
     -----
     A batch is one launch. Where all members share b, the rows of all are one product, and likewise
     with a. Without a batch the kernels of `linear` run, if the strides are those that it takes.
-    Products are accumulated in float32 and rounded once; those of int8 are exact. float16 runs on
-    tensor cores if the GPU has them, int8 on integer tensor cores, and float32 and bfloat16 in
-    float32 arithmetic. The fastest operands have contiguous rows or columns that start at multiples
-    of 16 bytes and are whole multiples of 16 bytes long; of int8, those that are contiguous along
-    K. Any others are loaded item by item. On NumPy arrays BLAS multiplies in float32, for float64
-    and int8 in float64.
+    Products are accumulated in float32 and rounded once; those of int8 are exact. float16 and int8
+    run on tensor cores if the GPU has them. Otherwise float16 runs in float32 arithmetic, as
+    float32 and bfloat16 do, and int8 on dot products of four items. The fastest operands have
+    contiguous rows or columns that start at multiples of 16 bytes and are whole multiples of 16
+    bytes long; of int8, those that are contiguous along K. Any others are loaded item by item. On
+    NumPy arrays BLAS multiplies in float32, for float64 and int8 in float64.
 
     Examples
     --------
@@ -119,6 +119,14 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
     arrays = MatmulArrays(a, b, out)
     operands = adopt(arrays, _FIXES)
     call = described_matmul(operands.description)
+    if call.problem.dtype == np.int8 and recorder.get() is not None:
+        raise error(
+            TypeError,
+            "vjp of a function that multiplies int8 arrays by matmul",
+            "integers have no gradients: those of a and b would be lost",
+            'multiply floats, or call linear(x, quantize(w, "int8", rotation=64), '
+            'activations="int8"), which has the gradient of x; or compute the product before vjp',
+        )
     call.overlaps.check(operands)
     device = device_of(operands)
     if device is None:

@@ -230,6 +230,7 @@ class IntegerProduct(BatchedProduct):
     """The products of a batch in int8; the matrices count pairs of items along the sum."""
 
     loaders: tuple[str, str] = field(kw_only=True)
+    tensor_cores: bool = field(kw_only=True)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -242,12 +243,13 @@ class IntegerProduct(BatchedProduct):
 
     def shapes(self) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        return tuple(INT8_TILES) if self.loaders == (PAIRS, PAIRS) else ("small",)
+        every = self.loaders == (PAIRS, PAIRS) and self.tensor_cores
+        return tuple(INT8_TILES) if every else ("small",)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product; sums are not split."""
         assert not split
-        return int8(shape, self.loaders, out_vec)
+        return int8(shape, self.loaders, out_vec, tensor_cores=self.tensor_cores)
 
 
 @lru_cache(maxsize=4096)
@@ -379,8 +381,13 @@ def _in_int8(problem: MatmulProblem, slots: tuple[int | None, ...], traits: Devi
         problem.members,
         items=VECTOR,
         loaders=loaders,
+        tensor_cores=traits.tensor_cores,
     )
-    traits.choices.because("int8 runs on integer tensor cores")
+    traits.choices.because(
+        "int8 runs on integer tensor cores"
+        if traits.tensor_cores
+        else "int8 runs on dot products of four items: the device has no tensor cores"
+    )
     for name, loader in zip("ab", loaders, strict=True):
         if loader != PAIRS:
             traits.choices.because(_INT8_REASONS[loader].format(name))

@@ -136,6 +136,10 @@ class QuantizedRows:
         """Refuse: codes without their scales are no rows."""
         raise self._no_array()
 
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be taken as an array by another library."""
+        raise self._no_array()
+
     def __dlpack_device__(self) -> Any:
         """Refuse to be taken as an array by another library."""
         raise self._no_array()
@@ -145,7 +149,7 @@ class QuantizedRows:
             RefusalError,
             f"got {self!r} as an array",
             "products take it: linear(rows, weight)",
-            "use codes and scales for another purpose",
+            "take the arrays .codes and .scales, of which row m is codes[m] * scales[m]",
         )
 
     def __repr__(self) -> str:

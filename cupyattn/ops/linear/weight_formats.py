@@ -410,6 +410,10 @@ class QuantizedWeight:
         """Refuse: NumPy would treat the weight as a sequence without items."""
         raise self._no_array()
 
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        """Refuse to be taken as an array by another library."""
+        raise self._no_array()
+
     def __dlpack_device__(self) -> Any:
         """Refuse to be taken as an array by another library."""
         raise self._no_array()
