@@ -33,10 +33,11 @@ from cupyattn.runtime.tables import MAX_HEAD_DIM
 # Cycles for which one warp instruction keeps a pipe of a Turing SM busy: 32 lanes over the results
 # per cycle and SM of the CUDA C++ Programming Guide, "Throughput of Native Arithmetic
 # Instructions", column 7.5 (half: two results a lane). tensor: m16n8k8 has 1,024 multiply-adds, an
-# SM's tensor cores do 512 a cycle (Turing whitepaper). xu: conversions are counted as if all took
-# this pipe, but for those of float16 into float32, which an HADD2 does. control: a slot of one of
-# the four schedulers. Shared and global memory are counted in passes and sectors; most moves vanish
-# in the assembler.
+# SM's tensor cores do 512 a cycle (Turing whitepaper). integer_tensor: m8n8k16 of 8 bits has as
+# many at twice that rate, m8n8k32 of 4 bits twice as many at four times the rate. xu: conversions
+# are counted as if all took this pipe, but for those of float16 into float32, which an HADD2 does.
+# control: a slot of one of the four schedulers. Shared and global memory are counted in passes and
+# sectors; most moves vanish in the assembler.
 _CYCLES = {
     "fma": 0.5,
     "alu": 0.5,
@@ -45,6 +46,7 @@ _CYCLES = {
     "double": 16.0,
     "shuffle": 1.0,
     "tensor": 2.0,
+    "integer_tensor": 1.0,
     "control": 0.25,
     "local": 1.0,
     "atomic": 1.0,

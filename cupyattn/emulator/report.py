@@ -37,15 +37,16 @@ _FMA = frozenset(["add", "sub", "mul", "fma", "mad", "div"])
 def pipe(instruction: Statement) -> str:
     """Return the hardware pipe that a PTX instruction keeps busy, as far as PTX can tell.
 
-    ``tensor`` (mma), ``fma`` (float32 arithmetic, integer multiplication), ``half``, ``double``,
-    ``alu`` (integer and logic), ``xu`` (special functions, conversions), ``lds`` (shared loads and
-    stores), ``ldsm`` (ldmatrix), ``ldg`` (global), ``local``, ``atomic``, ``shuffle``, ``control``,
-    and ``move``, most of which the assembler removes.
+    ``tensor`` (mma), ``integer_tensor`` (mma of integers), ``fma`` (float32 arithmetic, integer
+    multiplication), ``half``, ``double``, ``alu`` (integer and logic), ``xu`` (special functions,
+    conversions), ``lds`` (shared loads and stores), ``ldsm`` (ldmatrix), ``ldg`` (global),
+    ``local``, ``atomic``, ``shuffle``, ``control``, and ``move``, most of which the assembler
+    removes.
     """
     root, parts = instruction.root, instruction.parts
     kind = parts[-1]
     if root == "mma":
-        return "tensor"
+        return "integer_tensor" if kind == "s32" else "tensor"
     if root in ("ldmatrix", "movmatrix"):
         return "ldsm"
     if root in ("ld", "st", "ldu"):

@@ -167,7 +167,7 @@ class MemoryFigures:
             "alu": counts["alu"] * machine.alu,
             "fp16": counts["half"] * machine.fp16,
             "xu": counts["xu"] * machine.xu,
-            "tensor": counts["tensor"] * machine.hmma_f32,
+            "tensor": counts["tensor"] * machine.hmma_f32 + counts["integer_tensor"] * machine.imma,
             "issue": sum(counts.values()) - counts[_REMOVED],
         }
         passes = self.wavefronts * _WAVEFRONT_BYTES + self.sector_bytes
@@ -192,7 +192,8 @@ class MemoryFigures:
 
         None for products on tensor cores of a device that has none: other kernels run there.
         """
-        if self.instructions.get("tensor") and not machine.tensor_cores:
+        products = sum(self.instructions.get(name, 0) for name in ("tensor", "integer_tensor"))
+        if products and not machine.tensor_cores:
             return None
         seconds = self.seconds(machine)
         return seconds["memory"] / max(seconds.values())

@@ -294,3 +294,24 @@ def test_subclasses_with_other_operators_are_refused(kind):
         x = kind(X)
     with pytest.raises(TypeError, match="arguments are plain arrays"):
         vjp(lambda x: x * 2, x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, a: cupyattn.matmul(a, a) * x,
+        lambda x, a: cupyattn.matmul((100 * x).astype(np.int8), a).astype(np.float32),
+        lambda x, a: x if cupyattn.matmul(a, a).any() else -x,
+    ],
+)
+def test_products_of_int8_are_refused(function):
+    """The gradients that it gave were None or zero. The product itself is a constant."""
+    x, a = np.ones((2, 2), np.float32), np.ones((2, 2), np.int8)
+    with pytest.raises(
+        TypeError, match=r"multiplies int8 .*integers have no gradients.*before vjp"
+    ):
+        cupyattn.vjp(function, x, a)
+    product = cupyattn.matmul(a, a).astype(np.float32)
+    out, pullback = cupyattn.vjp(lambda x: product * x, x)
+    np.testing.assert_array_equal(out, np.full((2, 2), 2))
+    np.testing.assert_array_equal(pullback(x)[0], np.full((2, 2), 2))

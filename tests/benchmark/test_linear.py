@@ -11,7 +11,7 @@ from support.processes import run
 
 import cupyattn
 from cupyattn.benchmark import linear as command
-from cupyattn.benchmark.cases import Harness
+from cupyattn.benchmark.cases import PRODUCTS, Harness
 from cupyattn.benchmark.linear import (
     BATCHES,
     INTEGERS,
@@ -53,7 +53,8 @@ def test_quantised_weights_stand_beside_those_of_the_dtype():
     assert {case.weights for case in cases} == {None, "nf4", "int8"}
     assert [(c.M, c.N, c.K) for c in cases if (c.kind, c.weights) == ("dx", "nf4")] == [*QUANTISED]
     quantised = products(parsed("--kind", "large", "--activations", "int8"))
-    assert {(c.weights, c.activations) for c in quantised} == {(None, None), ("int8", "int8")}
+    kinds = {(c.weights, c.activations, c.ceiling) for c in quantised}
+    assert kinds == {(None, None, PRODUCTS), ("int8", "int8", None)}
     assert {case.weights for case in products(parsed("--layout", "kn", "--weights", "nf4"))} == {
         None
     }

@@ -265,6 +265,7 @@ def test_memory_binds_where_little_else_is_done():
         (figures(half=400_000), "fp16", 200_000),
         (figures(xu=400_000), "xu", 800_000),
         (figures(tensor=400_000), "tensor", 800_000),
+        (figures(integer_tensor=400_000), "tensor", 400_000),
         (figures(lds=400_000, control=400_000), "issue", 200_000),
         (figures(shuffle=400_000), "lsu", 405_000),
         (figures(wavefronts=400_000), "lsu", 805_000),
@@ -283,6 +284,7 @@ def test_cards_differ_by_bandwidth_for_each_multiprocessor():
     assert found.bandwidth_share(MACHINES["RTX 2060 Super"]) < found.bandwidth_share(T4)
     products = figures(tensor=1)
     assert products.bandwidth_share(MACHINES["GTX 1650 Ti"]) is None
+    assert figures(integer_tensor=1).bandwidth_share(MACHINES["GTX 1650 Ti"]) is None
     assert products.bandwidth_share(MACHINES["RTX 2080 Ti"]) == 1
 
 
