@@ -4,6 +4,8 @@ A sample is one text, encoded as a whole. Its tokens are then assigned to the pa
 by their offsets in the text. Tokenizers do not split at the end of a prompt: sentencepiece puts a
 space before each text, and merges cross the boundary. A token is learnt if it has any character
 that is learnt, so that each of these characters is predicted once.
+
+Of a chat all answers are learnt, except those whose message has ``"weight": 0``.
 """
 
 from __future__ import annotations
@@ -177,8 +179,16 @@ class Reader(NamedTuple):
         return Data(samples, forms, notes)
 
     def samples(self, given: Mapping[str, Any], where: str) -> list[Sample]:
-        """Make samples from one object; errors name it by `where`."""
-        part, _ = self._part(_form(given, where), given, where)
+        """Make samples from one object; errors name it by `where`.
+
+        Warns
+        -----
+        UserWarning
+            As `read`, for this object.
+        """
+        part, notes = self._part(_form(given, where), given, where)
+        for note in notes:
+            warnings.warn(f"{where}: {note}", stacklevel=2)
         return self._cut(part, where)
 
     def _part(
@@ -202,22 +212,37 @@ class Reader(NamedTuple):
         """Return a chat as one text, and where its answers are.
 
         A template that marks answers by ``{% generation %}`` blocks is believed. Otherwise answers
-        are where the text of fewer messages ends.
+        are where the text of fewer messages ends. Messages after the last answer that is learnt are
+        left out.
         """
-        answers = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        written_by = [i for i, each in enumerate(messages) if each["role"] == "assistant"]
+        answers = [i for i in written_by if messages[i].get("weight", 1)]
         if not answers:
             raise _bad(
                 where,
-                "none of its messages is of the assistant",
+                "all answers have the weight 0"
+                if written_by
+                else "none of its messages is of the assistant",
                 "add an answer to learn, or remove the line",
             )
         messages = messages[: answers[-1] + 1]
+        written_by = [i for i in written_by if i < len(messages)]
         chat = _Chat(self, messages, tools, where)
         text, marked = chat.rendered(len(messages), False)
         written = _without_spaces(text)
         whole = all(_without_spaces(messages[i]["content"]) in written for i in answers)
         notes = [] if whole else [_LEFT_OUT]
         if marked:
+            if len(answers) < len(written_by):
+                if len(marked) != len(written_by):
+                    raise _bad(
+                        where,
+                        f"the chat template marks {len(marked)} parts of {len(written_by)} "
+                        "answers, of which one has the weight 0",
+                        "remove the weights, or write a line that ends with each answer to learn",
+                    )
+                pairs = zip(written_by, marked, strict=True)
+                marked = [span for i, span in pairs if i in answers]
             return SampleText(text, tuple(LearntSpan(*each) for each in marked), bare=False), notes
         found = [chat.answer(text, i) for i in answers]
         if found[-1] is None:
@@ -456,6 +481,7 @@ def _messages(given: Mapping[str, Any], name: str, where: str) -> list[dict[str,
             each = {
                 "role": _ROLES[role] if isinstance(role, str) else role,
                 "content": each.get("value"),
+                **({"weight": each["weight"]} if "weight" in each else {}),
             }
         for key in ("role", "content"):
             if not isinstance(each.get(key), str):  # a template would write "None", or nothing
@@ -464,6 +490,12 @@ def _messages(given: Mapping[str, Any], name: str, where: str) -> list[dict[str,
                     f"its message {number} has the {key} {shown(each.get(key))}",
                     "write a text",
                 )
+        if each.get("weight", 1) not in (0, 1):
+            raise _bad(
+                where,
+                f"its message {number} has the weight {shown(each['weight'])}",
+                "write 1 for an answer that is learnt, 0 for one that is not",
+            )
         found.append(each)
     system = _optional(given, "system", where) if name == "conversations" else ""
     if system and (not found or found[0]["role"] != "system"):

@@ -7,6 +7,7 @@ The ids and masks of chats are those of transformers 5.24 (`apply_chat_template`
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 
 import pytest
@@ -296,6 +297,7 @@ def test_templates_that_mark_answers_are_believed(template, kind):
     assert chat_of(template, kind, marked=True) == EXPECTED[template, kind]
 
 
+@pytest.mark.filterwarnings("ignore:here. the chat template writes answers in another way")
 @pytest.mark.parametrize(("template", "kind"), CASES)
 def test_answers_are_found_in_templates_without_marks(template, kind):
     """The template of Phi-3 ends all chats with a token, which is learnt with the last answer.
@@ -350,6 +352,7 @@ MISTRAL_V03 = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:here. the chat template writes a prompt in another way")
 @pytest.mark.parametrize("answer", [" 4 é", "[INST] A?[/INST] 4", "A?"])
 def test_an_answer_is_learnt_after_the_prompt_of_generation(answer, tmp_path):
     """The system message is in the text of a question that comes last, and in no other."""
@@ -421,6 +424,54 @@ def test_alpaca_and_sharegpt_are_chats_of_the_template():
         assert parts(made, line) == parts(made, {"messages": messages})
 
 
+WEIGHED = [dict(each) for each in CHAT]
+WEIGHED[1]["weight"] = 0
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_of_weight_0_is_not_learnt(kind, marked):
+    made = reader(KINDS[kind](), ZEPHYR if marked else plain(ZEPHYR))
+    (both,) = made.samples({"messages": CHAT}, "here")
+    (last,) = made.samples({"messages": WEIGHED}, "here")
+    assert last.ids.tolist() == both.ids.tolist()
+    found, every = (
+        "".join(str(int(label != IGNORED)) for label in each.labels) for each in (last, both)
+    )
+    first, second = re.findall("1+", every)
+    assert found == every.replace(first, "0" * len(first), 1)
+    assert len(re.findall("1+", found)) == 1 and len(second) > 1
+    named = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": named[m["role"]], "value": m["content"],
+               "weight": m.get("weight", 1)} for m in WEIGHED]  # fmt: skip
+    (same,) = made.samples({"conversations": shared}, "here")
+    assert same.labels.tolist() == last.labels.tolist()
+
+
+def test_messages_after_the_last_answer_that_is_learnt_are_left_out():
+    made = reader(sentencepiece(), plain(ZEPHYR))
+    until = [*CHAT[:3], {**CHAT[3], "weight": 0.0}]
+    assert parts(made, {"messages": until}) == parts(made, {"messages": CHAT[:2]})
+
+
+def test_marks_that_cannot_be_assigned_to_answers_are_refused():
+    twice = ZEPHYR.replace(
+        "{% generation %}", "{% generation %}A{% endgeneration %}{% generation %}"
+    )
+    made = reader(sentencepiece(), twice)
+    assert len(made.samples({"messages": CHAT}, "here")) == 1
+    with pytest.raises(
+        ValueError, match="marks 4 parts of 2 answers, of which one has the weight 0"
+    ):
+        made.samples({"messages": WEIGHED}, "here")
+
+
+def test_notes_of_one_object_are_warnings():
+    made = reader(sentencepiece(), plain(MISTRAL))
+    with pytest.warns(UserWarning, match="^here: the chat template writes answers in another way"):
+        made.samples({"messages": [SYSTEM, *CHAT]}, "here")
+
+
 @pytest.mark.parametrize("more", ["", "A?"])
 def test_alpaca_has_its_own_prompt_without_a_template(more):
     made = reader(byte_level())
@@ -445,6 +496,9 @@ def test_alpaca_has_its_own_prompt_without_a_template(more):
             "its message 0 is from 'GPT'; .*write one of system, user, .*human, gpt",
         ),
         ({"conversations": "A"}, "its conversations are 'A'"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "its message 1 has the weight 0.5"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": None}]}, "its message 1 has the weight None"),
+        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "all answers have the weight 0"),
         ({**SHAREGPT, "system": 7}, "its system is 7"),
         ({**SHAREGPT, **ALPACA}, "use the names of one of these forms alone"),
     ],

@@ -541,7 +541,8 @@ def test_ids_beyond_the_vocabulary_name_their_line(tmp_path):
 
 def test_the_last_answer_is_learnt_of_templates_that_change_what_they_wrote():
     longer = [*ANSWERED, *ANSWERED]
-    (sample,) = reader(Forgetful(BEGIN)).samples({"messages": longer}, "line 1")
+    with pytest.warns(UserWarning, match="line 1: .*only the last answer is learnt"):
+        (sample,) = reader(Forgetful(BEGIN)).samples({"messages": longer}, "line 1")
     (alone,) = reader().samples({"messages": longer[-2:]}, "line 1")
     assert learnt(sample) == learnt(alone)
 
