@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support import bytecode, search  # bytecode first  # noqa: F401
 from support.devices import KERNELS
+from support.processes import gpu_turn
 from support.readme import ROOT
 from support.recording_device import Recorder
 
@@ -160,6 +161,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if device_count():
         listed = ", ".join(f"{entry} ({count} specialisations)" for entry, count in LOADED.items())
         terminalreporter.write_line(f"cupyattn: kernels loaded on the GPU: {listed or 'none'}")
+
+
+MOST_KEPT_BYTES = 256 << 20
+"""The most memory of a GPU that a worker keeps between its tests: others need it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let workers of pytest-xdist share a GPU: its memory, and its time where that is measured."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not device_count():
+        return (yield)
+    with gpu_turn(alone=item.get_closest_marker("alone") is not None):
+        done = yield
+        import cupy
+
+        pool = cupy.get_default_memory_pool()
+        if pool.total_bytes() > MOST_KEPT_BYTES:
+            pool.free_all_blocks()
+        return done
 
 
 @pytest.fixture(scope="module")

@@ -372,6 +372,7 @@ def test_unit_normal_float16_errs_by_less_than_a_thousandth(head_dim, length, ca
     assert abs(cupy.asnumpy(out) - expected).max() < 1e-3
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_131072_tokens_take_the_results_and_no_more():
     """The rows that are looked at see all keys, and only the first half of them."""

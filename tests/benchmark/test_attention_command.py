@@ -112,6 +112,7 @@ TINY = ("--tokens", "512", "--width", "128", "--seqlen", "256", "--head-dim", "6
         "--dtype", "float16", "--options", "all", "--calls", "3")  # fmt: skip
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", [None, "75"])
 def test_forward_on_a_gpu(tmp_path, arch):
@@ -126,6 +127,7 @@ def test_forward_on_a_gpu(tmp_path, arch):
         assert report["code"] == [turing if arch else f"sm_{capability}"]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_backward_on_a_gpu(tmp_path):
     """Every option once, one-pass and deterministic, and the naive kernels plain and causal."""
@@ -142,6 +144,7 @@ def test_teaching_kernels_on_a_gpu(tmp_path, dtype):
     assert [row["implementation"] for row in rows] == ["cupyattn tiled", "cupyattn naive"]
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_takes_the_documented_workspace(tmp_path):
     sizes = ("--batch", "8", "--seqlen", "1024", "--heads", "16", "--head-dim", "80")

@@ -207,6 +207,7 @@ def test_text_and_json(a_gpu, capsys, tmp_path):
     assert len(json.loads(file.read_text("utf-8"))["rows"]) == 2
 
 
+@pytest.mark.alone
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(tmp_path))

@@ -110,6 +110,7 @@ def test_packed_files(tmp_path, how, quantize):
     assert_same_arrays(model, models.load(folder, dtype="float32", quantize=quantize, xp=np))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "layers", "quantize"), [("phi-2", 4, "nf4"), ("gpt2", 2, None)])
 def test_making_a_model_takes_little_more(name, layers, quantize):
     """It makes pieces of floats, never a whole tensor of a large model, and reuses their memory."""

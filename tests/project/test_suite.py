@@ -12,8 +12,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Barrier, Event, Thread
+from time import sleep
 
 import pytest
+from support.processes import gpu_turn
 from support.search import NOT_QUICK, QUICK, deep
 from support.strategies import EITHER_HALF, OPTION_SETS, OPTIONS, SCORE_OPTIONS
 
@@ -46,6 +49,40 @@ def test_each_score_option_stands_in_either_half(plain, others):
 
 def test_option_sets_hold_score_options_only():
     assert set().union(*OPTION_SETS) == set(SCORE_OPTIONS) < set(OPTIONS)
+
+
+def test_a_worker_that_measures_is_alone_on_a_gpu(tmp_path):
+    """It waits for tests that run, and those that come after it wait for it."""
+    pytest.importorskip("fcntl")
+    order: list[str] = []
+    may_end, both_run = Event(), Barrier(2)
+
+    def turn(name: str, alone: bool) -> None:
+        with gpu_turn(alone=alone, files=tmp_path / "gpu"):
+            order.append(f"{name} begins")
+            if name in ("first", "second"):
+                both_run.wait(20)
+                may_end.wait(20)
+            order.append(f"{name} ends")
+
+    def started(name: str, alone: bool) -> Thread:
+        thread = Thread(target=turn, args=(name, alone))
+        thread.start()
+        return thread
+
+    threads = [started("first", False), started("second", False)]
+    while len(order) < 2:
+        sleep(0.01)
+    threads.append(started("alone", True))
+    sleep(0.1)  # until it waits
+    threads.append(started("last", False))
+    sleep(0.1)
+    assert len(order) == 2
+    may_end.set()
+    for thread in threads:
+        thread.join(20)
+    assert order[4:] == ["alone begins", "alone ends", "last begins", "last ends"]
+    assert not both_run.broken
 
 
 def test_quick_tests_exist():

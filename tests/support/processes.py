@@ -1,13 +1,20 @@
-"""The command line in a process of its own, as users run it."""
+"""Processes: the command line in one of its own, and workers of pytest that share a GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import cupyattn
+
+SHARED_GPU = Path(tempfile.gettempdir()) / f"cupyattn-tests-{getattr(os, 'getuid', int)()}"
+"""The beginning of the names of the files by which workers take turns."""
 
 
 def environment() -> dict[str, str]:
@@ -24,3 +31,26 @@ def run(*arguments: str, launcher: tuple[str, ...] = ("-m", "cupyattn"), **optio
         timeout=300,
         **options,
     )
+
+
+@contextlib.contextmanager
+def gpu_turn(*, alone: bool, files: Path = SHARED_GPU) -> Iterator[None]:
+    """Run a test while other workers run theirs on the GPU, or alone while they wait.
+
+    A worker that waits to be alone keeps the queue, so that no other one begins a test before it.
+    The system frees the locks of a worker that has died.
+    """
+    import fcntl
+
+    with _opened(files, "queue") as queue, _opened(files, "gpu") as gpu:
+        fcntl.flock(queue, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(queue, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(gpu, fcntl.LOCK_UN)
+
+
+def _opened(files: Path, name: str) -> BinaryIO:
+    return files.with_name(f"{files.name}-{name}.lock").open("ab")
