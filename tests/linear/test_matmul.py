@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import EMULATED, KERNELS, has_mma, without_tensor_cores
+from support.devices import KERNELS, emulated, has_mma, without_tensor_cores
 from support.search import deep, examples
 
 import cupyattn

@@ -56,7 +56,7 @@ struct ByteDots {
   __device__ __forceinline__ static void multiply(int32 (&acc)[4], const uint32 (&a)[kSub][kMTiles][2],
                                                   const uint32 (&b)[kSub][kNTiles], int m, int n) {
     const int row_lane = lane_index() / 4 * 4, column_lane = lane_index() % 4 * 8;
-#pragma unroll
+#pragma unroll 1  // unrolled, the shuffles of many products at a time would spill
     for (int word = 0; word < 4; word++) {
       int rows[2], columns[2];
 #pragma unroll

@@ -127,8 +127,10 @@ _SKINNY = (32, 128, 32, 32, 32, 3)
 
 _Table = Mapping[tuple[Shape, Lines], TileConfig]
 
-# Slots are those of linear's products. `models` is by the model of a T4 (NVRTC 12.9.86, 2026-11-28,
-# +-0.05): no Turing GPU has been measured.
+# Slots are those of linear's products, except of "small": batches of small products read their
+# operands from DRAM, so it has all of a k-tile in flight. At a global latency of 900 cycles it
+# models 0.88 to 0.93; linear's slots with half of B in flight model 0.73. `models` is by the model
+# of a T4 (NVRTC 12.9.86, 2026-11-28, +-0.05), at its 330 cycles: no Turing GPU has been measured.
 _TURING: _Table = {
     ("wide", ALONG): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.928),
     ("wide", B_ACROSS): TileConfig(*WIDE, Moves(4, 1, 2), Moves(11, 2, 3), 1, 0.931),
@@ -138,10 +140,10 @@ _TURING: _Table = {
     ("narrow", B_ACROSS): TileConfig(*NARROW, Moves(5, 1, 4), Moves(10, 1, 2), 1, 0.88),
     ("narrow", ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.917),
     ("narrow", A_ACROSS): TileConfig(*NARROW, Moves(7, 1, 4), Moves(2, 5, 1), 1, 0.884),
-    ("small", ALONG): TileConfig(*SMALL, Moves(4, 2, 4), Moves(5, 1, 4), 1, 0.826),
-    ("small", B_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
-    ("small", ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.9),
-    ("small", A_ACROSS): TileConfig(*SMALL, Moves(10, 1, 4), Moves(1, 4, 2), 2, 0.895),
+    ("small", ALONG): TileConfig(*SMALL, Moves(9, 1, 4), Moves(10, 1, 4), 1, 0.879),
+    ("small", B_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(6, 1, 4), 2, 0.918),
+    ("small", ACROSS): TileConfig(*SMALL, Moves(6, 1, 4), Moves(9, 1, 4), 2, 0.94),
+    ("small", A_ACROSS): TileConfig(*SMALL, Moves(9, 1, 4), Moves(7, 2, 4), 2, 0.914),
     ("short", ALONG): TileConfig(*SHORT, Moves(1, 3, 1), Moves(2, 2, 2), 1, 0.892),
     ("short", B_ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.936),
     ("short", ACROSS): TileConfig(*SHORT, Moves(1, 5, 1), Moves(0, 1, 2), 1, 0.939),
