@@ -11,6 +11,7 @@ from cupyattn.ops.attention.kernels import (
     decode,
     float32,
     merge,
+    native,
     rotary,
     teaching,
     tensor_core,
@@ -40,6 +41,7 @@ from cupyattn.runtime.spec import KernelSpec, Specialisation
 _MODULES = (
     teaching.forward,
     tensor_core.forward,
+    native,
     float32.forward,
     tensor_core.backward_dkdv,
     tensor_core.backward_dq,

@@ -68,6 +68,26 @@ __device__ __forceinline__ uint32 pack_pair<bfloat16>(float x, float y) {
 }
 #endif
 
+// Pack x and y, rounded to nearest even and clamped (sm_80 or later): float16 to its largest number, which the
+// conversion does for nothing, bfloat16 to at most 2^16. A NaN stays one.
+template <typename Scalar>
+__device__ __forceinline__ uint32 pack_clamped(float x, float y);
+template <>
+__device__ __forceinline__ uint32 pack_clamped<float16>(float x, float y) {
+  uint32 packed;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(y), "f"(x));
+  return packed;
+}
+#ifdef BFLOAT16
+template <>
+__device__ __forceinline__ uint32 pack_clamped<bfloat16>(float x, float y) {
+  constexpr uint32 kBoth = 0x47804780u;  // 2^16, twice
+  uint32 packed;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(packed) : "r"(pack_pair<bfloat16>(x, y)), "r"(kBoth));
+  return packed;
+}
+#endif
+
 template <typename Scalar>
 __device__ __forceinline__ float2 unpack_pair(uint32 word) {
   const uint16 low = static_cast<uint16>(word), high = static_cast<uint16>(word >> 16);

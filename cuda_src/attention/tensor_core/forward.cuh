@@ -22,6 +22,7 @@
 #include "softmax.cuh"
 
 struct Traits {
+  using Scalar = float16;
   static constexpr int kHeadDim = HEAD_DIM;
   static constexpr int kHeadDimV = HEAD_DIM_V;
   static constexpr int kVec = VEC;

@@ -62,6 +62,107 @@ __device__ __forceinline__ void add_product_nn(float (&acc)[kMTiles][kTiles][4],
   }
 }
 
+// A lane's address for ldmatrix, which reads 16 rows by two chunks of a tile: of A operands, and with kTrans of rows of
+// V, the matrices of one chunk follow each other (kByRows); of B operands that are rows of K those of 8 rows.
+template <typename Tile>
+struct SixteenRows {
+  static constexpr int kPairs = Tile::kChunks / 2;
+  static constexpr int kBytes = 16 * Tile::kRowBytes;
+  static constexpr bool kOdd = Tile::kChunks % 2;  // one chunk is left over
+
+  uint32 offset;       // of the first pair of chunks
+  uint32 tail_offset;  // of a chunk that is left over
+
+  __device__ __forceinline__ static SixteenRows by_rows() {
+    return {Tile::offset(lane_index() % 16, lane_index() / 16), Tile::offset(lane_index() % 16, Tile::kChunks - 1)};
+  }
+  __device__ __forceinline__ static SixteenRows by_chunks() {
+    return {Tile::offset(lane_index() / 16 * 8 + lane_index() % 8, lane_index() / 8 % 2),
+            Tile::offset(lane_index() % 16, Tile::kChunks - 1)};
+  }
+
+  // The swizzle flips bits of the chunk alone, which are the low ones of an address in chunks: a row's bytes and a
+  // tile's address are multiples of what it may flip.
+  __device__ __forceinline__ uint32 of_pair(uint32 rows_s, int pair) const {
+    const uint32 chunk = 2 * pair;
+    return ((rows_s + offset) ^ ((chunk & Tile::kXorMask) * kChunkBytes)) + (chunk & ~Tile::kXorMask) * kChunkBytes;
+  }
+  __device__ __forceinline__ uint32 of_tail(uint32 rows_s) const { return rows_s + tail_offset; }
+};
+
+// The A fragments of a pair of chunks of kMTiles * 16 rows, and of a chunk that is left over.
+template <typename Tile, int kMTiles>
+__device__ __forceinline__ void load_pair(uint32 (&a)[kMTiles][2][2], uint32 pair_s) {
+#pragma unroll
+  for (int i = 0; i < kMTiles; i++) {
+    uint32 r[4];
+    ldmatrix(r, pair_s + i * SixteenRows<Tile>::kBytes);
+    a[i][0][0] = r[0], a[i][0][1] = r[1], a[i][1][0] = r[2], a[i][1][1] = r[3];
+  }
+}
+template <typename Tile, int kMTiles>
+__device__ __forceinline__ void load_tail(uint32 (&a)[kMTiles][1][2], uint32 tail_s) {
+#pragma unroll
+  for (int i = 0; i < kMTiles; i++) ldmatrix(a[i][0], tail_s + i * SixteenRows<Tile>::kBytes);
+}
+
+// acc[n][i] (16 x 8) += A[i] B_n^T in the columns of the pair of chunks at `pair_s`, of which A has the fragments from
+// `step` on; B_n is rows 8 n to 8 n + 7 of the tile. From sm_80 on, as what follows.
+template <typename Scalar, typename Tile, int kNTiles, int kMTiles, int kSteps>
+__device__ __forceinline__ void add_pair_nt(float (&acc)[kNTiles][kMTiles][4], const uint32 (&a)[kMTiles][kSteps][2],
+                                            int step, uint32 pair_s) {
+  static_assert(kNTiles % 2 == 0, "16 rows of B at a time");
+#pragma unroll
+  for (int n = 0; n < kNTiles; n += 2) {
+    uint32 b[4];
+    ldmatrix(b, pair_s + n / 2 * SixteenRows<Tile>::kBytes);
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      mma_m16n8k16<Scalar>(acc[n][i], a[i][step], a[i][step + 1], b[0], b[1]);
+      mma_m16n8k16<Scalar>(acc[n + 1][i], a[i][step], a[i][step + 1], b[2], b[3]);
+    }
+  }
+}
+
+// The same for the chunk that is left over.
+template <typename Scalar, typename Tile, int kNTiles, int kMTiles, int kSteps>
+__device__ __forceinline__ void add_tail_nt(float (&acc)[kNTiles][kMTiles][4], const uint32 (&a)[kMTiles][kSteps][2],
+                                            int step, uint32 tail_s) {
+#pragma unroll
+  for (int n = 0; n < kNTiles; n += 2) {
+    uint32 b[2];
+    ldmatrix(b, tail_s + n / 2 * SixteenRows<Tile>::kBytes);
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      mma_m16n8k8<Scalar>(acc[n][i], a[i][step], b[0]);
+      mma_m16n8k8<Scalar>(acc[n + 1][i], a[i][step], b[1]);
+    }
+  }
+}
+
+// acc[i] (16 x 8 kTiles) += A[i] B; A is 16 x 16, in two halves of 8 columns, B the 16 rows at rows_s.
+template <typename Scalar, typename Tile, int kMTiles, int kTiles>
+__device__ __forceinline__ void add_sixteen_nn(float (&acc)[kMTiles][kTiles][4], const uint32 (&a)[kMTiles][2],
+                                               const uint32 (&next_a)[kMTiles][2], uint32 rows_s,
+                                               const SixteenRows<Tile>& lane) {
+#pragma unroll
+  for (int pair = 0; pair < kTiles / 2; pair++) {
+    uint32 b[4];
+    ldmatrix_trans(b, lane.of_pair(rows_s, pair));
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) {
+      mma_m16n8k16<Scalar>(acc[i][2 * pair], a[i], next_a[i], b[0], b[1]);
+      mma_m16n8k16<Scalar>(acc[i][2 * pair + 1], a[i], next_a[i], b[2], b[3]);
+    }
+  }
+  if constexpr (SixteenRows<Tile>::kOdd) {
+    uint32 b[2];
+    ldmatrix_trans(b, lane.of_tail(rows_s));
+#pragma unroll
+    for (int i = 0; i < kMTiles; i++) mma_m16n8k16<Scalar>(acc[i][kTiles - 1], a[i], next_a[i], b[0], b[1]);
+  }
+}
+
 template <int kA, int kB>
 __device__ __forceinline__ void clear(float (&acc)[kA][kB][4]) {
 #pragma unroll

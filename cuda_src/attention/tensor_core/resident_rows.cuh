@@ -8,15 +8,15 @@
 // Rows as they are in memory: `chunk` of a row, which lies at chunk_g.
 template <int kCols, int kVec>
 struct StoredChunks {
-  __device__ __forceinline__ uint4 operator()(const float16* chunk_g, int /*item*/, int chunk) const {
+  __device__ __forceinline__ uint4 operator()(const void* chunk_g, int /*item*/, int chunk) const {
     return load_chunk<kCols, kVec>(chunk_g, chunk);
   }
 };
 
 // Items from `valid_rows` on become zero and are not read.
 template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder,
-          typename Chunks = StoredChunks<kCols, kVec>>
-__device__ __forceinline__ void load_rows(uint32 tile_s, const float16* rows_g, int64 row_stride, int valid_rows,
+          typename Chunks = StoredChunks<kCols, kVec>, typename Scalar = float16>
+__device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, int64 row_stride, int valid_rows,
                                           const Chunks& chunks = {}) {
 #pragma unroll 4
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {

@@ -25,6 +25,11 @@ constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so 
 
 template <int kMTiles, int kOutTiles>
 struct Softmax {
+  // How P and its sums are kept, for the epilogue.
+  __device__ __forceinline__ static constexpr float headroom_log2() { return kHeadroomLog2; }
+  __device__ __forceinline__ static constexpr float shift_log2() { return kShiftLog2; }
+  __device__ __forceinline__ static constexpr float unshift() { return kUnshift; }
+
   float acc[kMTiles][kOutTiles][4];  // P V, times 2^kHeadroomLog2
   float m[kMTiles][2];               // the stale maximum in log2, minus kShiftLog2
   float l[kMTiles][2];               // this thread's part of the row's sum of P, shifted

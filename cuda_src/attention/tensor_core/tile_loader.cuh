@@ -1,5 +1,5 @@
 // The way of one tile of rows: global memory to registers, and later registers to shared memory, so that the latency of
-// the loads passes under the arithmetic in between.
+// the loads passes under the arithmetic in between. Or, from sm_80 on, straight to shared memory (`copy`).
 //
 // A thread owns one chunk (8 columns) of every kPassRows-th row. kPassRows is a multiple of what the swizzle needs to
 // be a constant flip from pass to pass. Columns from kCols on and rows from `valid_rows` on become zero and are not
@@ -10,7 +10,7 @@
 #include "../../common/swizzle.cuh"
 #include "../../common/vec.cuh"
 
-// The eight float16 items of a row's chunk as one register quad. kVec is 8 for rows aligned to 16 bytes, otherwise 1.
+// The eight 16-bit items of a row's chunk as one register quad. kVec is 8 for rows aligned to 16 bytes, otherwise 1.
 template <int kCols, int kVec>
 __device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
   if constexpr (kVec == kChunkItems) {
@@ -28,6 +28,19 @@ __device__ __forceinline__ uint4 load_chunk(const void* chunk_g, int chunk) {
 template <int kCols, int kVec>
 __device__ __forceinline__ void load_chunk(uint4& quad, const void* chunk_g, int chunk) {
   quad = load_chunk<kCols, kVec>(chunk_g, chunk);
+}
+
+// The chunk to shared memory (sm_80 or later); zeros if it does not exist, which only kMayLack allows. A whole chunk is
+// under way until cp_async_wait_group.
+template <int kCols, int kVec, bool kMayLack>
+__device__ __forceinline__ void copy_chunk(uint32 to_s, const char* chunk_g, int chunk, bool exists) {
+  if constexpr (kVec != kChunkItems) {
+    st_shared_v4(to_s, exists ? load_chunk<kCols, kVec>(chunk_g, chunk) : make_uint4(0, 0, 0, 0));
+  } else if constexpr (kMayLack) {
+    cp_async_16(to_s, chunk_g, exists);
+  } else {
+    cp_async_16(to_s, chunk_g);
+  }
 }
 
 // Row `row` of a tile in shared memory is item `item_of_row(row)` of its array: here the same.
@@ -88,7 +101,8 @@ struct TileLoader {
 
   // The lowest address of the tile that begins at row_g: a uniform base plus an unsigned 32-bit offset is one
   // addressing mode.
-  __device__ __forceinline__ static const char* lowest(const float16* row_g, int64 row_stride) {
+  template <typename Scalar>
+  __device__ __forceinline__ static const char* lowest(const Scalar* row_g, int64 row_stride) {
     return reinterpret_cast<const char*>(row_stride < 0 ? row_g + (Tile::kRows - 1) * row_stride : row_g);
   }
 
@@ -130,6 +144,27 @@ struct TileLoader {
         if (kPadded && (chunk + group * kRowLanes) * kChunkItems >= kCols) continue;
         load_chunk<kCols, kVec>(loaded, pass_g(pass) + group * kRowLanes * static_cast<int>(sizeof(Chunk)),
                                 chunk + group * kRowLanes);
+      }
+    }
+  }
+
+  // Copy the tile to shared memory, without registers where rows are whole chunks: the copies are under way until
+  // cp_async_wait_group (sm_80 or later). What does not exist becomes zero, in a ragged tile as in the chunks beyond the
+  // columns.
+  template <bool kRagged>
+  __device__ __forceinline__ void copy(uint32 tile_s, const char* lowest_g, int64 row_stride, int valid_rows) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; pass++) {
+      const uint32 flip = Tile::flip(pass * kPassRows % 8) * kChunkBytes;
+      const uint32 to_s = ((tile_s + shared_offset) ^ flip) + pass * kPassRows * Tile::kRowBytes;
+      const int keys = kEvenPasses ? pass * kPassRows : key_of_pass(pass);  // from global_offset
+      const char* from_g = lowest_g + (global_offset + keys * row_bytes(row_stride));
+#pragma unroll
+      for (int group = 0; group < kColumnGroups; group++) {
+        if (!owns(pass)) continue;
+        const int at = chunk + group * kRowLanes, ahead = group * kRowLanes * kChunkBytes;
+        const bool exists = (!kRagged || key_of_pass(pass) < valid_rows) && (!kPadded || at * kChunkItems < kCols);
+        copy_chunk<kCols, kVec, kRagged || kPadded>(to_s + ahead, from_g + ahead, at, exists);
       }
     }
   }

@@ -19,13 +19,14 @@ once would find nothing of each other's keys in L2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
 
 from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, row_tiles_of, units_of
-from cupyattn.ops.attention.kernels import float32
+from cupyattn.ops.attention.kernels import float32, native
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
+from cupyattn.ops.attention.kernels.native import NativeConfig
 from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.ops.attention.kernels.tensor_core import forward as tensor_core
 from cupyattn.ops.attention.kernels.tensor_core.forward import (
@@ -84,11 +85,14 @@ class Interleaving(NamedTuple):
     """Batch elements among them, whose like heads are neighbours."""
 
 
+Configuration: TypeAlias = FlashConfig | FloatFlashConfig | NativeConfig
+
+
 class ForwardChoice(NamedTuple):
     """The kernels of one forward call, and why they run it."""
 
     kernels: str
-    """Either "naive", "tiled", "decode", "float32" or "tensor_core"."""
+    """Either "naive", "tiled", "decode", "float32", "tensor_core" or "native"."""
     reasons: tuple[str, ...]
     problem: AttentionProblem
     """The call as these kernels get it: with q or k in scratch memory where they are rotated."""
@@ -97,7 +101,7 @@ class ForwardChoice(NamedTuple):
     rotated: tuple[str, ...] = ()
     """Arrays that a launch before rotates: k alone where the kernel rotates queries itself."""
     interleaving: Interleaving = Interleaving(0, 1)
-    configuration: FlashConfig | FloatFlashConfig | None = None
+    configuration: Configuration | None = None
     options: FlashOptions = FlashOptions()
     vec: int = 1
     splits: int = 1
@@ -118,10 +122,10 @@ def choose_forward(
         laid = with_results(inner, outputs)
         return ForwardChoice("decode", (reason,), inner, laid, rotated)
     dtype = problem.dtype.name
-    on_tensor_cores = traits.has_mma(dtype)
-    reasons = [ARITHMETIC[on_tensor_cores].format(dtype=dtype)]
+    kernels = _kernels_of(dtype, traits)
+    reasons = [_ARITHMETIC[kernels].format(dtype=dtype)]
     inner, rotated = problem, ()
-    if rotary and on_tensor_cores and _rotates_queries(problem, traits):
+    if rotary and kernels == "tensor_core" and _rotates_queries(problem, traits):
         inner, rotated = in_scratch(problem, ("k",), ()), ("k",)
         reasons.append("the kernel rotates queries as it loads them, a launch before it the keys")
     elif rotary:
@@ -131,12 +135,10 @@ def choose_forward(
     together = interleaving(problem, traits)
     if together.kv_heads > 1:
         reasons.append(f"tiles of {together.kv_heads} key-value heads are interleaved in the grid")
-    configure = _tensor_core_configuration if on_tensor_cores else _float32_configuration
-    configuration, options, vec = configure(inner, laid, traits)
+    configuration, options, vec = _CONFIGURE[kernels](inner, laid, traits)
     splits = 1 if inner.layouts.cos is not None else num_splits(inner, configuration, traits)
     if splits > 1:
         reasons.append(f"query tiles are too few to fill the GPU: keys are split {splits} ways")
-    kernels = "tensor_core" if on_tensor_cores else "float32"
     how = rotated, together, configuration, options, vec, splits
     return ForwardChoice(kernels, tuple(reasons), inner, laid, *how)
 
@@ -146,6 +148,18 @@ ARITHMETIC = {
     False: "{dtype} runs in float32 arithmetic on this GPU",
 }
 """The reason for the kernels of a dtype, by whether the GPU has tensor cores for it."""
+_ARITHMETIC = {
+    "native": "{dtype} runs on tensor cores, with cp.async and mma.m16n8k16",
+    "tensor_core": ARITHMETIC[True],
+    "float32": ARITHMETIC[False],
+}
+
+
+def _kernels_of(dtype: str, traits: DeviceTraits) -> str:
+    """Name the kernels that run the forward of a dtype."""
+    if traits.native and dtype in native.DTYPES:
+        return "native"
+    return "tensor_core" if traits.has_mma(dtype) else "float32"
 
 
 def require_kernels(problem: AttentionProblem, table: Implementations, function: str) -> None:
@@ -274,9 +288,7 @@ _MOST_WAVES = 4
 """The most waves of CTAs: scratch memory holds the sums of all of them."""
 
 
-def num_splits(
-    problem: AttentionProblem, row: FlashConfig | FloatFlashConfig, traits: DeviceTraits
-) -> int:
+def num_splits(problem: AttentionProblem, row: Configuration, traits: DeviceTraits) -> int:
     """Return into how many parts the keys of each tile of query rows are cut; 1 for none.
 
     CTAs run in waves, and a wave is as long as a split: of the numbers of splits that leave
@@ -361,6 +373,29 @@ def _tensor_core_configuration(
         name = TALL if computed <= _TALL_GAIN * in_plain else name
     chosen = traits.choices.pick(tensor_core.KERNEL.entry, dims, among, usual=name)
     return chosen, options, vec
+
+
+def _native_configuration(
+    problem: AttentionProblem, laid: AttentionArrays[Layout], traits: DeviceTraits
+) -> tuple[NativeConfig, FlashOptions, int]:
+    """Return the configuration from sm_80 on, its options, and the items of a load."""
+    dims = problem.head_dim, problem.head_dim_v
+    together = 2 if problem.options.dropout_p else 4  # a Philox call serves pairs of keys
+    options = flash_options(problem, together)
+    row = native.flash_row(traits.arch, *dims, options)
+    require_near_rows(problem, ("k", "v"), row.tile_k)
+    vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, ("q", "k", "v", "out"))
+    return row, options, vec
+
+
+_Configured: TypeAlias = tuple[Configuration, FlashOptions, int]
+_CONFIGURE: Mapping[
+    str, Callable[[AttentionProblem, AttentionArrays[Layout], DeviceTraits], _Configured]
+] = {
+    "native": _native_configuration,
+    "tensor_core": _tensor_core_configuration,
+    "float32": _float32_configuration,
+}
 
 
 def _rotates_queries(problem: AttentionProblem, traits: DeviceTraits) -> bool:

@@ -18,7 +18,7 @@ from cupyattn.ops.attention.choice import (
     require_kernels,
 )
 from cupyattn.ops.attention.decode import launch_of, shared_keys_steps
-from cupyattn.ops.attention.kernels import float32, teaching, tensor_core
+from cupyattn.ops.attention.kernels import float32, native, teaching, tensor_core
 from cupyattn.ops.attention.kernels.combine import ROWS, combine
 from cupyattn.ops.attention.modifiers import expression_error
 from cupyattn.ops.attention.options import DropoutSeed
@@ -194,7 +194,20 @@ def _tensor_core_steps(
     return _whole_steps(choice, planner, forward.flash(*shape, options, row, spec))
 
 
+def _native_steps(
+    choice: ForwardChoice, planner: AttentionPlanner, traits: DeviceTraits
+) -> list[Step]:
+    problem, options = choice.problem, choice.options
+    shape = traits.arch, problem.dtype.name, problem.head_dim, problem.head_dim_v, choice.vec
+    if choice.splits > 1:
+        kernel = native.flash(*shape, options._replace(sinks="void"), native.SPLIT)
+        return _split_steps(choice, planner, kernel)
+    spec = native.VARLEN if problem.packed else native.KERNEL
+    return _whole_steps(choice, planner, native.flash(*shape, options, spec))
+
+
 _STEPS: Mapping[str, Any] = {
+    "native": _native_steps,
     "naive": _teaching_steps,
     "tiled": _teaching_steps,
     "decode": _decode_steps,

@@ -1,0 +1,352 @@
+// The loop of the forward of sm_80 and later. forward.cu documents what is computed and how.
+#pragma once
+
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
+    !defined(TILE_K) || !defined(STEPS) || !defined(Q_SHARED) || !defined(DEFERRED) || !defined(VEC) ||      \
+    !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#error \
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, STEPS, Q_SHARED, DEFERRED, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+#endif
+#if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
+    !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
+#error \
+    "BIAS, BIAS_VEC, MASK, MASK_VEC, SLOPES, SOFTCAP, SINKS, DROPOUT, MODIFIED come from a launch-configuration table"
+#endif
+#include "../block_key_loop.cuh"
+#include "../modifiers.cuh"
+#include "../tensor_core/dropout.cuh"
+#include "../tensor_core/epilogue.cuh"
+#include "../tensor_core/products.cuh"
+#include "../tensor_core/resident_rows.cuh"
+#include "../tensor_core/score_items.cuh"
+#include "key_loader.cuh"
+#include "softmax.cuh"
+
+struct Traits {
+  using Scalar = DTYPE;
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kVec = VEC;
+  static constexpr int kMTiles = M_TILES;
+  static constexpr int kTileK = TILE_K;          // keys of a copy
+  static constexpr int kStepK = TILE_K / STEPS;  // and of a softmax
+  static constexpr int kThreads = WARPS * kWarpSize;
+  static constexpr int kWarpRows = kMTiles * 16;
+  static constexpr int kTileQ = WARPS * kWarpRows;
+  static constexpr int kChunks = div_up(kHeadDim, kChunkItems);
+  static constexpr int kOutTiles = div_up(kHeadDimV, 8);  // n8 tiles of the output
+  static constexpr int kKeyTiles = kStepK / 8;            // n8 tiles of the scores
+
+  using QTile = SwizzledTile<kTileQ, kChunks>;
+  using KTile = SwizzledTile<kTileK, kChunks>;
+  using VTile = SwizzledTile<kTileK, kOutTiles>;
+  using OutTile = SwizzledTile<kTileQ, kOutTiles>;
+  using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
+  using Pass = ScorePass<Options, BIAS_VEC, MASK_VEC>;
+  // Arrays that are read four keys at a time want threads that hold four neighbouring keys.
+  static constexpr int kRun = BIAS_VEC == 4 || MASK_VEC == 4 ? 4 : 1;
+  using Tile = ScoreTile<kMTiles, kKeyTiles, Along::kN8, kRun>;
+  using Items = ForwardItems<Pass, Tile>;
+  using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
+  using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
+  using Loader = AsyncKeyLoader<KTileLoader, VTileLoader>;
+  using Softmax = NativeSoftmax<Scalar, kMTiles, kOutTiles>;
+
+  static constexpr bool kSinks = kGiven<SINKS>;
+  static constexpr bool kDropout = DROPOUT;
+  static constexpr bool kPass = Pass::kNeededInFull;
+  static constexpr bool kQShared = Q_SHARED;
+  static constexpr Check kCheck = DEFERRED ? Check::kAfter : Check::kBefore;
+
+  static_assert(sizeof(Scalar) == 2, "float16 or bfloat16");
+  static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
+  static_assert(kTileK % STEPS == 0 && kStepK % 16 == 0, "mma.m16n8k16 takes P of 16 keys");
+  static_assert(kThreads <= 1024, "a CTA has at most 1,024 threads");
+};
+
+// Q stays next to both stages, or it is in the place of the second one until its fragments are in registers. The output
+// takes the place of Q.
+constexpr int kRowsBytes =
+    Traits::QTile::kBytes > Traits::OutTile::kBytes ? Traits::QTile::kBytes : Traits::OutTile::kBytes;
+#if Q_SHARED
+struct Smem {
+  Traits::Loader::Stage first, second;
+  alignas(128) unsigned char rows[kRowsBytes];
+};
+#else
+struct Smem {
+  Traits::Loader::Stage first;
+  union {
+    Traits::Loader::Stage second;
+    alignas(128) unsigned char rows[kRowsBytes];
+  };
+};
+#endif
+static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
+
+// A warp's registers in the loop.
+struct Warp {
+  uint32 q[Traits::kMTiles][Traits::kChunks][2];  // A fragments, unless Q stays in shared memory
+  uint32 q_s;                                     // where its rows of Q are
+  Traits::Softmax softmax;
+  int first_row;  // of the sequence
+};
+
+// Values that are the same for all threads of the CTA, and a lane's addresses within tiles.
+struct Cta {
+  SixteenRows<Traits::QTile> q_lane;
+  SixteenRows<Traits::KTile> k_lane;
+  SixteenRows<Traits::VTile> v_lane;
+  const AttentionParams& params;
+  const KeyWindow& window;
+  const Traits::Pass& pass;
+  TileCoordinates coords;
+  float scale_log2;  // of products with Q, not negative
+};
+
+using TileScores = Scores<Traits::Tile>;
+// One bit for each of a thread's scores.
+using SeenScores = uint32[div_up(Traits::kKeyTiles * Traits::kMTiles * 4, 32)];
+
+// S = Q K^T of the keys at k_s.
+__device__ __forceinline__ void make_scores(TileScores& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
+  using Scalar = Traits::Scalar;
+  using KTile = Traits::KTile;
+  clear(scores.s);
+#pragma unroll
+  for (int pair = 0; pair < SixteenRows<KTile>::kPairs; pair++) {
+    const uint32 pair_s = cta.k_lane.of_pair(k_s, pair);
+    if constexpr (Traits::kQShared) {
+      uint32 q[Traits::kMTiles][2][2];
+      load_pair<Traits::QTile>(q, cta.q_lane.of_pair(warp.q_s, pair));
+      add_pair_nt<Scalar, KTile>(scores.s, q, 0, pair_s);
+    } else {
+      add_pair_nt<Scalar, KTile>(scores.s, warp.q, 2 * pair, pair_s);
+    }
+  }
+  if constexpr (SixteenRows<KTile>::kOdd) {
+    const uint32 tail_s = cta.k_lane.of_tail(k_s);
+    if constexpr (Traits::kQShared) {
+      uint32 q[Traits::kMTiles][1][2];
+      load_tail<Traits::QTile>(q, cta.q_lane.of_tail(warp.q_s));
+      add_tail_nt<Scalar, KTile>(scores.s, q, 0, tail_s);
+    } else {
+      add_tail_nt<Scalar, KTile>(scores.s, warp.q, Traits::kChunks - 1, tail_s);
+    }
+  }
+}
+
+// O += P V of the keys at v_s.
+__device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const Traits::Tile::Packed& p, uint32 v_s) {
+#pragma unroll
+  for (int n = 0; n < Traits::kKeyTiles; n += 2) {
+    add_sixteen_nn<Traits::Scalar, Traits::VTile>(warp.softmax.acc, p[n], p[n + 1],
+                                                  v_s + n * 8 * Traits::VTile::kRowBytes, cta.v_lane);
+  }
+}
+
+// Dropout of P, where a call has it.
+__device__ __forceinline__ void drop_of_call(Traits::Tile::Packed& p, const Warp& warp, const Cta& cta, int first_key) {
+  if constexpr (DROPOUT) drop<Traits::Tile>(p, cta.params.scores, cta.coords, warp.first_row, first_key);
+}
+
+// How the masks of a tile concern a warp: whether it sees anything, whether the window leaves all of it, and whether
+// a block mask hides some of it.
+struct Seen {
+  bool active = true, whole = true, partial = false;
+};
+
+template <typename Tile>
+__device__ __forceinline__ Seen seen_of(const Warp& warp, const Cta& cta, const Tile& tile, int first_key) {
+  const KeyRange top = cta.window.of_row(warp.first_row);
+  const KeyRange bottom = cta.window.of_row(warp.first_row + Traits::kWarpRows - 1);
+  Seen seen;
+  seen.active = first_key < bottom.end && first_key + Traits::kStepK > top.begin;
+  seen.whole = first_key + Traits::kStepK <= top.end && first_key >= bottom.begin;
+  if (Modifiers::kBlocks) {
+    const uint32 state = state_of(tile, warp_index());
+    seen.active = seen.active && state != kEmpty;
+    seen.partial = state == kPartial;
+  }
+  return seen;
+}
+
+// The keys of one softmax, from products to P V.
+template <bool kMasked>
+__device__ __forceinline__ void key_step(Warp& warp, const Cta& cta, uint32 k_s, uint32 v_s, int first_key,
+                                         const Seen& seen) {
+  constexpr bool kPass = kMasked || Traits::kPass;
+  constexpr bool kAfter = !kMasked && Traits::kCheck == Check::kAfter;
+  const float scale = kPass ? kLog2E : cta.scale_log2;
+  Traits::Items items;
+  TileScores scores;
+  SeenScores bits = {};
+  if (Modifiers::kBlocks && seen.partial) cta.pass.ask(bits, scores, warp.first_row, first_key);
+  items.template load<kMasked>(cta.pass, warp.first_row, first_key);
+  make_scores(scores, warp, cta, k_s);
+  if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
+  if (Modifiers::kBlocks && kMasked && seen.partial) cta.pass.hide_unseen(scores, bits);
+  if (kMasked && !seen.whole) {
+    scores.mask([&](int row) { return cta.window.of_row(warp.first_row + row); }, first_key);
+  }
+  if (!kAfter) warp.softmax.raise(scores.s, scale);
+  Traits::Tile::Packed p;
+  float sum[Traits::kMTiles][2];
+  warp.softmax.template exponentiate<kAfter>(p, sum, scores.s, scale);
+  if (!kAfter) warp.softmax.add(sum);
+  drop_of_call(p, warp, cta, first_key);
+  add_output(warp, cta, p, v_s);
+  if (kAfter) {
+    if (__builtin_expect(warp.softmax.overflows(sum), false)) {  // a score rose far above the stale maximum
+      items.template load<kMasked>(cta.pass, warp.first_row, first_key);
+      make_scores(scores, warp, cta, k_s);
+      if (kPass) cta.pass.template apply<kMasked>(scores, warp.first_row, first_key, !Modifiers::kBlocks, items);
+      warp.softmax.take_back(p, scores.s, scale);
+      drop_of_call(p, warp, cta, first_key);
+      add_output(warp, cta, p, v_s);
+    } else {
+      warp.softmax.add(sum);
+    }
+  }
+}
+
+// One key tile, from the stage at stage_s.
+template <bool kMasked, typename Tile>
+__device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, uint32 stage_s, const Tile& tile) {
+  const uint32 k_s = stage_s, v_s = Traits::Loader::v_s(stage_s);
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step++) {
+    const int keys = step * Traits::kStepK, first_key = tile * Traits::kTileK + keys;
+    // In a masked tile a warp may see nothing, or everything.
+    Seen seen;
+    if (kMasked) seen = seen_of(warp, cta, tile, first_key);
+    if (!seen.active) continue;
+    key_step<kMasked>(warp, cta, k_s + keys * Traits::KTile::kRowBytes, v_s + keys * Traits::VTile::kRowBytes,
+                      first_key, seen);
+  }
+}
+
+// Copy the query rows of the CTA; zeros from `valid_rows` on.
+__device__ __forceinline__ void copy_queries(uint32 tile_s, const Traits::Scalar* rows_g, int64 row_stride,
+                                             int valid_rows) {
+  using QTile = Traits::QTile;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < QTile::kRows * QTile::kChunks; at += Traits::kThreads) {
+    const int row = at / QTile::kChunks, chunk = at % QTile::kChunks;
+    const auto* chunk_g = reinterpret_cast<const char*>(rows_g + row * row_stride + chunk * kChunkItems);
+    copy_chunk<Traits::kHeadDim, Traits::kVec, true>(tile_s + QTile::offset(row, chunk), chunk_g, chunk,
+                                                     row < valid_rows);
+  }
+}
+
+// For a negative scale: the largest score would be that of the least product.
+__device__ __forceinline__ void negate_queries(uint32 tile_s) {
+  constexpr uint32 kSigns = 0x80008000u;
+#pragma unroll 1
+  for (int at = threadIdx.x * kChunkBytes; at < Traits::QTile::kBytes; at += Traits::kThreads * kChunkBytes) {
+    uint4 chunk = ld_shared_v4(tile_s + at);
+    chunk.x ^= kSigns, chunk.y ^= kSigns, chunk.z ^= kSigns, chunk.w ^= kSigns;
+    st_shared_v4(tile_s + at, chunk);
+  }
+}
+
+// Arrays besides keys.
+struct Arrays {
+  const Traits::Scalar* q_g;
+  Traits::Scalar* out_g;
+  float* lse_g;
+  const void *bias_g, *mask_g, *slopes_g, *sinks_g;
+  Modifiers modifiers;
+};
+
+// The query rows of one CTA; `split` selects which keys are this CTA's.
+template <typename Split = AllKeys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Traits::Scalar* k_g,
+                                       const Traits::Scalar* v_g, const TileCoordinates& coords,
+                                       const KeyWindow& window, int64 q_offset, const Split& split = {}) {
+  Smem& smem = dynamic_shared<Smem>();
+  const uint32 rows_s = shared_address(smem.rows);
+
+  // Phase 1: the keys of the loop.
+  const int rows = min(Traits::kTileQ, coords.sq - coords.first_row);
+  const auto loop =
+      split.of(loop_over_keys<Traits::kTileQ, Traits::kTileK>(window, coords, rows, arrays.modifiers.blocks));
+  if (!Split::kAll && loop.tiles() == 0) return;
+  Traits::Pass pass(params, arrays.bias_g, arrays.mask_g, arrays.slopes_g, coords, q_offset, arrays.modifiers);
+
+  // Phase 2: Q and the first tile on their way; Q into registers, unless it stays where it is.
+  const bool negated = !Traits::kPass && params.scale_log2 < 0.f;
+  if (negated) pass.rule.scale = -pass.rule.scale;
+  auto tile = loop.first, next_tile = loop.after(tile);
+  int left = loop.tiles();
+  const int full = left - loop.masked;
+  const Traits::Loader loader(params, coords, k_g, v_g);
+  uint32 stage_s = shared_address(&smem.first), next_s = shared_address(&smem.second);
+  const uint32 stages_s = stage_s + next_s;
+  copy_queries(rows_s, query_row(arrays.q_g, params.q, coords, coords.first_row), params.q.seq, rows);
+  if (left > 0) loader.template copy<true>(stage_s, loader.rows(tile), window.keys - tile * Traits::kTileK);
+  cp_async_commit_group();
+  Warp warp;
+  warp.first_row = coords.first_row + warp_index() * Traits::kWarpRows;
+  warp.q_s = rows_s + warp_index() * Traits::kWarpRows * Traits::QTile::kRowBytes;
+  warp.softmax.clear();
+  if (!Traits::kQShared || negated) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // Q: written
+    if (negated) {
+      negate_queries(rows_s);
+      __syncthreads();  // Q: negated
+    }
+    if constexpr (!Traits::kQShared) {
+      load_a_fragments<Traits::QTile>(warp.q, rows_s, warp_index() * Traits::kWarpRows);
+      __syncthreads();  // Q: read; the second tile takes its place
+    }
+  }
+
+  // Phase 3: the loop over the keys, masked tiles first.
+  const Cta cta = {SixteenRows<Traits::QTile>::by_rows(),
+                   SixteenRows<Traits::KTile>::by_chunks(),
+                   SixteenRows<Traits::VTile>::by_rows(),
+                   params,
+                   window,
+                   pass,
+                   coords,
+                   fabsf(params.scale_log2)};
+  KeyRows next = loader.rows(next_tile);
+#pragma unroll 1
+  for (; left > full; left--) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // this stage (and Q): written; the next one: read
+    if (left > 1) loader.template copy<true>(next_s, loader.rows(next_tile), window.keys - next_tile * Traits::kTileK);
+    cp_async_commit_group();
+    key_tile<true>(warp, cta, stage_s, tile);
+    stage_s = next_s;
+    next_s = stages_s - stage_s;
+    tile = next_tile;
+    next_tile = loop.after(next_tile);
+  }
+#pragma unroll 1
+  for (; left > 0; left--) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // this stage (and Q): written; the next one: read
+    next_tile = loop.whole_after(tile);
+    if (left > 1) loader.template copy<false>(next_s, loader.rows(next_tile), Traits::kTileK);
+    cp_async_commit_group();
+    key_tile<false>(warp, cta, stage_s, tile);
+    stage_s = next_s;
+    next_s = stages_s - stage_s;
+    tile = next_tile;
+  }
+
+  // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.
+  const OutputRows<Traits> output = {params, coords, warp.first_row};
+  if constexpr (Split::kAll) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // Q and the stages: read, and without keys written
+    output.finish(warp.softmax, rows_s, sink_log2<SINKS>(arrays.sinks_g, params, coords.head), arrays.lse_g);
+    __syncwarp();  // out: each warp reads what it wrote itself
+    output.store(smem.rows, arrays.out_g);
+  } else {
+    output.store_sums(warp.softmax, split);
+  }
+}

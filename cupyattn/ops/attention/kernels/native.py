@@ -1,0 +1,163 @@
+"""Launch configurations of the forward on the tensor cores of sm_80 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cupyattn.ops.attention.kernels import parameters
+from cupyattn.ops.attention.kernels.modifiers import modified
+from cupyattn.ops.attention.kernels.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.spec import KernelSpec, Specialisation
+from cupyattn.runtime.storage import vector_items
+from cupyattn.runtime.tables import cpp_bool, limit_of, option_macros, round_up, rows_for
+
+DTYPES = ("float16", "bfloat16")
+"""The dtypes that the kernels have."""
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """One CTA per warps * m_tiles * 16 query rows; tile_k keys at a time, in equal steps."""
+
+    m_tiles: int
+    warps: int
+    tile_k: int
+    ctas_per_sm: int
+    reason: str
+    steps: int = 1
+    """Softmaxes of a tile of keys."""
+    q_shared: bool = False
+    """Whether Q stays in shared memory."""
+    deferred: bool = False
+    """Whether P is clamped and checked after P V, instead of scores before the exponentials."""
+
+    @property
+    def tile_q(self) -> int:
+        """Query rows per CTA."""
+        return self.warps * self.warp_rows
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows per warp."""
+        return self.m_tiles * 16
+
+    def shared_bytes(self, head_dim: int, head_dim_v: int) -> int:
+        """Return the bytes of both stages and of Q or the output (Smem in forward.cuh)."""
+        k_row, v_row = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2
+        stage = self.tile_k * (k_row + v_row)
+        rows = self.tile_q * max(k_row, v_row)
+        return stage + (stage + rows if self.q_shared else max(stage, rows))
+
+
+# The first row whose head dim is not below max(D, Dv). Two warps of each scheduler, which is what
+# their registers allow: with 32 rows a warp each fragment of K and V feeds two products, until the
+# accumulator leaves room for 16. Where the scores of 64 keys and Q do not fit the registers beside
+# it, Q stays in shared memory, or a tile takes two softmaxes.
+_LARGE = {
+    160: NativeConfig(
+        1, 8, 64, 1, "16 rows a warp from here on: 32 take 320 registers", 2, deferred=True
+    ),
+    192: NativeConfig(1, 8, 64, 1, "as 160", 2, deferred=True),
+}
+_AMPERE = {
+    64: NativeConfig(2, 4, 64, 2, "32 rows a warp, Q in registers", deferred=True),
+    80: NativeConfig(2, 4, 64, 2, "two softmaxes a tile leave Q in registers", 2, deferred=True),
+    96: NativeConfig(2, 4, 64, 2, "two softmaxes a tile leave Q in registers", 2, deferred=True),
+    128: NativeConfig(
+        2, 4, 32, 2, "two CTAs have room for 32 keys, and Q in shared memory", q_shared=True
+    ),
+    **_LARGE,
+    256: NativeConfig(1, 8, 64, 1, "two softmaxes a tile leave Q in registers", 2, deferred=True),
+}
+# 99 KiB a CTA and 100 KiB an SM; tensor cores have half of the rate or less.
+_GEFORCE = {
+    **_AMPERE,
+    128: NativeConfig(1, 4, 32, 2, "16 rows a warp, so that two CTAs fit 100 KiB", deferred=True),
+    256: NativeConfig(1, 8, 32, 1, "Q in the place of the second tile fits 99 KiB"),
+}
+_HOPPER = {
+    **_AMPERE,
+    128: NativeConfig(
+        2, 4, 64, 2, "64 keys and Q in shared memory: two CTAs fit 228 KiB", q_shared=True
+    ),
+}
+NATIVE = {80: _AMPERE, 86: _GEFORCE, 90: _HOPPER, 120: _GEFORCE}
+
+
+def flash_row(
+    arch: int, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN
+) -> NativeConfig:
+    """Return the configuration for these head dims and options."""
+    rows = rows_for(NATIVE, arch)
+    return rows[limit_of(rows, head_dim, head_dim_v)]
+
+
+_QUADS = (
+    FlashOptions(bias="float16", bias_vec=4),
+    FlashOptions(bias="float32", bias_vec=4),
+    FlashOptions(mask=True, mask_vec=4),
+)
+"""Options whose arrays are read four keys at a time."""
+
+KERNEL = KernelSpec("attention_forward_native", "attention/native/forward.cu", parameters.FLASH)
+VARLEN = KernelSpec(
+    "attention_forward_native_varlen", "attention/native/forward.cu", parameters.VARLEN
+)
+SPLIT = KernelSpec(
+    "attention_forward_native_split", "attention/native/forward_split.cu", parameters.SPLIT
+)
+KERNELS = (KERNEL, VARLEN, SPLIT)
+
+
+@cache
+def flash(
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    spec: KernelSpec = KERNEL,
+    row: NativeConfig | None = None,
+) -> Specialisation:
+    """Specialise one of `KERNELS`; `vec` is 8 where rows are aligned to 16 bytes, or 1."""
+    row = row or flash_row(arch, head_dim, head_dim_v, options)
+    return modified(spec, options.modified).specialise(
+        threads=row.warps * WARP_SIZE,
+        shared_bytes=row.shared_bytes(head_dim, head_dim_v),
+        reason=row.reason,
+        DTYPE=dtype,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_V=head_dim_v,
+        M_TILES=row.m_tiles,
+        WARPS=row.warps,
+        TILE_K=row.tile_k,
+        STEPS=row.steps,
+        Q_SHARED=int(row.q_shared),
+        DEFERRED=cpp_bool(row.deferred),
+        VEC=vec,
+        MIN_CTAS=row.ctas_per_sm,
+        MMA_K=16,
+        **option_macros(options),
+    )
+
+
+def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
+    """Yield every row at its largest head dim for both dtypes, and options by one; none for Turing.
+
+    The ahead-of-time list is that of sm_75, which has none of these kernels.
+    """
+    if arch < min(NATIVE):
+        return
+    vec = vector_items("float16")
+    for head_dim in rows_for(NATIVE, arch):
+        for dtype in DTYPES:
+            yield flash(arch, dtype, head_dim, head_dim, vec)
+            yield flash(arch, dtype, head_dim, head_dim, 1)
+        yield flash(arch, "float16", head_dim, head_dim, vec, spec=VARLEN)
+        yield flash(arch, "bfloat16", head_dim, head_dim, vec, spec=SPLIT)
+        for options in (*EACH_OPTION, *_QUADS):
+            yield flash(arch, "bfloat16", head_dim, head_dim, vec, options)
