@@ -38,9 +38,13 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
 - With rotary, q and k are rotated in float32 and rounded to their dtype: 2 u_out + 8 u32 of reach
   more, with the norm of each rotated pair in place of its elements (it bounds |x1 cos| + |x2 sin|,
   rounding's real operands).
+- bfloat16 has tensor cores from sm_80 on (`native`): u_in is then 2**-8, and P is kept as it is.
+  Its exponents are float32's: nothing is shifted or scaled, and no more is lost than in float32.
 - exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
-  falls below 2**-126, that is to 0. It shows where a sink outweighs every key.
+  falls below 2**-126, that is to 0. It shows where a sink outweighs every key. Native kernels keep
+  P times 2**9, of which float16 rounds away at most 2**-25: less. Their exponents carry up to 16
+  log 2 more, since the maximum that they use may be that much below the row's.
 
 Backward, which like the reference is given out and lse, so that each P errs on its own. For one
 score that errs by ds = dot reach + u32
@@ -94,6 +98,7 @@ from cupyattn.runtime.precision import TINY32, U32, Float64, Precision, precisio
 # tanh.approx, whose 2**-11 is 0.024 in a score of softcap 50.
 EPS_TANH = 8 * U32
 ROTATION = 8 * U32
+_STALE = 16 * float(np.log(2))  # kMostLog2 in cuda_src/attention/native/softmax.cuh
 
 
 @dataclass(frozen=True)
@@ -104,13 +109,20 @@ class WeightPrecision(Precision):
     flush: float = TINY32
 
     @classmethod
-    def of(cls, dtype: DTypeLike, *, float32_weights: bool) -> WeightPrecision:
-        """Return the precision for a dtype; with `float32_weights`, P is kept in float32."""
+    def of(
+        cls, dtype: DTypeLike, *, float32_weights: bool, native: bool = False
+    ) -> WeightPrecision:
+        """Return the precision for a dtype; with `float32_weights`, P is kept in float32.
+
+        `native` kernels, of sm_80 or later, have P of bfloat16 where q, k and v are.
+        """
         kernel = precision_of(dtype)
         if float32_weights:
             return cls(U32, TINY32, kernel.u_out, kernel.tiny_out)
         if kernel == precision_of("float16"):
             return cls(**vars(kernel), exponent_shift=112 * float(np.log(2)), flush=2.0**-23)
+        if native and kernel == precision_of("bfloat16"):
+            return cls(kernel.u_out, TINY32, kernel.u_out, kernel.tiny_out)
         return cls(**vars(kernel))
 
 
@@ -204,6 +216,7 @@ def attention_bound(
     dtype: DTypeLike,
     tile_k: int,
     float32_weights: bool = False,
+    native: bool = False,
     **options: Any,
 ) -> tuple[Float64, Float64]:
     """Error bounds of attention's results; the module's docstring has the derivation.
@@ -216,6 +229,10 @@ def attention_bound(
         The kernel's: float16, float32 or bfloat16.
     tile_k : int
         Keys per tile of the kernel.
+    float32_weights : bool
+        The kernel keeps P in float32, whatever the dtype.
+    native : bool
+        The kernel is one of sm_80 or later, which keeps P of bfloat16 calls in bfloat16.
     **options
         See `scores.ScoreBlocks`.
 
@@ -230,7 +247,8 @@ def attention_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = WeightPrecision.of(dtype, float32_weights=float32_weights)
+    precision = WeightPrecision.of(dtype, float32_weights=float32_weights, native=native)
+    shift = max(precision.exponent_shift, _STALE if native else 0.0)
     out, lse = attention(q, k, v, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     tiles = -(-k.shape[1] // tile_k)
@@ -257,7 +275,7 @@ def attention_bound(
                 error += np.where(lost[:, None], 2 * largest, 0.0)
             error += TINY32 * factor.sum(axis=-1, keepdims=True)
             out_bound[block.b, block.rows, block.h] = error
-            exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + precision.exponent_shift
+            exponent = np.abs(block_lse) + np.log(np.maximum(keys, 1)) + shift
             error = 2 * ds + sums + 4 * U32 * exponent + keys * precision.flush
             lse_bound[block.at] = np.where(np.isinf(block_lse), 0.0, error)
         out_bound += precision.store(out)
@@ -467,6 +485,7 @@ def attention_backward_bound(
     dtype: DTypeLike,
     dlse: NDArray[Any] | None = None,
     float32_weights: bool = False,
+    native: bool = False,
     **options: Any,
 ) -> AttentionGrads:
     """Error bounds of attention_backward's results; the module's docstring has the derivation.
@@ -479,6 +498,8 @@ def attention_backward_bound(
         The kernel's: float16, float32 or bfloat16.
     float32_weights : bool
         The kernel keeps P and dS in float32, whatever the dtype.
+    native : bool
+        The kernel is one of sm_80 or later, which keeps P and dS of bfloat16 calls in bfloat16.
 
     Returns
     -------
@@ -489,7 +510,7 @@ def attention_backward_bound(
     ValueError
         If there are no bounds for the dtype.
     """
-    precision = WeightPrecision.of(dtype, float32_weights=float32_weights)
+    precision = WeightPrecision.of(dtype, float32_weights=float32_weights, native=native)
     grads = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
     blocks = ScoreBlocks(q, k, v, **options)
     scale = abs(blocks.scale)
