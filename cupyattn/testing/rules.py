@@ -81,8 +81,14 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
+    """Return bounds for every GPU: from sm_80 on bfloat16 keeps its weights in bfloat16."""
     return reference.attention_bound(
-        *arrays, dtype=arrays[0].dtype, tile_k=TILE_KEYS, float32_weights=teaching, **options
+        *arrays,
+        dtype=arrays[0].dtype,
+        tile_k=TILE_KEYS,
+        float32_weights=teaching,
+        native=True,
+        **options,
     )
 
 

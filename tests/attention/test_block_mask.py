@@ -56,8 +56,9 @@ class TileMask:
         """Errors over bounds of out and lse."""
         arrays = self.problem.arrays()
         found = cupyattn.attention(*map(KERNELS.put, arrays), **self.own, return_lse=True)
+        native = KERNELS.device.traits.native
         bounds = reference.attention_bound(
-            *arrays, dtype=self.problem.dtype, tile_k=16, **self.alike
+            *arrays, dtype=self.problem.dtype, tile_k=16, native=native, **self.alike
         )
         exact = reference.attention(*arrays, **self.alike)
         return {

@@ -15,7 +15,7 @@ from support.backward_runs import check as check_backward
 from support.backward_runs import placed
 from support.backward_runs import run as gradients_of
 from support.devices import DTYPES, FLOAT_DTYPES, KERNELS, SENTINEL, GpuArrays, dtype_of
-from support.forward_runs import TEACHING, check, run
+from support.forward_runs import TEACHING, check, in_float32, run
 from support.search import deep, examples, wider
 from support.strategies import EITHER_HALF, FRUGAL, LONGEST, RUN_TIME_OPTIONS, attention_problems
 
@@ -149,9 +149,14 @@ def test_padding_hidden_by_a_large_finite_bias(dtype: str, dims: tuple[int, int]
     arrays = problem.arrays()
     hidden = np.where(np.arange(101) < 60, 0, -np.inf).astype(np.float32)
     exact, _ = reference.attention(*arrays, bias=hidden)
-    float32_weights = dtype in FLOAT_DTYPES
+    native = KERNELS.device.traits.native
     bound, _ = reference.attention_bound(
-        *arrays, dtype=dtype, tile_k=32, float32_weights=float32_weights, bias=hidden
+        *arrays,
+        dtype=dtype,
+        tile_k=32,
+        float32_weights=in_float32(dtype, native),
+        native=native,
+        bias=hidden,
     )
     for large in (1e4, 1e8, 1e9, 5e9, 1e10, 1e20, 1e30, 1e35, np.finfo(np.float32).max):
         bias = np.maximum(hidden, -large).astype(np.float32)
