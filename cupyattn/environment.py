@@ -89,9 +89,10 @@ def device_info() -> DeviceInfo:
         ``devices`` : list of dict
             For each GPU its ``name``, ``compute_capability`` and ``memory_bytes``; ``arch``, for
             which kernels are compiled; ``tensor_cores``, whether float16 uses them instead of
-            float32 arithmetic; ``tensor_cores_because``, how that is known; ``tuned``, the number
-            of configurations that ``python -m cupyattn tune`` chose, None if it has not run; and
-            ``unusable_because``, None for a GPU that can be used.
+            float32 arithmetic; ``tensor_cores_because``, how that is known; ``native``, whether
+            attention uses the instructions of sm_80 and later, and tensor cores for bfloat16 too;
+            ``tuned``, the number of configurations that ``python -m cupyattn tune`` chose, None if
+            it has not run; and ``unusable_because``, None for a GPU that can be used.
         ``cuda_driver``, ``cuda_runtime`` : int or None
             Versions in CUDA's encoding: 12090 means 12.9.
         ``cupy``, ``nvrtc``, ``numpy``, ``python`` : str or None
@@ -169,6 +170,7 @@ def _device(ordinal: int) -> Json:
         "arch": None,
         "tensor_cores": None,
         "tensor_cores_because": None,
+        "native": None,
         "tuned": None,
         "unusable_because": None,
     }
@@ -176,6 +178,7 @@ def _device(ordinal: int) -> Json:
         found = cuda_device(ordinal)
         info["arch"] = found.arch.number
         info["tensor_cores"], info["tensor_cores_because"] = found.find_tensor_cores()
+        info["native"] = found.traits.native
         kept = choices.read(found.name, found.arch.real)
         info["tuned"] = None if kept is None else len(kept["chosen"])
     except (RuntimeError, ValueError) as failure:  # too old or new, or below CUPYATTN_ARCH

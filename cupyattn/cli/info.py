@@ -98,7 +98,10 @@ def _device_row(device: Json) -> tuple[str, ...]:
 def _float16(device: Json) -> str:
     """Describe what float16 runs on, and why."""
     where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
-    return f"float16 runs {where} ({device['tensor_cores_because']})"
+    native = (
+        "; attention in bfloat16 too, by kernels for sm_80 and later" if device["native"] else ""
+    )
+    return f"float16 runs {where} ({device['tensor_cores_because']}){native}"
 
 
 def _tuned(device: Json, used: bool) -> str:

@@ -144,8 +144,8 @@ def test_a_quantised_weight_shows_its_arrays(transposed):
 def device(**changes):
     found = {
         "name": "Tesla <T4>", "compute_capability": "7.5", "memory_bytes": 15_843_721_216,
-        "arch": 75, "tensor_cores": True, "tensor_cores_because": "its name", "tuned": None,
-        "unusable_because": None,
+        "arch": 75, "tensor_cores": True, "tensor_cores_because": "its name", "native": False,
+        "tuned": None, "unusable_because": None,
     }  # fmt: skip
     return {**found, **changes}
 

@@ -230,7 +230,7 @@ def test_info_says_what_float16_runs_on(capsys, monkeypatch):
     assert "CUPYATTN_TENSOR_CORES" in capsys.readouterr().out
     device = {
         "name": "GeForce GTX 1650", "compute_capability": "7.5", "memory_bytes": 2**32, "arch": 75,
-        "tensor_cores": False, "tensor_cores_because": "its name", "tuned": None,
+        "tensor_cores": False, "tensor_cores_because": "its name", "native": False, "tuned": None,
         "unusable_because": None,
     }  # fmt: skip
     monkeypatch.setattr(info, "describe", lambda: {**described, "devices": [device]})

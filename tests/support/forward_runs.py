@@ -16,6 +16,8 @@ from cupyattn.ops.attention import forward as attention_forward
 from cupyattn.ops.attention.kernels.float32.forward import flash_row as flash_f32_row
 from cupyattn.ops.attention.kernels.teaching.forward import TILED_TILE_K
 from cupyattn.ops.attention.kernels.tensor_core.forward import flash_row
+from cupyattn.runtime.arch import ARCH_VARIABLE
+from cupyattn.runtime.device.cuda import device_count
 from cupyattn.testing import AttentionCase
 
 TEACHING = ("naive", "tiled")
@@ -36,9 +38,9 @@ def run(problem: AttentionCase, implementation: str) -> tuple[np.ndarray, np.nda
     return KERNELS.get(out), KERNELS.get(lse)
 
 
-def check(problem: AttentionCase, implementation: str) -> None:
+def check(problem: AttentionCase, implementation: str, native: bool | None = None) -> None:
     """Run one problem: out and lse are within their bounds."""
-    ratios = ratios_of(problem, run(problem, implementation), implementation)
+    ratios = ratios_of(problem, run(problem, implementation), implementation, native)
     assert max(ratios.values()) <= 1, ratios
 
 
@@ -67,6 +69,18 @@ def ratios_of(
         name: reference.error_ratio(*each)
         for name, *each in zip(("out", "lse"), found, exact, bounds, strict=True)
     }
+
+
+@contextmanager
+def natively(arch: int = 80) -> Iterator[None]:
+    """Run the public functions by the kernels of an emulated `arch`, or by those of the GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not device_count():
+            patch.setenv(ARCH_VARIABLE, str(arch))
+        elif not KERNELS.device.traits.native:
+            pytest.skip("this GPU is older than sm_80")
+        with KERNELS.running():
+            yield
 
 
 @contextmanager

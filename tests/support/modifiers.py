@@ -88,6 +88,7 @@ class Expression:
             *arrays,
             dtype=self.problem.dtype,
             tile_k=min(16, flash_row(75, self.problem.D, self.problem.D).tile_k),
+            native=side.device.traits.native,
             **alike,
         )
         exact = reference.attention(*arrays, **alike)
