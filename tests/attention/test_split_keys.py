@@ -191,7 +191,9 @@ def test_each_key_is_read_once_for_a_tile_of_query_rows(dtype: str, head_dim: in
         return sum(
             access.bytes
             for access in report.accesses
-            if access.space == "global" and not access.write and ".v4" in access.instruction.opcode
+            if access.space == "global"
+            and not access.write
+            and any(wide in access.instruction.opcode for wide in (".v4", "cp.async"))
         )
 
     tiles = problem.H * -(-problem.Sq // row.tile_q)
