@@ -224,15 +224,14 @@ def test_scores_that_rise_within_a_tile(dtype: str, head_dim: int, scale: float)
 def test_a_query_that_is_not_finite_changes_its_row_alone(dtype, head_dim, value):
     case = AttentionCase(1, 40, 230, 1, 1, head_dim, head_dim, dtype)
     q, k, v = case.arrays()
-    broken = q.copy()
-    broken[0, 7, 0, 3] = value
+    exact, _ = reference.attention(q, k, v)
+    bound, _ = reference.attention_bound(q, k, v, dtype=dtype, tile_k=32, native=True)
+    q[0, 7, 0, 3] = value
     with natively():
-        whole, out = (
-            KERNELS.get(cupyattn.attention(*map(KERNELS.put, (each, k, v)))) for each in (q, broken)
-        )
+        out = KERNELS.get(cupyattn.attention(*map(KERNELS.put, (q, k, v))))
     others = np.arange(40) != 7
     assert np.isnan(out[0, 7].astype(np.float32)).all()
-    assert np.array_equal(out[:, others].view(np.uint16), whole[:, others].view(np.uint16))
+    assert reference.error_ratio(out[:, others], exact[:, others], bound[:, others]) <= 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *deep("float16")])
@@ -276,7 +275,7 @@ def test_native_block_masks(dtype: str, head_dim: int, causal: bool):
     q, k, v = problem.arrays()
     with natively():
         found = cupyattn.attention(
-            *map(KERNELS.put, (q, k, v)), mask_mod=blocks_of(seen), causal=causal, return_lse=True
+            *map(KERNELS.put, (q, k, v)), mask_mod=blocks_of(seen[None, None]), causal=causal, return_lse=True
         )
     alike = {"mask": seen, "causal": causal}
     exact = reference.attention(q, k, v, **alike)
