@@ -275,7 +275,10 @@ def test_native_block_masks(dtype: str, head_dim: int, causal: bool):
     q, k, v = problem.arrays()
     with natively():
         found = cupyattn.attention(
-            *map(KERNELS.put, (q, k, v)), mask_mod=blocks_of(seen[None, None]), causal=causal, return_lse=True
+            *map(KERNELS.put, (q, k, v)),
+            mask_mod=blocks_of(seen[None, None]),
+            causal=causal,
+            return_lse=True,
         )
     alike = {"mask": seen, "causal": causal}
     exact = reference.attention(q, k, v, **alike)
