@@ -28,9 +28,11 @@ import cupyattn
 from cupyattn import emulator, reference
 from cupyattn.emulator.machine.global_memory import GlobalMemory
 from cupyattn.ops.attention.kernels import native
-from cupyattn.runtime.arch import ARCH_VARIABLE, TENSOR_CORES_VARIABLE, TURING, Arch, arch_of
+from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of
+from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
+from cupyattn.runtime.device.recorder import LaunchRecorder
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.testing import AttentionCase
 
@@ -311,23 +313,32 @@ def test_native_every_option_with_rows_of_four_keys(dtype: str, head_dim: int):
         (80, "bfloat16", False, "attention_forward_f32"),
     ],
 )
-def test_which_kernels_an_architecture_runs(arch, dtype, tensor_cores, entry, monkeypatch):
-    monkeypatch.setenv(ARCH_VARIABLE, str(arch))
-    monkeypatch.setenv(TENSOR_CORES_VARIABLE, str(int(tensor_cores)))
+def test_which_kernels_an_architecture_runs(arch, dtype, tensor_cores, entry):
     q, k, v = AttentionCase(1, 40, 40, 1, 1, 64, 64, dtype).arrays()
-    with cupyattn.backend("emulator"):
-        (launch,) = cupyattn.explain(cupyattn.attention, q, k, v).launches
-    assert launch.kernel == entry
+    assert launched(arch, q, k, v, tensor_cores=tensor_cores) == [entry]
 
 
-def test_native_kernels_take_rotated_queries_from_a_launch_before(monkeypatch):
-    monkeypatch.setenv(ARCH_VARIABLE, "80")
+def test_native_kernels_take_rotated_queries_from_a_launch_before():
     q, k, v = AttentionCase(1, 70, 70, 1, 1, 64, 64, "bfloat16").arrays()
     table = np.ones((70, 16), np.float32)
-    with cupyattn.backend("emulator"):
-        explained = cupyattn.explain(cupyattn.attention, q, k, v, rotary=(table, table))
-    entries = [launch.kernel for launch in explained.launches]
+    entries = launched(80, q, k, v, rotary=(table, table))
     assert entries == ["attention_rotary", "attention_forward_native"]
+
+
+def launched(arch: int, *arrays: Any, tensor_cores: bool = True, **options: Any) -> list[str]:
+    """The kernels of a call on a device of that architecture."""
+    recorder = LaunchRecorder(arch_of(arch), tensor_cores=tensor_cores)
+    with running_on(recorder):
+        cupyattn.attention(*arrays, **options)
+    return [launch.specialisation.spec.entry for launch in recorder.launches]
+
+
+def test_explain_names_the_path_of_the_architecture_that_is_set(monkeypatch):
+    monkeypatch.setenv(ARCH_VARIABLE, "80")
+    explained = cupyattn.explain(cupyattn.attention, *[((1, 40, 1, 64), "bfloat16")] * 3)
+    assert "sm_80" in explained.device
+    assert explained.reasons == ("bfloat16 runs on tensor cores, with cp.async and mma.m16n8k16",)
+    assert [launch.kernel for launch in explained.launches] == ["attention_forward_native"]
 
 
 @pytest.mark.parametrize(
