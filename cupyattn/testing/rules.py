@@ -81,15 +81,8 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    """Return bounds for every GPU: from sm_80 on bfloat16 keeps its weights in bfloat16."""
-    return reference.attention_bound(
-        *arrays,
-        dtype=arrays[0].dtype,
-        tile_k=TILE_KEYS,
-        float32_weights=teaching,
-        native=True,
-        **options,
-    )
+    how = {"dtype": arrays[0].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 
 def _numpys_attention(

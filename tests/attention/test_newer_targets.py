@@ -355,8 +355,4 @@ def test_native_configurations_fit(arch: int, head_dim: int, dtype: str):
     resources = compile_cubin(kernel, arch_of(arch)).resources
     ctas = arch_of(arch).resident_ctas(kernel.threads, resources.registers, kernel.shared_bytes)
     assert ctas >= dict(kernel.macros)["MIN_CTAS"]
-    assert resources.spill_store_bytes <= MOST_SPILLS.get((arch, head_dim), 48)
-
-
-MOST_SPILLS = {(90, 128): 144}
-"""Bytes of the rows that spill more, in the loop over masked tiles (NVRTC 12.9)."""
+    assert resources.spill_store_bytes <= 32  # NVRTC 12.9: at most 20

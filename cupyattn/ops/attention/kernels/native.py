@@ -52,36 +52,50 @@ class NativeConfig:
         return stage + (stage + rows if self.q_shared else max(stage, rows))
 
 
-# The first row whose head dim is not below max(D, Dv). Two warps of each scheduler, which is what
-# their registers allow: with 32 rows a warp each fragment of K and V feeds two products, until the
-# accumulator leaves room for 16. Where the scores of 64 keys and Q do not fit the registers beside
-# it, Q stays in shared memory, or a tile takes two softmaxes.
-_LARGE = {
-    160: NativeConfig(
-        1, 8, 64, 1, "16 rows a warp from here on: 32 take 320 registers", 2, deferred=True
-    ),
-    192: NativeConfig(1, 8, 64, 1, "as 160", 2, deferred=True),
-}
+# The first row whose head dim is not below max(D, Dv). Two warps of each scheduler are what their
+# registers allow. With 32 rows a warp each fragment of K and V feeds two products; from head dim
+# 160 on the accumulator leaves room for 16. Where Q and the scores of 64 keys do not fit next to
+# it, Q stays in shared memory, or a tile takes several softmaxes. Reasons compare in TFLOP/s of
+# float16 (H200, N 4096, 4 sequences of 2,048 features, plain, 2026-11-28); sm_80 to sm_89 have not been
+# measured: there the rows are those that fit.
 _AMPERE = {
-    64: NativeConfig(2, 4, 64, 2, "32 rows a warp, Q in registers", deferred=True),
-    80: NativeConfig(2, 4, 64, 2, "two softmaxes a tile leave Q in registers", 2, deferred=True),
-    96: NativeConfig(2, 4, 64, 2, "two softmaxes a tile leave Q in registers", 2, deferred=True),
-    128: NativeConfig(
-        2, 4, 32, 2, "two CTAs have room for 32 keys, and Q in shared memory", q_shared=True
+    64: NativeConfig(2, 4, 64, 2, "394, and 350 checked before, 389 with 128 keys", deferred=True),
+    80: NativeConfig(
+        2, 4, 64, 2, "387, and 379 with Q in registers and two softmaxes", 1, True, deferred=True
     ),
-    **_LARGE,
-    256: NativeConfig(1, 8, 64, 1, "two softmaxes a tile leave Q in registers", 2, deferred=True),
+    96: NativeConfig(2, 4, 64, 2, "391, and 353 with two softmaxes", 1, True, deferred=True),
+    128: NativeConfig(
+        2, 4, 32, 2, "64 KiB: two CTAs fit 164 KiB; 392 on sm_90", 1, True, deferred=True
+    ),
+    160: NativeConfig(1, 8, 64, 1, "as 192", 2, deferred=True),
+    192: NativeConfig(
+        1, 8, 64, 1, "354, and 351 checked before, with one softmax", 2, deferred=True
+    ),
+    256: NativeConfig(1, 8, 64, 1, "343, and 325 with two softmaxes, 339 with 32 keys", 4),
 }
-# 99 KiB a CTA and 100 KiB an SM; tensor cores have half of the rate or less.
+# 99 KiB a CTA and 100 KiB an SM.
 _GEFORCE = {
     **_AMPERE,
-    128: NativeConfig(1, 4, 32, 2, "16 rows a warp, so that two CTAs fit 100 KiB", deferred=True),
-    256: NativeConfig(1, 8, 32, 1, "Q in the place of the second tile fits 99 KiB"),
+    80: NativeConfig(
+        2, 4, 64, 2, "40 KiB with Q in registers: two CTAs fit 100 KiB", 2, deferred=True
+    ),
+    96: NativeConfig(
+        2, 4, 64, 2, "48 KiB with Q in registers: two CTAs fit 100 KiB", 2, deferred=True
+    ),
+    128: NativeConfig(1, 4, 32, 2, "16 rows a warp: two CTAs fit 100 KiB", deferred=True),
+    256: NativeConfig(1, 8, 32, 1, "96 KiB, with Q in the place of the second tile"),
 }
 _HOPPER = {
     **_AMPERE,
     128: NativeConfig(
-        2, 4, 64, 2, "64 keys and Q in shared memory: two CTAs fit 228 KiB", q_shared=True
+        2,
+        4,
+        64,
+        2,
+        "410, and 378 with one softmax, checked before; 392 with 32 keys",
+        2,
+        True,
+        True,
     ),
 }
 NATIVE = {80: _AMPERE, 86: _GEFORCE, 90: _HOPPER, 120: _GEFORCE}
