@@ -81,7 +81,7 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    how = {"dtype": arrays[0].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    how: Any = {"dtype": arrays[0].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
     return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 

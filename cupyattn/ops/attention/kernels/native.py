@@ -56,8 +56,8 @@ class NativeConfig:
 # registers allow. With 32 rows a warp each fragment of K and V feeds two products; from head dim
 # 160 on the accumulator leaves room for 16. Where Q and the scores of 64 keys do not fit next to
 # it, Q stays in shared memory, or a tile takes several softmaxes. Reasons compare in TFLOP/s of
-# float16 (H200, N 4096, 4 sequences of 2,048 features, plain, 2026-11-28); sm_80 to sm_89 have not been
-# measured: there the rows are those that fit.
+# float16 (H200, N 4096, 4 sequences of 2,048 features, plain, 2026-11-28); sm_80 to sm_89 have
+# not been measured: there the rows are those that fit.
 _AMPERE = {
     64: NativeConfig(2, 4, 64, 2, "394, and 350 checked before, 389 with 128 keys", deferred=True),
     80: NativeConfig(
