@@ -207,7 +207,8 @@ def attention(
         in float32 arithmetic. Where up to 16 queries see many keys it splits those over all
         multiprocessors, like `paged_attention` (see Notes). "naive" (the textbook) and "tiled"
         (shared-memory tiles with the online softmax) are for reading and comparing; their only
-        options are causal, softmax_scale, return_lse and out. On NumPy arrays the implementation makes no difference.
+        options are causal, softmax_scale, return_lse and out. On NumPy arrays the implementation
+        makes no difference.
     out : array, or (out, lse) with return_lse, optional
         Where to write the result: the last axis of each array is contiguous, the others may have
         any stride, and they overlap no input.
