@@ -62,8 +62,9 @@ __device__ __forceinline__ void add_product_nn(float (&acc)[kMTiles][kTiles][4],
   }
 }
 
-// A lane's address for ldmatrix, which reads 16 rows by two chunks of a tile: of A operands, and with kTrans of rows of
-// V, the matrices of one chunk follow each other (kByRows); of B operands that are rows of K those of 8 rows.
+// A lane's address for ldmatrix, which reads 16 rows by two chunks of a tile as four matrices. For A operands, and for
+// rows of V that are transposed, both matrices of a chunk come before those of the next (by_rows); for rows of K both
+// matrices of 8 rows come before those of the next 8 (by_chunks).
 template <typename Tile>
 struct SixteenRows {
   static constexpr int kPairs = Tile::kChunks / 2;
