@@ -62,6 +62,8 @@ def test_every_admissible_row_is_within_bounds(monkeypatch, head_dim, name, caus
 
 def test_the_row_is_taken(monkeypatch):
     """Its tiles add the keys up in another order, which bits tell."""
+    if KERNELS.device.traits.native:
+        pytest.skip("kernels for sm_80 and later have one row for each head dim")
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 128, 2, 64)).astype(np.float16) for _ in range(3))
 
