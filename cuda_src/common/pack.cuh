@@ -48,11 +48,16 @@ __device__ __forceinline__ float2 unpack_halves(uint32 word) {
       __halves2half2(__ushort_as_half(static_cast<uint16>(word)), __ushort_as_half(static_cast<uint16>(word >> 16))));
 }
 
-// Both for any dtype of 16 bits.
+// A word of two numbers of any dtype of 16 bits.
+template <typename Scalar>
+__device__ __forceinline__ uint32 pair_of(Scalar low, Scalar high) {
+  return *reinterpret_cast<const uint16*>(&low) | static_cast<uint32>(*reinterpret_cast<const uint16*>(&high)) << 16;
+}
+
+// Both for any such dtype.
 template <typename Scalar>
 __device__ __forceinline__ uint32 pack_pair(float x, float y) {
-  const Scalar low = from_float<Scalar>(x), high = from_float<Scalar>(y);
-  return *reinterpret_cast<const uint16*>(&low) | static_cast<uint32>(*reinterpret_cast<const uint16*>(&high)) << 16;
+  return pair_of(from_float<Scalar>(x), from_float<Scalar>(y));
 }
 template <>
 __device__ __forceinline__ uint32 pack_pair<float16>(float x, float y) {

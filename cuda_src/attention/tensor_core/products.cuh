@@ -24,7 +24,7 @@ __host__ __device__ constexpr int chunks_in_group(int chunks, int group) {
 __host__ __device__ constexpr int matrices_loaded(int chunks) { return chunks == 3 ? 4 : chunks; }
 
 // acc[i] (16 x 8) += A[i] B^T over the columns of a group; A is 16 x 8 kSteps, B the 8 rows at rows_s.
-template <int kGroup, typename Tile, int kMTiles, int kSteps>
+template <int kGroup, typename Scalar = float16, typename Tile, int kMTiles, int kSteps>
 __device__ __forceinline__ void add_product_nt(float (&acc)[kMTiles][4], const uint32 (&a)[kMTiles][kSteps][2],
                                                uint32 rows_s, const FragmentAddress<Tile>& address) {
   if constexpr (kGroup < chunk_groups(kSteps)) {
@@ -36,18 +36,18 @@ __device__ __forceinline__ void add_product_nt(float (&acc)[kMTiles][4], const u
     for (int step = 0; step < kPaired; step += 2) {
       const int at = kGroup * kGroupChunks + step;
 #pragma unroll
-      for (int i = 0; i < kMTiles; i++) mma_m16n8k16(acc[i], a[i][at], a[i][at + 1], b[step], b[step + 1]);
+      for (int i = 0; i < kMTiles; i++) mma_m16n8k16<Scalar>(acc[i], a[i][at], a[i][at + 1], b[step], b[step + 1]);
     }
 #pragma unroll
     for (int step = kPaired; step < kCount; step++) {
 #pragma unroll
-      for (int i = 0; i < kMTiles; i++) mma_m16n8k8(acc[i], a[i][kGroup * kGroupChunks + step], b[step]);
+      for (int i = 0; i < kMTiles; i++) mma_m16n8k8<Scalar>(acc[i], a[i][kGroup * kGroupChunks + step], b[step]);
     }
   }
 }
 
 // acc[i] (16 x 8 kTiles) += A[i] B in the columns of a group; A is 16 x 8, B the 8 rows at rows_s.
-template <int kGroup, typename Tile, int kMTiles, int kTiles>
+template <int kGroup, typename Scalar = float16, typename Tile, int kMTiles, int kTiles>
 __device__ __forceinline__ void add_product_nn(float (&acc)[kMTiles][kTiles][4], const uint32 (&a)[kMTiles][2],
                                                uint32 rows_s, const FragmentAddress<Tile>& address) {
   if constexpr (kGroup < chunk_groups(kTiles)) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_product_nn(float (&acc)[kMTiles][kTiles][4],
 #pragma unroll
     for (int tile = 0; tile < kCount; tile++) {
 #pragma unroll
-      for (int i = 0; i < kMTiles; i++) mma_m16n8k8(acc[i][kGroup * kGroupChunks + tile], a[i], b[tile]);
+      for (int i = 0; i < kMTiles; i++) mma_m16n8k8<Scalar>(acc[i][kGroup * kGroupChunks + tile], a[i], b[tile]);
     }
   }
 }

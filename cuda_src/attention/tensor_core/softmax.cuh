@@ -5,7 +5,8 @@
 //   what float16 could hold, and a thread's sum of the tile's P tells whether any exceeds it. Only then is the
 //   maximum raised, and what was accumulated rescaled. (Masked tiles, where rows see their first keys, look at the
 //   scores.)
-// - Exponent shift. P is kept times 2^-112 in float32, and packed without a conversion (pack_shifted).
+// - Exponent shift. P is kept times 2^-112 in float32, and packed without a conversion (pack_shifted). A bfloat16 P has
+//   the exponents of float32, and one instruction packs two: it has neither shift nor headroom.
 // - Row sums stay per thread until the end.
 //
 // The arithmetic is that of Milakov and Gimelshein, arXiv:1805.02867; what a float16 P loses is in the bound
@@ -23,12 +24,34 @@ constexpr float kLargestPacked = 1.2616483e-29f;     // 65504 * 2^-112, rounded 
 constexpr float kUnshift = 5.192296858534828e33f;    // 2^112
 constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so that differences are never NaN
 
-template <int kMTiles, int kOutTiles>
+// How P is kept for tensor cores: the constants above, or those of bfloat16.
+template <typename Scalar>
+struct WeightRange;
+
+template <>
+struct WeightRange<float16> {
+  __device__ static constexpr float headroom_log2() { return kHeadroomLog2; }
+  __device__ static constexpr float shift_log2() { return kShiftLog2; }
+  __device__ static constexpr float largest_packed() { return kLargestPacked; }
+  __device__ static constexpr float unshift() { return kUnshift; }
+  __device__ __forceinline__ static uint32 pack(float x, float y) { return pack_shifted(x, y); }
+};
+
+#ifdef BFLOAT16
+// P exceeds the stale maximum by no more than a float16 may: sums over all keys are less than 2^7 sum |v|.
+template <>
+struct WeightRange<bfloat16> {
+  __device__ static constexpr float headroom_log2() { return 0.f; }
+  __device__ static constexpr float shift_log2() { return 0.f; }
+  __device__ static constexpr float largest_packed() { return 128.f; }
+  __device__ static constexpr float unshift() { return 1.f; }
+  __device__ __forceinline__ static uint32 pack(float x, float y) { return pack_pair<bfloat16>(x, y); }
+};
+#endif
+
+template <int kMTiles, int kOutTiles, typename Scalar = float16>
 struct Softmax {
-  // How P and its sums are kept, for the epilogue.
-  __device__ __forceinline__ static constexpr float headroom_log2() { return kHeadroomLog2; }
-  __device__ __forceinline__ static constexpr float shift_log2() { return kShiftLog2; }
-  __device__ __forceinline__ static constexpr float unshift() { return kUnshift; }
+  using Range = WeightRange<Scalar>;
 
   float acc[kMTiles][kOutTiles][4];  // P V, times 2^kHeadroomLog2
   float m[kMTiles][2];               // the stale maximum in log2, minus kShiftLog2
@@ -72,7 +95,7 @@ struct Softmax {
           const float y = ex2_approx(__fmaf_rn(s[n][i][2 * half + 1], scale, -m[i][half]));
           sum[i][half] += x;
           sum[i][half] += y;
-          p[n][i][half] = pack_shifted(x, y);
+          p[n][i][half] = Range::pack(x, y);
         }
       }
     }
@@ -95,7 +118,7 @@ struct Softmax {
           largest = fmaxf(largest, fmaxf(s[n][i][2 * half], s[n][i][2 * half + 1]));
         }
         // Rounded up: of a maximum of -1e10 the rounding is hundreds, and below it P would overflow.
-        top[i][half] = __fmaf_ru(largest, kLog2E, -kShiftLog2);
+        top[i][half] = __fmaf_ru(largest, kLog2E, -Range::shift_log2());
         fits = fits && top[i][half] - m[i][half] <= kSpareLog2;
       }
     }
@@ -129,7 +152,9 @@ struct Softmax {
   __device__ __forceinline__ static bool overflows(const float (&sum)[kMTiles][2]) {
     bool fits = true;
 #pragma unroll
-    for (int i = 0; i < kMTiles; i++) fits = fits && sum[i][0] <= kLargestPacked && sum[i][1] <= kLargestPacked;
+    for (int i = 0; i < kMTiles; i++) {
+      fits = fits && sum[i][0] <= Range::largest_packed() && sum[i][1] <= Range::largest_packed();
+    }
     return __any_sync(kFullWarp, !fits);
   }
 };
