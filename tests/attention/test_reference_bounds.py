@@ -1,7 +1,7 @@
 """The error bounds against simulated float32 kernels: right ones stay within, mistakes do not.
 
-The simulation of float16 kernels rounds P and dS to float16, as tensor cores have it; those of
-float32 and bfloat16 keep float32.
+The simulation of kernels of 16 bits rounds P and dS to their dtype, as tensor cores have it; that of
+float32 keeps float32.
 """
 
 from collections.abc import Callable
@@ -75,11 +75,11 @@ class SimulatedKernel:
 
     def __post_init__(self):
         self.arrays = self.problem.arrays()
-        self.tensor_cores = self.problem.dtype == "float16" and self.work is np.float32
-        if self.p_dtype is None:
-            self.p_dtype = np.float16 if self.tensor_cores else self.work
-        self.group = self.problem.H // self.problem.G
         self.out_dtype = dtype_of(self.problem.dtype) if self.work is np.float32 else self.work
+        self.shifts = self.out_dtype == np.float16
+        if self.p_dtype is None:
+            self.p_dtype = self.out_dtype
+        self.group = self.problem.H // self.problem.G
 
     def read(self, x):
         """Round to what a tensor core reads."""
@@ -168,8 +168,8 @@ class SimulatedKernel:
 
     def forward(self):
         p, work = self.problem, self.work
-        unit = work(FORWARD_UNIT if self.tensor_cores else 0)
-        pack = work(2) ** (112 if self.tensor_cores else 0)
+        unit = work(FORWARD_UNIT if self.shifts else 0)
+        pack = work(2) ** (112 if self.shifts else 0)
         out = np.zeros((p.B, p.Sq, p.H, p.Dv), self.out_dtype)
         lse = np.zeros((p.B, p.H, p.Sq), work)
         for b, h in np.ndindex(p.B, p.H):
@@ -196,8 +196,8 @@ class SimulatedKernel:
 
     def backward(self, dout, out, lse, dlse):
         p, work = self.problem, self.work
-        unit = work(BACKWARD_UNIT if self.tensor_cores else 0)
-        pack = work(2) ** (112 if self.tensor_cores else 0)
+        unit = work(BACKWARD_UNIT if self.shifts else 0)
+        pack = work(2) ** (112 if self.shifts else 0)
         dq, dk, dv = (np.zeros(x.shape, work) for x in self.arrays)
         dbias, dsinks = np.zeros((p.B, p.H, p.Sq, p.Sk), work), np.zeros(p.H, work)
         for b, h in np.ndindex(p.B, p.H):
@@ -308,7 +308,7 @@ USUAL = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("spread", [1.0, 8.0])
 def test_bounds_are_near_the_errors_of_right_kernels(dtype, spread):
     """No result's largest error is beyond its bound, or below a 500th of it."""
@@ -345,8 +345,9 @@ def wrong_scale(kernel):
 
 
 def coarse_p(kernel):
-    """P, and in the backward dS, with three bits less than the kernel's dtype, or thirteen."""
-    kernel.p_dtype = ml_dtypes.bfloat16 if kernel.p_dtype == np.float16 else np.float16
+    """P, and in the backward dS, with three to thirteen bits less than the kernel's dtype."""
+    coarser = {"float16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.float8_e4m3fn}
+    kernel.p_dtype = coarser.get(np.dtype(kernel.p_dtype).name, np.float16)
 
 
 def coarse_tanh(kernel):
@@ -458,6 +459,14 @@ def test_backward_bugs_are_rejected(dtype, case):
     problem, right, wrong = with_bug(dtype, *case)
     check_within(backward_ratios(problem, right))
     with np.errstate(over="ignore", invalid="ignore"):  # a wrong P may be beyond float16
+        assert max(backward_ratios(problem, wrong).values()) > 1
+
+
+def test_coarse_weights_of_bfloat16_are_rejected():
+    problem, right, wrong = with_bug("bfloat16", coarse_p)
+    check_within(forward_ratios(problem, right) | backward_ratios(problem, right))
+    assert forward_ratios(problem, wrong)["out"] > 1
+    with np.errstate(over="ignore", invalid="ignore"):
         assert max(backward_ratios(problem, wrong).values()) > 1
 
 
