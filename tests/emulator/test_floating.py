@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from support.ptx import apply
@@ -173,6 +174,27 @@ def test_half(name: str, packed: bool) -> None:
         if all(np.isfinite(values)):
             want = to_half(EXACT[name](*(Fraction(float(v)) for v in values)))
             assert float(result) == want, (values, result, want)
+
+
+def test_pairs_of_bfloat16_are_rounded_once() -> None:
+    """fma alone: also sums that float64 does not hold, and ties that their rest breaks."""
+    bits = np.random.default_rng(7).integers(0, 2**16, (3, 800), dtype=np.uint16)
+    bits[:, :600] = bits[:, :600] & 0x83FF | 0x3C00  # of one size: they cancel, and tie
+    bits[:, :8] = np.array(
+        [
+            [0x4300, 0x4301, 0x3F80, 0x7F7F, 0x3F80, 0x3F81, 0x0001, 0x3F80],
+            [0x3F80, 0xBF80, 0x3F80, 0x7F7F, 0x3B80, 0x3B80, 0x3F00, 0x0001],
+            [0xC308, 0x43FF, 0xBF80, 0x0000, 0x3F81, 0x0001, 0x0000, 0x3F80],
+        ]
+    )
+    inputs = [("b32", each.view("u4")) for each in bits]
+    got = apply("fma.rn.bf16x2 $d, $0, $1, $2", "b32", "u4", *inputs, target=80).view("u2")
+    *operands, results = (each.view(ml_dtypes.bfloat16).astype(float) for each in (*bits, got))
+    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    for *values, result in zip(*operands, results, strict=True):
+        if np.isfinite(values).all():
+            exact = EXACT["fma"](*map(Fraction, values))
+            assert result == round_exact(exact, "rn", 8, -133, largest, np.float32), values
 
 
 def test_flush_to_zero() -> None:
