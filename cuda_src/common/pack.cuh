@@ -37,6 +37,13 @@ __device__ __forceinline__ uint32 fma_f16x2(uint32 x, uint32 y, uint32 z) {
   return sum;
 }
 
+// From sm_80 on.
+__device__ __forceinline__ uint32 fma_bf16x2(uint32 x, uint32 y, uint32 z) {
+  uint32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+  return sum;
+}
+
 // Pack x and y, rounded to nearest even.
 __device__ __forceinline__ uint32 pack_halves(float x, float y) {
   return __half_as_ushort(__float2half_rn(x)) | static_cast<uint32>(__half_as_ushort(__float2half_rn(y))) << 16;

@@ -1,7 +1,7 @@
 """The error bounds against simulated float32 kernels: right ones stay within, mistakes do not.
 
-The simulation of kernels of 16 bits rounds P and dS to their dtype, as tensor cores have it; that of
-float32 keeps float32.
+The simulation of kernels of 16 bits rounds P and dS to their dtype, as tensor cores have it; that
+of float32 keeps float32.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,8 @@ struct FloatRows {
   using Scalar = Scalar_;
   using Tile = CacheTile<Item>;
   using Items = StoredItems<Item, kVec>;
-  static constexpr int kBits = CacheFormat<Item>::kBits;
-  static constexpr bool kScaled = CacheFormat<Item>::kScaled;
+  static constexpr int kBits = StoredFormat<Item>::kBits;
+  static constexpr bool kScaled = StoredFormat<Item>::kScaled;
   static constexpr int kTogether = 4;  // rows whose products are summed over lanes at once
   static constexpr int kRows = kRows_, kGroups = kRows / kTogether;
   static constexpr int kPassRows = kRows, kPasses = 1;

@@ -43,14 +43,14 @@ struct Traits {
   using Scalar = DTYPE;
   using Loader = FEED;
 #if LANES == 0
-  using Rows = TensorCoreRows<CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>;
+  using Rows = TensorCoreRows<DTYPE, CACHE, HEAD_DIM, QUERY_ROWS, TILES_AHEAD>;
 #else
   using Rows = FloatRows<DTYPE, CACHE, HEAD_DIM, VEC, LANES, QUERY_ROWS>;
 #endif
   using Options = ScoreOptions<void, false, SLOPES, SOFTCAP, false>;
   using Scores = LaneScores<Options, Rows::kLaneRows>;
   using End = RowSum<HEAD_DIM>;
-  // A maximum is kept until a score exceeds it by so much: P reaches 2^8, of which float16 holds 2^16.
+  // A maximum is kept until a score exceeds it by so much: P reaches 2^8, of which float16 holds 2^16, bfloat16 2^127.
   static constexpr float kSlackLog2 = 8.f;
   static constexpr int kStride = round_up(HEAD_DIM, 4) + 4;  // of a row in shared memory: rows 2 t are 8 banks apart
 };

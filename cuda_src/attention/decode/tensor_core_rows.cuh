@@ -6,9 +6,9 @@
 // pairs them: the rows of O^T are permuted so that a lane has units of 8 neighbouring columns. P^T is turned by one
 // movmatrix per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
 //
-// If caches have scales, that of a key of K is a factor of its scores (below 2^104: it takes kKeyUnit with it), and
-// that of V one of its weights, which are float16: so it counts in units of the largest so far, rounded down to a power
-// of two, and acc counts in that unit.
+// If caches have scales, that of a key of K is a factor of its scores (below 2^104 of float16: it takes kKeyUnit with
+// it), and that of V one of its weights. Of weights in float16 it counts in units of the largest so far, rounded down to
+// a power of two, and acc counts in that unit.
 #pragma once
 
 #include "../../common/mma.cuh"
@@ -47,11 +47,11 @@ struct RowWords {
   }
 };
 
-template <typename Item, int kHeadDim, int kRows_, int kTilesAhead_>
+template <typename Scalar_, typename Item, int kHeadDim, int kRows_, int kTilesAhead_>
 struct TensorCoreRows {
-  using Scalar = float16;
+  using Scalar = Scalar_;
   using Tile = CacheTile<Item>;
-  using Format = CacheFormat<Item>;
+  using Format = CacheFormat<Item, Scalar>;
   static constexpr int kRows = kRows_, kRowTiles = kRows / 8;
   static constexpr int kPassRows = kHeadDim <= 128 ? 8 : 4;  // that pass through shared memory at once
   static constexpr int kPasses = kRows / kPassRows;
@@ -62,7 +62,7 @@ struct TensorCoreRows {
   static constexpr int kUnitWords = Format::kBits / 4;  // of 8 items
   static constexpr int kRowWords = kHeadDim * Format::kBits / 32;
   static constexpr int kWordItems = 4 / sizeof(Item);  // as pointers count
-  static constexpr bool kScaled = Format::kScaled;
+  static constexpr bool kScaled = Format::kScaled, kUnits = Format::kUnits;
   static_assert(kRows % 8 == 0, "whole tiles of rows");
   static_assert(kHeadDim % 64 == 0, "eight lanes share a row of V in units of 8 columns");
   using KeyWords = RowWords<4, kRowWords / 4>;
@@ -118,9 +118,9 @@ struct TensorCoreRows {
     }
     if constexpr (kScaled) {
       operand = kept_in_register(Format::kOperand);
-      sum_bias();
-      unit = kLeastUnit;
-      per_unit = kMostUnit;
+      if constexpr (Format::kBias != 0) sum_bias();
+      unit = kUnits ? kLeastUnit : 1.f;
+      per_unit = kUnits ? kMostUnit : 1.f;
     }
   }
 
@@ -165,7 +165,7 @@ struct TensorCoreRows {
     for (int n = 0; n < kRowTiles; n++) {
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        even[n][e] = kScaled ? bias[n][e % 2] : 0.f;
+        even[n][e] = Format::kBias != 0 ? bias[n][e % 2] : 0.f;
         odd[n][e] = 0.f;
       }
     }
@@ -178,7 +178,7 @@ struct TensorCoreRows {
       for (int x = 0; x < 4; x++) {
         const uint32 a[2] = {keys[0][x], keys[1][x]};
 #pragma unroll
-        for (int n = 0; n < kRowTiles; n++) mma_m16n8k8(x % 2 == 0 ? even[n] : odd[n], a, q[n][4 * i + x]);
+        for (int n = 0; n < kRowTiles; n++) mma_m16n8k8<Scalar>(x % 2 == 0 ? even[n] : odd[n], a, q[n][4 * i + x]);
       }
     }
 #pragma unroll
@@ -211,7 +211,7 @@ struct TensorCoreRows {
     for (int half = 0; half < 2; half++) {
       uint32 p[kRowTiles];
 #pragma unroll
-      for (int n = 0; n < kRowTiles; n++) p[n] = movmatrix_trans(pack_halves(s[n][2 * half], s[n][2 * half + 1]));
+      for (int n = 0; n < kRowTiles; n++) p[n] = movmatrix_trans(pack_pair<Scalar>(s[n][2 * half], s[n][2 * half + 1]));
       if constexpr (Format::kValueBias != 0) {
 #pragma unroll
         for (int n = 0; n < kRowTiles; n++) subtract_bias<Format::kValueBias>(value_bias[n], p[n]);
@@ -225,7 +225,7 @@ struct TensorCoreRows {
         for (int x = 0; x < 4; x++) {
           const uint32 a[2] = {columns[2 * x], columns[2 * x + 1]};
 #pragma unroll
-          for (int n = 0; n < kRowTiles; n++) mma_m16n8k8(acc[n][4 * i + x], a, p[n]);
+          for (int n = 0; n < kRowTiles; n++) mma_m16n8k8<Scalar>(acc[n][4 * i + x], a, p[n]);
         }
       }
     }
@@ -282,14 +282,16 @@ struct TensorCoreRows {
   // For a sum in acc that belongs to row e of the lane's two.
   __device__ __forceinline__ float value(float sum, int n, int e) const {
     if constexpr (Format::kValueBias != 0) sum = (sum + value_bias[n][e]) * Format::kValueUnit;
-    if constexpr (kScaled) sum *= unit;
+    if constexpr (kUnits) sum *= unit;
     return sum;
   }
 
   // Weights times scales: at most 2^8 of a weight, times 2.
   __device__ __forceinline__ void scale_weights(const float (&scales)[2]) {
-    const float top = fmaxf(fabsf(scales[0]), fabsf(scales[1]));
-    if (__any_sync(kFullWarp, top >= 2.f * unit)) raise_unit(warp_reduce<Max>(top));
+    if constexpr (kUnits) {
+      const float top = fmaxf(fabsf(scales[0]), fabsf(scales[1]));
+      if (__any_sync(kFullWarp, top >= 2.f * unit)) raise_unit(warp_reduce<Max>(top));
+    }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const float factor = scales[half] * per_unit;

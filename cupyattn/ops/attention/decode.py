@@ -93,7 +93,7 @@ def launch_of(problem: AttentionProblem, traits: DeviceTraits) -> decode.DecodeL
         together,
         vec,
         cache,
-        tensor_cores=traits.has_mma(dtype),
+        tensor_cores=traits.multiplies(dtype),
     )
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from cupyattn.runtime.tuning import USUAL, Choices
 
 T4_L2_BYTES = 4 * 2**20
+NATIVE_ARCH = 80
+"""The first architecture of kernels with cp.async, and with bfloat16 in mma."""
 
 
 class DeviceTraits(NamedTuple):
@@ -48,4 +50,16 @@ class DeviceTraits(NamedTuple):
         >>> DeviceTraits(90, 132).native, DeviceTraits(75, 40).native
         (True, False)
         """
-        return self.tensor_cores and self.arch >= 80
+        return self.tensor_cores and self.arch >= NATIVE_ARCH
+
+    def multiplies(self, dtype: str) -> bool:
+        """Tell whether tensor cores multiply a dtype in kernels that have a path for sm_80.
+
+        Examples
+        --------
+        >>> [DeviceTraits(90, 132).multiplies(dtype) for dtype in ("bfloat16", "float32")]
+        [True, False]
+        >>> [DeviceTraits(75, 40).multiplies(dtype) for dtype in ("float16", "bfloat16")]
+        [True, False]
+        """
+        return self.has_mma(dtype) or (self.native and dtype == "bfloat16")

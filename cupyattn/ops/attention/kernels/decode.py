@@ -1,5 +1,7 @@
 """Launch configurations of decoding: few query tokens over a paged cache or dense keys, for sm_75.
 
+Tensor cores take float16 queries, and from sm_80 on bfloat16 ones, with the same configurations.
+
 What is wanted is bytes in flight: warps that load a tile's K and V ahead, and as many of them as
 registers allow. Caches of integers have fewer bytes a tile, so that more tiles are ahead.
 """
@@ -14,6 +16,7 @@ from typing import TypeVar
 from cupyattn.ops.attention.kernels.options import DECODE_MACROS, EACH_PAGED_OPTION, FlashOptions
 from cupyattn.ops.attention.structs import DECODE_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE, VECTOR_BYTES
 from cupyattn.runtime.tables import FLOAT_BYTES, option_macros, pairs, round_up, rows_for
@@ -84,7 +87,7 @@ class DecodeConfig:
     gates: Gates = Gates()
 
 
-# By the head dim and the most rows; others of float16 run as other dtypes do. Chosen by what
+# By the head dim and the most rows; others of 16 bits run as float32 does. Chosen by what
 # registers hold; of D 128 and 8 rows others were timed on an H200 as compute_75 code (2026-11-22):
 # two CTAs an SM, or two tiles ahead, gain nothing on long work, and little on one sequence alone.
 TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
@@ -101,7 +104,7 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
     }
 }
 
-# The same of caches of integers and float16 queries, by their dtype first. Of 8 rows of D 128 the
+# The same of caches of integers, by their dtype first; with float16 queries. Of 8 rows of D 128 the
 # loop has 395 instructions for a tile of int8 and 344 for one of 4 bits, 277 of float16. By the
 # model of `python -m cupyattn turing` an SM of a T4 could so take 20 and 11 bytes a cycle (NVRTC
 # 12.9, 2026-11-23); the device's memory brings 5.
@@ -190,8 +193,8 @@ def decode_launch(
     """
     cache = dtype if cache is None else cache
     by_rows = None
-    if tensor_cores and dtype == "float16" and vec * cache_bits(cache) == 8 * VECTOR_BYTES:
-        by_rows = _tensor_cores(arch).get(cache, {}).get(head_dim)
+    if tensor_cores and vec * cache_bits(cache) == 8 * VECTOR_BYTES:
+        by_rows = _tensor_cores(arch, dtype).get(cache, {}).get(head_dim)
     tensor_cores = by_rows is not None
     if by_rows is None:
         vec = min(vec, INTEGER_ITEMS)
@@ -201,9 +204,17 @@ def decode_launch(
     return DecodeLaunch(dtype, cache, head_dim, tensor_cores, vec, _first(by_rows, rows))
 
 
-def _tensor_cores(arch: int) -> Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]:
-    """Return the rows of float16 queries by the dtype of the caches."""
-    return {"float16": rows_for(TENSOR_CORES, arch), **rows_for(INTEGER_TENSOR_CORES, arch)}
+def _tensor_cores(
+    arch: int, dtype: str
+) -> Mapping[str, Mapping[int, Mapping[int | None, DecodeConfig]]]:
+    """Return the rows of queries of a dtype by the dtype of the caches."""
+    if dtype not in _tensor_core_dtypes(arch):
+        return {}
+    return {dtype: rows_for(TENSOR_CORES, arch), **rows_for(INTEGER_TENSOR_CORES, arch)}
+
+
+def _tensor_core_dtypes(arch: int) -> tuple[str, ...]:
+    return ("float16", "bfloat16") if arch >= NATIVE_ARCH else ("float16",)
 
 
 def cache_bits(cache: str) -> int:
@@ -271,8 +282,9 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """
     plain = FlashOptions()
     launches = [
-        decode_launch(arch, "float16", head_dim, rows, 8 * VECTOR_BYTES // cache_bits(cache), cache)
-        for cache, by_head_dim in _tensor_cores(arch).items()
+        decode_launch(arch, dtype, head_dim, rows, 8 * VECTOR_BYTES // cache_bits(cache), cache)
+        for dtype in _tensor_core_dtypes(arch)
+        for cache, by_head_dim in _tensor_cores(arch, dtype).items()
         for head_dim in by_head_dim
         for rows in (8, 16)
     ]

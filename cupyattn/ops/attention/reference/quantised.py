@@ -6,19 +6,22 @@ beyond what `bounds` says of keys and values that are floats. `quantisation_erro
 how far exact attention over what was stored may be from that over what was given. Letters as in
 `bounds`; s_j and t_j are the scales of key and value j, c is `BIAS`.
 
-Decoding, for one row (kernels in float32 have no bias, and no weights in float16):
+Decoding, for one row (with queries of other dtypes than float16 c is 0, and 2**-126 takes the place
+of 2**-24 max_j t_j):
 
     ds  = (D + 4) u32 |softmax_scale| max_j s_j sum_d |q_d| (|K_jd| + 2 c)
     |out - ref| <= 4 ds (P |V|) + 4 u32 (P |V|) + 2**-24 max_j t_j sum_j |V_j / t_j|
-                   + (2 c (n + 8 T) + 2**11) u32 sum_j P_j t_j, of 4 bits alone
+                   + (2 c (n + 8 T) + 2**11) u32 sum_j P_j t_j, of 4 bits and float16 alone
     |lse - ref| <= 2 ds
 
-- On tensor cores an integer of K counts from -c on, and c sum_d q_d is taken off its product: two
-  sums of D terms whose sizes add up to |q| (|K| + 2 c). Scaling them rounds twice more.
+- On float16 tensor cores an integer of K counts from -c on, and c sum_d q_d is taken off its
+  product: two sums of D terms whose sizes add up to |q| (|K| + 2 c). Scaling them rounds twice
+  more.
 - A weight times t_j is kept in float16, in units of a power of two that is at most twice max t_j.
   The row's largest weight is at least 1. So what a weight loses below 2**-14 of the unit is 2**-25
   of it; then it meets an integer. Its other roundings are those of any weight, and 2 u32 of the
-  scaling.
+  scaling. In bfloat16 and float32 a weight times t_j is flushed below 2**-126 alone.
+- bfloat16 tensor cores multiply integers as they are: they fit its 8 significant bits.
 - An integer of V of 4 bits counts from -c on too, and c sum_j P_j t_j is taken off at the end: each
   of the two sums over n keys, in T tiles of 16, errs by that much.
 - Such an integer is as many 2**-24, a subnormal. 2**11 is for tensor cores that align the products
@@ -36,6 +39,8 @@ Prompts: K and V become floats of the kernel's dtype first, off by r |K| + t and
 - In float32 an integer times its scale is rounded once: r = u32, t = 2**-126.
 - In float16 the scale is rounded first, times 64 or 4 and the integer by as much less. So r is
   2 u16 and u16**2 more; and where the one or the other is subnormal, t = (2 + 1) 2**-25.
+- In bfloat16 the product of float32 is rounded: r = 2**-8 (1 + u32) + u32, t = 2**-126. Devices
+  before sm_80 keep it in float32.
 
 The format: with e_j a bound of the error of score j, P exact and p = exp(s) / sum exp(s) of the
 quantised scores, p_j / P_j lies within exp(-e_j) / up and exp(e_j) / down, where up and down are
@@ -59,6 +64,12 @@ from cupyattn.runtime.precision import TINY32, U32, Float64
 
 BIAS = {"int8": 128, "uint8": 8}
 """The number that is added to an integer of K on tensor cores."""
+_OF_FLOATS = {
+    "float16": (2.001 * 2.0**-11, 3 * 2.0**-25),
+    "bfloat16": (1.001 * 2.0**-8, TINY32),
+    "float32": (U32, TINY32),
+}
+"""The errors r and t of integers that become floats, by the dtype of queries."""
 _ALIGNED = 2.0**11
 """The part of products with subnormal values that is cut off, in units of u32."""
 
@@ -105,6 +116,8 @@ def stored_attention_bound(
     if half:
         unit = np.max(v_scales, axis=1, initial=0.0)[..., None]
         out_bound += _heads(2.0**-24 * unit * integers[1].sum(axis=1), group)[:, None]
+    else:
+        out_bound += _heads(TINY32 * integers[1].sum(axis=1), group)[:, None]
     if half and v.dtype == np.uint8:
         count = k.shape[1]
         shares, _ = attention(q, dequantise(k, k_scales), v_scales[..., None], **options)
@@ -127,7 +140,7 @@ def dequantised_attention_bound(
     Parameters and results are those of `stored_attention_bound`.
     """
     group = q.shape[2] // max(k.shape[2], 1)
-    relative, least = (2.001 * 2.0**-11, 3 * 2.0**-25) if q.dtype == np.float16 else (U32, TINY32)
+    relative, least = _OF_FLOATS[q.dtype.name]
     keys, values = dequantise(k, k_scales), dequantise(v, v_scales)
     off = _heads(relative * np.abs(keys) + least, group)
     reach = np.einsum("bihd,bjhd->bhij", np.abs(q).astype(np.float64), off)
