@@ -5,6 +5,7 @@
 // it.
 #pragma once
 
+#include "../common/pack.cuh"
 #include "../common/vec.cuh"
 
 using int8 = signed char;
@@ -150,12 +151,29 @@ struct HalfPairs<uint8> {
   }
 };
 
-template <typename Item>
-__device__ __forceinline__ uint4 as_halves(const StoredItems<Item, 8>& items, float scale) {
-  uint32 halves[4];
-  HalfPairs<Item>::integers(halves, items);
-  const __half2 unit = __float2half2_rn(scale * HalfPairs<Item>::kUnit);
+// The same for any dtype of 16 bits. bfloat16 has too few bits to round scales as well: items are scaled in float32.
+template <typename Scalar>
+struct ScaledItems {
+  template <typename Item>
+  __device__ __forceinline__ static uint4 chunk(const StoredItems<Item, 8>& items, float scale) {
+    uint32 pairs[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) halves[i] = multiply_halves(halves[i], unit);
-  return make_uint4(halves[0], halves[1], halves[2], halves[3]);
-}
+    for (int i = 0; i < 4; i++) {
+      pairs[i] = pack_pair<Scalar>(items.item(2 * i) * scale, items.item(2 * i + 1) * scale);
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+};
+
+template <>
+struct ScaledItems<float16> {
+  template <typename Item>
+  __device__ __forceinline__ static uint4 chunk(const StoredItems<Item, 8>& items, float scale) {
+    uint32 halves[4];
+    HalfPairs<Item>::integers(halves, items);
+    const __half2 unit = __float2half2_rn(scale * HalfPairs<Item>::kUnit);
+#pragma unroll
+    for (int i = 0; i < 4; i++) halves[i] = multiply_halves(halves[i], unit);
+    return make_uint4(halves[0], halves[1], halves[2], halves[3]);
+  }
+};

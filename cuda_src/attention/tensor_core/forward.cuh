@@ -1,10 +1,10 @@
 // The loop of the tensor-core forward, for any loader of keys. forward.cu documents what is computed and how.
 #pragma once
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
+    !defined(TILE_K) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(BIAS_VEC) || !defined(MASK) || !defined(MASK_VEC) || !defined(SLOPES) || \
     !defined(SOFTCAP) || !defined(SINKS) || !defined(DROPOUT) || !defined(MODIFIED)
@@ -22,7 +22,7 @@
 #include "softmax.cuh"
 
 struct Traits {
-  using Scalar = float16;
+  using Scalar = DTYPE;  // bfloat16 from sm_80 on
   static constexpr int kHeadDim = HEAD_DIM;
   static constexpr int kHeadDimV = HEAD_DIM_V;
   static constexpr int kVec = VEC;
@@ -47,7 +47,7 @@ struct Traits {
   using Items = ForwardItems<Pass, Tile>;
   using KTileLoader = TileLoader<KTile, kHeadDim, kVec, kThreads, Tile>;
   using VTileLoader = TileLoader<VTile, kHeadDimV, kVec, kThreads, Tile>;
-  using Softmax = ::Softmax<kMTiles, kOutTiles>;
+  using Softmax = ::Softmax<kMTiles, kOutTiles, Scalar>;
 
   static constexpr bool kSinks = kGiven<SINKS>;
   static constexpr bool kDropout = DROPOUT;
@@ -87,7 +87,7 @@ template <int kGroup = 0>
 __device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const Warp& warp, const Cta& cta, uint32 k_s) {
 #pragma unroll
   for (int n = 0; n < Traits::kKeyTiles; n++) {
-    add_product_nt<kGroup>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
+    add_product_nt<kGroup, Traits::Scalar>(scores.s[n], warp.q, k_s + n * 8 * Traits::KTile::kRowBytes, cta.k_fragment);
   }
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_scores<kGroup + 1>(scores, warp, cta, k_s);
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_scores(Scores<Traits::Tile>& scores, const W
 template <int kGroup = 0>
 __device__ __forceinline__ void add_output(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
                                            uint32 v_s) {
-  add_product_nn<kGroup>(warp.softmax.acc, p, v_s, cta.v_fragment);
+  add_product_nn<kGroup, Traits::Scalar>(warp.softmax.acc, p, v_s, cta.v_fragment);
   if constexpr (kGroup + 1 < chunk_groups(Traits::kOutTiles)) add_output<kGroup + 1>(warp, cta, p, v_s);
 }
 
@@ -192,8 +192,8 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Loade
 
 // Arrays besides keys.
 struct Arrays {
-  const float16* q_g;
-  float16* out_g;
+  const Traits::Scalar* q_g;
+  Traits::Scalar* out_g;
   float* lse_g;
   const void *bias_g, *mask_g, *slopes_g, *sinks_g;
   Modifiers modifiers;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.
-  const OutputRows<Traits> output = {params, coords, warp.first_row};
+  const OutputRows<Traits, Traits::Scalar> output = {params, coords, warp.first_row};
   if constexpr (Split::kAll) {
     output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, coords.head),
                   arrays.lse_g);

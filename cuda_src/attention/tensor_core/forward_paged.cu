@@ -2,8 +2,8 @@
 // forward.cu with another loader of keys (PagedAttention, Kwon et al., arXiv:2309.06180).
 //
 // Shapes    PagedParams (../paged_params.cuh); HEAD_DIM_V is HEAD_DIM.
-// Caches    float16, or integers with a scale for each token and head (../stored_items.cuh), which become float16 on
-//           their way to shared memory: the rest is the same.
+// Caches    DTYPE, or integers with a scale for each token and head (../stored_items.cuh), which become DTYPE on their
+//           way to shared memory: the rest is the same.
 // Work      as forward.cu; in addition every warp looks up the blocks of each tile, one tile ahead (../paged_keys.cuh).
 // Grid      B * H * ceil(Sq / kTileQ) CTAs; of packed sequences H times as many as any lengths could need, of which
 //           those beyond return: no length is read on the host.
@@ -17,10 +17,10 @@
 #include "paged_loader.cuh"
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    attention_forward_paged(const float16* q_g, const CACHE* k_cache_g, const CACHE* v_cache_g,
-                            const int* block_table_g, const void* seqlens_k_g, const void* cu_seqlens_q_g,
-                            const float* k_scales_g, const float* v_scales_g, const void* alibi_slopes_g,
-                            const void* sinks_g, float16* out_g, float* lse_g, const PagedParams params) {
+    attention_forward_paged(const DTYPE* q_g, const CACHE* k_cache_g, const CACHE* v_cache_g, const int* block_table_g,
+                            const void* seqlens_k_g, const void* cu_seqlens_q_g, const float* k_scales_g,
+                            const float* v_scales_g, const void* alibi_slopes_g, const void* sinks_g, DTYPE* out_g,
+                            float* lse_g, const PagedParams params) {
   TileCoordinates coords;
   if (!coordinates_of_cta(coords, params, cu_seqlens_q_g, Traits::kTileQ)) return;
   const AttentionParams& attention = params.attention;

@@ -7,7 +7,7 @@
 #include "tile_loader.cuh"
 
 // A thread's share of a tile of a paged cache between global and shared memory: chunks of rows as the cache keeps them.
-// Each row of integers has a scale too, and items become float16 before they are stored.
+// Each row of integers has a scale too, and items become the kernel's dtype before they are stored.
 
 template <typename Item, typename TileLoader>
 struct ScaledRows {
@@ -15,24 +15,24 @@ struct ScaledRows {
   float scales[TileLoader::kPasses];
 };
 
-template <typename Item, typename TileLoader>
+template <typename Item, typename TileLoader, bool kScaled>
 struct StoredRows {
   using Type = ScaledRows<Item, TileLoader>;
 };
-template <typename TileLoader>
-struct StoredRows<float16, TileLoader> {
+template <typename Item, typename TileLoader>
+struct StoredRows<Item, TileLoader, false> {
   using Type = uint4[TileLoader::kQuads];
 };
 
-template <typename TileLoader, int kQuads>
+template <typename Scalar, typename TileLoader, int kQuads>
 __device__ __forceinline__ void store_rows(const TileLoader& loader, uint32 tile_s, const uint4 (&quads)[kQuads]) {
   loader.store(tile_s, quads);
 }
-template <typename TileLoader, typename Item>
+template <typename Scalar, typename TileLoader, typename Item>
 __device__ __forceinline__ void store_rows(const TileLoader& loader, uint32 tile_s,
                                            const ScaledRows<Item, TileLoader>& rows) {
   loader.store_made(tile_s, [&](int pass, int group) {
-    return as_halves(rows.chunks[pass * TileLoader::kColumnGroups + group], rows.scales[pass]);
+    return ScaledItems<Scalar>::chunk(rows.chunks[pass * TileLoader::kColumnGroups + group], rows.scales[pass]);
   });
 }
 
@@ -59,7 +59,7 @@ struct GroupOffsets<kOffsets, true> {
 
 // As KeyLoader; its rows are what was looked up of them. K and V have the same strides, so one place serves both, and
 // another their scales.
-template <typename Item, typename KTileLoader, typename VTileLoader, int kMTiles>
+template <typename Scalar, typename Item, typename KTileLoader, typename VTileLoader, int kMTiles>
 struct PagedKeyLoader {
   using KTile = typename KTileLoader::Tile;
   using VTile = typename VTileLoader::Tile;
@@ -82,7 +82,7 @@ struct PagedKeyLoader {
   static constexpr int kOffsets = kAskOnce ? kPasses : 1;
   using Rows = GroupOffsets<kOffsets, kScaled>;
   using Entry = GroupEntry<kScaled>;
-  using Quads = typename StoredRows<Item, KTileLoader>::Type;
+  using Quads = typename StoredRows<Item, KTileLoader, kScaled>::Type;
   static_assert(KTile::kChunks == VTile::kChunks, "K and V have the same head dim");
 
   uint32 k_both_s, v_both_s;  // both halves
@@ -130,8 +130,12 @@ struct PagedKeyLoader {
   __device__ __forceinline__ void fetch_v(Quads& quads, const Rows& from, int keys) const {
     fetch<kRagged>(quads, v_loader, v_g, v_scales_g, from, keys);
   }
-  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const { store_rows(k_loader, to_s, quads); }
-  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const { store_rows(v_loader, to_s, quads); }
+  __device__ __forceinline__ void store_k(const Quads& quads, uint32 to_s) const {
+    store_rows<Scalar>(k_loader, to_s, quads);
+  }
+  __device__ __forceinline__ void store_v(const Quads& quads, uint32 to_s) const {
+    store_rows<Scalar>(v_loader, to_s, quads);
+  }
 
   // The first tile, all the way; and the next one is looked up.
   __device__ __forceinline__ void bring(Rows& from, int keys, int half, int next_tile) const {
@@ -229,7 +233,8 @@ struct PagedKeys {
   template <typename Traits, typename Tiles>
   __device__ __forceinline__ auto loader(const TileCoordinates& coords, const KeyWindow& window, int rows,
                                          const Tiles& tiles) const
-      -> PagedKeyLoader<Item, typename Traits::KTileLoader, typename Traits::VTileLoader, Traits::kMTiles> {
+      -> PagedKeyLoader<typename Traits::Scalar, Item, typename Traits::KTileLoader, typename Traits::VTileLoader,
+                        Traits::kMTiles> {
     return {params, {params, table_g, coords, window, rows}, coords, k_g, v_g, k_scales_g, v_scales_g, tiles};
   }
 };

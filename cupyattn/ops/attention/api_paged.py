@@ -195,11 +195,14 @@ def paged_attention(
     On a GPU packed queries need caches whose strides are equal, and so those of scales; other calls
     are decoded where they are not, which is slower for many query tokens.
 
+    Tensor cores take float16 queries, and from compute capability 8.0 on bfloat16 ones.
+
     Decoding multiplies integers as they are, and scales scores and weights by the token's scale.
     With float16 queries it keeps weights times scales in float16, relative to the largest scale of
-    V that a warp has met. The forward makes floats of q's dtype of integers first, in float32
-    where q is bfloat16: a float16 holds numbers up to 65,504. What that does to the result is
-    derived in ``cupyattn/ops/attention/reference/quantised.py``.
+    V that a warp has met. The forward makes floats of q's dtype of integers first: a float16 holds
+    numbers up to 65,504. In float32 arithmetic, which bfloat16 has before compute capability 8.0,
+    it makes float32 numbers. What that does to the result is derived in
+    ``cupyattn/ops/attention/reference/quantised.py``.
 
     Examples
     --------

@@ -425,10 +425,11 @@ def _prefill_kernel(
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     dim, options = problem.head_dim, score_options(problem)
-    if traits.has_mma(dtype):
+    if traits.multiplies(dtype):
         vec = _together(problem, laid, vector_items(dtype))
         row = tensor_core.forward.paged_row(traits.arch, dim, cache)
-        return tensor_core.forward.paged(traits.arch, dim, vec, options, cache), row.tile_q
+        kernel = tensor_core.forward.paged(traits.arch, dim, vec, options, cache, dtype)
+        return kernel, row.tile_q
     vec = _together(problem, laid, float32.forward.VECTOR_ITEMS)
     tile_q = float32.forward.flash_row(traits.arch, dim, dim).tile_q
     shape = traits.arch, dtype, dim, dim, vec, options

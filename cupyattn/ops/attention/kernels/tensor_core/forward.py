@@ -17,6 +17,7 @@ from cupyattn.ops.attention.kernels.options import (
     FlashOptions,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
 from cupyattn.runtime.tables import (
@@ -275,12 +276,14 @@ def flash(
     options: FlashOptions = PLAIN,
     row: FlashConfig | None = None,
     spec: KernelSpec = KERNEL,
+    dtype: str = "float16",
     **macros: Any,
 ) -> Specialisation:
     """Specialise one of `KERNELS`; `vec` is 8 where rows are aligned to 16 bytes, or 1.
 
     The row is that of the table, unless another admissible one is given. `macros` are those that
-    kernels of rotary or of a paged cache have besides.
+    kernels of rotary or of a paged cache have besides. Only that of a paged cache takes another
+    dtype than float16.
     """
     row = row or flash_row(arch, head_dim, head_dim_v, options)
     return modified(spec, options.modified).specialise(
@@ -288,6 +291,7 @@ def flash(
         shared_bytes=_flash_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
         reason=row.reason,
+        DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,
@@ -319,11 +323,16 @@ def rotary(
 
 
 def paged(
-    arch: int, head_dim: int, vec: int, options: FlashOptions = PLAIN, cache: str = "float16"
+    arch: int,
+    head_dim: int,
+    vec: int,
+    options: FlashOptions = PLAIN,
+    cache: str = "float16",
+    dtype: str = "float16",
 ) -> Specialisation:
-    """Specialise the kernel over a paged cache of that dtype."""
+    """Specialise the kernel over a paged cache of that dtype; queries of bfloat16 from sm_80 on."""
     row = paged_row(arch, head_dim, cache)
-    return flash(arch, head_dim, head_dim, vec, options, row, PAGED, CACHE=cache)
+    return flash(arch, head_dim, head_dim, vec, options, row, PAGED, dtype, CACHE=cache)
 
 
 def _flash_shared_bytes(config: FlashConfig, head_dim: int, head_dim_v: int) -> int:
@@ -383,3 +392,15 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield paged(arch, 64, 1, cache=integers)
         for options in EACH_PAGED_OPTION:
             yield paged(arch, 64, vec, options, integers)
+    if arch >= NATIVE_ARCH:
+        yield from _bfloat16_catalogue(arch, vec)
+
+
+def _bfloat16_catalogue(arch: int, vec: int) -> Iterator[Specialisation]:
+    """Yield the kernels over a paged cache with bfloat16 queries."""
+    for stored, table in {"bfloat16": FLASH, **dict.fromkeys(INTEGER_BITS, FLASH_INTEGERS)}.items():
+        for head_dim in rows_for(table, arch):
+            yield paged(arch, head_dim, vec, cache=stored, dtype="bfloat16")
+        for options in EACH_PAGED_OPTION:
+            yield paged(arch, 64, vec, options, stored, "bfloat16")
+    yield paged(arch, 64, 1, cache="bfloat16", dtype="bfloat16")
