@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime import html
-from cupyattn.runtime.arch import TURING, Arch, arch_override, tensor_cores_override
+from cupyattn.runtime.arch import TURING, Arch, arch_override
 from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
 from cupyattn.runtime.backend import running_on
-from cupyattn.runtime.compile import compile_cubin
+from cupyattn.runtime.compile import CompilationError, compile_cubin
 from cupyattn.runtime.device.cuda import cuda_device
 from cupyattn.runtime.device.recorder import Launch, LaunchRecorder
 from cupyattn.runtime.errors import error, shown
@@ -56,7 +56,8 @@ class LaunchReport:
     ctas_per_sm : int or None
         How many CTAs one multiprocessor holds at a time. None without NVRTC.
     limit : str
-        The limit of its speed, by the model of a T4 in `cupyattn.turing`.
+        The limit of its speed, by the model of a T4 in `cupyattn.turing`; empty for a kernel with
+        instructions of sm_80.
     """
 
     kernel: str
@@ -171,8 +172,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     Returns
     -------
     Explanation
-        With CuPy arrays it is for their GPU, otherwise for a T4, or for the architecture of
-        CUPYATTN_ARCH.
+        With CuPy arrays it is for their GPU, otherwise for a T4, or a GPU of its size for the
+        architecture that CUPYATTN_ARCH names.
 
     Raises
     ------
@@ -184,7 +185,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     Notes
     -----
     The values of integer arrays, such as lengths, can decide the launches: pass these as arrays.
-    The limit is from a model of a T4 (see `cupyattn.turing`), whatever the device.
+    The limit is from a model of a T4 (see `cupyattn.turing`), whatever the device. Kernels that a
+    T4 cannot run have none.
 
     Examples
     --------
@@ -219,8 +221,7 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
         recorder, title = _Recorder.like(device), device.name
     else:
         arch = arch_override() or TURING
-        recorder = _Recorder(arch, tensor_cores=tensor_cores_override() is not False)
-        title = "a T4 (sm_75)" if arch is TURING else f"a GPU of the size of a T4 ({arch.real})"
+        recorder, title = _Recorder(arch), f"a {'T4' if arch is TURING else 'GPU'} ({arch.real})"
     recorder.choices = choices = Explained(recorder.choices.chosen)
     with running_on(recorder):
         function(*given, **named)
@@ -358,6 +359,8 @@ def _limit(launch: Launch) -> str:
     """
     try:
         loop = analyse(launch.specialisation).main
+    except CompilationError:
+        return ""
     except DisassemblerError:
         return "not known without nvdisasm: pip install 'cupyattn[turing]'"
     except RuntimeError:

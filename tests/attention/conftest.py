@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from support.paged import keys_shared
 
-SHARING = ("test_paged", "test_paged_refusals", "test_prefill", "test_merge")
+SHARING = ("test_bfloat16", "test_paged", "test_paged_refusals", "test_prefill", "test_merge")
 
 
 @pytest.fixture

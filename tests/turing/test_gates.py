@@ -259,3 +259,28 @@ def test_newer_gpus_hold_the_promised_ctas(kernel):
     shared = specialisation.shared_bytes + found.static_shared_bytes
     ctas = hopper.resident_ctas(specialisation.threads, found.registers, shared)
     assert ctas >= dict(specialisation.macros).get("MIN_CTAS", 1)
+
+
+def bfloat16_over_caches() -> Iterator[Specialisation]:
+    """Kernels of sm_80 and later that multiply bfloat16 over a cache on tensor cores."""
+    for each in (*forward.catalogue(80), *decode.catalogue(80)):
+        macros = dict(each.macros)
+        on_tensor_cores = macros.get("LANES", 0) == 0
+        if macros["DTYPE"] == "bfloat16" and "CACHE" in macros and on_tensor_cores:
+            yield each
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", [90, *deep(80, 86, 89)])
+@pytest.mark.parametrize(
+    "specialisation", some(bfloat16_over_caches()), ids=lambda each: each.label
+)
+def test_bfloat16_over_caches_has_registers_on_newer_gpus(specialisation, arch):
+    """Prompts spill as over float16 on sm_75 (176 bytes at most), steps what slopes take."""
+    require_gates_tools()
+    found = compile_cubin(specialisation, arch_of(arch)).resources
+    decodes = specialisation.spec is decode.FORWARD
+    assert found.spill_store_bytes <= (24 if decodes else 176)
+    shared = specialisation.shared_bytes + found.static_shared_bytes
+    ctas = arch_of(arch).resident_ctas(specialisation.threads, found.registers, shared)
+    assert ctas >= dict(specialisation.macros)["MIN_CTAS"]

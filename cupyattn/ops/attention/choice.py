@@ -22,8 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
-from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, row_tiles_of, units_of
-from cupyattn.ops.attention.kernels import float32, native
+from cupyattn.ops.attention.decode import (
+    DECODE_ARITHMETIC,
+    MOST_UNITS,
+    launch_of,
+    row_tiles_of,
+    units_of,
+)
+from cupyattn.ops.attention.kernels import float32
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
 from cupyattn.ops.attention.kernels.native import NativeConfig
@@ -120,7 +126,9 @@ def choose_forward(
         rotated: tuple[str, ...] = ("q", "k") if rotary else ()
         inner = in_scratch(problem, rotated) if rotated else problem
         laid = with_results(inner, outputs)
-        return ForwardChoice("decode", (reason,), inner, laid, rotated)
+        arithmetic = DECODE_ARITHMETIC[launch_of(inner, traits).tensor_cores]
+        why = reason, arithmetic.format(dtype=problem.dtype.name)
+        return ForwardChoice("decode", why, inner, laid, rotated)
     dtype = problem.dtype.name
     kernels = _kernels_of(dtype, traits)
     reasons = [_ARITHMETIC[kernels].format(dtype=dtype)]

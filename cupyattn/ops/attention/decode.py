@@ -26,6 +26,11 @@ from cupyattn.runtime.storage import VECTOR_BYTES, vector_items
 
 MOST_UNITS = 2**31 - 1
 """The most units of work that kernels count."""
+DECODE_ARITHMETIC = {
+    True: "{dtype} queries of this head dim are decoded on tensor cores",
+    False: "these {dtype} rows are decoded in float32 arithmetic",
+}
+"""The reason for the decode kernels of a call, by whether they use tensor cores."""
 
 
 def shared_keys_steps(

@@ -15,8 +15,14 @@ from cupyattn.ops.attention.checks import (
     require_heads,
     require_heads_options,
 )
-from cupyattn.ops.attention.choice import MAX_QUERIES, interleaving
-from cupyattn.ops.attention.decode import MOST_UNITS, launch_of, shared_keys_steps, units_of
+from cupyattn.ops.attention.choice import ARITHMETIC, MAX_QUERIES, interleaving
+from cupyattn.ops.attention.decode import (
+    DECODE_ARITHMETIC,
+    MOST_UNITS,
+    launch_of,
+    shared_keys_steps,
+    units_of,
+)
 from cupyattn.ops.attention.kernels import decode, float32, tensor_core
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS, cache_bits
 from cupyattn.ops.attention.options import AttentionOptions
@@ -295,7 +301,6 @@ def paged_forward(
 @lru_cache(maxsize=4096)
 def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan:
     decoded, reason = _choose(problem)
-    traits.choices.because(reason)
     require_kernel_dtype("q", problem.dtype)
     require_lengths(problem)
     require_aligned_items(problem)
@@ -303,12 +308,15 @@ def _plan(problem: PagedProblem, traits: DeviceTraits, return_lse: bool) -> Plan
     planner = Planner(PagedArrays, problem.given, outputs)
     planner.slots.q_offset = planner.slots.seqused_k  # it decides where queries are
     laid = with_results(problem, outputs)
+    dtype = problem.dtype.name
     if not decoded:
+        traits.choices.because(reason, ARITHMETIC[traits.multiplies(dtype)].format(dtype=dtype))
         plan = planner.plan(_prefill_step(problem, laid, planner, traits))
         return interleaved(plan, *interleaving(problem, traits, prompts=problem.packed))
     if problem.batch == 0 or problem.heads == 0:
         return planner.plan()
     launch = launch_of(problem, traits)
+    traits.choices.because(reason, DECODE_ARITHMETIC[launch.tensor_cores].format(dtype=dtype))
     _require_units(problem, units_of(problem, launch))
     steps = shared_keys_steps(
         problem,
