@@ -1,4 +1,4 @@
-"""bfloat16 over caches on the tensor cores of sm_80 and later: decoding, and prompts."""
+"""Caches on the tensor cores of sm_80 and later: steps in bfloat16, and prompts."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def prompts(draw, bits=None):
         lengths=tuple(draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=3))),
         Sq=draw(st.sampled_from((17, 33, 130))),
         D=draw(st.sampled_from(PROMPTS)),
+        dtype=draw(st.sampled_from(wider(("bfloat16",), () if bits else ("float16",)))),
         block_size=draw(st.sampled_from((16, 48, 128))),
         options=tuple(options),
         seed=draw(st.integers(0, 2**16)),
@@ -184,7 +185,8 @@ def test_the_architecture_decides_the_kernels(bits):
     step, prompt = replace(STEP, bits=bits), replace(PROMPT, bits=bits)
     for arch in (80, 86, 89, 90, 120):
         assert launched(arch, step) == ("attention_decode", 0, "bfloat16")
-        assert launched(arch, prompt) == ("attention_forward_paged", None, "bfloat16")
+        entry = "attention_forward_paged" if bits else "attention_forward_native_paged"
+        assert launched(arch, prompt) == (entry, None, "bfloat16")
     for arch, tensor_cores in ((75, True), (90, False)):
         _, lanes, _ = launched(arch, step, tensor_cores=tensor_cores)
         assert lanes > 0

@@ -167,7 +167,7 @@ def test_bfloat16_generates_on_the_tensor_cores_of_sm_80():
         device.load = noted
         (new,) = Generator(model, lengths=[40]).generate([prompt], max_new_tokens=3)
         found = model.logits([[*prompt, *new[:-1]]])[0].astype(np.float32)
-    assert {("attention_forward_paged", None), ("attention_decode", 0)} <= set(entries)
+    assert {("attention_forward_native_paged", None), ("attention_decode", 0)} <= set(entries)
     exact = twin.logits([[*prompt, *new[:-1]]])[0]
     error = np.abs(found - exact).max()
     assert error <= 0.25

@@ -22,7 +22,7 @@ from support.search import deep, mostly_deep
 
 from cupyattn.benchmark.ceiling_kernels import fma_rate
 from cupyattn.cli.turing import IN_FLOAT32, TUNED
-from cupyattn.ops.attention.kernels import decode, float32
+from cupyattn.ops.attention.kernels import decode, float32, native
 from cupyattn.ops.attention.kernels.modifiers import BLOCK_LISTS, Modifier, Modifiers
 from cupyattn.ops.attention.kernels.options import BackwardOptions, FlashOptions
 from cupyattn.ops.attention.kernels.teaching import forward as teaching
@@ -263,10 +263,12 @@ def test_newer_gpus_hold_the_promised_ctas(kernel):
 
 def bfloat16_over_caches() -> Iterator[Specialisation]:
     """Kernels of sm_80 and later that multiply bfloat16 over a cache on tensor cores."""
-    for each in (*forward.catalogue(80), *decode.catalogue(80)):
+    of_prompts = (each for each in native.catalogue(80) if each.spec is native.PAGED)
+    for each in (*decode.catalogue(80), *forward.catalogue(80), *of_prompts):
         macros = dict(each.macros)
         on_tensor_cores = macros.get("LANES", 0) == 0
-        if macros["DTYPE"] == "bfloat16" and "CACHE" in macros and on_tensor_cores:
+        over_a_cache = "CACHE" in macros or each.spec is native.PAGED
+        if macros["DTYPE"] == "bfloat16" and over_a_cache and on_tensor_cores:
             yield each
 
 
@@ -278,6 +280,14 @@ def bfloat16_over_caches() -> Iterator[Specialisation]:
 def test_bfloat16_over_caches_has_registers_on_newer_gpus(specialisation, arch):
     """Prompts spill as over float16 on sm_75 (176 bytes at most), steps what slopes take."""
     require_gates_tools()
+    if specialisation.spec is native.PAGED:  # whose configurations are an architecture's own
+        macros = dict(specialisation.macros)
+        options = FlashOptions(
+            slopes=macros["SLOPES"], softcap=macros["SOFTCAP"] == "true", sinks=macros["SINKS"]
+        )
+        head_dim = macros["HEAD_DIM"]
+        shape = "bfloat16", head_dim, head_dim, macros["VEC"], options
+        specialisation = native.flash(arch, *shape, native.PAGED)
     found = compile_cubin(specialisation, arch_of(arch)).resources
     decodes = specialisation.spec is decode.FORWARD
     assert found.spill_store_bytes <= (24 if decodes else 176)

@@ -32,6 +32,6 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
   if (!own.exist()) return;
   const AttentionParams& attention = sequences.attention;
   attend(attention, {q_g, out_g, lse_g, bias_g, mask_g, slopes_g, sinks_g, modifiers},
-         rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys()), own.coords(), own.window(),
-         own.q_offset());
+         DenseTiles<DTYPE>{rows_from(k_g, attention.k, own.keys()), rows_from(v_g, attention.v, own.keys())},
+         own.coords(), own.window(), own.q_offset());
 }

@@ -259,11 +259,11 @@ struct Arrays {
   Modifiers modifiers;
 };
 
-// The query rows of one CTA; `split` selects which keys are this CTA's.
-template <typename Split = AllKeys>
-__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Traits::Scalar* k_g,
-                                       const Traits::Scalar* v_g, const TileCoordinates& coords,
-                                       const KeyWindow& window, int64 q_offset, const Split& split = {}) {
+// The query rows of one CTA; `keys` makes the loader of a head, `split` selects which keys are this CTA's.
+template <typename Keys, typename Split = AllKeys>
+__device__ __forceinline__ void attend(const AttentionParams& params, const Arrays& arrays, const Keys& keys,
+                                       const TileCoordinates& coords, const KeyWindow& window, int64 q_offset,
+                                       const Split& split = {}) {
   Smem& smem = dynamic_shared<Smem>();
   const uint32 rows_s = shared_address(smem.rows);
 
@@ -280,11 +280,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   auto tile = loop.first, next_tile = loop.after(tile);
   int left = loop.tiles();
   const int full = left - loop.masked;
-  const Traits::Loader loader(params, coords, k_g, v_g);
+  auto loader = keys.template loader<Traits>(params, coords, window, rows);
   uint32 stage_s = shared_address(&smem.first), next_s = shared_address(&smem.second);
   const uint32 stages_s = stage_s + next_s;
   copy_queries(rows_s, query_row(arrays.q_g, params.q, coords, coords.first_row), params.q.seq, rows);
+  if constexpr (Keys::kLooksUp) loader.look_up(tile);
   if (left > 0) loader.template copy<true>(stage_s, loader.rows(tile), window.keys - tile * Traits::kTileK);
+  if constexpr (Keys::kLooksUp) loader.look_up(next_tile);
   cp_async_commit_group();
   Warp warp;
   warp.first_row = coords.first_row + warp_index() * Traits::kWarpRows;
@@ -312,13 +314,13 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
                    pass,
                    coords,
                    fabsf(params.scale_log2)};
-  KeyRows next = loader.rows(next_tile);
 #pragma unroll 1
   for (; left > full; left--) {
     cp_async_wait_group<0>();
     __syncthreads();  // this stage (and Q): written; the next one: read
     if (left > 1) loader.template copy<true>(next_s, loader.rows(next_tile), window.keys - next_tile * Traits::kTileK);
     cp_async_commit_group();
+    if constexpr (Keys::kLooksUp) loader.look_up(loop.after(next_tile));
     key_tile<true>(warp, cta, stage_s, tile);
     stage_s = next_s;
     next_s = stages_s - stage_s;
@@ -332,6 +334,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
     next_tile = loop.whole_after(tile);
     if (left > 1) loader.template copy<false>(next_s, loader.rows(next_tile), Traits::kTileK);
     cp_async_commit_group();
+    if constexpr (Keys::kLooksUp) loader.look_up(loop.whole_after(next_tile));
     key_tile<false>(warp, cta, stage_s, tile);
     stage_s = next_s;
     next_s = stages_s - stage_s;

@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
       coordinates_of_tile(attention, blockIdx.x / params.splits, Traits::kTileQ, /*last_rows_first=*/true);
   const KeyWindow window = sequence_window(attention, q_offsets_g, seqused_k_g, coords.batch);
   const KeyCut<Traits::kTileQ, Traits::kTileK> cut(params, window);
-  attend(attention, {q_g, nullptr, nullptr, bias_g, mask_g, slopes_g, nullptr, MODIFIERS}, k_g, v_g, coords, window,
-         query_offset(attention, q_offsets_g, coords.batch),
+  attend(attention, {q_g, nullptr, nullptr, bias_g, mask_g, slopes_g, nullptr, MODIFIERS}, DenseTiles<DTYPE>{k_g, v_g},
+         coords, window, query_offset(attention, q_offsets_g, coords.batch),
          PartOfKeys{params, static_cast<int>(blockIdx.x % params.splits), cut.each, partial_out_g,
                     reinterpret_cast<float2*>(partial_sums_g)});
 }

@@ -56,3 +56,18 @@ struct AsyncKeyLoader {
     v_loader.template copy<kRagged>(v_s(stage_s), from.v_g, v.seq, keys);
   }
 };
+
+// For a call with dense keys.
+template <typename Scalar>
+struct DenseTiles {
+  static constexpr bool kLooksUp = false;  // where tiles are, one tile ahead of their copies
+
+  const Scalar *k_g, *v_g;
+
+  template <typename Traits>
+  __device__ __forceinline__ auto loader(const AttentionParams& params, const TileCoordinates& coords, const KeyWindow&,
+                                         int) const
+      -> AsyncKeyLoader<typename Traits::KTileLoader, typename Traits::VTileLoader> {
+    return {params, coords, k_g, v_g};
+  }
+};

@@ -23,7 +23,7 @@ from cupyattn.ops.attention.decode import (
     shared_keys_steps,
     units_of,
 )
-from cupyattn.ops.attention.kernels import decode, float32, tensor_core
+from cupyattn.ops.attention.kernels import decode, float32, native, tensor_core
 from cupyattn.ops.attention.kernels.decode import INTEGER_BITS, TILE_KEYS, cache_bits
 from cupyattn.ops.attention.options import AttentionOptions
 from cupyattn.ops.attention.params import (
@@ -433,6 +433,11 @@ def _prefill_kernel(
     """Choose the kernel by dtype, head dim, options and how rows lie; and say its query rows."""
     dtype, cache = problem.dtype.name, problem.layouts.k.dtype.name
     dim, options = problem.head_dim, score_options(problem)
+    if traits.native and dtype in native.DTYPES and cache == dtype:
+        vec = _together(problem, laid, vector_items(dtype))
+        native_row = native.flash_row(traits.arch, dim, dim, options)
+        shape = traits.arch, dtype, dim, dim, vec, options
+        return native.flash(*shape, native.PAGED), native_row.tile_q
     if traits.multiplies(dtype):
         vec = _together(problem, laid, vector_items(dtype))
         row = tensor_core.forward.paged_row(traits.arch, dim, cache)

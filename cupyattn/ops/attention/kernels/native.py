@@ -1,4 +1,7 @@
-"""Launch configurations of the forward on the tensor cores of sm_80 and later."""
+"""Launch configurations of the forward on the tensor cores of sm_80 and later.
+
+Over caches of integers the kernel of tensor_core/forward.py runs there too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ from functools import cache
 
 from cupyattn.ops.attention.kernels import parameters
 from cupyattn.ops.attention.kernels.modifiers import modified
-from cupyattn.ops.attention.kernels.options import EACH_OPTION, PLAIN, FlashOptions
+from cupyattn.ops.attention.kernels.options import (
+    EACH_OPTION,
+    EACH_PAGED_OPTION,
+    PLAIN,
+    FlashOptions,
+)
 from cupyattn.runtime.arch import TURING, WARP_SIZE
 from cupyattn.runtime.spec import KernelSpec, Specialisation
 from cupyattn.runtime.storage import vector_items
@@ -146,7 +154,12 @@ VARLEN = KernelSpec(
 SPLIT = KernelSpec(
     "attention_forward_native_split", "attention/native/forward_split.cu", parameters.SPLIT
 )
-KERNELS = (KERNEL, VARLEN, SPLIT)
+PAGED = KernelSpec(
+    "attention_forward_native_paged",
+    "attention/native/forward_paged.cu",
+    parameters.PAGED_FLOATS,
+)
+KERNELS = (KERNEL, VARLEN, SPLIT, PAGED)
 
 
 @cache
@@ -198,3 +211,5 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield flash(arch, "bfloat16", head_dim, head_dim, vec, spec=SPLIT)
         for options in (*EACH_OPTION, *_QUADS):
             yield flash(arch, "bfloat16", head_dim, head_dim, vec, options)
+        for options in (PLAIN, *EACH_PAGED_OPTION):
+            yield flash(arch, "bfloat16", head_dim, head_dim, vec, options, PAGED)

@@ -53,6 +53,10 @@ PAGED: tuple[Parameter, ...] = (
     PAGED_STRUCT,
 )
 """Parameters of the forward kernels over a paged cache."""
+PAGED_FLOATS: tuple[Parameter, ...] = tuple(
+    each for each in PAGED if each.name not in ("k_scales", "v_scales")
+)
+"""Parameters of those that have no caches of integers."""
 
 PACKED = inputs("cu_seqlens_q", "cu_seqlens_k")
 

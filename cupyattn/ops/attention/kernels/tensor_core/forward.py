@@ -330,7 +330,11 @@ def paged(
     cache: str = "float16",
     dtype: str = "float16",
 ) -> Specialisation:
-    """Specialise the kernel over a paged cache of that dtype; queries of bfloat16 from sm_80 on."""
+    """Specialise the kernel over a paged cache of that dtype.
+
+    From sm_80 on it has caches of integers alone, and queries of bfloat16 too: native.py has the
+    kernel over floats.
+    """
     row = paged_row(arch, head_dim, cache)
     return flash(arch, head_dim, head_dim, vec, options, row, PAGED, dtype, CACHE=cache)
 
@@ -397,10 +401,10 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
 
 
 def _bfloat16_catalogue(arch: int, vec: int) -> Iterator[Specialisation]:
-    """Yield the kernels over a paged cache with bfloat16 queries."""
-    for stored, table in {"bfloat16": FLASH, **dict.fromkeys(INTEGER_BITS, FLASH_INTEGERS)}.items():
-        for head_dim in rows_for(table, arch):
+    """Yield the kernels of bfloat16 queries: over caches of integers alone."""
+    for stored in INTEGER_BITS:
+        for head_dim in rows_for(FLASH_INTEGERS, arch):
             yield paged(arch, head_dim, vec, cache=stored, dtype="bfloat16")
         for options in EACH_PAGED_OPTION:
             yield paged(arch, 64, vec, options, stored, "bfloat16")
-    yield paged(arch, 64, 1, cache="bfloat16", dtype="bfloat16")
+        yield paged(arch, 64, 1, cache=stored, dtype="bfloat16")
