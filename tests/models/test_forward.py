@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from models.test_generate import model_on, prompts_of
+from support.devices import emulated
 from support.model_twin import twin_logits, twin_states
 from support.search import deep
 from support.tiny_models import TINY
@@ -258,3 +260,30 @@ def test_kernels_give_the_same_loss():
     expected = model.loss(IDS[:, :7])
     with cupyattn.backend("emulator"):
         assert abs(model.loss(IDS[:, :7]) - expected) < 5e-3
+
+
+@pytest.mark.nvrtc
+def test_bfloat16_runs_on_the_tensor_cores_of_sm_80():
+    """A prompt through the forward over the cache, then steps of decoding; no path of its own."""
+    changes = {"head_dim": 64, "rotary_dim": 64, "num_heads": 2, "num_kv_heads": 1}
+    model = model_on(np, "llama", "bfloat16", **changes)
+    twin = model_on(np, "llama", "float32", **changes)
+    (prompt,) = prompts_of("llama", (33,))
+    entries = []
+    with emulated(80) as device:
+        load = device.load
+
+        def noted(specialisation):
+            macros = dict(specialisation.macros)
+            entries.append((specialisation.spec.entry, macros.get("LANES")))
+            return load(specialisation)
+
+        device.load = noted
+        (new,) = models.Generator(model, lengths=[40]).generate([prompt], max_new_tokens=3)
+        found = model.logits([[*prompt, *new[:-1]]])[0].astype(np.float32)
+    assert {("attention_forward_native_paged", None), ("attention_decode", 0)} <= set(entries)
+    exact = twin.logits([[*prompt, *new[:-1]]])[0]
+    error = np.abs(found - exact).max()
+    assert error <= 0.25
+    drawn = exact[len(prompt) - 1 :]
+    assert (drawn.max(axis=1) - drawn[np.arange(3), new]).max() <= 4 * error

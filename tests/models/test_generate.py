@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from support.devices import emulated, kernels_only
+from support.devices import kernels_only
 from support.search import deep, mostly_deep
 from support.tiny_models import TINY, ByteTokenizer
 
@@ -146,33 +146,6 @@ def test_float16_chooses_what_its_rounding_leaves_open(name, side):
             allowed = 4 * max(errors)  # twice: of either token; twice: a step rounds elsewhere
             assert max(losses) <= allowed
             assert sum(lead > allowed for lead in leads) > len(leads) / 2
-
-
-@pytest.mark.nvrtc
-def test_bfloat16_generates_on_the_tensor_cores_of_sm_80():
-    """A prompt through the forward over the cache, then steps of decoding; no path of its own."""
-    changes = {"head_dim": 64, "rotary_dim": 64, "num_heads": 2, "num_kv_heads": 1}
-    model = model_on(np, "llama", "bfloat16", **changes)
-    twin = model_on(np, "llama", "float32", **changes)
-    (prompt,) = prompts_of("llama", (33,))
-    entries = []
-    with emulated(80) as device:
-        load = device.load
-
-        def noted(specialisation):
-            macros = dict(specialisation.macros)
-            entries.append((specialisation.spec.entry, macros.get("LANES")))
-            return load(specialisation)
-
-        device.load = noted
-        (new,) = Generator(model, lengths=[40]).generate([prompt], max_new_tokens=3)
-        found = model.logits([[*prompt, *new[:-1]]])[0].astype(np.float32)
-    assert {("attention_forward_native_paged", None), ("attention_decode", 0)} <= set(entries)
-    exact = twin.logits([[*prompt, *new[:-1]]])[0]
-    error = np.abs(found - exact).max()
-    assert error <= 0.25
-    drawn = exact[len(prompt) - 1 :]
-    assert (drawn.max(axis=1) - drawn[np.arange(3), new]).max() <= 4 * error
 
 
 @pytest.mark.deep
