@@ -82,7 +82,7 @@ def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
     """Return bounds for every GPU: from sm_80 on bfloat16 keeps its weights in bfloat16."""
-    kept = {"dtype": arrays[0].dtype, "float32_weights": teaching, "native": True}
+    kept: dict[str, Any] = {"dtype": arrays[0].dtype, "float32_weights": teaching, "native": True}
     return reference.attention_bound(*arrays, tile_k=TILE_KEYS, **kept, **options)
 
 
