@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.runtime import html
-from cupyattn.runtime.arch import TURING, Arch, arch_override
+from cupyattn.runtime.arch import TURING, Arch, arch_override, tensor_cores_override
 from cupyattn.runtime.arrays import ALIGNMENT, Array, dtype_of, exports_memory
 from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import CompilationError, compile_cubin
@@ -172,8 +172,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
     Returns
     -------
     Explanation
-        With CuPy arrays it is for their GPU, otherwise for a T4, or a GPU of its size for the
-        architecture that CUPYATTN_ARCH names.
+        With CuPy arrays it is for their GPU, otherwise for a T4, or for the architecture of
+        CUPYATTN_ARCH.
 
     Raises
     ------
@@ -221,7 +221,8 @@ def explain(function: Callable[..., Any], /, *arrays: object, **options: object)
         recorder, title = _Recorder.like(device), device.name
     else:
         arch = arch_override() or TURING
-        recorder, title = _Recorder(arch), f"a {'T4' if arch is TURING else 'GPU'} ({arch.real})"
+        recorder = _Recorder(arch, tensor_cores=tensor_cores_override() is not False)
+        title = "a T4 (sm_75)" if arch is TURING else f"a GPU of the size of a T4 ({arch.real})"
     recorder.choices = choices = Explained(recorder.choices.chosen)
     with running_on(recorder):
         function(*given, **named)

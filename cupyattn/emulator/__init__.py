@@ -87,11 +87,11 @@ What it refuses
 Instructions that the ``.target`` lacks are refused, as a GPU's assembler does. So is PTX that the
 emulator does not run, by name and line and before anything has run: ``wmma``, ``mma`` other than
 m16n8k8 and m16n8k16 of float16 and bfloat16, m8n8k16, m16n8k16 and m16n8k32 of 8-bit and m8n8k32 of
-4-bit integers, bfloat16 arithmetic but ``fma`` of pairs and conversions, ``cp.async.bulk``,
-``mbarrier``, ``redux``, ``elect``, ``wgmma``, ``tcgen05``, clusters, textures and surfaces, video
-instructions (``vadd``), carry flags (``add.cc``), ``.ftz`` of float16, directed rounding of
-float64, clocks (``%clock``), calls through pointers, recursion, ``printf``, ``assert``, ``malloc``,
-32-bit addresses, and a variable whose initial value is an address, if a kernel uses it.
+4-bit integers, atomics and ``set`` of packed bfloat16, ``cp.async.bulk``, ``mbarrier``, ``redux``,
+``elect``, ``wgmma``, ``tcgen05``, clusters, textures and surfaces, video instructions (``vadd``),
+carry flags (``add.cc``), ``.ftz`` of float16, directed rounding of float64, clocks (``%clock``),
+calls through pointers, recursion, ``printf``, ``assert``, ``malloc``, 32-bit addresses, and a
+variable whose initial value is an address, if a kernel uses it.
 
 What it costs
 -------------

@@ -81,9 +81,8 @@ def _score_options(options: dict[str, Any]) -> dict[str, Any]:
 def _kernels_attention(
     *arrays: NumpyArray, teaching: bool, **options: Any
 ) -> tuple[NumpyArray, NumpyArray]:
-    """Return bounds for every GPU: from sm_80 on bfloat16 keeps its weights in bfloat16."""
-    kept: dict[str, Any] = {"dtype": arrays[0].dtype, "float32_weights": teaching, "native": True}
-    return reference.attention_bound(*arrays, tile_k=TILE_KEYS, **kept, **options)
+    how: Any = {"dtype": arrays[0].dtype, "tile_k": TILE_KEYS, "native": True}  # for every GPU
+    return reference.attention_bound(*arrays, float32_weights=teaching, **how, **options)
 
 
 def _numpys_attention(

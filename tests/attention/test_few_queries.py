@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import KERNELS, placed
+from support.forward_runs import in_float32
 from support.paged import keys_shared, multiprocessors
 from support.recording_device import device_array
 from support.search import Search, deep, examples, wider
@@ -65,11 +66,13 @@ def ratio(problem: AttentionCase, out: np.ndarray, lse: np.ndarray) -> float:
     """The largest error over its bound, that of the tiles and weights of decoding."""
     arrays, options = problem.arrays(), problem.keywords()
     exact = reference.attention(*arrays, **options)
+    native = KERNELS.device.traits.native
     bounds = reference.attention_bound(
         *arrays,
         dtype=problem.dtype,
         tile_k=TILE_KEYS,
-        float32_weights=problem.dtype != "float16" or problem.D not in TENSOR_CORES[75],
+        float32_weights=in_float32(problem.dtype, native) or problem.D not in TENSOR_CORES[75],
+        native=native,
         **options,
     )
     return max(reference.error_ratio(*each) for each in zip((out, lse), exact, bounds, strict=True))

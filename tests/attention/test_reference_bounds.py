@@ -246,7 +246,8 @@ def forward_ratios(problem, kernel):
     """Largest error / bound of the kernel's out and lse."""
     arrays, options = problem.arrays(), problem.keywords()
     exact = attention(*arrays, **options)
-    bounds = attention_bound(*arrays, dtype=problem.dtype, tile_k=TILE, **options)
+    limits = {"dtype": problem.dtype, "native": problem.dtype == "bfloat16"}
+    bounds = attention_bound(*arrays, tile_k=TILE, **limits, **options)
     return dict(zip(("out", "lse"), map(error_ratio, kernel.forward(), exact, bounds), strict=True))
 
 
@@ -257,9 +258,8 @@ def backward_ratios(problem, kernel, ignore_dlse=False):
     out, lse = attention(*arrays, **options)
     results = out.astype(dtype_of(problem.dtype)), lse.astype(np.float32)
     exact = attention_backward(dout, *arrays, *results, dlse=dlse, **options)
-    bounds = attention_backward_bound(
-        dout, *arrays, *results, dtype=problem.dtype, dlse=dlse, **options
-    )
+    limits = {"dtype": problem.dtype, "native": problem.dtype == "bfloat16"}
+    bounds = attention_backward_bound(dout, *arrays, *results, dlse=dlse, **limits, **options)
     actual = kernel.backward(dout, *results, 0 * dlse if ignore_dlse else dlse)
     return {
         name: error_ratio(*triple)

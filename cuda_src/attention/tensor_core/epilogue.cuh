@@ -9,9 +9,8 @@
 #include "tile_loader.cuh"
 
 // The rows of one warp; Traits as in forward.cuh.
-template <typename Traits, typename Scalar = float16>
+template <typename Traits>
 struct OutputRows {
-  using Range = WeightRange<Scalar>;
   using OutTile = typename Traits::OutTile;
   using Scalar = typename Traits::Scalar;
   using Softmax = typename Traits::Softmax;
@@ -27,13 +26,13 @@ struct OutputRows {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = Traits::Tile::row_of(0, i, 2 * half);
-        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * Range::unshift();  // times 2^headroom_log2
-        const float m = softmax.m[i][half] + Range::shift_log2();
+        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * Softmax::unshift();  // times 2^headroom_log2
+        const float m = softmax.m[i][half] + Softmax::shift_log2();
         float total = l, scale = 1.f, top = m;
         if (Traits::kSinks) {
           top = fmaxf(m, sink);
           scale = ex2_approx(m - top);
-          total = l * scale + ex2_approx(sink - top + Range::headroom_log2());
+          total = l * scale + ex2_approx(sink - top + Softmax::headroom_log2());
         }
         // No key: 0. A NaN in l stays one.
         float normaliser = total == 0.f ? 0.f : scale / total;
@@ -43,11 +42,12 @@ struct OutputRows {
           const Scalar low = from_float<Scalar>(softmax.acc[i][n][2 * half] * normaliser);
           const Scalar high = from_float<Scalar>(softmax.acc[i][n][2 * half + 1] * normaliser);
           const uint32 at = OutTile::offset(warp_index() * Traits::kWarpRows + row, n) + lane_index() % 4 * 4;
-          st_shared_u32(out_s + at, pair_of(low, high));
+          st_shared_u32(out_s + at,
+                        __builtin_bit_cast(uint16, low) | static_cast<uint32>(__builtin_bit_cast(uint16, high)) << 16);
         }
         const int query = first_row + row;
         if (lse_g != nullptr && lane_index() % 4 == 0 && query < coords.sq) {
-          const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - Range::headroom_log2()) * kLn2;
+          const float lse = total == 0.f ? -kInfinity : (top + lg2_approx(total) - Softmax::headroom_log2()) * kLn2;
           *query_row(lse_g, params.lse, coords, query) = lse;
         }
       }
@@ -58,13 +58,13 @@ struct OutputRows {
   template <typename Part>
   __device__ __forceinline__ void store_sums(const Softmax& softmax, const Part& part) const {
     constexpr int kColumns = Traits::kHeadDimV;
-    constexpr float kScale = 1.f / (1 << static_cast<int>(Range::headroom_log2()));
+    constexpr float kScale = 1.f / (1 << static_cast<int>(Softmax::headroom_log2()));
     const float acc_scale = Traits::kDropout ? kScale * params.scores.keep_scale : kScale;
 #pragma unroll
     for (int i = 0; i < Traits::kMTiles; i++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * Range::unshift() * kScale;
+        const float l = warp_reduce<Sum, 4>(softmax.l[i][half]) * Softmax::unshift() * kScale;
         const int query = first_row + Traits::Tile::row_of(0, i, 2 * half);
         if (query >= coords.sq) continue;
         const int64 row = part.row(coords, query);
@@ -80,7 +80,7 @@ struct OutputRows {
             if (column + 1 < kColumns) out_g[1] = y;
           }
         }
-        if (lane_index() % 4 == 0) part.sums_g[row] = make_float2(softmax.m[i][half] + Range::shift_log2(), l);
+        if (lane_index() % 4 == 0) part.sums_g[row] = make_float2(softmax.m[i][half] + Softmax::shift_log2(), l);
       }
     }
   }

@@ -263,7 +263,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, const Arra
   }
 
   // Phase 4: normalise, and store through shared memory: fragments hold 4 bytes of a row each. Or store sums.
-  const OutputRows<Traits, Traits::Scalar> output = {params, coords, warp.first_row};
+  const OutputRows<Traits> output = {params, coords, warp.first_row};
   if constexpr (Split::kAll) {
     output.finish(warp.softmax, shared_address(smem.out), sink_log2<SINKS>(arrays.sinks_g, params, coords.head),
                   arrays.lse_g);

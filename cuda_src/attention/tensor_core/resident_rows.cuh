@@ -15,7 +15,7 @@ struct StoredChunks {
 
 // Items from `valid_rows` on become zero and are not read.
 template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder,
-          typename Chunks = StoredChunks<kCols, kVec>, typename Scalar>
+          typename Chunks = StoredChunks<kCols, kVec>, typename Scalar = float16>
 __device__ __forceinline__ void load_rows(uint32 tile_s, const Scalar* rows_g, int64 row_stride, int valid_rows,
                                           const Chunks& chunks = {}) {
 #pragma unroll 4

@@ -26,10 +26,10 @@ constexpr float kNoMaximum = -1e30f;                 // no key seen: finite, so 
 
 // How P is kept for tensor cores: the constants above, or those of bfloat16.
 template <typename Scalar>
-struct WeightRange;
+struct PackedRange;
 
 template <>
-struct WeightRange<float16> {
+struct PackedRange<float16> {
   __device__ static constexpr float headroom_log2() { return kHeadroomLog2; }
   __device__ static constexpr float shift_log2() { return kShiftLog2; }
   __device__ static constexpr float largest_packed() { return kLargestPacked; }
@@ -40,7 +40,7 @@ struct WeightRange<float16> {
 #ifdef BFLOAT16
 // P exceeds the stale maximum by no more than a float16 may: sums over all keys are less than 2^7 sum |v|.
 template <>
-struct WeightRange<bfloat16> {
+struct PackedRange<bfloat16> {
   __device__ static constexpr float headroom_log2() { return 0.f; }
   __device__ static constexpr float shift_log2() { return 0.f; }
   __device__ static constexpr float largest_packed() { return 128.f; }
@@ -51,7 +51,12 @@ struct WeightRange<bfloat16> {
 
 template <int kMTiles, int kOutTiles, typename Scalar = float16>
 struct Softmax {
-  using Range = WeightRange<Scalar>;
+  using Range = PackedRange<Scalar>;
+
+  // How P and its sums are kept, for the epilogue.
+  __device__ __forceinline__ static constexpr float headroom_log2() { return Range::headroom_log2(); }
+  __device__ __forceinline__ static constexpr float shift_log2() { return Range::shift_log2(); }
+  __device__ __forceinline__ static constexpr float unshift() { return Range::unshift(); }
 
   float acc[kMTiles][kOutTiles][4];  // P V, times 2^kHeadroomLog2
   float m[kMTiles][2];               // the stale maximum in log2, minus kShiftLog2

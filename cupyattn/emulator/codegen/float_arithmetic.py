@@ -26,8 +26,10 @@ _FUNCTIONS = {
 
 def float_operand(gen: CodeGenerator, x: Instruction, operand: str, kind: str) -> str:
     """Return an expression for an operand as NumPy floats, flushed if the instruction says so."""
-    if kind.startswith("bf16"):
-        raise gen.unsupported(x, "bfloat16 arithmetic but fma.rn.bf16x2; convert to f32")
+    if kind == "bf16x2":
+        return f"unpack_bfloats({gen.value(operand, 'u4')})"
+    if kind == "bf16":
+        return f"bfloat_to_float({gen.value(operand, 'u2')})"
     if kind == "f16x2":
         return f"unpack_halves({gen.value(operand, 'u4')})"
     if kind == "f16":
@@ -150,10 +152,8 @@ def lower(gen: CodeGenerator, x: Instruction) -> None:
     kind = x.parts[-1]
     if unknown := [part for part in x.parts[1:-1] if part not in _MODIFIERS]:
         raise gen.unsupported(x, f".{unknown[0]}")
-    if x.parts == ("fma", "rn", "bf16x2"):
-        words = ", ".join(gen.value(operand, "u4") for operand in x.operands[1:])
-        gen.assign(x.operands[0], f"fma_bfloats({words})", "u4")
-        return
+    if kind.startswith("bf16") and (x.root not in _OF_BFLOATS or "sat" in x.parts):
+        raise gen.unsupported(x, f"{x.root} of bfloat16")
     expression, flushed = _float_expression(gen, x, kind)
     if "ftz" in x.parts and kind == "f32" and not flushed:
         expression = f"flush({expression})"

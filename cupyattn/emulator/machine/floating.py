@@ -248,22 +248,6 @@ def fma_half(a: Array, b: Array, c: Array) -> Array:
     return (np.multiply(a, b, dtype=_F8) + c).astype(_F2)
 
 
-def fma_bfloats(a: Array, b: Array, c: Array) -> Array:
-    """Return a * b + c of packed pairs of bfloat16 (u32), each rounded once."""
-    x, y, z = (bfloat_to_float(_halves_of(word)).astype(_F8) for word in (a, b, c))
-    product = x * y  # exact
-    total = product + z
-    total = _to_odd(total, _sum_error(product, z, total))
-    single = round_directed(total, "rz")
-    inexact = np.isfinite(total) & (single != total)
-    odd = (single.view(np.uint32) | inexact.astype(np.uint32)).view(_F4)
-    return np.ascontiguousarray(float_to_bfloat(odd, "rn")).view(np.uint32)[..., 0]
-
-
-def _halves_of(words: Array) -> Array:
-    return np.ascontiguousarray(np.asarray(words)[..., None]).view(np.uint16)
-
-
 def _extremum(a: Array, b: Array, smaller: bool, nan: bool) -> Array:
     if nan:
         result = np.minimum(a, b) if smaller else np.maximum(a, b)

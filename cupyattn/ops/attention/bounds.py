@@ -4,8 +4,7 @@ The kernel that the bounds describe reads inputs of its dtype, computes in float
 a tensor core (P, dS) and rotated q and k in its dtype, accumulates in float32 in any order (atomics
 too), and rounds once at the store. Tolerances are thereby computed, not chosen: a kernel outside of
 its bound has a bug, and a bound within a factor of ten or so of real errors finds bugs that
-`allclose` lets pass. Kernels for sm_80 and later multiply bfloat16 on tensor cores; others keep P
-and dS of bfloat16 in float32, as `float32_weights` has it.
+`allclose` lets pass.
 
 Letters: u32 = 2**-24 is the unit round-off of float32, u_in that of what P is kept in, u_out that
 of the results. A sum of n terms, each rounded once, errs by at most about n u32 times the sum of
@@ -43,8 +42,9 @@ Forward, for one row with D = head dim, n keys, T tiles of keys and reach_j = |s
   Its exponents are float32's: nothing is shifted or scaled, and no more is lost than in float32.
 - exponent_shift and flush: float16 kernels may hold P times 2**-103, which packs it without
   conversions. Exponents then carry up to 112 log 2 more, and a P below 2**-23 of the row's largest
-  falls below 2**-126, that is to 0. It shows where a sink outweighs every key. A bfloat16 P has
-  float32's exponents, u_in = 2**-8, and neither.
+  falls below 2**-126, that is to 0. It shows where a sink outweighs every key. Native kernels keep
+  P times 2**9, of which float16 rounds away at most 2**-25: less. Their exponents carry up to 16
+  log 2 more, since the maximum that they use may be that much below the row's.
 
 Backward, which like the reference is given out and lse, so that each P errs on its own. For one
 score that errs by ds = dot reach + u32
@@ -77,7 +77,7 @@ enters):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -117,8 +117,6 @@ class WeightPrecision(Precision):
         `native` kernels, of sm_80 or later, have P of bfloat16 where q, k and v are.
         """
         kernel = precision_of(dtype)
-        if kernel == precision_of("bfloat16"):
-            kernel = replace(kernel, u_in=kernel.u_out)
         if float32_weights:
             return cls(U32, TINY32, kernel.u_out, kernel.tiny_out)
         if kernel == precision_of("float16"):

@@ -29,7 +29,7 @@ from cupyattn.ops.attention.decode import (
     row_tiles_of,
     units_of,
 )
-from cupyattn.ops.attention.kernels import float32
+from cupyattn.ops.attention.kernels import float32, native
 from cupyattn.ops.attention.kernels.decode import TILE_KEYS
 from cupyattn.ops.attention.kernels.float32.forward import FloatFlashConfig
 from cupyattn.ops.attention.kernels.native import NativeConfig
@@ -263,7 +263,7 @@ def _decodes_faster(problem: AttentionProblem, traits: DeviceTraits) -> bool:
     if units_of(problem, launch) > MOST_UNITS:
         return False
     filled = min(1.0, problem.batch * problem.heads / (traits.multiprocessors * _FLASH_CTAS_PER_SM))
-    on_tensor_cores = traits.has_mma(problem.dtype.name)
+    on_tensor_cores = traits.multiplies(problem.dtype.name)
     passes = _PASSES_OF_A_LOOP if on_tensor_cores else _PASSES_OF_A_FLOAT_LOOP
     group = problem.heads // problem.kv_heads
     return row_tiles_of(problem, launch) * filled <= max(1.0, passes * group)
