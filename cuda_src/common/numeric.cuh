@@ -32,6 +32,12 @@ __device__ __forceinline__ float to_float(float16 x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
 #endif
 
+// Whether a dtype has fewer exponents than float32, in which kernels compute.
+template <typename Scalar>
+constexpr bool kNarrowRange = false;
+template <>
+constexpr bool kNarrowRange<float16> = true;
+
 // The minimum, but NaN for x = NaN, where fminf returns the limit.
 __device__ __forceinline__ float at_most(float x, float limit) { return x > limit ? limit : x; }
 

@@ -1,5 +1,5 @@
 // Attention backward, after the one-pass kernel: the float32 dQ, which that kernel gathered in accumulator-fragment
-// order (backward_params.cuh), to float16 in dq's own strides.
+// order (backward_params.cuh), to DTYPE in dq's own strides.
 //
 // Shapes    BackwardParams (backward_params.cuh), or VarlenBackwardParams: packed sequences (sequences.cuh).
 // Work      a CTA owns 64 rows of one head; a thread, 8 columns of a row at a time. Eight neighbouring threads take the
@@ -7,8 +7,8 @@
 //           of packed sequences H * rows_padded / 64: each warp looks for its sequence, 32 at a time.
 // Budget    no shared memory; about 40 registers.
 // Edges     rows beyond their sequence are not stored.
-#if !defined(HEAD_DIM) || !defined(THREADS) || !defined(VEC)
-#error "HEAD_DIM, THREADS and VEC come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(THREADS) || !defined(VEC)
+#error "DTYPE, HEAD_DIM, THREADS and VEC come from a launch-configuration table"
 #endif
 #include "../backward_sequences.cuh"
 #include "gradient_scale.cuh"
@@ -25,7 +25,7 @@ struct Traits {
 // kRowPad rows of the scratch from `from_row` on to rows `first_row` on of the array, as far as there are `rows` in
 // all.
 __device__ __forceinline__ void convert_rows(const BackwardParams& params, const float* dq_acc_g, const float* scales_g,
-                                             float16* dq_g, int batch, int head, int first_row, int rows,
+                                             DTYPE* dq_g, int batch, int head, int first_row, int rows,
                                              uint32 from_row) {
   const float* rows_acc_g = dq_acc_g + accumulator_offset<Traits::kChunks>(from_row);
   const float scale = params.scale * ScaleArrays{scales_g, nullptr}.of_head(params, batch, head).up;
@@ -45,13 +45,13 @@ __device__ __forceinline__ void convert_rows(const BackwardParams& params, const
       values[2 * lane] = even[lane] * scale;
       values[2 * lane + 1] = odd[lane] * scale;
     }
-    float16* chunk_g = head_rows(dq_g, params.dq, batch, head, first_row + row) + chunk * kChunkItems;
+    DTYPE* chunk_g = head_rows(dq_g, params.dq, batch, head, first_row + row) + chunk * kChunkItems;
     store_row_chunk<Traits::kHeadDim, VEC>(chunk_g, chunk, values, params.accumulate);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads)
-    ENTRY(attention_backward_convert)(const float* dq_acc_g, const float* scales_g, float16* dq_g PACKED_QUERIES,
+    ENTRY(attention_backward_convert)(const float* dq_acc_g, const float* scales_g, DTYPE* dq_g PACKED_QUERIES,
                                       const GradientParams params) {
   const BackwardParams& backward = backward_of(params);
   const int tiles = backward.rows_padded / kRowPad;

@@ -3,7 +3,8 @@
 //   delta_i = sum_d dout_id out_id - dlse_i          (Dao et al., arXiv:2205.14135, appendix B.2; dlse: whoever
 //                                                     differentiates through lse as well)
 //
-// Each CTA also writes the largest size of its rows (gradient_scale.cuh): of dout, or, after those, of V.
+// Each CTA also writes the largest size of its rows (gradient_scale.cuh): of dout, or, after those, of V. With bfloat16
+// there are neither sizes nor CTAs for rows of V.
 //
 // Shapes    BackwardParams (backward_params.cuh), which also describes the statistics, or VarlenBackwardParams:
 //           packed sequences (sequences.cuh), each found by its warp, 32 at a time; sizes (CTAs, 2).
@@ -12,8 +13,8 @@
 //           zeroed is spread over the grid.
 // Budget    a float per warp of shared memory; about 40 registers. Reads out, dout and V once.
 // Edges     rows without a key, and rows of the scratch that belong to no sequence, get L = +inf and delta = 0.
-#if !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)
-#error "HEAD_DIM_V, THREADS, ROW_LANES and VEC come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(HEAD_DIM_V) || !defined(THREADS) || !defined(ROW_LANES) || !defined(VEC)
+#error "DTYPE, HEAD_DIM_V, THREADS, ROW_LANES and VEC come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "../backward_sequences.cuh"
@@ -34,11 +35,11 @@ struct Traits {
 struct Chunk {
   float items[kChunkItems] = {};
 
-  __device__ __forceinline__ Chunk(const float16* row_g, bool exists) {
+  __device__ __forceinline__ Chunk(const DTYPE* row_g, bool exists) {
     const int chunk = threadIdx.x % Traits::kRowLanes;
     if (!exists || chunk * kChunkItems >= Traits::kHeadDimV) return;
     const uint4 quad = load_chunk<HEAD_DIM_V, VEC>(row_g + chunk * kChunkItems, chunk);
-    load_vec(items, reinterpret_cast<const float16*>(&quad));
+    load_vec(items, reinterpret_cast<const DTYPE*>(&quad));
   }
 
   // The product of the whole rows, by the lanes that share them.
@@ -59,7 +60,7 @@ __device__ __forceinline__ void clear_scratch(float* scratch_g, int64 floats) {
 }
 
 struct Arrays {
-  const float16 *out_g, *dout_g;
+  const DTYPE *out_g, *dout_g;
   const float *lse_g, *dlse_g;
   float* statistics_g;
 };
@@ -70,7 +71,7 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
   const AttentionParams& attention = params.attention;
   const Chunk dout(head_rows(arrays.dout_g, params.dout, batch, head, row), exists);
   float sum = Chunk(head_rows(arrays.out_g, attention.out, batch, head, row), exists).product(dout);
-  const float square = dout.product(dout);
+  const float square = kNarrowRange<DTYPE> ? dout.product(dout) : 0.f;
   Sizes sizes;
   if (threadIdx.x % Traits::kRowLanes != 0) return sizes;
 
@@ -93,7 +94,7 @@ __device__ __forceinline__ Sizes write_statistics(const BackwardParams& params, 
 }
 
 // The sizes of a key's row of V, if it is in use.
-__device__ __forceinline__ Sizes value_sizes(const float16* row_g, bool in_use) {
+__device__ __forceinline__ Sizes value_sizes(const DTYPE* row_g, bool in_use) {
   const Chunk v(row_g, in_use);
   Sizes sizes;
   sizes.take_square(v.product(v));
@@ -121,8 +122,8 @@ __device__ __forceinline__ void write_sizes(float* sizes_g, const Sizes& sizes) 
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads)
-    ENTRY(attention_backward_delta)(const float16* out_g, const float16* dout_g, const float* lse_g,
-                                    const float* dlse_g, const float16* v_g, float* statistics_g, float* sizes_g,
+    ENTRY(attention_backward_delta)(const DTYPE* out_g, const DTYPE* dout_g, const float* lse_g, const float* dlse_g,
+                                    const DTYPE* v_g, float* statistics_g, float* sizes_g,
                                     float* zeroed_g PACKED_ARRAYS, const void* seqused_k_g,
                                     const GradientParams params) {
   const BackwardParams& backward = backward_of(params);
@@ -137,9 +138,9 @@ extern "C" __global__ void __launch_bounds__(Traits::kThreads)
     const ScratchRows own(params, pointers, flat / backward.rows_padded, at);
     sizes = write_statistics(backward, {out_g, dout_g, lse_g, dlse_g, statistics_g}, own.batch, own.head,
                              own.rows.begin + own.row, 0 <= own.row && own.row < own.rows.count, own.scratch);
-  } else {
+  } else if constexpr (kNarrowRange<DTYPE>) {
     const ValueRow own(params, pointers, flat - rows);
     sizes = value_sizes(head_rows(v_g, backward.attention.v, own.batch, own.kv_head, own.row), own.in_use);
   }
-  write_sizes(sizes_g, sizes);
+  if constexpr (kNarrowRange<DTYPE>) write_sizes(sizes_g, sizes);
 }

@@ -17,8 +17,9 @@
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group, so that dK
 //           and dV are complete without a second pass.
 // Budget    registers: K and V (M_TILES * (D + Dv) / 4), dK and dV (M_TILES * (D + Dv) / 2). Shared memory: K, dS^T and
-//           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T.
-// Barriers  two per query tile, one without ONE_PASS.
+//           one tile of Q and dout each; without ONE_PASS two tiles each, and no K and no dS^T. NATIVE: two of all
+//           but K.
+// Barriers  two per query tile, one without ONE_PASS, and one where NATIVE.
 // Edges     queries beyond Sq have L = +inf, hence P = dS = 0; keys beyond the sequence are zeros and masked, and get
 //           zeros as gradients, as do keys of a sequence without queries.
 #if !defined(M_TILES) || !defined(SUB_Q) || !defined(DQ_ROW_WARPS)
@@ -39,7 +40,7 @@ union Smem {
   struct {
 #if ONE_PASS
     alignas(128) unsigned char k[Traits::KTile::kBytes];
-    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+    alignas(128) unsigned char ds[Traits::kDsBuffers][Traits::DsTile::kBytes];
 #endif
     Traits::Loader::Tiles queries[Traits::kBuffers];
   } loop;
@@ -75,8 +76,8 @@ __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Ti
   using T = Traits;
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
-    add_product_nt<kGroup>(s[n], warp.k, q_rows_s + n * 8 * T::QTile::kRowBytes, cta.q_fragment);
-    add_product_nt<kGroup>(dp[n], warp.v, dout_rows_s + n * 8 * T::DoutTile::kRowBytes, cta.dout_fragment);
+    add_product_nt<kGroup, DTYPE>(s[n], warp.k, q_rows_s + n * 8 * T::QTile::kRowBytes, cta.q_fragment);
+    add_product_nt<kGroup, DTYPE>(dp[n], warp.v, dout_rows_s + n * 8 * T::DoutTile::kRowBytes, cta.dout_fragment);
   }
   if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, q_rows_s, dout_rows_s);
 }
@@ -86,9 +87,21 @@ template <int kGroup = 0>
 __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const uint32 (&p)[Traits::kMTiles][2],
                                               const uint32 (&ds)[Traits::kMTiles][2], uint32 q_rows_s,
                                               uint32 dout_rows_s) {
-  add_product_nn<kGroup>(warp.dv, p, dout_rows_s, cta.dout_fragment);
-  add_product_nn<kGroup>(warp.dk, ds, q_rows_s, cta.q_fragment);
+  add_product_nn<kGroup, DTYPE>(warp.dv, p, dout_rows_s, cta.dout_fragment);
+  add_product_nn<kGroup, DTYPE>(warp.dk, ds, q_rows_s, cta.q_fragment);
   if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
+}
+
+// For the 16 queries of n8 tiles n and n + 1, in one instruction.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_gradients_of_16(Warp& warp, const Cta& cta, const Traits::Tile::Packed& p,
+                                                    const Traits::Tile::Packed& ds, int n, uint32 q_rows_s,
+                                                    uint32 dout_rows_s) {
+  add_product_nn_16<kGroup, DTYPE>(warp.dv, p[n], p[n + 1], dout_rows_s, cta.dout_fragment);
+  add_product_nn_16<kGroup, DTYPE>(warp.dk, ds[n], ds[n + 1], q_rows_s, cta.q_fragment);
+  if constexpr (kGroup + 1 < Traits::kGroups) {
+    add_gradients_of_16<kGroup + 1>(warp, cta, p, ds, n, q_rows_s, dout_rows_s);
+  }
 }
 
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: by a block mask all are
@@ -98,11 +111,12 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loa
                                            const float* statistics_g) {
   using T = Traits;
   const uint32 state = kWhole ? kFull : loader.state(warp_index());
+  const uint32 ds_lane_s = cta.ds_lane_s + ds_buffer<T>(loader);
   if (state == kEmpty) {
     constexpr uint32 kNothing[T::kMTiles][2] = {};
 #pragma unroll
     for (int n = 0; n < SUB_Q; n++) {
-      if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, kNothing);
+      if (ONE_PASS) store_ds<T::DsTile>(ds_lane_s, row / 8 + n, kNothing);
     }
     return;
   }
@@ -123,12 +137,17 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loa
 
 #pragma unroll
   for (int n = 0; n < SUB_Q; n++) {
-    if (ONE_PASS) store_ds<T::DsTile>(cta.ds_lane_s, row / 8 + n, ds[n]);
+    if (ONE_PASS) store_ds<T::DsTile>(ds_lane_s, row / 8 + n, ds[n]);
   }
 #pragma unroll
-  for (int n = 0; n < SUB_Q; n++) {
-    add_gradients(warp, cta, p[n], ds[n], q_rows_s + n * 8 * T::QTile::kRowBytes,
-                  dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+  for (int n = 0; n < SUB_Q; n += T::kTogether) {
+    const uint32 q_s = q_rows_s + n * 8 * T::QTile::kRowBytes;
+    const uint32 dout_s = dout_rows_s + n * 8 * T::DoutTile::kRowBytes;
+    if constexpr (T::kTogether == 2) {
+      add_gradients_of_16(warp, cta, p, ds, n, q_s, dout_s);
+    } else {
+      add_gradients(warp, cta, p[n], ds[n], q_s, dout_s);
+    }
   }
 }
 
@@ -138,10 +157,15 @@ __device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& l
   using T = Traits;
   const float* tile_statistics_g = arrays.statistics_g + statistics_offset(loader.scratch_row);
   loader.fetch_q();
+  if constexpr (T::kNative) loader.fetch_dout();
+#if NATIVE
+#pragma unroll 1  // unrolled, the addresses of all rows spill
+#else
 #pragma unroll
+#endif
   for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
     query_rows<kWhole>(warp, cta, loader, row, tile_statistics_g);
-    if (!ONE_PASS && row == T::kMiddleRow) {
+    if (!ONE_PASS && !T::kNative && row == T::kMiddleRow) {
       loader.store_q();
       loader.fetch_dout();
     }
@@ -205,14 +229,14 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   // Phase 4: the gradients.
   store_gradients<T, CtaBarrier>(
       smem, params, coords, arrays.options.scales, gradients(),
-      [&](uint32 v_s, float scale) { round_to_tile<T::VTile>(v_s, warp_row, warp.dv, scale); },
-      [&](uint32 k_s, float scale) { round_to_tile<T::KTile>(k_s, warp_row, warp.dk, scale); });
+      [&](uint32 v_s, float scale) { round_to_tile<T::VTile, DTYPE>(v_s, warp_row, warp.dv, scale); },
+      [&](uint32 k_s, float scale) { round_to_tile<T::KTile, DTYPE>(k_s, warp_row, warp.dk, scale); });
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    ENTRY(attention_backward_dkdv)(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
+    ENTRY(attention_backward_dkdv)(const DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const DTYPE* dout_g,
                                    const float* statistics_g, const float* scales_g, float* cta_scales_g,
-                                   float* dq_acc_g, float16* dk_g, float16* dv_g, void* dbias_g PACKED_ARRAYS,
+                                   float* dq_acc_g, DTYPE* dk_g, DTYPE* dv_g, void* dbias_g PACKED_ARRAYS,
                                    const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
                                    const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
                                    const GradientParams params MODIFIER_STRIDES) {

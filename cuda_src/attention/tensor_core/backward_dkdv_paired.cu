@@ -13,7 +13,7 @@
 // Grid      B * G * ceil(Sk / kKeys) CTAs; each loops over the query tiles of all query heads of its group.
 // Budget    registers: K and dK, or V and dV: 3 / 4 of the head dim. Shared memory: K (ONE_PASS), dS^T, S^T and the
 //           tiles of Q and dout (two of each without ONE_PASS).
-// Barriers  two per query tile, one without ONE_PASS; and two of each pair per 16 queries.
+// Barriers  two per query tile, one without ONE_PASS, or where NATIVE; and two of each pair per 16 queries.
 // Edges     as attention_backward_dkdv.
 #include "../../common/barrier.cuh"
 #include "dkdv.cuh"
@@ -34,7 +34,7 @@ union Smem {
 #if ONE_PASS
     alignas(128) unsigned char k[Traits::KTile::kBytes];
 #endif
-    alignas(128) unsigned char ds[Traits::DsTile::kBytes];
+    alignas(128) unsigned char ds[Traits::kDsBuffers][Traits::DsTile::kBytes];
     alignas(128) PairScores scores[Traits::kPairs];
     Traits::Loader::Tiles queries[Traits::kBuffers];
   } loop;
@@ -70,6 +70,7 @@ struct Cta {
 // ONE_PASS the dQ product hides dout's way.
 template <typename Loader>
 __device__ __forceinline__ void fetch_next(Loader& loader) {
+  if constexpr (Traits::kNative) return;
 #if ONE_PASS
   loader.fetch_q();
 #else
@@ -91,7 +92,7 @@ struct PairWarp {
   __device__ __forceinline__ PairWarp() { clear(gradients); }
   __device__ __forceinline__ void take(uint32 rows_s) { load_a_fragments<RowsTile>(rows, rows_s, pair_row()); }
   __device__ __forceinline__ void give(uint32 rows_s, float scale) const {
-    round_to_tile<RowsTile>(rows_s, pair_row(), gradients, scale);
+    round_to_tile<RowsTile, DTYPE>(rows_s, pair_row(), gradients, scale);
   }
 
   // S^T += K Q^T, or dP^T += V dout^T, over the columns from this group on, group by group.
@@ -99,14 +100,20 @@ struct PairWarp {
   __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, uint32 queries_s) const {
 #pragma unroll
     for (int n = 0; n < Traits::kSubTiles; n++) {
-      add_product_nt<kGroup>(s[n], rows, queries_s + n * 8 * QueriesTile::kRowBytes, fragment);
+      add_product_nt<kGroup, DTYPE>(s[n], rows, queries_s + n * 8 * QueriesTile::kRowBytes, fragment);
     }
     if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_scores<kGroup + 1>(s, queries_s);
   }
   // dK += dS^T Q, or dV += P^T dout, for 8 queries, likewise.
   template <int kGroup = 0>
   __device__ __forceinline__ void add_gradients(const uint32 (&weights)[1][2], uint32 queries_s) {
-    add_product_nn<kGroup>(gradients, weights, queries_s, fragment);
+    add_product_nn<kGroup, DTYPE>(gradients, weights, queries_s, fragment);
+    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
+  }
+  // For 16 queries, in one instruction.
+  template <int kGroup = 0>
+  __device__ __forceinline__ void add_gradients(const Traits::Tile::Packed& weights, uint32 queries_s) {
+    add_product_nn_16<kGroup, DTYPE>(gradients, weights[0], weights[1], queries_s, fragment);
     if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
   }
 };
@@ -130,6 +137,10 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
     const int lane_row = pair_row() + lane_index() % 16;
     uint32 r[4];
     ldmatrix<4>(r, ds_s + Traits::DsTile::offset(lane_row, row / 8 + lane_index() / 16));
+    if constexpr (Traits::kTogether == 2) {
+      add_gradients({{{r[0], r[1]}}, {{r[2], r[3]}}}, q_rows_s);
+      return;
+    }
     add_gradients({{r[0], r[1]}}, q_rows_s);
     add_gradients({{r[2], r[3]}}, q_rows_s + 8 * Traits::QTile::kRowBytes);
   }
@@ -139,7 +150,11 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
     PairScores& pair = cta.smem.loop.scores[pair_index()];
     scores(pair, loader.q_s);
     scores_barrier();  // pair's S: written
+#if NATIVE
+#pragma unroll 1  // unrolled, the addresses of all rows spill
+#else
 #pragma unroll
+#endif
     for (int row = 0; row < Traits::kTileQ; row += Traits::kSubRows) {
       const uint32 q_rows_s = loader.q_s + row * Traits::QTile::kRowBytes;
       gradients_barrier();  // pair's dS: written; S: read
@@ -149,7 +164,7 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
       } else {
         fetch_next(loader);
       }
-      add_dk(shared_address(cta.smem.loop.ds), row, q_rows_s);
+      add_dk(shared_address(cta.smem.loop.ds) + ds_buffer<Traits>(loader), row, q_rows_s);
     }
   }
 };
@@ -162,9 +177,14 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
   __device__ __forceinline__ void query_tile(const Cta& cta, Loader& loader) {
     using T = Traits;
     const PairScores& pair = cta.smem.loop.scores[pair_index()];
-    const uint32 ds_lane_s = ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row());
+    const uint32 ds_lane_s =
+        ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row()) + ds_buffer<T>(loader);
     const float* rows_g = cta.statistics_g + statistics_offset(loader.scratch_row);
+#if NATIVE
+#pragma unroll 1  // unrolled, the addresses of all rows spill
+#else
 #pragma unroll
+#endif
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
       const uint32 dout_rows_s = loader.dout_s + row * T::DoutTile::kRowBytes;
       const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
@@ -193,8 +213,12 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
       }
       gradients_barrier();  // pair's dS: written; S: read
       if (row + T::kSubRows == T::kTileQ) fetch_next(loader);
+      if constexpr (T::kTogether == 2) {
+        add_gradients(p, dout_rows_s);
+      } else {
 #pragma unroll
-      for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+        for (int n = 0; n < T::kSubTiles; n++) add_gradients(p[n], dout_rows_s + n * 8 * T::DoutTile::kRowBytes);
+      }
     }
   }
 };
@@ -229,7 +253,8 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
   loader.begin();
   CountedBarrier::wait();  // Q and dout: the first tile has been written
   loop_over_tiles(loader, arrays.statistics_g, 0, [&] {
-    if (!ONE_PASS) loader.fetch_q();
+    if (!ONE_PASS || T::kNative) loader.fetch_q();
+    if constexpr (T::kNative) loader.fetch_dout();
     warp.query_tile(cta, loader);
     finish_tile<T, CountedBarrier>(loader, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
   });
@@ -264,11 +289,11 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    ENTRY(attention_backward_dkdv_paired)(const float16* q_g, const float16* k_g, const float16* v_g,
-                                          const float16* dout_g, const float* statistics_g, const float* scales_g,
-                                          float* cta_scales_g, float* dq_acc_g, float16* dk_g, float16* dv_g,
-                                          void* dbias_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
-                                          const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
+    ENTRY(attention_backward_dkdv_paired)(const DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const DTYPE* dout_g,
+                                          const float* statistics_g, const float* scales_g, float* cta_scales_g,
+                                          float* dq_acc_g, DTYPE* dk_g, DTYPE* dv_g, void* dbias_g PACKED_ARRAYS,
+                                          const void* q_offsets_g, const void* seqused_k_g, const void* bias_g,
+                                          const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
                                           const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;
   const Sequences sequences(params, {CU_SEQLENS_Q, CU_SEQLENS_K, q_offsets_g, seqused_k_g});

@@ -16,10 +16,11 @@
 // Barriers  one per key tile.
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
 //           masked.
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+#if !defined(DTYPE) || !defined(NATIVE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || \
+    !defined(WARPS) || !defined(TILE_K) || !defined(FULL_LOOP) || !defined(VEC) || !defined(MIN_CTAS) ||      \
+    !defined(SHARED_BYTES) || !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, FULL_LOOP, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED)
@@ -45,6 +46,8 @@ struct Traits {
   static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP
   static constexpr int kGroups = chunk_groups(kSteps > kStepsV ? kSteps : kStepsV);
   static constexpr int kKeyTiles = kTileK / 8;
+  static constexpr int kTogether = MMA_K / 8;  // n8 tiles of dS in one product
+  static constexpr bool kNative = NATIVE;      // sm_80 or later: copies to shared memory
 
   using QTile = SwizzledTile<kRows, kSteps>;
   using DoutTile = SwizzledTile<kRows, kStepsV>;
@@ -94,8 +97,8 @@ __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Ti
   using T = Traits;
 #pragma unroll
   for (int n = 0; n < T::kKeyTiles; n++) {
-    add_product_nt<kGroup>(s[n], warp.q, k_s + n * 8 * T::KTile::kRowBytes, cta.k_fragment);
-    add_product_nt<kGroup>(dp[n], warp.dout, v_s + n * 8 * T::VTile::kRowBytes, cta.v_fragment);
+    add_product_nt<kGroup, DTYPE>(s[n], warp.q, k_s + n * 8 * T::KTile::kRowBytes, cta.k_fragment);
+    add_product_nt<kGroup, DTYPE>(dp[n], warp.dout, v_s + n * 8 * T::VTile::kRowBytes, cta.v_fragment);
   }
   if constexpr (kGroup + 1 < T::kGroups) add_scores<kGroup + 1>(s, dp, warp, cta, k_s, v_s);
 }
@@ -103,8 +106,26 @@ __device__ __forceinline__ void add_scores(Traits::Tile::Fragment& s, Traits::Ti
 // dQ += dS K for 8 keys, likewise.
 template <int kGroup = 0>
 __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 (&ds)[Traits::kMTiles][2], uint32 k_s) {
-  add_product_nn<kGroup>(warp.dq, ds, k_s, cta.k_fragment);
+  add_product_nn<kGroup, DTYPE>(warp.dq, ds, k_s, cta.k_fragment);
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq<kGroup + 1>(warp, cta, ds, k_s);
+}
+
+// For the 16 keys of n8 tiles n and n + 1, in one instruction.
+template <int kGroup = 0>
+__device__ __forceinline__ void add_dq_of_16(Warp& warp, const Cta& cta, const Traits::Tile::Packed& ds, int n,
+                                             uint32 k_s) {
+  add_product_nn_16<kGroup, DTYPE>(warp.dq, ds[n], ds[n + 1], k_s, cta.k_fragment);
+  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq_of_16<kGroup + 1>(warp, cta, ds, n, k_s);
+}
+
+// Copies of a tile of keys on their way to a half.
+template <bool kRagged>
+__device__ __forceinline__ void copy_keys(const Traits::Loader& loader, int half, const KeyRows& from, int keys) {
+  if constexpr (Traits::kNative) {
+    loader.k_loader.template copy<kRagged>(loader.k_s(half), from.k_g, loader.k.seq, keys);
+    loader.v_loader.template copy<kRagged>(loader.v_s(half), from.v_g, loader.v.seq, keys);
+    cp_async_commit_group();
+  }
 }
 
 // One key tile, from one half of the K and V buffers, while the next one is brought to the other half. kRagged: that
@@ -121,14 +142,18 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
   const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, coords, cta.scale,
                                                         cta.q_offset);
   T::Loader::Quads quads;
-  if (more) loader.fetch_k<kRagged>(quads, next, next_keys);
+  if (T::kNative) {
+    if (more) copy_keys<kRagged>(loader, half ^ 1, next, next_keys);
+  } else if (more) {
+    loader.fetch_k<kRagged>(quads, next, next_keys);
+  }
   T::Tile::Fragment s, dp;
   if (state != kEmpty) {
     clear(s);
     clear(dp);
     add_scores(s, dp, warp, cta, k_s, v_s);
   }
-  if (more) {
+  if (!T::kNative && more) {
     loader.store_k(quads, next_k_s);
     __syncwarp();  // no buffer: ptxas would otherwise load V first, and the stores of K then wait for V
     loader.fetch_v<kRagged>(quads, next, next_keys);
@@ -137,17 +162,25 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
     T::Tile::Packed p, ds;
     score_gradients<T::Tile>(p, ds, s, dp, statistics, tile, masked, state != kFull);
 #pragma unroll
-    for (int n = 0; n < T::kKeyTiles; n++) add_dq(warp, cta, ds[n], k_s + n * 8 * T::KTile::kRowBytes);
+    for (int n = 0; n < T::kKeyTiles; n += T::kTogether) {
+      const uint32 rows_s = k_s + n * 8 * T::KTile::kRowBytes;
+      if constexpr (T::kTogether == 2) {
+        add_dq_of_16(warp, cta, ds, n, rows_s);
+      } else {
+        add_dq(warp, cta, ds[n], rows_s);
+      }
+    }
   }
-  if (more) loader.store_v(quads, next_v_s);
+  if (!T::kNative && more) loader.store_v(quads, next_v_s);
+  if constexpr (T::kNative) cp_async_wait_group<0>();
   __syncthreads();  // K and V: this half has been read, the other one written
 }
 
 // The CTA's arrays.
 struct Arrays {
-  const float16 *q_g, *k_g, *v_g, *dout_g;
+  const DTYPE *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
-  float16* dq_g;
+  DTYPE* dq_g;
   OptionArrays options;
 };
 
@@ -193,7 +226,12 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   int left = loop.tiles();
   const int full = left - loop.masked;
   KeyRows next = loader.rows(tile);
-  if (left > 0) loader.bring(next, window.keys - tile * T::kTileK, left & 1);
+  if (left > 0 && T::kNative) {
+    copy_keys<true>(loader, left & 1, next, window.keys - tile * T::kTileK);
+    if constexpr (T::kNative) cp_async_wait_group<0>();
+  } else if (left > 0) {
+    loader.bring(next, window.keys - tile * T::kTileK, left & 1);
+  }
   __syncthreads();  // K and V: the first tile has been written
 #pragma unroll 1
   for (; left > (T::kFullLoop ? full : 0); left--) {
@@ -223,7 +261,7 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
   }
 
   // Phase 4: dQ, through shared memory: fragments hold 4 bytes of a row each.
-  round_to_tile<T::QTile>(shared_address(smem.q), warp_row, warp.dq, params.scale * scales.up());
+  round_to_tile<T::QTile, DTYPE>(shared_address(smem.q), warp_row, warp.dq, params.scale * scales.up());
   __syncthreads();  // q: dQ is complete
   store_rows<T::QTile, T::kHeadDim, T::kVec, T::kThreads>(
       head_rows(arrays.dq_g, params.dq, coords.batch, coords.head, coords.first_row), params.dq.seq, smem.q, rows,
@@ -231,9 +269,9 @@ __device__ __forceinline__ void add_up_dq(const BackwardParams& params, const Ar
 }
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS)
-    ENTRY(attention_backward_dq)(const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g,
+    ENTRY(attention_backward_dq)(const DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const DTYPE* dout_g,
                                  const float* statistics_g, const float* scales_g, float* cta_scales_g,
-                                 float16* dq_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
+                                 DTYPE* dq_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
                                  const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS,
                                  const GradientParams params MODIFIER_STRIDES) {
   const Modifiers modifiers = MODIFIERS;

@@ -7,14 +7,14 @@
 //           in the same order: the result is the same from run to run.
 // Budget    one float per warp of shared memory; about 40 registers.
 // Edges     padding rows have L = +inf and add 0.
-#if !defined(DTYPE) || !defined(THREADS)
-#error "DTYPE and THREADS come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(SINKS) || !defined(THREADS)
+#error "DTYPE, SINKS and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "row_statistics.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_backward_dsinks(const DTYPE* sinks_g, const float* statistics_g, DTYPE* dsinks_g,
+    attention_backward_dsinks(const SINKS* sinks_g, const float* statistics_g, SINKS* dsinks_g,
                               const BackwardParams params) {
   static_assert(THREADS % kWarpSize == 0 && THREADS <= 1024, "whole warps");
   __shared__ float partial_s[THREADS / kWarpSize];
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   sum = cta_reduce<Sum, THREADS>(sum, partial_s);
   if (threadIdx.x == 0) {
-    DTYPE* item_g = dsinks_g + head * params.dsinks_stride;
-    *item_g = from_float<DTYPE>((params.accumulate ? to_float(*item_g) : 0.f) - sum);
+    SINKS* item_g = dsinks_g + head * params.dsinks_stride;
+    *item_g = from_float<SINKS>((params.accumulate ? to_float(*item_g) : 0.f) - sum);
   }
 }

@@ -7,8 +7,8 @@
 //           CTA_ROWS rows of dout and of V, and the statistics of its rows only where k is not 0.
 // Budget    one float per warp of shared memory; about 30 registers.
 // Edges     without queries or keys the scale is 1.
-#if !defined(CTA_ROWS) || !defined(THREADS)
-#error "CTA_ROWS and THREADS come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(CTA_ROWS) || !defined(THREADS)
+#error "DTYPE, CTA_ROWS and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/reduce.cuh"
 #include "../backward_sequences.cuh"

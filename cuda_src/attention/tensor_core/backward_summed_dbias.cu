@@ -17,10 +17,10 @@
 // Barriers  one per pair.
 // Edges     rows beyond Sq have L = +inf, hence dS = 0, and are not stored; keys beyond the sequence are zeros and
 //           masked. Tiles that no query sees, or that a block mask leaves empty (block_states.cuh), add nothing.
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || !defined(TILE_K) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
+#if !defined(DTYPE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(M_TILES) || !defined(WARPS) || \
+    !defined(TILE_K) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
+    "DTYPE, HEAD_DIM, HEAD_DIM_V, M_TILES, WARPS, TILE_K, VEC, MIN_CTAS, SHARED_BYTES come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS)
@@ -68,7 +68,7 @@ struct Smem {
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
 struct Arrays {
-  const float16 *q_g, *k_g, *v_g, *dout_g;
+  const DTYPE *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
   DBIAS* dbias_g;
   OptionArrays options;
@@ -176,11 +176,11 @@ __device__ __forceinline__ void store_sums(Warp& warp, const BackwardParams& par
 
 // The tile's keys of a pair, or values.
 template <typename Loader, int kRoom, typename OnePair>
-__device__ __forceinline__ void fetch_keys(uint4 (&quads)[kRoom], const Loader& loader, const float16* array_g,
+__device__ __forceinline__ void fetch_keys(uint4 (&quads)[kRoom], const Loader& loader, const DTYPE* array_g,
                                            const AttentionParams& params, const Strides& strides,
                                            const Traits::TileCoordinates& coords, const OnePair& pair) {
-  const float16* rows_g = head_rows(array_g, strides, pair.sequence.batch(pair.batch), pair.head / params.group,
-                                    pair.sequence.key_begin + coords.first_key);
+  const DTYPE* rows_g = head_rows(array_g, strides, pair.sequence.batch(pair.batch), pair.head / params.group,
+                                  pair.sequence.key_begin + coords.first_key);
   loader.template load<true>(quads, loader.lowest(rows_g, strides.seq), strides.seq,
                              pair.sequence.window.keys - coords.first_key);
 }
@@ -350,7 +350,7 @@ struct AllSequences {
 #endif
 
 extern "C" __global__ void __launch_bounds__(Traits::kThreads, MIN_CTAS) ENTRY(attention_backward_summed_dbias)(
-    const float16* q_g, const float16* k_g, const float16* v_g, const float16* dout_g, const float* statistics_g,
+    const DTYPE* q_g, const DTYPE* k_g, const DTYPE* v_g, const DTYPE* dout_g, const float* statistics_g,
     const float* scales_g, DBIAS* dbias_g PACKED_ARRAYS, const void* q_offsets_g, const void* seqused_k_g,
     const void* bias_g, const void* mask_g, const void* slopes_g MODIFIER_ARRAYS, const GradientParams params,
     int batches, int heads, int parts, int sums_rows, int sums_keys, int adds MODIFIER_STRIDES) {

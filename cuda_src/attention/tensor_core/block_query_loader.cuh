@@ -4,21 +4,21 @@
 #include "../block_query_loop.cuh"
 #include "query_loader.cuh"
 
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers>
-struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
-  using Base = QueryLoader<QTileLoader, DoutTileLoader, kBuffers>;
-  using Base::kTileQ, Base::head, Base::tile, Base::left, Base::params, Base::quads;
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
+struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies> {
+  using Base = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
+  using Base::kTileQ, Base::head, Base::tile, Base::left, Base::params;
   using Loop = BlockQueryLoop<kTileQ>;
 
   const KeyTileCoordinates& coords;
-  const float16 *q_g, *dout_g;
+  const DTYPE *q_g, *dout_g;
   Loop blocks;
   typename Loop::Tile next, after_next;  // this one is looked up while the present one is computed
   uint32 states;                         // of the present tile
   bool present_masked;
 
   __device__ __forceinline__ BlockQueryLoader(const BackwardParams& all, const Loop& loop, const KeyTileCoordinates& of,
-                                              const float16* q, const float16* dout,
+                                              const DTYPE* q, const DTYPE* dout,
                                               const typename Base::Tiles (&tiles)[kBuffers])
       : Base(all, loop.seen, of, q, dout, tiles),
         coords(of),
@@ -53,11 +53,13 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
   __device__ __forceinline__ void fetch_q() {
     after_next = blocks.take();
     if (!this->more()) return;
-    load_next(this->q_loader, rows<QTileLoader>(q_g, params.attention.q, next.head, next.tile), params.attention.q);
+    load_next(this->q_loader, this->next_q_s(), rows<QTileLoader>(q_g, params.attention.q, next.head, next.tile),
+              params.attention.q);
   }
   __device__ __forceinline__ void fetch_dout() {
     if (!this->more()) return;
-    load_next(this->dout_loader, rows<DoutTileLoader>(dout_g, params.dout, next.head, next.tile), params.dout);
+    load_next(this->dout_loader, this->next_dout_s(), rows<DoutTileLoader>(dout_g, params.dout, next.head, next.tile),
+              params.dout);
   }
 
   __device__ __forceinline__ void advance() {
@@ -70,14 +72,15 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
 
  private:
   template <typename Loader>
-  __device__ __forceinline__ const char* rows(const float16* array_g, const Strides& strides, int of_head,
+  __device__ __forceinline__ const char* rows(const DTYPE* array_g, const Strides& strides, int of_head,
                                               int of_tile) const {
     return Loader::lowest(head_rows(array_g, strides, coords.batch, of_head, 0), strides.seq) +
            of_tile * (strides.seq * kTileQ * Base::kItem);
   }
   template <typename Loader>
-  __device__ __forceinline__ void load_next(const Loader& loader, const char* from_g, const Strides& strides) {
-    loader.template load<true>(quads, from_g, strides.seq, params.attention.sq - next.tile * kTileQ);
+  __device__ __forceinline__ void load_next(const Loader& loader, uint32 to_s, const char* from_g,
+                                            const Strides& strides) {
+    this->bring(loader, to_s, from_g, strides, params.attention.sq - next.tile * kTileQ);
   }
   __device__ __forceinline__ void stand_at(const typename Loop::Tile& at) {
     head = at.head;
@@ -88,13 +91,13 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers> {
   }
 };
 
-template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers>
+template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
 struct ChosenQueryLoader {
-  using Type = QueryLoader<QTileLoader, DoutTileLoader, kBuffers>;
+  using Type = QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
 };
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers>
-struct ChosenQueryLoader<true, QTileLoader, DoutTileLoader, kBuffers> {
-  using Type = BlockQueryLoader<QTileLoader, DoutTileLoader, kBuffers>;
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
+struct ChosenQueryLoader<true, QTileLoader, DoutTileLoader, kBuffers, kCopies> {
+  using Type = BlockQueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCopies>;
 };
-template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers>
-using QueryLoaderOf = typename ChosenQueryLoader<kBlocks, QTileLoader, DoutTileLoader, kBuffers>::Type;
+template <bool kBlocks, typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies>
+using QueryLoaderOf = typename ChosenQueryLoader<kBlocks, QTileLoader, DoutTileLoader, kBuffers, kCopies>::Type;

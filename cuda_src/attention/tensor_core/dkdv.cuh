@@ -2,10 +2,11 @@
 // for its whole life, and of their gradients.
 #pragma once
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) || !defined(TILE_Q) || !defined(ONE_PASS) || \
-    !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || !defined(L2_AHEAD)
+#if !defined(DTYPE) || !defined(NATIVE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) ||    \
+    !defined(TILE_Q) || !defined(ONE_PASS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || \
+    !defined(L2_AHEAD)
 #error \
-    "HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ACCUMULATE)
@@ -34,7 +35,11 @@ struct DkdvTraits {
   static constexpr int kStepsV = div_up(kHeadDimV, 8);  // k8 steps of dP, n8 tiles of dV
   static constexpr int kSubTiles = kSubTiles_;
   static constexpr int kSubRows = kSubTiles * 8;
-  static constexpr int kBuffers = kOnePass ? 1 : 2;  // of Q and dout: the dQ product leaves time to refill one
+  static constexpr int kTogether = MMA_K == 16 && kSubTiles % 2 == 0 ? 2 : 1;  // n8 tiles of weights in one product
+  static constexpr bool kNative = NATIVE;  // sm_80 or later: copies to shared memory, and one barrier per tile
+  // Of Q and dout: the dQ product leaves time to refill one.
+  static constexpr int kBuffers = kOnePass && !kNative ? 1 : 2;
+  static constexpr int kDsBuffers = kOnePass && kNative ? 2 : 1;
 
   using KTile = SwizzledTile<kKeys, kSteps>;
   using VTile = SwizzledTile<kKeys, kStepsV>;
@@ -47,7 +52,7 @@ struct DkdvTraits {
   using Tile = ScoreTile<kMTiles, kSubTiles, Along::kM16, kRun>;
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ACCUMULATE>;
-  using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers>;
+  using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers, kNative>;
   using DqWarp = DqSlice<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
@@ -56,7 +61,7 @@ struct DkdvTraits {
 
 // The CTA's arrays.
 struct GradientArrays {
-  const float16 *q_g, *k_g, *v_g, *dout_g;
+  const DTYPE *q_g, *k_g, *v_g, *dout_g;
   const float* statistics_g;
   float* dq_acc_g;
   OptionArrays options;
@@ -68,13 +73,13 @@ struct GradientArrays {
 // 2026-11-26).
 struct KeyGradients {
   int keys;
-  float16 *dk_g, *dv_g;
+  DTYPE *dk_g, *dv_g;
 };
 
 // V and K, one after the other, through shared memory into registers: take_v and take_k fetch a warp's part.
 template <typename T, typename Barrier, typename Smem, typename TakeV, typename TakeK>
 __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& params, const KeyWindow& window,
-                                          const KeyTileCoordinates& coords, const float16* k_g, const float16* v_g,
+                                          const KeyTileCoordinates& coords, const DTYPE* k_g, const DTYPE* v_g,
                                           TakeV take_v, TakeK take_k) {
   const int rows = window.keys - coords.first_key;
   load_rows<typename T::VTile, T::kHeadDimV, T::kVec, T::kThreads, typename T::Tile>(
@@ -91,9 +96,25 @@ __device__ __forceinline__ void load_keys(Smem& smem, const AttentionParams& par
   if (!T::kOnePass) Barrier::wait();  // k: read; Q and dout take its place
 }
 
-// The end of a query tile: the next one to shared memory, and with ONE_PASS dQ of the present one on the way.
+// Where dS^T of the loader's present tile is, from the first buffer.
+template <typename T, typename Loader>
+__device__ __forceinline__ uint32 ds_buffer(const Loader& loader) {
+  return T::kDsBuffers == 1 ? 0 : loader.left % 2u * T::DsTile::kBytes;
+}
+
+// The end of a query tile: the next one to shared memory, and with ONE_PASS dQ of the present one on the way. Native
+// kernels have another dS^T for the next tile, so that warps begin it as soon as their part of dQ is done.
 template <typename T, typename Barrier, typename Loader>
 __device__ __forceinline__ void finish_tile(Loader& loader, float* dq_acc_g, uint32 ds_s, uint32 k_s) {
+  if constexpr (T::kNative) {
+    loader.arrive();
+    Barrier::wait();  // Q, dout: this tile has been read, the next one written; ds: written, the other one read
+    if constexpr (T::kOnePass) {
+      typename T::DqWarp().add(dq_acc_g + accumulator_offset<T::kSteps>(loader.scratch_row),
+                               ds_s + ds_buffer<T>(loader), k_s);
+    }
+    return;
+  }
   if constexpr (T::kOnePass) {
     Barrier::wait();  // Q, dout: read; ds: written
     loader.store_q();
@@ -125,6 +146,7 @@ template <typename T, typename Barrier, typename Smem, typename GiveV, typename 
 __device__ __forceinline__ void store_gradients(Smem& smem, const BackwardParams& params,
                                                 const KeyTileCoordinates& coords, const ScaleArrays& scales,
                                                 const KeyGradients& gradients, GiveV give_v, GiveK give_k) {
+  if constexpr (T::kNative && T::kOnePass) Barrier::wait();  // ds, k: read
   const int rows = gradients.keys - coords.first_key;
   const float keep_scale = DROPOUT ? params.attention.scores.keep_scale : 1.f;
   give_v(shared_address(smem.v), kUnboost * keep_scale);

@@ -100,9 +100,16 @@ struct DqSlice {
   // One n8 tile, two k8 steps: 8 keys each.
   __device__ __forceinline__ static void multiply(float (&acc)[kRowTiles][kChunks][4], const uint32 (&a)[kRowTiles][4],
                                                   int chunk, uint32 b_low, uint32 b_high) {
+    if constexpr (MMA_K == 16) {
 #pragma unroll
-    for (int i = 0; i < kRowTiles; i++) mma_m16n8k8(acc[i][chunk], {a[i][0], a[i][1]}, b_low);
+      for (int i = 0; i < kRowTiles; i++) {
+        mma_m16n8k16<DTYPE>(acc[i][chunk], {a[i][0], a[i][1]}, {a[i][2], a[i][3]}, b_low, b_high);
+      }
+      return;
+    }
 #pragma unroll
-    for (int i = 0; i < kRowTiles; i++) mma_m16n8k8(acc[i][chunk], {a[i][2], a[i][3]}, b_high);
+    for (int i = 0; i < kRowTiles; i++) mma_m16n8k8<DTYPE>(acc[i][chunk], {a[i][0], a[i][1]}, b_low);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; i++) mma_m16n8k8<DTYPE>(acc[i][chunk], {a[i][2], a[i][3]}, b_high);
   }
 };

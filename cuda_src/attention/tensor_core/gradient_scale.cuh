@@ -1,4 +1,5 @@
-// How dS keeps within float16's range: a power of two, 2^-k, for each key-value head of a sequence.
+// How dS keeps within float16's range: a power of two, 2^-k, for each key-value head of a sequence. bfloat16 has
+// float32's range, in which dS is computed: its kernels have neither sizes nor scales.
 //
 //   |dS_ij| <= P_ij (|dP_ij| + |delta_i|) <= keep_scale * max_i |dout_i| * max_j |v_j| + max_i |delta_i|
 //
@@ -12,6 +13,9 @@
 // has no digits left.
 #pragma once
 
+#if !defined(DTYPE)
+#error "DTYPE, that of q, k, v and dout, comes from a launch-configuration table"
+#endif
 #include "../../common/pack.cuh"
 #include "../backward_params.cuh"
 #include "tile_loader.cuh"
@@ -40,17 +44,19 @@ struct ScaleArrays {
   float* ctas_g;
 
   __device__ __forceinline__ GradientScale of_head(const BackwardParams& params, int batch, int head) const {
+    if constexpr (!kNarrowRange<DTYPE>) return {};
     const auto pair = reinterpret_cast<const float2*>(heads_g)[batch * params.attention.heads + head];
     return {pair.x, pair.y};
   }
   // To be called before a barrier, and after it.
   __device__ __forceinline__ void set_aside(const GradientScale& scale) const {
-    if (threadIdx.x == 0) ctas_g[blockIdx.x] = scale.up;
+    if (kNarrowRange<DTYPE> && threadIdx.x == 0) ctas_g[blockIdx.x] = scale.up;
   }
-  __device__ __forceinline__ float up() const { return ctas_g[blockIdx.x]; }
+  __device__ __forceinline__ float up() const { return kNarrowRange<DTYPE> ? ctas_g[blockIdx.x] : 1.f; }
 };
 
 __device__ __forceinline__ uint4 times(const uint4& quad, uint32 both) {
+  if constexpr (!kNarrowRange<DTYPE>) return quad;
   return make_uint4(mul_f16x2(quad.x, both), mul_f16x2(quad.y, both), mul_f16x2(quad.z, both), mul_f16x2(quad.w, both));
 }
 
@@ -61,7 +67,7 @@ struct ChunksTimes {
   uint32 both;
 
   __device__ __forceinline__ explicit ChunksTimes(float factor) : both(pack_halves(factor, factor)) {}
-  __device__ __forceinline__ uint4 operator()(const float16* chunk_g, int /*item*/, int chunk) const {
+  __device__ __forceinline__ uint4 operator()(const DTYPE* chunk_g, int /*item*/, int chunk) const {
     return times(load_chunk<kCols, kVec>(chunk_g, chunk), both);
   }
 };
@@ -69,6 +75,7 @@ struct ChunksTimes {
 // A fragments of V.
 template <int kMTiles, int kSteps>
 __device__ __forceinline__ void scale_fragments(uint32 (&a)[kMTiles][kSteps][2], float factor) {
+  if constexpr (!kNarrowRange<DTYPE>) return;
   const uint32 both = pack_halves(factor, factor);
 #pragma unroll
   for (int i = 0; i < kMTiles; i++) {

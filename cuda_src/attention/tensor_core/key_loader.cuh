@@ -42,8 +42,9 @@ struct KeyLoader {
   KeyRows head_rows;                 // of the head's first tile
   int64 k_tile_bytes, v_tile_bytes;  // from tile to tile
 
-  __device__ __forceinline__ KeyLoader(const AttentionParams& params, const TileCoordinates& coords, const float16* k_g,
-                                       const float16* v_g, const Tiles& tiles)
+  template <typename Scalar>
+  __device__ __forceinline__ KeyLoader(const AttentionParams& params, const TileCoordinates& coords, const Scalar* k_g,
+                                       const Scalar* v_g, const Tiles& tiles)
       : k_both_s(shared_address(tiles.k)),
         v_both_s(shared_address(tiles.v)),
         k_loader(params.k.seq),
@@ -52,8 +53,8 @@ struct KeyLoader {
         v(params.v),
         head_rows{KTileLoader::lowest(::head_rows(k_g, k, coords.batch, coords.kv_head, 0), k.seq),
                   VTileLoader::lowest(::head_rows(v_g, v, coords.batch, coords.kv_head, 0), v.seq)},
-        k_tile_bytes(k.seq * kTileK * sizeof(float16)),
-        v_tile_bytes(v.seq * kTileK * sizeof(float16)) {}
+        k_tile_bytes(k.seq * kTileK * sizeof(Scalar)),
+        v_tile_bytes(v.seq * kTileK * sizeof(Scalar)) {}
 
   __device__ __forceinline__ Rows rows(int tile) const {
     return {head_rows.k_g + tile * k_tile_bytes, head_rows.v_g + tile * v_tile_bytes};

@@ -91,13 +91,13 @@ struct QuadRows {
 
   // From global memory; rows from `rows` on become zero and are not read.
   template <int kVec>
-  __device__ __forceinline__ static void load(Quads& quads, const float16* rows_g, int64 row_stride, int rows) {
+  __device__ __forceinline__ static void load(Quads& quads, const DTYPE* rows_g, int64 row_stride, int rows) {
 #pragma unroll
     for (int i = 0; i < kMTiles; i++) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int row = 16 * i + 8 * half + lane_index() / 4;
-        const float16* row_g = rows_g + row * row_stride;
+        const DTYPE* row_g = rows_g + row * row_stride;
 #pragma unroll
         for (int group = 0; group < kSteps / kQuadGroup; group++) {
           const int chunk = group * kQuadGroup + lane_index() % 4;
@@ -136,9 +136,9 @@ __device__ __forceinline__ void add_quad_product(float (&acc)[kMTiles][4], const
         const uint32 first[2] = {static_cast<uint32>(pairs[0]), static_cast<uint32>(pairs[0] >> 32)};
         if constexpr (MMA_K == 16) {
           const uint32 second[2] = {static_cast<uint32>(pairs[1]), static_cast<uint32>(pairs[1] >> 32)};
-          mma_m16n8k16(acc[i], first, second, b[step], b[step + 1]);
+          mma_m16n8k16<DTYPE>(acc[i], first, second, b[step], b[step + 1]);
         } else {
-          mma_m16n8k8(acc[i], first, b[step]);
+          mma_m16n8k8<DTYPE>(acc[i], first, b[step]);
         }
       }
     }

@@ -1,7 +1,8 @@
 // The query tiles that a CTA of keys loops over, head after head of its group: the loop's position, and the tiles of Q
 // and dout, fetched from global memory to registers while the present ones are in use, and from there to shared memory.
 //
-// With one buffer the next tile replaces the present one, after a barrier; with two, it takes the other half.
+// With one buffer the next tile replaces the present one, after a barrier; with two, it takes the other half. kCopies
+// (sm_80 or later, two buffers): cp.async brings tiles straight to shared memory; `arrive` waits for them.
 #pragma once
 
 #include "../backward_params.cuh"
@@ -17,13 +18,14 @@ struct QueryTiles {
   alignas(128) unsigned char dout[DoutTile::kBytes];
 };
 
-template <typename QTileLoader, typename DoutTileLoader, int kBuffers>
+template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies = false>
 struct QueryLoader {
+  static_assert(!kCopies || kBuffers == 2, "copies begin while the present tile is in use");
   using QTile = typename QTileLoader::Tile;
   using DoutTile = typename DoutTileLoader::Tile;
   using Tiles = QueryTiles<QTile, DoutTile>;
   static constexpr int kTileQ = QTile::kRows;
-  static constexpr int64 kItem = sizeof(float16);
+  static constexpr int64 kItem = sizeof(DTYPE);
 
   const BackwardParams& params;
   const QueryLoop<kTileQ>& loop;
@@ -38,7 +40,7 @@ struct QueryLoader {
   uint4 quads[QTileLoader::kQuads > DoutTileLoader::kQuads ? QTileLoader::kQuads : DoutTileLoader::kQuads];
 
   __device__ __forceinline__ QueryLoader(const BackwardParams& all, const QueryLoop<kTileQ>& seen,
-                                         const KeyTileCoordinates& coords, const float16* q_g, const float16* dout_g,
+                                         const KeyTileCoordinates& coords, const DTYPE* q_g, const DTYPE* dout_g,
                                          const Tiles (&tiles)[kBuffers])
       : params(all),
         loop(seen),
@@ -73,6 +75,12 @@ struct QueryLoader {
   __device__ __forceinline__ void begin() {
     if (left == 0) return;
     const int rows = params.attention.sq - first_row();
+    if constexpr (kCopies) {
+      q_loader.template copy<true>(q_s, next_q_g, params.attention.q.seq, rows);
+      dout_loader.template copy<true>(dout_s, next_dout_g, params.dout.seq, rows);
+      arrive();
+      return;
+    }
     q_loader.template load<true>(quads, next_q_g, params.attention.q.seq, rows);
     q_loader.store(q_s, quads);
     dout_loader.template load<true>(quads, next_dout_g, params.dout.seq, rows);
@@ -107,18 +115,39 @@ struct QueryLoader {
 
   __device__ __forceinline__ void fetch_q() {
     next_q_g += step_bytes(params.attention.q);
-    if (more()) q_loader.template load<true>(quads, next_q_g, params.attention.q.seq, next_rows());
+    if (more()) bring(q_loader, next_q_s(), next_q_g, params.attention.q, next_rows());
   }
   __device__ __forceinline__ void fetch_dout() {
     next_dout_g += step_bytes(params.dout);
-    if (more()) dout_loader.template load<true>(quads, next_dout_g, params.dout.seq, next_rows());
+    if (more()) bring(dout_loader, next_dout_s(), next_dout_g, params.dout, next_rows());
   }
   __device__ __forceinline__ void store_q() {
+    if constexpr (kCopies) return;
     if (more()) q_loader.store(next_q_s(), quads);
     __syncwarp();  // no buffer: ptxas would otherwise let these stores wait for the next loads
   }
   __device__ __forceinline__ void store_dout() {
+    if constexpr (kCopies) return;
     if (more()) dout_loader.store(next_dout_s(), quads);
+  }
+
+  // Wait for this thread's copies.
+  __device__ __forceinline__ static void arrive() {
+    if constexpr (kCopies) {
+      cp_async_commit_group();
+      cp_async_wait_group<0>();
+    }
+  }
+
+  // The first `rows` rows from there to registers, or copies of them on their way to `to_s`.
+  template <typename Loader>
+  __device__ __forceinline__ void bring(const Loader& loader, uint32 to_s, const char* from_g, const Strides& strides,
+                                        int rows) {
+    if constexpr (kCopies) {
+      loader.template copy<true>(to_s, from_g, strides.seq, rows);
+    } else {
+      loader.template load<true>(quads, from_g, strides.seq, rows);
+    }
   }
 
   __device__ __forceinline__ void advance() {

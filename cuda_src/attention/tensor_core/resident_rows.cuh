@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_a_fragments(uint32 (&a)[kMTiles][Tile::kChu
 }
 
 // A warp's accumulators, times `scale`, to its rows of a tile in shared memory.
-template <typename Tile, int kMTiles>
+template <typename Tile, typename Scalar = float16, int kMTiles>
 __device__ __forceinline__ void round_to_tile(uint32 tile_s, int first_row,
                                               const float (&acc)[kMTiles][Tile::kChunks][4], float scale) {
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ __forceinline__ void round_to_tile(uint32 tile_s, int first_row,
 #pragma unroll
       for (int n = 0; n < Tile::kChunks; n++) {
         st_shared_u32(tile_s + Tile::offset(row, n) + lane_index() % 4 * 4,
-                      pack_halves(acc[i][n][2 * half] * scale, acc[i][n][2 * half + 1] * scale));
+                      pack_pair<Scalar>(acc[i][n][2 * half] * scale, acc[i][n][2 * half + 1] * scale));
       }
     }
   }
@@ -81,8 +81,8 @@ __device__ __forceinline__ void store_items(Scalar* target_g, const float (&valu
 }
 
 // Chunk `chunk` of a row of kCols columns: whole where rows are aligned, otherwise item by item.
-template <int kCols, int kVec>
-__device__ __forceinline__ void store_row_chunk(float16* chunk_g, int chunk, const float (&values)[kChunkItems],
+template <int kCols, int kVec, typename Scalar>
+__device__ __forceinline__ void store_row_chunk(Scalar* chunk_g, int chunk, const float (&values)[kChunkItems],
                                                 bool accumulate) {
   if constexpr (kVec == kChunkItems) {
     store_items(chunk_g, values, accumulate);
@@ -96,8 +96,8 @@ __device__ __forceinline__ void store_row_chunk(float16* chunk_g, int chunk, con
 }
 
 // The first `rows` items of a tile in shared memory to memory, in whole chunks where rows are aligned.
-template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder>
-__device__ __forceinline__ void store_rows(float16* rows_g, int64 row_stride, const unsigned char* tile_s, int rows,
+template <typename Tile, int kCols, int kVec, int kThreads, typename Order = RowsInOrder, typename Scalar>
+__device__ __forceinline__ void store_rows(Scalar* rows_g, int64 row_stride, const unsigned char* tile_s, int rows,
                                            bool accumulate) {
   for (int at = threadIdx.x; at < Tile::kRows * Tile::kChunks; at += kThreads) {
     const int row = at / Tile::kChunks, chunk = at % Tile::kChunks;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void store_rows(float16* rows_g, int64 row_stride, co
       continue;
     }
     float values[kChunkItems];
-    load_vec(values, reinterpret_cast<const float16*>(tile_s + Tile::offset(row, chunk)));
+    load_vec(values, reinterpret_cast<const Scalar*>(tile_s + Tile::offset(row, chunk)));
     store_row_chunk<kCols, kVec>(rows_g + item * row_stride + chunk * kChunkItems, chunk, values, accumulate);
   }
 }

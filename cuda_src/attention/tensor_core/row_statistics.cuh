@@ -1,20 +1,23 @@
 // The statistics of the rows, as the backward kernels keep them in scratch memory: what P and dS need of the forward.
 //
-// P is formed times 2^(kBoostLog2 - 112): 2^-112 gives its float32 exponent field the value that float16
+// P of bfloat16, whose exponents are float32's, is formed as it is. P of float16 is formed times 2^(kBoostLog2 - 112): 2^-112 gives its float32 exponent field the value that float16
 // has there, so that packing needs no conversion, and the boost uses float16's range (P is at most 1: the row's sum is
 // known, there is no stale maximum). L = lse * log2(e) - kShiftedLog2 and D = delta * kUnshifted make
 //   2^(s_log2 - L) = P * 2^kShiftedLog2   and   2^(s_log2 - L) * (dP * kUnshifted - D) = P * (dP - delta).
 // Rows without a key, and padding rows, have L = +inf and D = 0: P and dS are 0 without a branch.
 #pragma once
 
+#if !defined(DTYPE)
+#error "DTYPE, that of q, k, v and dout, comes from a launch-configuration table"
+#endif
 #include "../../common/mma.cuh"
 #include "../backward_params.cuh"
 
-constexpr float kBoostLog2 = 14.f;
-constexpr float kUnboost = 1.f / 16384.f;  // 2^-kBoostLog2
-constexpr float kShiftedLog2 = kBoostLog2 - 112.f;
-constexpr float kShifted = 3.1554436208840472e-30f;    // 2^kShiftedLog2
-constexpr float kUnshifted = 3.1691265005705735e+29f;  // 2^-kShiftedLog2
+constexpr float kBoostLog2 = kNarrowRange<DTYPE> ? 14.f : 0.f;
+constexpr float kUnboost = kNarrowRange<DTYPE> ? 1.f / 16384.f : 1.f;  // 2^-kBoostLog2
+constexpr float kShiftedLog2 = kNarrowRange<DTYPE> ? kBoostLog2 - 112.f : 0.f;
+constexpr float kShifted = kNarrowRange<DTYPE> ? 3.1554436208840472e-30f : 1.f;    // 2^kShiftedLog2
+constexpr float kUnshifted = kNarrowRange<DTYPE> ? 3.1691265005705735e+29f : 1.f;  // 2^-kShiftedLog2
 
 constexpr int kStatisticsBytes = 2 * sizeof(float);  // of a row
 

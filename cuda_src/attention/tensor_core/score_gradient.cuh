@@ -165,6 +165,13 @@ struct TileOptions {
   }
 };
 
+// Two P, times 2^(112 + kShiftedLog2) where float16 keeps them. kMayBeNan: a NaN stays one.
+template <bool kMayBeNan>
+__device__ __forceinline__ uint32 pack_weights(float x, float y) {
+  if constexpr (kNarrowRange<DTYPE>) return pack_shifted<kMayBeNan>(x, y);
+  return pack_pair<DTYPE>(x, y);
+}
+
 // `statistics` has l(n, i, e) and delta(n, i, e). `s` and `dp` come as products and are used up. `masked`: the window
 // may hide some, `partial`: so may a block mask.
 template <typename Tile, typename Options, typename Dbias, typename Statistics>
@@ -193,9 +200,9 @@ __device__ __forceinline__ void score_gradients(typename Tile::Packed& p, typena
       dp[n][i][e] = shifted_p[at] * __fmaf_rn(dp[n][i][e], unshift, -statistics.delta(n, i, e));
       if constexpr (Modifiers::kScore) dp[n][i][e] = tile.gradient(s[n][i][e], dp[n][i][e], n, i, e);
     }
-    p[n][i][half] = pack_shifted < kGiven<typename Options::Bias> || Modifiers::kScore > (shifted_p[0], shifted_p[1]);
+    p[n][i][half] = pack_weights < kGiven<typename Options::Bias> || Modifiers::kScore > (shifted_p[0], shifted_p[1]);
     if (Options::kDropout) p[n][i][half] &= kept[n][i][half];
-    ds[n][i][half] = pack_halves(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
+    ds[n][i][half] = pack_pair<DTYPE>(dp[n][i][2 * half] * slope[0], dp[n][i][2 * half + 1] * slope[1]);
   });
 
   const auto hide = [&](int n, int i, int half, bool sees_first, bool sees_second) {

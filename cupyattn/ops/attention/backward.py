@@ -101,7 +101,7 @@ def _choose(
     if problem.options.implementation == "naive":
         return _naive_plan, ("implementation='naive' was passed",)
     dtype = problem.dtype.name
-    on_tensor_cores = traits.has_mma(dtype)
+    on_tensor_cores = traits.has_mma(dtype) or (traits.native and dtype == "bfloat16")
     if deterministic:
         passes = "dq has a kernel of its own: deterministic=True excludes atomic additions"
     elif on_tensor_cores or _float32_in_one_pass(problem):

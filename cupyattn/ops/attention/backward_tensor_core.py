@@ -148,7 +148,7 @@ def tensor_core_plan(
     accumulate: bool,
 ) -> Plan:
     """Plan the row statistics, dsinks, the range of ds, dk and dv, dq, and a summed dbias."""
-    arch, packed = traits.arch, problem.packed
+    arch, packed, dtype = traits.arch, problem.packed, problem.dtype.name
     dims = problem.head_dim, problem.head_dim_v
     require_near_rows(problem, ("q", "k", "v", "dout"), _MOST_TILE_ROWS)
     laid: AttentionBackwardArrays[Layout] = with_results(problem, outputs)
@@ -157,19 +157,19 @@ def tensor_core_plan(
     summed = _summed_dbias(problem, arch, dbias, score_vec, accumulate)
     options = _options(problem, dbias, score_vec, summed, accumulate)
 
-    of_keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic)
+    vec = whole_vectors(vector_items(dtype), problem, laid, _VECTOR_ARRAYS)
+    of_keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic, vec)
     of_rows = backward_dq.dq_row(arch, *dims, options.dq)  # its kernel is in deterministic calls
     delta_ctas = _ctas_of_delta(problem, rows)
     key_ctas = problem.kv_heads * problem.key_tiles(of_keys.tile_keys)
     row_ctas = problem.heads * problem.query_tiles(of_rows.tile_q) if deterministic else 0
-    scratch: dict[str, int | None] = {
-        "stats": planner.scratch(2 * rows),
-        "sizes": planner.scratch(2 * delta_ctas),
-        "scales": planner.scratch(2 * problem.batch * problem.heads),
-        "cta_scales": planner.scratch(max(key_ctas, row_ctas)),
-        "dq_acc": None,
-        "zeroed": None,
-    }
+    names = ("sizes", "scales", "cta_scales", "dq_acc", "zeroed")
+    scratch: dict[str, int | None] = {"stats": planner.scratch(2 * rows), **dict.fromkeys(names)}
+    scaled = passes.scales_gradients(dtype)
+    if scaled:
+        scratch["sizes"] = planner.scratch(2 * delta_ctas)
+        scratch["scales"] = planner.scratch(2 * problem.batch * problem.heads)
+        scratch["cta_scales"] = planner.scratch(max(key_ctas, row_ctas))
     key_tile = of_keys.tile_q, of_keys.tile_keys, of_keys.warp_keys
     key_lists, row_lists = block_lists(problem, planner, *key_tile, of_keys=True), NO_LISTS
     if deterministic:
@@ -190,31 +190,33 @@ def tensor_core_plan(
         rows_padded=_scratch_rows(problem)[1],
     )
     gradient = gradient_params(problem, params)
-    vec = whole_vectors(vector_items(problem.dtype.name), problem, laid, _VECTOR_ARRAYS)
     shape, values = (arch, *dims, vec), (gradient, *problem.block_modifier_strides)
+    kind = {"packed": packed, "dtype": dtype}
 
     def step(kernel: Specialisation, ctas: int, *values: Any, **places: int | None) -> Step:
         return step_of(kernel, ctas, planner.slots, *values, **{**scratch, **places})
 
-    steps = [step(passes.delta(dims[1], vec, packed), delta_ctas, gradient)]
+    steps = [step(passes.delta(dims[1], vec, **kind), delta_ctas, gradient)]
     if laid.dsinks is not None:  # of statistics that are not scaled yet
-        steps.append(step(passes.dsinks(laid.dsinks.dtype.name), problem.heads, params))
-    scales = passes.scales(dims[1], packed)
-    dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, packed)
+        dsinks = passes.dsinks(laid.dsinks.dtype.name, dtype)
+        steps.append(step(dsinks, problem.heads, params))
+    if scaled:
+        scales = passes.scales(dims[1], packed)
+        steps.append(step(scales, problem.batch * problem.kv_heads, gradient))
+    dkdv = backward_dkdv.dkdv(*shape, not deterministic, options.dkdv, **kind)
     steps += [
-        step(scales, problem.batch * problem.kv_heads, gradient),
         *key_lists.steps,
         step(dkdv, key_ctas, *values, block_lists=key_lists.slot),
     ]
     if deterministic:
-        dq = backward_dq.dq(*shape, options.dq, packed)
+        dq = backward_dq.dq(*shape, options.dq, **kind)
         steps += [*row_lists.steps, step(dq, row_ctas, *values, block_lists=row_lists.slot)]
     else:
-        convert = passes.convert(problem.head_dim, vec, packed)
+        convert = passes.convert(problem.head_dim, vec, **kind)
         steps.append(step(convert, -(-rows // passes.ROW_PAD), gradient))
     if dbias is not None and summed is not None:
         of_dbias = options.summed_dbias
-        kernel = backward_summed_dbias.summed_dbias(*shape, of_dbias, packed)
+        kernel = backward_summed_dbias.summed_dbias(*shape, of_dbias, **kind)
         numbers = *summed.shares, *strides_of(of_dbias.modified, problem.layouts)
         places = {"dbias": scratch["scratch"]} if summed.scratch else {}
         steps.append(step(kernel, summed.ctas, gradient, *numbers, **places))
@@ -238,7 +240,12 @@ def _scratch_rows(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _ctas_of_delta(problem: AttentionProblem, rows: int) -> int:
-    """Return the CTAs of the first kernel: for the rows of all heads, then for those of v."""
+    """Return the CTAs of the first kernel: for the rows of all heads, then for those of v.
+
+    Those of v are read only where their sizes count.
+    """
+    if not passes.scales_gradients(problem.dtype.name):
+        return -(-rows // passes.delta_rows(problem.head_dim_v))
     if problem.packed:
         keys = (problem.total_k // passes.ROW_PAD + problem.batch) * passes.ROW_PAD
     else:

@@ -30,8 +30,8 @@ from cupyattn.runtime.tables import (
 )
 
 _DKDV_PARAMETERS: tuple[Parameter, ...] = (
-    *inputs("q", "k", "v", "dout", "stats", "scales"),
-    Pointer("cta_scales"),
+    *(*inputs("q", "k", "v", "dout", "stats"), *inputs("scales", optional=True)),
+    Pointer("cta_scales", optional=True),
     *(Pointer("dq_acc", optional=True), Pointer("dk"), Pointer("dv")),
     Pointer("dbias", optional=True),
     *(*POSITIONS, *SCORE_INPUTS),
@@ -71,6 +71,8 @@ class DkdvConfig:
     l2_ahead: int = 0
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
+    native: bool = False
+    """Whether tiles come by cp.async, into two buffers, with one barrier a tile (sm_80 or later)."""
 
     @property
     def tile_keys(self) -> int:
@@ -95,6 +97,8 @@ class PairedConfig:
     l2_ahead: int = 0
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
+    native: bool = False
+    """Whether tiles come by cp.async, into two buffers, with one barrier a tile (sm_80 or later)."""
 
     @property
     def tile_keys(self) -> int:
@@ -175,11 +179,23 @@ ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEA
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
 
 
+_NATIVE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    64: DkdvConfig(2, 4, 64, 2, 2, 2, "x", mma_k=16, native=True),
+    128: DkdvConfig(1, 8, 64, 2, 2, 1, "x", mma_k=16, native=True),
+    256: PairedConfig(8, 32, 1, "x", mma_k=16, native=True),
+}
+NATIVE_ONE_PASS = {80: _NATIVE_ONE_PASS}
+NATIVE_DETERMINISTIC = {80: _NATIVE_ONE_PASS}
+
+
 def dkdv_row(
-    arch: int, head_dim: int, head_dim_v: int, one_pass: bool
+    arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int
 ) -> DkdvConfig | PairedConfig:
-    """Return the table row of dk and dv for these head dims."""
-    return row_of(ONE_PASS if one_pass else DETERMINISTIC, arch, head_dim, head_dim_v)
+    """Return the table row of dk and dv for these head dims, and rows of whole vectors or not."""
+    tables = ONE_PASS, DETERMINISTIC
+    if vec > 1 and arch >= min(NATIVE_ONE_PASS):
+        tables = NATIVE_ONE_PASS, NATIVE_DETERMINISTIC
+    return row_of(tables[0 if one_pass else 1], arch, head_dim, head_dim_v)
 
 
 @cache
@@ -191,9 +207,10 @@ def dkdv(
     one_pass: bool,
     options: BackwardOptions = PLAIN_BACKWARD,
     packed: bool = False,
+    dtype: str = "float16",
 ) -> Specialisation:
     """Specialise the dK/dV kernel, which gathers dQ as well with `one_pass`."""
-    row = dkdv_row(arch, head_dim, head_dim_v, one_pass)
+    row = dkdv_row(arch, head_dim, head_dim_v, one_pass, vec)
     dense, of_warps = DKDV_PAIRED_KERNEL, {}
     if isinstance(row, DkdvConfig):
         dense = DKDV_KERNEL
@@ -203,6 +220,8 @@ def dkdv(
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
         gates=row.gates,
         reason=row.reason,
+        DTYPE=dtype,
+        NATIVE=int(row.native),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
@@ -223,12 +242,12 @@ def _dkdv_shared_bytes(
     """Sum the tile loop's buffers, or K, or V (Smem in both sources, which assert it)."""
     row, row_v = round_up(head_dim, 8) * 2, round_up(head_dim_v, 8) * 2  # bytes
     keys = config.tile_keys
-    buffers = 1 if one_pass else 2
+    buffers = 1 if one_pass and not config.native else 2
     parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
     if one_pass:
         parts += [keys * row]
     if one_pass or isinstance(config, PairedConfig):
-        parts += [keys * config.tile_q * 2]  # dS
+        parts += [(2 if one_pass and config.native else 1) * keys * config.tile_q * 2]  # dS
     if isinstance(config, PairedConfig):
         parts += [keys * 16 * FLOAT_BYTES]  # S, 16 queries of it
     buffered = sum(round_up(part, SMEM_UNIT) for part in parts)

@@ -35,8 +35,8 @@ DQ_KERNEL = KernelSpec(
     "attention_backward_dq",
     "attention/tensor_core/backward_dq.cu",
     (
-        *inputs("q", "k", "v", "dout", "stats", "scales"),
-        Pointer("cta_scales"),
+        *(*inputs("q", "k", "v", "dout", "stats"), *inputs("scales", optional=True)),
+        Pointer("cta_scales", optional=True),
         Pointer("dq"),
         *(*POSITIONS, *SCORE_INPUTS),
         BACKWARD_STRUCT,
@@ -123,6 +123,7 @@ def dq(
     vec: int,
     options: BackwardOptions = PLAIN_BACKWARD,
     packed: bool = False,
+    dtype: str = "float16",
 ) -> Specialisation:
     """Specialise the deterministic dQ kernel, which writes no dbias."""
     row = dq_row(arch, head_dim, head_dim_v, options)
@@ -131,6 +132,8 @@ def dq(
         shared_bytes=_dq_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
         reason=row.reason,
+        DTYPE=dtype,
+        NATIVE=int(arch >= 80 and vec > 1),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,

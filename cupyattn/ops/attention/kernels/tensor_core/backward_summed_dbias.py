@@ -36,7 +36,7 @@ from cupyattn.runtime.tables import (
 )
 
 _DENSE_PARAMETERS: tuple[Parameter, ...] = (
-    *inputs("q", "k", "v", "dout", "stats", "scales"),
+    *(*inputs("q", "k", "v", "dout", "stats"), *inputs("scales", optional=True)),
     Pointer("dbias"),
     *(*POSITIONS, *SCORE_INPUTS),
     BACKWARD_STRUCT,
@@ -107,6 +107,7 @@ def summed_dbias(
     vec: int,
     options: BackwardOptions,
     packed: bool = False,
+    dtype: str = "float16",
 ) -> Specialisation:
     """Specialise the kernel, which writes items of the dtype that the options name for dbias."""
     row = summed_dbias_row(arch, head_dim, head_dim_v, options.score_vec)
@@ -116,6 +117,7 @@ def summed_dbias(
         shared_bytes=_shared_bytes(row, head_dim, head_dim_v),
         gates=row.gates,
         reason=row.reason,
+        DTYPE=dtype,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,

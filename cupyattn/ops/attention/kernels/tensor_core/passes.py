@@ -18,7 +18,7 @@ DELTA_KERNEL = KernelSpec(
     "attention/tensor_core/backward_delta.cu",
     (
         *(*inputs("out", "dout", "lse"), *inputs("dlse", optional=True), *inputs("v")),
-        *(Pointer("stats"), Pointer("sizes"), Pointer("zeroed", optional=True)),
+        *(Pointer("stats"), Pointer("sizes", optional=True), Pointer("zeroed", optional=True)),
         *inputs("seqused_k", optional=True),
         BACKWARD_STRUCT,
     ),
@@ -31,7 +31,7 @@ SCALES_KERNEL = KernelSpec(
 CONVERT_KERNEL = KernelSpec(
     "attention_backward_convert",
     "attention/tensor_core/backward_convert.cu",
-    (*inputs("dq_acc", "scales"), Pointer("dq"), BACKWARD_STRUCT),
+    (*inputs("dq_acc"), *inputs("scales", optional=True), Pointer("dq"), BACKWARD_STRUCT),
 )
 DELTA_VARLEN_KERNEL = KernelSpec(
     "attention_backward_delta_varlen",
@@ -88,16 +88,27 @@ def _row_lanes(head_dim_v: int) -> int:
     return next(lanes for lanes in (8, 16, 32) if head_dim_v <= 8 * lanes)
 
 
+def scales_gradients(dtype: str) -> bool:
+    """Tell whether dS is scaled into the range of a dtype (gradient_scale.cuh)."""
+    return dtype == "float16"
+
+
 def delta_rows(head_dim_v: int) -> int:
     """Return the rows that one CTA of `delta` takes, of queries or of V."""
     return _THREADS // _row_lanes(head_dim_v)
 
 
 @cache
-def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
+def delta(
+    head_dim_v: int, vec: int, packed: bool = False, dtype: str = "float16"
+) -> Specialisation:
     """Specialise the kernel of the row statistics."""
     return (DELTA_VARLEN_KERNEL if packed else DELTA_KERNEL).specialise(
-        threads=_THREADS, HEAD_DIM_V=head_dim_v, ROW_LANES=_row_lanes(head_dim_v), VEC=vec
+        threads=_THREADS,
+        DTYPE=dtype,
+        HEAD_DIM_V=head_dim_v,
+        ROW_LANES=_row_lanes(head_dim_v),
+        VEC=vec,
     )
 
 
@@ -105,15 +116,17 @@ def delta(head_dim_v: int, vec: int, packed: bool = False) -> Specialisation:
 def scales(head_dim_v: int, packed: bool = False) -> Specialisation:
     """Specialise the kernel that keeps dS within float16's range."""
     return (SCALES_VARLEN_KERNEL if packed else SCALES_KERNEL).specialise(
-        threads=_THREADS, CTA_ROWS=delta_rows(head_dim_v)
+        threads=_THREADS, DTYPE="float16", CTA_ROWS=delta_rows(head_dim_v)
     )
 
 
 @cache
-def convert(head_dim: int, vec: int, packed: bool = False) -> Specialisation:
+def convert(
+    head_dim: int, vec: int, packed: bool = False, dtype: str = "float16"
+) -> Specialisation:
     """Specialise the kernel that rounds the one-pass dQ."""
     return (CONVERT_VARLEN_KERNEL if packed else CONVERT_KERNEL).specialise(
-        threads=_THREADS, HEAD_DIM=head_dim, VEC=vec
+        threads=_THREADS, DTYPE=dtype, HEAD_DIM=head_dim, VEC=vec
     )
 
 
@@ -129,9 +142,9 @@ def dbias(dtype: str) -> Specialisation:
 
 
 @cache
-def dsinks(dtype: str) -> Specialisation:
-    """Specialise the kernel of the sinks' gradient, for sinks of that dtype."""
-    return DSINKS_KERNEL.specialise(threads=_THREADS, DTYPE=dtype)
+def dsinks(sinks: str, dtype: str = "float16") -> Specialisation:
+    """Specialise the kernel of the sinks' gradient, by the dtypes of the sinks and of the call."""
+    return DSINKS_KERNEL.specialise(threads=_THREADS, DTYPE=dtype, SINKS=sinks)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
