@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cupyattn.ops.attention.kernels.modifiers import modified
@@ -72,7 +72,7 @@ class DkdvConfig:
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
     native: bool = False
-    """Whether tiles come by cp.async, into two buffers, with one barrier a tile (sm_80 or later)."""
+    """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
 
     @property
     def tile_keys(self) -> int:
@@ -98,7 +98,7 @@ class PairedConfig:
     """How many tiles ahead of its use a tile is prefetched into L2; 0 for no prefetch."""
     gates: Gates = Gates()
     native: bool = False
-    """Whether tiles come by cp.async, into two buffers, with one barrier a tile (sm_80 or later)."""
+    """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
 
     @property
     def tile_keys(self) -> int:
@@ -179,13 +179,52 @@ ONE_PASS = with_l2_ahead(with_gates(_TURING_ONE_PASS, _ONE_PASS_GATES), _L2_AHEA
 DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_GATES), _L2_AHEAD)
 
 
-_NATIVE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
-    64: DkdvConfig(2, 4, 64, 2, 2, 2, "x", mma_k=16, native=True),
-    128: DkdvConfig(1, 8, 64, 2, 2, 1, "x", mma_k=16, native=True),
-    256: PairedConfig(8, 32, 1, "x", mma_k=16, native=True),
+# For rows of whole vectors from sm_80 on, whose CTAs have 163 KB of shared memory, on sm_86 and
+# sm_89 99 KB and on sm_90 227 KB: Q and dout come by cp.async, a whole tile ahead of their use, and
+# all five products are m16n8k16. Long tiles have fewer barriers. The loop over 16 queries at a time
+# is not unrolled: the addresses of all of them would spill.
+_AMPERE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fit with tiles of 64 queries"),
+    64: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fill the 163 KB"),
+    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
+    96: DkdvConfig(1, 8, 64, 2, 2, 1, "tiles of 64 queries, without spills"),
+    128: DkdvConfig(1, 8, 64, 2, 2, 1, "tiles of 64 queries take 128 KB"),
+    160: PairedConfig(8, 64, 1, "tiles of 64 queries, without spills"),
+    192: PairedConfig(8, 32, 1, "tiles of 32 queries, without spills"),
+    256: PairedConfig(8, 32, 1, "tiles of 32 queries take 108 KB"),
 }
-NATIVE_ONE_PASS = {80: _NATIVE_ONE_PASS}
-NATIVE_DETERMINISTIC = {80: _NATIVE_ONE_PASS}
+_ADA_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 32, 2, 1, 2, "two CTAs fit with tiles of 32 queries"),
+    64: DkdvConfig(2, 4, 32, 2, 2, 2, "two CTAs fill the 99 KB"),
+    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 92 KB"),
+    96: DkdvConfig(1, 8, 32, 2, 1, 1, "two tiles of 64 queries do not fit"),
+    128: DkdvConfig(1, 8, 32, 2, 2, 1, "tiles of 32 queries take 80 KB"),
+    160: PairedConfig(8, 32, 1, "tiles of 32 queries take 72 KB"),
+    192: PairedConfig(8, 32, 1, "tiles of 32 queries take 84 KB"),
+    256: PairedConfig(8, 16, 1, "two tiles of 32 queries do not fit"),
+}
+_AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
+    40: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, without spills"),
+    64: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, as two CTAs"),
+    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
+    96: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
+    128: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
+    160: PairedConfig(8, 32, 1, "tiles of 32 queries take 52 KB"),
+    192: PairedConfig(8, 32, 1, "tiles of 32 queries take 56 KB"),
+    256: PairedConfig(8, 32, 1, "tiles of 32 queries take 72 KB"),
+}
+
+
+def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
+    return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
+
+
+NATIVE_ONE_PASS = {
+    80: _native(_AMPERE_ONE_PASS),
+    86: _native(_ADA_ONE_PASS),
+    90: _native(_AMPERE_ONE_PASS),
+}
+NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
 
 
 def dkdv_row(
