@@ -130,6 +130,13 @@ _MOST_TILE_ROWS = 64  # the most rows of q, k, v or dout that one tile has
 _VECTOR_ARRAYS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 
 
+_COPIED = {
+    True: "tiles are copied to shared memory asynchronously, as on every GPU from sm_80 on",
+    False: "rows that are not aligned to 16 bytes pass through registers",
+}
+"""The reason for how tiles get to shared memory, by whether kernels copy them."""
+
+
 class _Options(NamedTuple):
     """Compile-time options of the kernels of one call; `summed_dbias` if the bias broadcasts."""
 
@@ -159,6 +166,8 @@ def tensor_core_plan(
 
     vec = whole_vectors(vector_items(dtype), problem, laid, _VECTOR_ARRAYS)
     of_keys = backward_dkdv.dkdv_row(arch, *dims, not deterministic, vec)
+    if traits.native:
+        traits.choices.because(_COPIED[of_keys.native])
     of_rows = backward_dq.dq_row(arch, *dims, options.dq)  # its kernel is in deterministic calls
     delta_ctas = _ctas_of_delta(problem, rows)
     key_ctas = problem.kv_heads * problem.key_tiles(of_keys.tile_keys)

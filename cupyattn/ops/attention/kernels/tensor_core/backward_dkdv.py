@@ -215,6 +215,10 @@ _AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 }
 
 
+NATIVE = 80
+"""The first architecture with cp.async, and with bfloat16 in mma."""
+
+
 def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
     return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
 
@@ -228,11 +232,11 @@ NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
 
 
 def dkdv_row(
-    arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int
+    arch: int, head_dim: int, head_dim_v: int, one_pass: bool, vec: int = 8
 ) -> DkdvConfig | PairedConfig:
     """Return the table row of dk and dv for these head dims, and rows of whole vectors or not."""
     tables = ONE_PASS, DETERMINISTIC
-    if vec > 1 and arch >= min(NATIVE_ONE_PASS):
+    if vec > 1 and arch >= NATIVE:
         tables = NATIVE_ONE_PASS, NATIVE_DETERMINISTIC
     return row_of(tables[0 if one_pass else 1], arch, head_dim, head_dim_v)
 
@@ -301,6 +305,9 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
         yield dkdv(arch, head_dim, head_dim, 8, True, packed=True)
         yield dkdv(arch, head_dim, head_dim, 8, False, packed=True)
+        if arch >= NATIVE:
+            yield dkdv(arch, head_dim, head_dim, 8, True, dtype="bfloat16")
+            yield dkdv(arch, head_dim, head_dim, 8, False, dtype="bfloat16")
     for options in EACH_BACKWARD_OPTION:
         yield dkdv(arch, 64, 64, 8, True, options)
     for head_dim, options in itertools.product((40, 64, 80, 128), BACKWARD_QUADS):

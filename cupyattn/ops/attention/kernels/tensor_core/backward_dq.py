@@ -16,7 +16,7 @@ from cupyattn.ops.attention.kernels.options import (
     BackwardOptions,
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
-from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import SMEM_UNIT
+from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import NATIVE, SMEM_UNIT
 from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
@@ -133,7 +133,7 @@ def dq(
         gates=row.gates,
         reason=row.reason,
         DTYPE=dtype,
-        NATIVE=int(arch >= 80 and vec > 1),
+        NATIVE=int(arch >= NATIVE and vec > 1),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,
@@ -161,6 +161,8 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dq(arch, head_dim, head_dim, vec)
     for head_dim in rows_for(DQ, arch):
         yield dq(arch, head_dim, head_dim, 8, packed=True)
+        if arch >= NATIVE:
+            yield dq(arch, head_dim, head_dim, 8, dtype="bfloat16")
     for options in EACH_BACKWARD_OPTION:
         yield dq(arch, 64, 64, 8, options)
     for head_dim, options in itertools.product((40, 64, 80, 128), BACKWARD_QUADS):
