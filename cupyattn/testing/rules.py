@@ -113,6 +113,7 @@ def _attention_backward(
         *(dout, q, k, v, out, lse),
         dtype=q.dtype,
         float32_weights=implementation == "naive",
+        native=True,
         **options,
     )
     return ExpectedResult(reference.attention_backward(dout, q, k, v, out, lse, **options), bounds)
@@ -167,6 +168,7 @@ def _attention_varlen_backward(
             lse[None, :, rows],
             dtype=q.dtype,
             dlse=None if dlse is None else dlse[None, :, rows],
+            native=True,
             **own,
         )
         for name, place in (("dq", rows), ("dk", keys), ("dv", keys)):

@@ -82,7 +82,12 @@ class TileMask:
         """Errors over bounds of all gradients."""
         grads, given = self.run_backward(**more), self.backward_inputs()
         exact = reference.attention_backward(*given, **self.alike)
-        bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **self.alike)
+        bounds = reference.attention_backward_bound(
+            *given,
+            dtype=self.problem.dtype,
+            native=KERNELS.device.traits.native,
+            **self.alike,
+        )
         return {
             name: reference.error_ratio(
                 KERNELS.get(grad), getattr(exact, name), getattr(bounds, name)

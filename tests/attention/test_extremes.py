@@ -248,7 +248,8 @@ def test_kernels_drop_what_the_seed_says(dtype):
     given = (dout, q, k, v, exact.astype(dtype), exact_lse.astype(np.float32))
     grads = attention_backward(*map(KERNELS.put, given), **options)
     expected = reference.attention_backward(*given, **PART)
-    limits = reference.attention_backward_bound(*given, dtype=dtype, **PART)
+    native = KERNELS.device.traits.native
+    limits = reference.attention_backward_bound(*given, dtype=dtype, native=native, **PART)
     for name in ("dq", "dk", "dv"):
         found = KERNELS.get(getattr(grads, name))
         ratio = reference.error_ratio(found, getattr(expected, name), getattr(limits, name))

@@ -303,7 +303,9 @@ def forward_bounds(
 
 
 def backward_bounds(arrays: Sequence[np.ndarray], options: dict[str, Any]) -> dict[str, np.ndarray]:
-    bounds = reference.attention_backward_bound(*arrays, dtype=arrays[1].dtype, **options)
+    bounds = reference.attention_backward_bound(
+        *arrays, dtype=arrays[1].dtype, native=KERNELS.device.traits.native, **options
+    )
     return {name: bound for name, bound in bounds._asdict().items() if bound is not None}
 
 

@@ -74,10 +74,13 @@ def error_ratios(
     }
 
 
-def check(problem: AttentionCase, implementation: str, **more: Any) -> None:
+def check(
+    problem: AttentionCase, implementation: str, *, native: bool | None = None, **more: Any
+) -> None:
     arrays, options = inputs(problem)
     grads = run(arrays, options, implementation, **more)
-    ratios = error_ratios(grads, arrays, options, float32_weights=implementation == "naive")
+    weights = implementation == "naive"
+    ratios = error_ratios(grads, arrays, options, float32_weights=weights, native=native)
     assert max(ratios.values()) <= 1, ratios
 
 

@@ -107,7 +107,9 @@ class Expression:
         given = (dout, *arrays, round_into(None, out, dout.dtype), lse.astype(np.float32))
         grads = cupyattn.attention_backward(*map(side.put, given), **own, **more)
         exact = reference.attention_backward(*given, **alike)
-        bounds = reference.attention_backward_bound(*given, dtype=self.problem.dtype, **alike)
+        bounds = reference.attention_backward_bound(
+            *given, dtype=self.problem.dtype, native=side.device.traits.native, **alike
+        )
         return {
             name: reference.error_ratio(
                 side.get(getattr(grads, name)), getattr(exact, name), getattr(bounds, name)
