@@ -92,18 +92,6 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
   if constexpr (kGroup + 1 < Traits::kGroups) add_gradients<kGroup + 1>(warp, cta, p, ds, q_rows_s, dout_rows_s);
 }
 
-// For the 16 queries of n8 tiles n and n + 1, in one instruction.
-template <int kGroup = 0>
-__device__ __forceinline__ void add_gradients_of_16(Warp& warp, const Cta& cta, const Traits::Tile::Packed& p,
-                                                    const Traits::Tile::Packed& ds, int n, uint32 q_rows_s,
-                                                    uint32 dout_rows_s) {
-  add_product_nn_16<kGroup, DTYPE>(warp.dv, p[n], p[n + 1], dout_rows_s, cta.dout_fragment);
-  add_product_nn_16<kGroup, DTYPE>(warp.dk, ds[n], ds[n + 1], q_rows_s, cta.q_fragment);
-  if constexpr (kGroup + 1 < Traits::kGroups) {
-    add_gradients_of_16<kGroup + 1>(warp, cta, p, ds, n, q_rows_s, dout_rows_s);
-  }
-}
-
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: by a block mask all are
 // seen.
 template <bool kWhole, typename Loader>
@@ -144,7 +132,8 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loa
     const uint32 q_s = q_rows_s + n * 8 * T::QTile::kRowBytes;
     const uint32 dout_s = dout_rows_s + n * 8 * T::DoutTile::kRowBytes;
     if constexpr (T::kTogether == 2) {
-      add_gradients_of_16(warp, cta, p, ds, n, q_s, dout_s);
+      add_sixteen_nn<DTYPE>(warp.dv, p[n], p[n + 1], dout_s, SixteenRows<T::DoutTile>::by_rows());
+      add_sixteen_nn<DTYPE>(warp.dk, ds[n], ds[n + 1], q_s, SixteenRows<T::QTile>::by_rows());
     } else {
       add_gradients(warp, cta, p[n], ds[n], q_s, dout_s);
     }

@@ -111,10 +111,8 @@ struct PairWarp {
     if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
   }
   // For 16 queries, in one instruction.
-  template <int kGroup = 0>
   __device__ __forceinline__ void add_gradients(const Traits::Tile::Packed& weights, uint32 queries_s) {
-    add_product_nn_16<kGroup, DTYPE>(gradients, weights[0], weights[1], queries_s, fragment);
-    if constexpr (kGroup + 1 < chunk_groups(kSteps)) add_gradients<kGroup + 1>(weights, queries_s);
+    add_sixteen_nn<DTYPE>(gradients, weights[0], weights[1], queries_s, SixteenRows<QueriesTile>::by_rows());
   }
 };
 

@@ -110,14 +110,6 @@ __device__ __forceinline__ void add_dq(Warp& warp, const Cta& cta, const uint32 
   if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq<kGroup + 1>(warp, cta, ds, k_s);
 }
 
-// For the 16 keys of n8 tiles n and n + 1, in one instruction.
-template <int kGroup = 0>
-__device__ __forceinline__ void add_dq_of_16(Warp& warp, const Cta& cta, const Traits::Tile::Packed& ds, int n,
-                                             uint32 k_s) {
-  add_product_nn_16<kGroup, DTYPE>(warp.dq, ds[n], ds[n + 1], k_s, cta.k_fragment);
-  if constexpr (kGroup + 1 < chunk_groups(Traits::kSteps)) add_dq_of_16<kGroup + 1>(warp, cta, ds, n, k_s);
-}
-
 // Copies of a tile of keys on their way to a half.
 template <bool kRagged>
 __device__ __forceinline__ void copy_keys(const Traits::Loader& loader, int half, const KeyRows& from, int keys) {
@@ -165,7 +157,7 @@ __device__ __forceinline__ void key_tile(Warp& warp, const Cta& cta, const Trait
     for (int n = 0; n < T::kKeyTiles; n += T::kTogether) {
       const uint32 rows_s = k_s + n * 8 * T::KTile::kRowBytes;
       if constexpr (T::kTogether == 2) {
-        add_dq_of_16(warp, cta, ds, n, rows_s);
+        add_sixteen_nn<DTYPE>(warp.dq, ds[n], ds[n + 1], rows_s, SixteenRows<T::KTile>::by_rows());
       } else {
         add_dq(warp, cta, ds[n], rows_s);
       }

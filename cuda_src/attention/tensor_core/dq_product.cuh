@@ -57,8 +57,9 @@ struct DqSlice {
 #pragma unroll
     for (int c = 0; c < kChunks; c += 2) {  // 16 keys by two chunks, or by the odd last one
       const bool pair = c + 1 < kChunks;
-      const int chunk = min(first_chunk + c + (pair ? matrix % 2 : 0), KTile::kChunks - 1);
-      k_at[c / 2] = k_s + KTile::offset(row + (pair ? matrix / 2 : matrix % 2) * 8, chunk);
+      const int next_chunk = MMA_K == 16 ? matrix / 2 : matrix % 2, next_rows = MMA_K == 16 ? matrix % 2 : matrix / 2;
+      const int chunk = min(first_chunk + c + (pair ? next_chunk : 0), KTile::kChunks - 1);
+      k_at[c / 2] = k_s + KTile::offset(row + (pair ? next_rows : matrix % 2) * 8, chunk);
     }
 
     float acc[kRowTiles][kChunks][4];
@@ -73,8 +74,9 @@ struct DqSlice {
         if (c + 1 < kChunks) {
           uint32 b[4];
           ldmatrix_trans<4>(b, k_at[c / 2] + key * KTile::kRowBytes);
-          multiply(acc, a, c, b[0], b[2]);
-          if (has(c + 1)) multiply(acc, a, c + 1, b[1], b[3]);
+          // In one instruction of 16 keys both its registers have to be neighbours.
+          multiply(acc, a, c, b[0], b[MMA_K == 16 ? 1 : 2]);
+          if (has(c + 1)) multiply(acc, a, c + 1, b[MMA_K == 16 ? 2 : 1], b[3]);
         } else if (has(c)) {
           uint32 b[2];
           ldmatrix_trans<2>(b, k_at[c / 2] + key * KTile::kRowBytes);

@@ -172,24 +172,3 @@ __device__ __forceinline__ void clear(float (&acc)[kA][kB][4]) {
     for (int j = 0; j < kB; j++) acc[i][j][0] = acc[i][j][1] = acc[i][j][2] = acc[i][j][3] = 0.f;
   }
 }
-
-// acc[i] (16 x 8 kTiles) += A[i] B in the columns of a group, in one instruction of 16 rows of B, which are at rows_s; A
-// is 16 x 16: its first 8 columns, and the next.
-template <int kGroup, typename Scalar, typename Tile, int kMTiles, int kTiles>
-__device__ __forceinline__ void add_product_nn_16(float (&acc)[kMTiles][kTiles][4], const uint32 (&a)[kMTiles][2],
-                                                  const uint32 (&next_a)[kMTiles][2], uint32 rows_s,
-                                                  const FragmentAddress<Tile>& address) {
-  if constexpr (kGroup < chunk_groups(kTiles)) {
-    constexpr int kCount = chunks_in_group(kTiles, kGroup);
-    uint32 b[matrices_loaded(kCount)], next_b[matrices_loaded(kCount)];
-    ldmatrix_trans(b, rows_s + address.of_group(kGroup));
-    ldmatrix_trans(next_b, rows_s + address.of_group(kGroup) + 8 * Tile::kRowBytes);
-#pragma unroll
-    for (int tile = 0; tile < kCount; tile++) {
-#pragma unroll
-      for (int i = 0; i < kMTiles; i++) {
-        mma_m16n8k16<Scalar>(acc[i][kGroup * kGroupChunks + tile], a[i], next_a[i], b[tile], next_b[tile]);
-      }
-    }
-  }
-}
