@@ -4,9 +4,9 @@
 
 #if !defined(DTYPE) || !defined(NATIVE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) ||    \
     !defined(TILE_Q) || !defined(ONE_PASS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || \
-    !defined(L2_AHEAD)
+    !defined(L2_AHEAD) || !defined(DQ_PARTS)
 #error \
-    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD come from a launch-configuration table"
+    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD, DQ_PARTS come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ACCUMULATE)
@@ -53,7 +53,7 @@ struct DkdvTraits {
   using Options = ScoreOptions<BIAS, MASK, SLOPES, SOFTCAP, DROPOUT, Modifiers>;
   using Dbias = DbiasOptions<DBIAS, DBIAS_ACCUMULATE>;
   using Loader = QueryLoaderOf<Modifiers::kBlocks, QTileLoader, DoutTileLoader, kBuffers, kNative>;
-  using DqWarp = DqSlice<DsTile, KTile, kTileQ, WARPS, kDqRowWarps>;
+  using DqWarp = DqSlice<DsTile, KTile, kTileQ, WARPS, kDqRowWarps, DQ_PARTS>;
 
   static_assert(kHeadDim >= 1 && kHeadDim <= 256 && kHeadDimV >= 1 && kHeadDimV <= 256, "head dims are 1 to 256");
   static_assert(kTileQ % kSubRows == 0 && kRowPad % kTileQ == 0, "whole tiles in the padded rows");
@@ -110,8 +110,11 @@ __device__ __forceinline__ void finish_tile(Loader& loader, float* dq_acc_g, uin
     loader.arrive();
     Barrier::wait();  // Q, dout: this tile has been read, the next one written; ds: written, the other one read
     if constexpr (T::kOnePass) {
-      typename T::DqWarp().add(dq_acc_g + accumulator_offset<T::kSteps>(loader.scratch_row),
-                               ds_s + ds_buffer<T>(loader), k_s);
+#pragma unroll 1
+      for (int part = 0; part < T::DqWarp::kPartCount; part++) {
+        typename T::DqWarp(part).add(dq_acc_g + accumulator_offset<T::kSteps>(loader.scratch_row),
+                                     ds_s + ds_buffer<T>(loader), k_s);
+      }
     }
     return;
   }

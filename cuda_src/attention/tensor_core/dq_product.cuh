@@ -27,21 +27,24 @@ __device__ __forceinline__ void store_ds(uint32 lane_s, int chunk, const uint32 
   }
 }
 
-template <typename DsTile, typename KTile, int kTileQ, int kWarps, int kRowWarps>
+// kParts: how many parts of its columns a warp adds one after the other, for fewer registers.
+template <typename DsTile, typename KTile, int kTileQ, int kWarps, int kRowWarps, int kParts = 1>
 struct DqSlice {
   static constexpr int kColumnWarps = kWarps / kRowWarps;
-  static constexpr int kRowTiles = kTileQ / 16 / kRowWarps;             // m16 tiles of a warp
-  static constexpr int kChunks = div_up(KTile::kChunks, kColumnWarps);  // n8 tiles of a warp, at most
-  static constexpr bool kEven = KTile::kChunks % kColumnWarps == 0;
+  static constexpr int kRowTiles = kTileQ / 16 / kRowWarps;                     // m16 tiles of a warp
+  static constexpr int kChunks = div_up(KTile::kChunks, kColumnWarps* kParts);  // n8 tiles of a part, at most
+  static constexpr bool kEven = KTile::kChunks % (kColumnWarps * kParts) == 0;
   static_assert(kWarps % kRowWarps == 0 && kTileQ % (16 * kRowWarps) == 0, "whole m16 tiles for each warp");
+
+  static constexpr int kPartCount = kParts;
 
   int first_row_tile, first_chunk, chunks;
 
-  __device__ __forceinline__ DqSlice() {
-    const int column = warp_index() / kRowWarps;
+  __device__ __forceinline__ explicit DqSlice(int part = 0) {
+    const int column = warp_index() / kRowWarps * kParts + part;
     first_row_tile = warp_index() % kRowWarps * kRowTiles;
-    first_chunk = column * KTile::kChunks / kColumnWarps;
-    chunks = (column + 1) * KTile::kChunks / kColumnWarps - first_chunk;
+    first_chunk = column * KTile::kChunks / (kColumnWarps * kParts);
+    chunks = (column + 1) * KTile::kChunks / (kColumnWarps * kParts) - first_chunk;
   }
 
   __device__ __forceinline__ bool has(int chunk) const { return kEven || chunk + 1 < kChunks || chunk < chunks; }

@@ -73,6 +73,8 @@ class DkdvConfig:
     gates: Gates = Gates()
     native: bool = False
     """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
+    dq_parts: int = 1
+    """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
 
     @property
     def tile_keys(self) -> int:
@@ -99,6 +101,8 @@ class PairedConfig:
     gates: Gates = Gates()
     native: bool = False
     """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
+    dq_parts: int = 1
+    """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
 
     @property
     def tile_keys(self) -> int:
@@ -219,14 +223,18 @@ NATIVE = 80
 """The first architecture with cp.async, and with bfloat16 in mma."""
 
 
-def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
-    return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
+def _native(
+    rows: dict[int, DkdvConfig | PairedConfig], dq_parts: int = 1
+) -> dict[int, DkdvConfig | PairedConfig]:
+    return {
+        limit: replace(row, mma_k=16, native=True, dq_parts=dq_parts) for limit, row in rows.items()
+    }
 
 
 NATIVE_ONE_PASS = {
-    80: _native(_AMPERE_ONE_PASS),
-    86: _native(_ADA_ONE_PASS),
-    90: _native(_AMPERE_ONE_PASS),
+    80: _native(_AMPERE_ONE_PASS, dq_parts=2),
+    86: _native(_ADA_ONE_PASS, dq_parts=2),
+    90: _native(_AMPERE_ONE_PASS, dq_parts=2),
 }
 NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
 
@@ -265,6 +273,7 @@ def dkdv(
         reason=row.reason,
         DTYPE=dtype,
         NATIVE=int(row.native),
+        DQ_PARTS=row.dq_parts,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
