@@ -168,7 +168,9 @@ def test_block_masks_within_bounds(dtype: str, head_dim: int, deterministic: boo
     arrays = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
     with natively():
         grads = cupyattn.attention_backward(
-            *map(KERNELS.put, arrays), mask_mod=blocks_of(seen), deterministic=deterministic
+            *map(KERNELS.put, arrays),
+            mask_mod=blocks_of(seen[None, None]),
+            deterministic=deterministic,
         )
     found = {name: KERNELS.get(getattr(grads, name)) for name in ("dq", "dk", "dv")}
     ratios = error_ratios(found, arrays, {"mask": seen}, native=True)
