@@ -23,6 +23,7 @@ from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
