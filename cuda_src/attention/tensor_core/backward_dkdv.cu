@@ -22,8 +22,8 @@
 // Barriers  two per query tile, one without ONE_PASS, and one where NATIVE.
 // Edges     queries beyond Sq have L = +inf, hence P = dS = 0; keys beyond the sequence are zeros and masked, and get
 //           zeros as gradients, as do keys of a sequence without queries.
-#if !defined(M_TILES) || !defined(SUB_Q) || !defined(DQ_ROW_WARPS)
-#error "M_TILES, SUB_Q and DQ_ROW_WARPS come from a launch-configuration table, and what dkdv.cuh names"
+#if !defined(M_TILES) || !defined(SUB_Q)
+#error "M_TILES and SUB_Q come from a launch-configuration table, and what dkdv.cuh names"
 #endif
 #include "../../common/barrier.cuh"
 #include "dkdv.cuh"
@@ -94,9 +94,9 @@ __device__ __forceinline__ void add_gradients(Warp& warp, const Cta& cta, const 
 
 // kSubRows queries of the tile, from its row `row` on, against the warp's keys. kWhole: by a block mask all are
 // seen.
-template <bool kWhole, typename Loader>
+template <bool kWhole, typename Loader, typename TileStatistics>
 __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loader& loader, int row,
-                                           const float* statistics_g) {
+                                           TileStatistics tile_statistics) {
   using T = Traits;
   const uint32 state = kWhole ? kFull : loader.state(warp_index());
   const uint32 ds_lane_s = cta.ds_lane_s + ds_buffer<T>(loader);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loa
   }
   const uint32 q_rows_s = loader.q_s + row * T::QTile::kRowBytes;
   const uint32 dout_rows_s = loader.dout_s + row * T::DoutTile::kRowBytes;
-  const QueryStatistics<SUB_Q> statistics(statistics_g + row * 2);
+  const QueryStatistics<SUB_Q> statistics(tile_statistics + row * Loader::kStatisticsStep);
   const ScoreCoordinates coords = {cta.batch, loader.head, loader.first_row() + row, warp.first_key};
   const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, coords, cta.scale,
                                                         cta.q_offset);
@@ -144,16 +144,19 @@ __device__ __forceinline__ void query_rows(Warp& warp, const Cta& cta, const Loa
 template <bool kWhole, typename Loader>
 __device__ __forceinline__ void query_tile(Warp& warp, const Cta& cta, Loader& loader, const GradientArrays& arrays) {
   using T = Traits;
-  const float* tile_statistics_g = arrays.statistics_g + statistics_offset(loader.scratch_row);
+  const auto tile_statistics = loader.statistics(arrays.statistics_g);
   loader.fetch_q();
-  if constexpr (T::kNative) loader.fetch_dout();
+  if constexpr (T::kNative) {
+    loader.fetch_dout();
+    loader.fetch_statistics(arrays.statistics_g);
+  }
 #if NATIVE
-#pragma unroll 1  // unrolled, the addresses of all rows spill
+#pragma unroll UNROLL
 #else
 #pragma unroll
 #endif
   for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
-    query_rows<kWhole>(warp, cta, loader, row, tile_statistics_g);
+    query_rows<kWhole>(warp, cta, loader, row, tile_statistics);
     if (!ONE_PASS && !T::kNative && row == T::kMiddleRow) {
       loader.store_q();
       loader.fetch_dout();
@@ -202,10 +205,18 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   const int64 offset = q_offset();
   const Cta cta = {ds_lane_s, {}, {}, params, window, arrays.options, offset, coords.batch, scale};
   Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  loader.begin();
+  loader.begin(arrays.statistics_g);
   __syncthreads();  // Q and dout: the first tile has been written
   loop_over_tiles(loader, arrays.statistics_g, loader.whole(), [&] {
-    query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
+    if constexpr (T::kSplitsTiles) {
+      if (!loader.masked()) {
+        query_tile</*kWhole=*/true>(warp, cta, loader, arrays);
+      } else {
+        query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
+      }
+    } else {
+      query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
+    }
     finish_tile<T, CtaBarrier>(loader, arrays.dq_acc_g, ds_s, k_s);
   });
   if constexpr (Modifiers::kBlocks) {

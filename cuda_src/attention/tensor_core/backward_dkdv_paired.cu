@@ -19,7 +19,7 @@
 #include "dkdv.cuh"
 #include "../backward_sequences.cuh"
 
-struct Traits : DkdvTraits</*kMTiles=*/1, WARPS / 2, /*kSubTiles=*/2, /*kDqRowWarps=*/1> {
+struct Traits : DkdvTraits</*kMTiles=*/1, WARPS / 2, /*kSubTiles=*/2, DQ_ROW_WARPS> {
   static constexpr int kPairs = WARPS / 2;
   static_assert(WARPS % 2 == 0 && 2 * kPairs < 16, "two of the 16 barriers for each pair");
 };
@@ -149,7 +149,7 @@ struct KeyWarp : PairWarp<Traits::KTile, Traits::QTile> {
     scores(pair, loader.q_s);
     scores_barrier();  // pair's S: written
 #if NATIVE
-#pragma unroll 1  // unrolled, the addresses of all rows spill
+#pragma unroll UNROLL
 #else
 #pragma unroll
 #endif
@@ -177,15 +177,15 @@ struct ValueWarp : PairWarp<Traits::VTile, Traits::DoutTile> {
     const PairScores& pair = cta.smem.loop.scores[pair_index()];
     const uint32 ds_lane_s =
         ds_lane_address<T::DsTile>(shared_address(cta.smem.loop.ds), pair_row()) + ds_buffer<T>(loader);
-    const float* rows_g = cta.statistics_g + statistics_offset(loader.scratch_row);
+    const auto tile_statistics = loader.statistics(cta.statistics_g);
 #if NATIVE
-#pragma unroll 1  // unrolled, the addresses of all rows spill
+#pragma unroll UNROLL
 #else
 #pragma unroll
 #endif
     for (int row = 0; row < T::kTileQ; row += T::kSubRows) {
       const uint32 dout_rows_s = loader.dout_s + row * T::DoutTile::kRowBytes;
-      const QueryStatistics<T::kSubTiles> statistics(rows_g + row * 2);
+      const QueryStatistics<T::kSubTiles> statistics(tile_statistics + row * Loader::kStatisticsStep);
       const ScoreCoordinates at = {cta.coords.batch, loader.head, loader.first_row() + row,
                                    cta.coords.first_key + pair_row()};
       const TileOptions<T::Options, T::Dbias, T::Tile> tile(cta.params, cta.window, cta.arrays, at, cta.scale,
@@ -248,11 +248,14 @@ __device__ __forceinline__ void run(const Cta& cta, const GradientArrays& arrays
 
   // Phase 3: the loop over the query tiles.
   Loader loader(params, loop, coords, arrays.q_g, arrays.dout_g, smem.loop.queries);
-  loader.begin();
+  loader.begin(arrays.statistics_g);
   CountedBarrier::wait();  // Q and dout: the first tile has been written
   loop_over_tiles(loader, arrays.statistics_g, 0, [&] {
     if (!ONE_PASS || T::kNative) loader.fetch_q();
-    if constexpr (T::kNative) loader.fetch_dout();
+    if constexpr (T::kNative) {
+      loader.fetch_dout();
+      loader.fetch_statistics(arrays.statistics_g);
+    }
     warp.query_tile(cta, loader);
     finish_tile<T, CountedBarrier>(loader, cta.dq_acc_g, shared_address(smem.loop.ds), shared_address(smem.k));
   });

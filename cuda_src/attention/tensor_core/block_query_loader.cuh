@@ -62,6 +62,10 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCo
               params.dout);
   }
 
+  __device__ __forceinline__ void fetch_statistics(const float* statistics_g) {
+    if (this->more()) Base::copy_statistics(this->next_q_s(), statistics_g, scratch_row_of(next));
+  }
+
   __device__ __forceinline__ void advance() {
     this->q_s = this->next_q_s();
     this->dout_s = this->next_dout_s();
@@ -82,12 +86,15 @@ struct BlockQueryLoader : QueryLoader<QTileLoader, DoutTileLoader, kBuffers, kCo
                                             const Strides& strides) {
     this->bring(loader, to_s, from_g, strides, params.attention.sq - next.tile * kTileQ);
   }
+  __device__ __forceinline__ uint32 scratch_row_of(const typename Loop::Tile& at) const {
+    return ::scratch_row(params, coords.scratch_batch, at.head, coords.scratch_begin + at.tile * kTileQ);
+  }
   __device__ __forceinline__ void stand_at(const typename Loop::Tile& at) {
     head = at.head;
     tile = at.tile;
     states = at.states;
     present_masked = blocks.masked(tile);
-    this->scratch_row = ::scratch_row(params, coords.scratch_batch, head, coords.scratch_begin + tile * kTileQ);
+    this->scratch_row = scratch_row_of(at);
   }
 };
 

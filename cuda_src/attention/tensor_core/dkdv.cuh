@@ -4,9 +4,9 @@
 
 #if !defined(DTYPE) || !defined(NATIVE) || !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(WARPS) ||    \
     !defined(TILE_Q) || !defined(ONE_PASS) || !defined(VEC) || !defined(MIN_CTAS) || !defined(SHARED_BYTES) || \
-    !defined(L2_AHEAD) || !defined(DQ_PARTS)
+    !defined(L2_AHEAD) || !defined(DQ_ROW_WARPS) || !defined(DQ_PARTS) || !defined(UNROLL)
 #error \
-    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD, DQ_PARTS come from a launch-configuration table"
+    "DTYPE, NATIVE, HEAD_DIM, HEAD_DIM_V, WARPS, TILE_Q, ONE_PASS, VEC, MIN_CTAS, SHARED_BYTES, L2_AHEAD, DQ_ROW_WARPS, DQ_PARTS, UNROLL come from a launch-configuration table"
 #endif
 #if !defined(BIAS) || !defined(MASK) || !defined(SCORE_VEC) || !defined(SLOPES) || !defined(SOFTCAP) || \
     !defined(DROPOUT) || !defined(MODIFIED) || !defined(DBIAS) || !defined(DBIAS_ACCUMULATE)
@@ -39,6 +39,7 @@ struct DkdvTraits {
   static constexpr bool kNative = NATIVE;  // sm_80 or later: copies to shared memory, and one barrier per tile
   // Of Q and dout: the dQ product leaves time to refill one.
   static constexpr int kBuffers = kOnePass && !kNative ? 1 : 2;
+  static constexpr bool kSplitsTiles = kNative && SPLIT_TILES && !Modifiers::kBlocks;
   static constexpr int kDsBuffers = kOnePass && kNative ? 2 : 1;
 
   using KTile = SwizzledTile<kKeys, kSteps>;

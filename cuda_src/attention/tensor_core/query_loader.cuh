@@ -11,11 +11,17 @@
 #include "row_statistics.cuh"
 #include "tile_loader.cuh"
 
-// One tile of queries in shared memory.
-template <typename QTile, typename DoutTile>
+// One tile of queries in shared memory. kCopies: with the statistics of its rows.
+template <typename QTile, typename DoutTile, bool kCopies = false>
 struct QueryTiles {
   alignas(128) unsigned char q[QTile::kBytes];
   alignas(128) unsigned char dout[DoutTile::kBytes];
+};
+template <typename QTile, typename DoutTile>
+struct QueryTiles<QTile, DoutTile, true> {
+  alignas(128) unsigned char q[QTile::kBytes];
+  alignas(128) unsigned char dout[DoutTile::kBytes];
+  alignas(128) unsigned char statistics[QTile::kRows * kStatisticsBytes];
 };
 
 template <typename QTileLoader, typename DoutTileLoader, int kBuffers, bool kCopies = false>
@@ -23,7 +29,9 @@ struct QueryLoader {
   static_assert(!kCopies || kBuffers == 2, "copies begin while the present tile is in use");
   using QTile = typename QTileLoader::Tile;
   using DoutTile = typename DoutTileLoader::Tile;
-  using Tiles = QueryTiles<QTile, DoutTile>;
+  using Tiles = QueryTiles<QTile, DoutTile, kCopies>;
+  static constexpr int kStatisticsStep = kCopies ? kStatisticsBytes : 2;            // of a row
+  static constexpr uint32 kStatisticsOffset = sizeof(QueryTiles<QTile, DoutTile>);  // in tiles that have them
   static constexpr int kTileQ = QTile::kRows;
   static constexpr int64 kItem = sizeof(DTYPE);
 
@@ -72,12 +80,13 @@ struct QueryLoader {
   __device__ __forceinline__ uint32 next_dout_s() const { return kBuffers == 1 ? dout_s : dout_sum - dout_s; }
 
   // The first tile, all the way.
-  __device__ __forceinline__ void begin() {
+  __device__ __forceinline__ void begin(const float* statistics_g) {
     if (left == 0) return;
     const int rows = params.attention.sq - first_row();
     if constexpr (kCopies) {
       q_loader.template copy<true>(q_s, next_q_g, params.attention.q.seq, rows);
       dout_loader.template copy<true>(dout_s, next_dout_g, params.dout.seq, rows);
+      copy_statistics(q_s, statistics_g, scratch_row);
       arrive();
       return;
     }
@@ -131,6 +140,30 @@ struct QueryLoader {
     if (more()) dout_loader.store(next_dout_s(), quads);
   }
 
+  // The present tile's statistics: in global memory, or in shared memory.
+  __device__ __forceinline__ auto statistics(const float* statistics_g) const {
+    if constexpr (kCopies) {
+      return q_s + kStatisticsOffset;
+    } else {
+      return statistics_g + statistics_offset(scratch_row);
+    }
+  }
+  // Copies of those of the tile from a row of the scratch on, to the tile whose Q is at `to_s`.
+  __device__ __forceinline__ static void copy_statistics(uint32 to_s, const float* statistics_g, uint32 from_row) {
+    if constexpr (kCopies) {
+      const int chunk = threadIdx.x;
+      if (chunk >= kTileQ * kStatisticsBytes / kChunkBytes) return;
+      cp_async_16(to_s + kStatisticsOffset + chunk * kChunkBytes,
+                  statistics_g + statistics_offset(from_row) + chunk * (kChunkBytes / sizeof(float)));
+    }
+  }
+  __device__ __forceinline__ void fetch_statistics(const float* statistics_g) {
+    if (more()) copy_statistics(next_q_s(), statistics_g, scratch_row + next_scratch_rows());
+  }
+  __device__ __forceinline__ uint32 next_scratch_rows() const {
+    return ends_head() ? params.rows_padded - (loop.tiles() - 1) * kTileQ : kTileQ;
+  }
+
   // Wait for this thread's copies.
   __device__ __forceinline__ static void arrive() {
     if constexpr (kCopies) {
@@ -154,7 +187,7 @@ struct QueryLoader {
     const int next = next_tile();
     q_s = next_q_s();
     dout_s = next_dout_s();
-    scratch_row += ends_head() ? params.rows_padded - (loop.tiles() - 1) * kTileQ : kTileQ;
+    scratch_row += next_scratch_rows();
     head += ends_head();
     tile = next;
     left--;

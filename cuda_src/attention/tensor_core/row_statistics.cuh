@@ -33,6 +33,13 @@ struct QueryStatistics {
 #pragma unroll
     for (int n = 0; n < kNTiles; n++) pairs[n] = ld_global_v4(rows_g + n * 16 + lane_index() % 4 * 4);
   }
+  // From rows in shared memory.
+  __device__ __forceinline__ explicit QueryStatistics(uint32 rows_s) {
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) {
+      pairs[n] = __builtin_bit_cast(float4, ld_shared_v4(rows_s + n * 8 * kStatisticsBytes + lane_index() % 4 * 16));
+    }
+  }
   __device__ __forceinline__ float l(int n, int, int e) const { return e % 2 ? pairs[n].y : pairs[n].x; }
   __device__ __forceinline__ float delta(int n, int, int e) const { return e % 2 ? pairs[n].w : pairs[n].z; }
 };

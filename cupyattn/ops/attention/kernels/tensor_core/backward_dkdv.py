@@ -75,6 +75,9 @@ class DkdvConfig:
     """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
     dq_parts: int = 1
     """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
+    unroll: int = 1
+    """How many times a native kernel unrolls its loop over the queries of a tile."""
+    split: bool = False
 
     @property
     def tile_keys(self) -> int:
@@ -103,6 +106,10 @@ class PairedConfig:
     """Whether cp.async fills two buffers, with one barrier a tile (sm_80 or later)."""
     dq_parts: int = 1
     """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
+    unroll: int = 1
+    """How many times a native kernel unrolls its loop over the queries of a tile."""
+    split: bool = False
+    dq_row_warps: int = 1
 
     @property
     def tile_keys(self) -> int:
@@ -265,7 +272,7 @@ def dkdv(
     dense, of_warps = DKDV_PAIRED_KERNEL, {}
     if isinstance(row, DkdvConfig):
         dense = DKDV_KERNEL
-        of_warps = {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q, "DQ_ROW_WARPS": row.dq_row_warps}
+        of_warps = {"M_TILES": row.m_tiles, "SUB_Q": row.sub_q}
     return modified(VARLEN[dense] if packed else dense, options.modified).specialise(
         threads=row.warps * WARP_SIZE,
         shared_bytes=_dkdv_shared_bytes(row, head_dim, head_dim_v, one_pass),
@@ -273,7 +280,10 @@ def dkdv(
         reason=row.reason,
         DTYPE=dtype,
         NATIVE=int(row.native),
+        DQ_ROW_WARPS=row.dq_row_warps,
         DQ_PARTS=row.dq_parts,
+        UNROLL=row.unroll,
+        SPLIT_TILES=int(row.split),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
@@ -296,6 +306,8 @@ def _dkdv_shared_bytes(
     keys = config.tile_keys
     buffers = 1 if one_pass and not config.native else 2
     parts = [buffers * config.tile_q * row, buffers * config.tile_q * row_v]
+    if config.native:
+        parts += [buffers * config.tile_q * 2 * FLOAT_BYTES]  # statistics
     if one_pass:
         parts += [keys * row]
     if one_pass or isinstance(config, PairedConfig):
