@@ -215,7 +215,7 @@ _SHORTER = (
     (r"\b(ACTIVATION|FORMAT)=", ""),
     (r"float(?=\d)", "f"),
     (r"\bscalar (loads|stores)", "scalar"),
-    (r"\bscores by ", "x"),
+    (r"\bscores by ", "scores x"),
 )
 """Patterns in long names and what is written instead."""
 

@@ -127,7 +127,7 @@ def test_rates_of_integers_are_tops(modelled, capsys, monkeypatch):
 
 def test_long_names_are_written_shorter():
     long = "256 x 192, scalar loads, W_LINES=kAlong, ACTIVATION=Gelu, BIAS=bfloat16, scores by 4"
-    assert turing.shorter(long) == "256 x 192, scalar, W Along, Gelu, BIAS=bf16, x4"
+    assert turing.shorter(long) == "256 x 192, scalar, W Along, Gelu, BIAS=bf16, scores x4"
 
 
 def test_without_a_simulation_there_are_no_empty_columns(monkeypatch, modelled, capsys):
