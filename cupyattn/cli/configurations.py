@@ -113,7 +113,9 @@ def row_name(row: Specialisation) -> str:
     """
     macros = dict(row.macros)
     head_dim, head_dim_v = macros.get("HEAD_DIM"), macros.get("HEAD_DIM_V")
-    parts = [str(macros["DTYPE"])] if "DTYPE" in macros else []
+    dtype = macros.get("DTYPE")
+    usual = dtype == "float16" and "MMA_K" in macros  # on tensor cores, where others are named
+    parts = [] if dtype is None or usual else [str(dtype)]
     dims = {"D": head_dim, "Dv": None if head_dim_v == head_dim else head_dim_v}
     parts += [f"{letter} {dim}" for letter, dim in dims.items() if dim is not None]
     if "QUERY_ROWS" in macros:
