@@ -108,7 +108,7 @@ TENSOR_CORES: Mapping[int, Mapping[int, Mapping[int | None, DecodeConfig]]] = {
     }
 }
 
-# The same of caches of integers, by their dtype first; with float16 queries. Of 8 rows of D 128 the
+# The same of caches of integers, by their dtype first. With 8 rows of float16 queries of D 128 the
 # loop has 395 instructions for a tile of int8 and 344 for one of 4 bits, 277 of float16. By the
 # model of `python -m cupyattn turing` an SM of a T4 could so take 20 and 11 bytes a cycle (NVRTC
 # 12.9, 2026-11-23); the device's memory brings 5.
