@@ -208,15 +208,7 @@ __device__ __forceinline__ void add_up_gradients(const BackwardParams& params, c
   loader.begin(arrays.statistics_g);
   __syncthreads();  // Q and dout: the first tile has been written
   loop_over_tiles(loader, arrays.statistics_g, loader.whole(), [&] {
-    if constexpr (T::kSplitsTiles) {
-      if (!loader.masked()) {
-        query_tile</*kWhole=*/true>(warp, cta, loader, arrays);
-      } else {
-        query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
-      }
-    } else {
-      query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
-    }
+    query_tile</*kWhole=*/false>(warp, cta, loader, arrays);
     finish_tile<T, CtaBarrier>(loader, arrays.dq_acc_g, ds_s, k_s);
   });
   if constexpr (Modifiers::kBlocks) {

@@ -39,7 +39,6 @@ struct DkdvTraits {
   static constexpr bool kNative = NATIVE;  // sm_80 or later: copies to shared memory, and one barrier per tile
   // Of Q and dout: the dQ product leaves time to refill one.
   static constexpr int kBuffers = kOnePass && !kNative ? 1 : 2;
-  static constexpr bool kSplitsTiles = kNative && SPLIT_TILES && !Modifiers::kBlocks;
   static constexpr int kDsBuffers = kOnePass && kNative ? 2 : 1;
 
   using KTile = SwizzledTile<kKeys, kSteps>;

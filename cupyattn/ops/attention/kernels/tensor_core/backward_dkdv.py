@@ -77,7 +77,6 @@ class DkdvConfig:
     """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
     unroll: int = 1
     """How many times a native kernel unrolls its loop over the queries of a tile."""
-    split: bool = False
 
     @property
     def tile_keys(self) -> int:
@@ -108,8 +107,8 @@ class PairedConfig:
     """In how many parts a native warp adds its columns of dQ: more of them take fewer registers."""
     unroll: int = 1
     """How many times a native kernel unrolls its loop over the queries of a tile."""
-    split: bool = False
     dq_row_warps: int = 1
+    """Warps among which the rows of a dQ tile are distributed; the others share out columns."""
 
     @property
     def tile_keys(self) -> int:
@@ -191,29 +190,50 @@ DETERMINISTIC = with_l2_ahead(with_gates(_TURING_DETERMINISTIC, _DETERMINISTIC_G
 
 
 # For rows of whole vectors from sm_80 on, whose CTAs have 163 KB of shared memory, on sm_86 and
-# sm_89 99 KB and on sm_90 227 KB: Q and dout come by cp.async, a whole tile ahead of their use, and
-# all five products are m16n8k16. Long tiles have fewer barriers. The loop over 16 queries at a time
-# is not unrolled: the addresses of all of them would spill.
+# sm_89 99 KB and on sm_90 227 KB: Q, dout and the statistics come by cp.async, a whole tile ahead
+# of their use, and all five products are m16n8k16. Long tiles have fewer barriers. TFLOP/s are of
+# whole calls of 4 x 4,096 tokens, plain and causal, 2,048 columns of heads, float16, on an H200,
+# where Turing's configurations had 246 and 215 at head dim 64, 231 and 218 at 128, 191 and 171 at
+# 256 (a script that is not kept, by replaced rows in one process, 2026-11-28). Shared memory binds:
+# it was busy for 70 % of the cycles at head dim 128 when that had 255 TFLOP/s (ncu).
 _AMPERE_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
-    40: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fit with tiles of 64 queries"),
-    64: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fill the 163 KB"),
-    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries, without spills"),
-    96: DkdvConfig(1, 8, 64, 2, 2, 1, "tiles of 64 queries, without spills"),
-    128: DkdvConfig(1, 8, 64, 2, 2, 1, "tiles of 64 queries take 128 KB"),
-    160: PairedConfig(8, 64, 1, "tiles of 64 queries, without spills"),
-    192: PairedConfig(8, 32, 1, "tiles of 32 queries, without spills"),
-    256: PairedConfig(8, 32, 1, "tiles of 32 queries take 108 KB"),
-}
+    40: DkdvConfig(2, 4, 64, 2, 2, 2, "two CTAs fit with tiles of 64 queries", dq_parts=2),
+    64: DkdvConfig(
+        *(2, 4, 64, 2, 2, 2, "319 and 290 TFLOP/s on an H200, unrolled twice 311 and 284"),
+        dq_parts=2,
+    ),
+    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 93 KB"),
+    96: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 105 KB"),
+    128: DkdvConfig(1, 8, 64, 2, 1, 1, "299 and 273 TFLOP/s on an H200, 279 with dQ by rows"),
+    160: PairedConfig(
+        *(8, 64, 1, "tiles of 64 queries, as at head dim 256 on an H200"),
+        dq_row_warps=2, dq_parts=2, unroll=2,
+    ),
+    192: PairedConfig(
+        *(8, 64, 1, "tiles of 64 queries, as at head dim 256 on an H200"),
+        dq_row_warps=2, dq_parts=2, unroll=2,
+    ),
+    256: PairedConfig(
+        *(8, 32, 1, "tiles of 64 queries do not fit; 222 and 211 TFLOP/s on an H200"),
+        dq_parts=2, unroll=2,
+    ),
+}  # fmt: skip
 _ADA_ONE_PASS: dict[int, DkdvConfig | PairedConfig] = {
     40: DkdvConfig(2, 4, 32, 2, 1, 2, "two CTAs fit with tiles of 32 queries"),
-    64: DkdvConfig(2, 4, 32, 2, 2, 2, "two CTAs fill the 99 KB"),
-    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 92 KB"),
+    64: DkdvConfig(2, 4, 32, 2, 2, 2, "two CTAs fill the 99 KB", dq_parts=2),
+    80: DkdvConfig(1, 8, 64, 2, 1, 1, "tiles of 64 queries take 93 KB"),
     96: DkdvConfig(1, 8, 32, 2, 1, 1, "two tiles of 64 queries do not fit"),
-    128: DkdvConfig(1, 8, 32, 2, 2, 1, "tiles of 32 queries take 80 KB"),
-    160: PairedConfig(8, 32, 1, "tiles of 32 queries take 72 KB"),
-    192: PairedConfig(8, 32, 1, "tiles of 32 queries take 84 KB"),
-    256: PairedConfig(8, 16, 1, "two tiles of 32 queries do not fit"),
+    128: DkdvConfig(1, 8, 32, 2, 1, 1, "tiles of 32 queries take 81 KB"),
+    160: PairedConfig(8, 32, 1, "tiles of 32 queries take 73 KB", dq_parts=2, unroll=2),
+    192: PairedConfig(8, 32, 1, "tiles of 32 queries take 85 KB", dq_parts=2, unroll=2),
+    256: PairedConfig(8, 16, 1, "two tiles of 32 queries do not fit", dq_parts=2),
 }
+_HOPPER_ONE_PASS = _AMPERE_ONE_PASS | {
+    256: PairedConfig(
+        *(8, 64, 1, "245 and 231 TFLOP/s on an H200, 238 and 227 with dQ by columns alone"),
+        dq_row_warps=2, dq_parts=4, unroll=2,
+    )
+}  # fmt: skip
 _AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
     40: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, without spills"),
     64: DkdvConfig(2, 4, 64, 2, 1, 2, "tiles of 64 queries, as two CTAs"),
@@ -230,18 +250,14 @@ NATIVE = 80
 """The first architecture with cp.async, and with bfloat16 in mma."""
 
 
-def _native(
-    rows: dict[int, DkdvConfig | PairedConfig], dq_parts: int = 1
-) -> dict[int, DkdvConfig | PairedConfig]:
-    return {
-        limit: replace(row, mma_k=16, native=True, dq_parts=dq_parts) for limit, row in rows.items()
-    }
+def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
+    return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
 
 
 NATIVE_ONE_PASS = {
-    80: _native(_AMPERE_ONE_PASS, dq_parts=2),
-    86: _native(_ADA_ONE_PASS, dq_parts=2),
-    90: _native(_AMPERE_ONE_PASS, dq_parts=2),
+    80: _native(_AMPERE_ONE_PASS),
+    86: _native(_ADA_ONE_PASS),
+    90: _native(_HOPPER_ONE_PASS),
 }
 NATIVE_DETERMINISTIC = {80: _native(_AMPERE_DETERMINISTIC)}
 
@@ -283,7 +299,6 @@ def dkdv(
         DQ_ROW_WARPS=row.dq_row_warps,
         DQ_PARTS=row.dq_parts,
         UNROLL=row.unroll,
-        SPLIT_TILES=int(row.split),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         WARPS=row.warps,
