@@ -96,47 +96,56 @@ _GEFORCE = {
 _HOPPER = {
     **_AMPERE,
     128: NativeConfig(
-        2,
-        4,
-        64,
-        2,
-        "410, and 378 with one softmax, checked before; 392 with 32 keys",
-        2,
-        True,
-        True,
+        2, 4, 64, 2, "410, and 387 checked before, 392 with 32 keys", 2, True, deferred=True
     ),
 }
 NATIVE = {80: _AMPERE, 86: _GEFORCE, 90: _HOPPER, 120: _GEFORCE}
-# What options and a block mask's lists take of registers: half of the scores at a time, and the
-# check before the exponentials, which forms no scores again. Without it 60 to 760 bytes of a thread
-# spill with a bias at head dims 64 and 128, 0 to 28 with it (sm_90, NVRTC 12.9).
-_HALF = "with options: half of the scores at a time leaves registers"
-_AMPERE_WITH = {
-    64: NativeConfig(2, 4, 64, 2, _HALF, 2),
+# Calls with options check before the exponentials, which forms no scores again: with a bias at
+# head dim 64 that has 261 TFLOP/s, and 211 checked after P V (H200, as above). Dropout, a block
+# mask's lists and items that are read one by one take more registers: half of the scores at a
+# time has 217 with dropout, and 203 all of them; with a bias read one by one all of them spill
+# 280 bytes of a thread, half of them none (sm_90, NVRTC 12.9). From head dim 80 on every option
+# takes half of the scores: at 128 all of them spill 476 and 760 bytes with a bias in float16 and
+# float32, half of them 12 and 16.
+_HALF = "half of the scores at a time leaves registers"
+_AMPERE_HALVES = {
+    64: NativeConfig(2, 4, 64, 2, "217 with dropout, and 203 with one softmax a tile", 2),
     80: NativeConfig(2, 4, 64, 2, _HALF, 2, q_shared=True),
     96: NativeConfig(2, 4, 64, 2, _HALF, 2, q_shared=True),
-    128: NativeConfig(2, 4, 32, 2, "as without options", q_shared=True),
+    128: NativeConfig(2, 4, 32, 2, "64 KiB: two CTAs fit 164 KiB", q_shared=True),
     160: NativeConfig(1, 8, 64, 1, _HALF, 2),
     192: NativeConfig(1, 8, 64, 1, _HALF, 2),
-    256: NativeConfig(1, 8, 64, 1, "with options: 16 keys at a time leave registers", 4),
+    256: NativeConfig(1, 8, 64, 1, "16 keys at a time leave registers", 4),
 }
-_GEFORCE_WITH = {
-    **_AMPERE_WITH,
+_GEFORCE_HALVES = {
+    **_AMPERE_HALVES,
     80: NativeConfig(2, 4, 64, 2, _HALF, 2),
     96: NativeConfig(2, 4, 64, 2, _HALF, 2),
-    128: NativeConfig(1, 4, 32, 2, "as without options"),
-    256: NativeConfig(1, 8, 32, 1, "with options: 16 keys at a time leave registers", 2),
+    128: NativeConfig(1, 4, 32, 2, "16 rows a warp: two CTAs fit 100 KiB"),
+    256: NativeConfig(1, 8, 32, 1, "16 keys at a time leave registers", 2),
 }
-_HOPPER_WITH = {**_AMPERE_WITH, 128: NativeConfig(2, 4, 64, 2, _HALF, 2, q_shared=True)}
-NATIVE_WITH = {80: _AMPERE_WITH, 86: _GEFORCE_WITH, 90: _HOPPER_WITH, 120: _GEFORCE_WITH}
+_HOPPER_HALVES = {**_AMPERE_HALVES, 128: NativeConfig(2, 4, 64, 2, _HALF, 2, q_shared=True)}
+NATIVE_HALVES = {80: _AMPERE_HALVES, 86: _GEFORCE_HALVES, 90: _HOPPER_HALVES, 120: _GEFORCE_HALVES}
+_OPTIONS_64 = NativeConfig(
+    2, 4, 64, 2, "bias 261, mask 259, softcap 235, ALiBi 291; 226, 247, 221, 281 in two softmaxes"
+)
+NATIVE_WITH = {arch: {**rows, 64: _OPTIONS_64} for arch, rows in NATIVE_HALVES.items()}
 
 
 def flash_row(
     arch: int, head_dim: int, head_dim_v: int, options: FlashOptions = PLAIN
 ) -> NativeConfig:
     """Return the configuration for these head dims and options."""
-    plain = options._replace(sinks="void") == PLAIN
-    rows = rows_for(NATIVE if plain else NATIVE_WITH, arch)
+    one_by_one = (options.bias != "void" and options.bias_vec == 1) or (
+        options.mask and options.mask_vec == 1
+    )
+    listed = options.modified is not None and options.modified.blocks is not None
+    table = NATIVE_WITH
+    if options._replace(sinks="void") == PLAIN:
+        table = NATIVE
+    elif options.dropout or listed or one_by_one:
+        table = NATIVE_HALVES
+    rows = rows_for(table, arch)
     return rows[limit_of(rows, head_dim, head_dim_v)]
 
 
