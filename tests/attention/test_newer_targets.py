@@ -28,6 +28,7 @@ import cupyattn
 from cupyattn import emulator, reference
 from cupyattn.emulator.machine.global_memory import GlobalMemory
 from cupyattn.ops.attention.kernels import native
+from cupyattn.ops.attention.kernels.options import FlashOptions
 from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of
 from cupyattn.runtime.backend import running_on
 from cupyattn.runtime.compile import compile_cubin, compile_ptx
@@ -361,9 +362,35 @@ def test_explain_names_the_path_of_the_architecture_that_is_set(monkeypatch):
     ],
 )  # fmt: skip
 def test_native_configurations_fit(arch: int, head_dim: int, dtype: str):
-    """As many CTAs as the table says, and what spills is little."""
     kernel = native.flash(arch, dtype, head_dim, head_dim, 8)
+    assert fits(arch, kernel, most_spills=32), kernel.label  # NVRTC 12.9: at most 20
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", [80, 86, 89, 90])
+def test_every_native_kernel_fits(arch: int):
+    """With options and in other kernels too, whose most are 184 bytes."""
+    kernels = list(native.catalogue(arch))
+    assert [each.label for each in kernels if not fits(arch, each, most_spills=208)] == []
+
+
+def fits(arch: int, kernel: Specialisation, most_spills: int) -> bool:
+    """As many CTAs as the table says, and no more bytes spilled than that."""
     resources = compile_cubin(kernel, arch_of(arch)).resources
+    assert resources is not None
     ctas = arch_of(arch).resident_ctas(kernel.threads, resources.registers, kernel.shared_bytes)
-    assert ctas >= dict(kernel.macros)["MIN_CTAS"]
-    assert resources.spill_store_bytes <= 32  # NVRTC 12.9: at most 20
+    return ctas >= dict(kernel.macros)["MIN_CTAS"] and resources.spill_store_bytes <= most_spills
+
+
+def test_options_choose_the_native_table():
+    """Plain calls, with sinks too; options; and those that take more registers."""
+    tables = {
+        "plain": (FlashOptions(), FlashOptions(sinks="float32")),
+        "with": (FlashOptions(bias="float16", bias_vec=4), FlashOptions(slopes="float32")),
+        "halves": (FlashOptions(dropout=True), FlashOptions(mask=True)),
+    }
+    rows = {"plain": native.NATIVE, "with": native.NATIVE_WITH, "halves": native.NATIVE_HALVES}
+    for arch, newest in ((80, 80), (86, 86), (89, 86), (90, 90), (103, 90), (121, 120)):
+        for kind, of_kind in tables.items():
+            for options in of_kind:
+                assert native.flash_row(arch, 50, 64, options) is rows[kind][newest][64]
