@@ -21,7 +21,7 @@ from support.golden import vectors
 from support.golden.atomics import ATOMICS, AtomicTable
 from support.golden.case import Case
 from support.golden.catalogue import CASES, TABLES
-from support.golden.elementwise import Table
+from support.golden.elementwise import Table, widened
 from support.golden.warp_level import MMA, MMA_DEPTH, MMA_PROBLEMS, WARP_LEVEL, mma_case
 
 from cupyattn import emulator
@@ -40,11 +40,16 @@ _RELATIVE = {
     "tanh.approx.f32": 2.0**-11,
     "ex2.approx.f16": 2.0**-9.9,
     "ex2.approx.f16x2": 2.0**-9.9,
+    "ex2.approx.ftz.bf16": 2.0**-7 + 2.0**-9,  # and half a unit, here of float32
 }
 
 # In units in the last place of the result.
 _UNITS = {"ex2.approx": 2, "rcp.approx": 1, "div.approx": 2, "div.full": 2}
-_ABSOLUTE = {"tanh.approx.f16": 2.0**-10.987, "tanh.approx.f16x2": 2.0**-10.987}
+_ABSOLUTE = {
+    "tanh.approx.f16": 2.0**-10.987,
+    "tanh.approx.f16x2": 2.0**-10.987,
+    "tanh.approx.bf16": 2.0**-8 + 2.0**-9,
+}
 
 
 def unit_in_last_place(x: np.ndarray) -> np.ndarray:
@@ -176,6 +181,8 @@ def table_mismatches(
         operand = table.operands[0]
         if instruction.result == "f16x2":
             operand = operand.view(np.float16).reshape(-1, 2)
+        elif table.types[0] == "bf16":
+            operand = widened(operand)
         if is_exact(instruction.opcode):
             wrong = differing(gpu, emulated)
         else:
@@ -243,11 +250,10 @@ def test_warp_level(case: Case) -> None:
 
 def _mma(case: str, outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the accumulators: (products so far, problem, lane, element), float16 as such."""
-    return {
-        "single": outputs[f"{case}/single"],
-        "half": outputs[f"{case}/half"].view(np.float16),
-        "chained": outputs[f"{case}/chained"][None],
-    }
+    found = {"single": outputs[f"{case}/single"], "chained": outputs[f"{case}/chained"][None]}
+    if f"{case}/half" in outputs:  # sums of bfloat16 are float32 only
+        found["half"] = outputs[f"{case}/half"].view(np.float16)
+    return found
 
 
 @cache
@@ -310,12 +316,14 @@ def test_an_error_in_any_instruction_is_noticed(table: Table) -> None:
         wrong = gpu.copy()
         values = table.results(gpu)[row].reshape(gpu.shape[1], -1)
         if is_exact(instruction.opcode):
-            at = int(np.flatnonzero(~np.isnan(values.astype(np.float64)).any(axis=1))[-1])
+            at = int(np.flatnonzero(~np.isnan(values).any(axis=1))[-1])
             wrong[row, at] ^= np.uint64(1)
         else:
             ordinary = (np.abs(values) > 0.01) & (np.abs(values) < 100)
             at = int(np.flatnonzero(ordinary.all(axis=1))[0])
             flipped = {2: 0x40, 4: 0x20000}[values.itemsize]  # about 2^-5 of the number
+            if instruction.result == "bf16":  # of which `values` is float32
+                flipped >>= 16
             wrong[row, at] ^= np.uint64(flipped)
         found = table_mismatches(table, wrong, emulated_table(table.name))
         assert instruction.name in found

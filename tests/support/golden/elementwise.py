@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from support.golden.case import Case, make_case
 
+from cupyattn.runtime.arch import TURING, Arch
+
 _THREADS = 128
 
 # Of a PTX type: the constraint letter of its register in inline PTX, and its C type.
@@ -14,7 +16,9 @@ REGISTERS = {
     "b16": ("h", "uint16"),
     "f16": ("h", "uint16"),
     "b32": ("r", "uint32"),
+    "bf16": ("h", "uint16"),
     "f16x2": ("r", "uint32"),
+    "bf16x2": ("r", "uint32"),
     "b64": ("l", "uint64"),
     "f32": ("f", "float"),
     "f64": ("d", "double"),
@@ -31,7 +35,8 @@ class Instruction:
     opcode : str
         With everything up to the operands, as ``cvt.rn.f16.f32``.
     result : str
-        Type of the result: ``f16``, ``f16x2``, ``f32``, ``f64``, or ``b16``, ``b32``, ``b64``.
+        Type of the result: ``f16``, ``f16x2``, ``bf16``, ``bf16x2``, ``f32``, ``f64``, or ``b16``,
+        ``b32``, ``b64``.
     tail : str
         Operands after the registers, as ``, 0x96`` of ``lop3.b32``.
     text : str
@@ -71,6 +76,12 @@ def paired_comparison(opcode: str) -> Instruction:
     return Instruction(opcode, "b32", text=text)
 
 
+def widened(bits: np.ndarray) -> np.ndarray:
+    """Return bfloat16 as float32: of uint16, or packed pairs in uint32 as (items, 2)."""
+    halves = bits if bits.itemsize == 2 else bits.view(np.uint16).reshape(-1, 2)
+    return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 @dataclass(frozen=True)
 class Table:
     """Instructions of the same operands; a kernel runs them all.
@@ -85,12 +96,15 @@ class Table:
         Their values.
     instructions : tuple of Instruction
         Each is one row of the results.
+    arch : Arch
+        What the kernel is compiled to PTX for.
     """
 
     name: str
     types: tuple[str, ...]
     operands: tuple[np.ndarray, ...]
     instructions: tuple[Instruction, ...]
+    arch: Arch = TURING
 
     def __post_init__(self) -> None:
         sizes = [BITS[REGISTERS[kind][0]]().itemsize for kind in self.types]
@@ -130,13 +144,17 @@ class Table:
                 },
             },
             threads=_THREADS,
+            arch=self.arch,
         )
 
     def results(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the results of each instruction in a dtype of its own: floats as floats."""
+        """Return the results of each instruction in a dtype of its own: floats as floats.
+
+        bfloat16 is returned as float32, which has the same bits and more.
+        """
         dtypes = {
             "b16": "u2", "b32": "u4", "b64": "u8", "f16": "f2", "f16x2": "u4", "f32": "f4",
-            "f64": "f8",
+            "f64": "f8", "bf16": "u2", "bf16x2": "u4",
         }  # fmt: skip
         arrays = []
         for instruction, row in zip(self.instructions, rows.astype(np.uint64), strict=True):
@@ -144,5 +162,7 @@ class Table:
             array = row.astype(f"u{dtype.itemsize}").view(dtype)
             if instruction.result == "f16x2":
                 array = array.view(np.float16).reshape(-1, 2)
+            elif instruction.result in ("bf16", "bf16x2"):
+                array = widened(array)
             arrays.append(array)
         return arrays

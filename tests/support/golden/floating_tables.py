@@ -1,7 +1,8 @@
 """Floating-point arithmetic, exact and approximate, and conversions (``cvt``).
 
 sm_75 lacks min and max of float16, .NaN and .xorsign of any type, and ``cvt`` of bfloat16, tf32,
-.relu and packed pairs. The emulator lacks .ftz of float16.
+.relu and packed pairs: the tables of `NEWER` are for sm_80 and sm_90. The emulator lacks .ftz of
+float16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from support.golden.values import (
     random_bits,
     random_numbers,
 )
+
+from cupyattn.runtime.arch import arch_of
 
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
 _COMPARISONS = (
@@ -345,6 +348,97 @@ def _from_integers(size: int) -> Table:
     name = f"cvt_b{8 * size}"
     return Table(name, (f"b{8 * size}",), (integers(4, dtype, 32),), tuple(instructions))
 
+
+_FEW_BFLOATS = np.array(
+    [0, 1, 0x7F, 0x80, 0x3B00, 0x3B80, 0x3F00, 0x3F7F, 0x3F80, 0x3F81, 0x3FC0, 0x4040, 0x7E80,
+     0x7F7F, 0x7F80, 0x7FC0], np.uint16,
+)  # fmt: skip
+
+
+def _bfloats(seed: int, count: int, exponents: int) -> np.ndarray:
+    """Bits of bfloat16: any, and numbers of ordinary size."""
+    numbers = random_numbers(seed, count, np.float32, exponents).view(np.uint32) >> np.uint32(16)
+    return np.concatenate([random_bits(seed + 1, count, np.uint16), numbers.astype(np.uint16)])
+
+
+def _bfloat_operands(count: int, seed: int) -> tuple[np.ndarray, ...]:
+    """Combinations of a few, and random ones; the third is sometimes far below the product."""
+    few = np.concatenate([_FEW_BFLOATS, _FEW_BFLOATS | np.uint16(0x8000)])
+    lists = [few, few] if count == 2 else [few[::3], few[1::3], few[::2]]
+    others = tuple(_bfloats(seed + 2 * i, 200, 60 if i == 2 else 12) for i in range(count))
+    return joined(pairs(*lists), others)
+
+
+def _packed(*halves: np.ndarray) -> np.ndarray:
+    return np.stack(halves, axis=1).view(np.uint32)[:, 0]
+
+
+def _newer_conversions() -> tuple[Table, ...]:
+    values = floats(6, np.float32, 96, 30)
+    upper = (random_bits(11, 60, np.uint16).astype(np.uint32) << np.uint32(16)) & np.uint32(
+        0x7FFFFFFF
+    )
+    near = np.array([0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000, 0xFFFF], np.uint32)
+    ties = (upper[:, None] + near).ravel().view(np.float32)  # of bfloat16
+    values = np.concatenate([values, ties, -ties])
+    modifiers = [
+        (mode, *relu, *finite)
+        for mode in ("rn", "rz")
+        for relu in ((), ("relu",))
+        for finite in ((), ("satfinite",))
+    ]
+    packed = tuple(
+        Instruction(".".join(("cvt", *some, f"{kind}x2", "f32")), f"{kind}x2")
+        for kind in ("f16", "bf16")
+        for some in modifiers
+    )
+    alone = tuple(
+        Instruction(".".join(("cvt", *some, kind, "f32")), kind)
+        for kind in ("f16", "bf16")
+        for some in modifiers
+    )
+    every = np.arange(1 << 16, dtype=np.uint16)[::23]
+    back = (Instruction("cvt.f32.bf16", "f32"),)
+    return (
+        Table("cvt_pairs", ("f32", "f32"), (values, values[::-1]), packed, arch_of(80)),
+        Table("cvt_newer", ("f32",), (values,), alone, arch_of(80)),
+        Table("cvt_bf16", ("bf16",), (every,), back, arch_of(80)),
+    )
+
+
+def _newer_arithmetic() -> tuple[Table, ...]:
+    two, three = _bfloat_operands(2, 100), _bfloat_operands(3, 110)
+    pair_two = tuple(_packed(x, x[::-1]) for x in two)
+    pair_three = tuple(_packed(x, x[::-1]) for x in three)
+    halves = _two(120, np.float16, 8)
+    extrema = [f"{root}{nan}" for root in ("min", "max") for nan in ("", ".NaN")]
+    fused = ("fma.rn", "fma.rn.relu")
+    sums = ("add.rn", "sub.rn", "mul.rn")
+    approximate = ("ex2.approx.ftz", "tanh.approx")
+    one = np.concatenate([_bfloats(130, 100, 7), _FEW_BFLOATS])
+
+    def table(
+        name: str, kind: str, operands: tuple[np.ndarray, ...], opcodes: list[str], arch: int = 80
+    ) -> Table:
+        found = _instructions(kind, *(f"{opcode}.{kind}" for opcode in opcodes))
+        return Table(name, (kind,) * len(operands), operands, found, arch_of(arch))
+
+    return (
+        table("bf16_binary", "bf16", two, extrema),
+        table("bf16x2_binary", "bf16x2", pair_two, extrema),
+        table("bf16_fma", "bf16", three, [*fused]),
+        table("bf16x2_fma", "bf16x2", pair_three, [*fused]),
+        table("bf16x2_unary", "bf16x2", (_packed(one, one[::-1]),), ["neg", "abs"]),
+        table("bf16_sums", "bf16", two, [*sums], 90),
+        table("bf16x2_sums", "bf16x2", pair_two, [*sums], 90),
+        table("bf16_approximate", "bf16", (one,), [*approximate], 90),
+        table("f16_extrema", "f16", halves, extrema),
+        table("f32_extrema", "f32", _two(125, np.float32, 20), [*extrema, "min.ftz.NaN"]),
+        table("f16_fma_relu", "f16", tuple(x[:400] for x in (*halves, halves[0][::-1])), [*fused]),
+    )
+
+
+NEWER = (*_newer_conversions(), *_newer_arithmetic())
 
 CONVERSIONS = (
     _from_f32(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from ml_dtypes import bfloat16
 from support.golden.case import FOLDER, Case, make_case
 from support.golden.values import random_bits
 
@@ -77,12 +78,30 @@ def _ldmatrix() -> Case:
     )
 
 
-MMA_DEPTH = {"mma": 8, "mma_k16": 16}
+def _copies() -> Case:
+    count = 3  # 0 to 16 bytes and others, of each lane
+    sizes = random_bits(241, count * 32, np.uint32).reshape(count, 32) % 17
+    sizes[0] = _LANES % 17
+    return make_case(
+        "copies",
+        "ldmatrix",
+        count,
+        {
+            "words": random_bits(240, count * 128, np.uint32).reshape(count, 128),
+            "bytes": sizes.astype(np.int32),
+        },
+        {"results": np.zeros((5, count, 32, 4), np.uint32)},
+        entry="golden_copies",
+        arch=arch_of(80),
+    )
+
+
+MMA_DEPTH = {"mma": 8, "mma_k16": 16, "mma_bf16": 8, "mma_bf16_k16": 16}
 """By case, k of its m16n8k8 or m16n8k16."""
 
 MMA_PROBLEMS = (
     "a distinct", "b distinct", "a and b distinct", "random", "random", "random", "cancelling",
-    "float16 subnormals", "infinities and NaN", "float32 subnormals",
+    "subnormals", "infinities and NaN", "float32 subnormals",
 )  # fmt: skip
 
 
@@ -101,8 +120,13 @@ def _signs(seed: int, count: int) -> np.ndarray:
     return (random_bits(seed, count, np.uint32) % 3).astype(np.float64) - 1
 
 
-def mma_problem(kind: str, seed: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return A (two products), B (two products) and C of one warp, by lane and element."""
+def mma_problem(
+    kind: str, seed: int, k: int, smallest: float = 2.0**-14
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return A (two products), B (two products) and C of one warp, by lane and element.
+
+    `smallest` is the smallest normal number of A and B.
+    """
     a, b, c = _normal(seed, 32 * k), _normal(seed + 1, 16 * k), _normal(seed + 2, 128)
     numbers_a, numbers_b = np.arange(-64.0, 64.0, 8 / k), np.arange(-32.0, 32.0, 8 / k)
     distinct_a = np.concatenate([_permuted(seed + i, numbers_a) for i in (3, 4)])
@@ -117,8 +141,8 @@ def mma_problem(kind: str, seed: int, k: int) -> tuple[np.ndarray, np.ndarray, n
         c = _permuted(seed + 9, np.arange(-64.0, 64.0))
     elif kind == "cancelling":
         a, c = a * 64, c * 2.0**-6
-    elif kind == "float16 subnormals":
-        a, b, c = a * 2.0**-16, b * 4, c * 2.0**-20
+    elif kind == "subnormals":
+        a, b, c = a * smallest / 4, b * 4, c * smallest * 2.0**-6
     elif kind == "infinities and NaN":
         a[[3, 70]], a[[11]], a[[40]] = np.inf, np.nan, -np.inf
         b[[5]], b[[9]] = 0.0, np.inf
@@ -130,28 +154,31 @@ def mma_problem(kind: str, seed: int, k: int) -> tuple[np.ndarray, np.ndarray, n
 
 def mma_case(name: str, magnitudes: bool = False) -> Case:
     """Return a case of `MMA_DEPTH`; with `magnitudes` the same on the absolute values."""
-    k = MMA_DEPTH[name]
-    problems = [mma_problem(kind, 300 + 20 * i, k) for i, kind in enumerate(MMA_PROBLEMS)]
+    k, of_bfloats = MMA_DEPTH[name], "bf16" in name
+    dtype, smallest = (bfloat16, 2.0**-126) if of_bfloats else (np.float16, 2.0**-14)
+    problems = [mma_problem(kind, 300 + 20 * i, k, smallest) for i, kind in enumerate(MMA_PROBLEMS)]
     a, b, c = (np.array(arrays) for arrays in zip(*problems, strict=True))
     if magnitudes:
         a, b, c = abs(a), abs(b), abs(c)
     count = len(problems)
     return make_case(
         name,
-        name,
+        "mma_k16" if of_bfloats else name,
         count,
         {
-            "a": a.astype(np.float16).view(np.uint32),
-            "b": b.astype(np.float16).view(np.uint32),
+            "a": a.astype(dtype).view(np.uint32),
+            "b": b.astype(dtype).view(np.uint32),
             "c_single": c.astype(np.float32),
-            "c_half": c.astype(np.float16).view(np.uint32),
+            "c_half": None if of_bfloats else c.astype(np.float16).view(np.uint32),
         },
         {
             "single": np.zeros((2, count, 32, 4), np.float32),
             "half": np.zeros((2, count, 32, 2), np.uint32),
             "chained": np.zeros((count, 32, 4), np.float32),
         },
-        arch=arch_of(80) if k == 16 else TURING,
+        macros={"KIND": '"bf16"', "DEPTH": k} if of_bfloats else None,
+        scratch=frozenset({"half"} if of_bfloats else ()),
+        arch=TURING if name == "mma" else arch_of(80),
     )
 
 
@@ -178,6 +205,36 @@ def _mma_integer() -> Case:
     )
 
 
+def _mma_integer_tall() -> Case:
+    """As `_mma_integer`, of 16 rows: sums of 16 and of 32 products."""
+    count = 8
+    a = random_bits(510, count * 256, np.uint32).reshape(count, 32, 8)
+    b = random_bits(511, count * 128, np.uint32).reshape(count, 32, 4)
+    c = random_bits(512, count * 128, np.uint32).reshape(count, 32, 4)
+    ends = np.array([0x80808080, 0x7F7F7F7F, 0xFFFFFFFF, 0x00008080], np.uint32)
+    for problem, end in enumerate(ends, 1):
+        a[problem], b[problem] = end, end
+        b[problem, :, 2:] = ends[1] if problem % 2 else end
+        if problem == 4:  # products of one sign, then of the other: where are sums limited?
+            b[problem, :, 1::2] = ends[1]
+        near = c[problem] >> np.uint32(12)
+        c[problem] = np.where(near & 1, 0x80000000 + near, 0x7FFFFFFF - near)
+    for problem in (5, 6):
+        a[problem] = 0
+        a[problem, 13, problem - 5 :: 2] = 0x00000300
+        a[problem, 22, problem - 4] = 0x0A000000
+    c[7] = 0
+    return make_case(
+        "mma_integer_tall",
+        "mma_integer",
+        count,
+        {"a": a, "b": b, "c": c.view(np.int32)},
+        {"results": np.zeros((16, 3, count, 32, 4), np.int32)},
+        entry="golden_mma_integer_tall",
+        arch=arch_of(80),
+    )
+
+
 def _philox() -> Case:
     count = 128
     counters = random_bits(400, 4 * count, np.uint32).reshape(count, 4)
@@ -201,4 +258,7 @@ def _philox() -> Case:
 
 
 MMA = tuple(map(mma_case, MMA_DEPTH))
-WARP_LEVEL = (_shuffle(), _vote(), _ldmatrix(), *MMA, _mma_integer(), _philox())
+WARP_LEVEL = (
+    _shuffle(), _vote(), _ldmatrix(), _copies(), *MMA, _mma_integer(), _mma_integer_tall(),
+    _philox(),
+)  # fmt: skip
