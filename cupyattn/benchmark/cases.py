@@ -20,7 +20,18 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from cupyattn.benchmark.libraries import ARRAY_CODE, BASELINES, SLOW, NotAskedError, float_array
-from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ, Call, Round, Samples, Tensor
+from cupyattn.benchmark.timer import (
+    ARITHMETIC,
+    BFLOAT16,
+    COPY,
+    FLOAT32,
+    PRODUCTS,
+    READ,
+    Call,
+    Round,
+    Samples,
+    Tensor,
+)
 from cupyattn.runtime.annotations import Json, Keywords
 from cupyattn.runtime.arrays import Array, dtype_of
 from cupyattn.runtime.progress import progress
@@ -244,13 +255,15 @@ def _require_agreement(
 
 
 def products_of(dtype: str) -> str:
-    """Return the ceiling of a dtype's products: on Turing tensor cores only take float16."""
-    return PRODUCTS if dtype == "float16" else FLOAT32
+    """Return the ceiling of a dtype's products: from sm_80 on tensor cores take bfloat16 too."""
+    return {"float16": PRODUCTS, "bfloat16": BFLOAT16}.get(dtype, FLOAT32)
 
 
 def binding(ceiling: str, ceilings: Mapping[str, float | None]) -> str:
-    """Return which ceiling binds: without tensor cores float16 uses float32 arithmetic."""
-    return FLOAT32 if ceiling == PRODUCTS and ceilings.get(PRODUCTS) is None else ceiling
+    """Return which ceiling binds: float32 arithmetic where tensor cores do not take the dtype."""
+    if ceiling not in (PRODUCTS, BFLOAT16):
+        return ceiling
+    return FLOAT32 if ceilings.get(ceiling) is None else PRODUCTS
 
 
 def times_of(seconds: Sequence[float], calls_per_sample: int = 1) -> dict[str, float]:
@@ -311,7 +324,7 @@ def rates_of(
     limit = None if ceiling is None else ceilings.get(binding(ceiling, ceilings))
     tflops = flops / seconds / 1e12 if flops is not None and seconds else None
     gb_per_s = bytes / seconds / 1e9 if bytes is not None and seconds else None
-    rate = tflops if ceiling in (PRODUCTS, FLOAT32) else gb_per_s
+    rate = tflops if ceiling in ARITHMETIC else gb_per_s
     return {
         **{"flops": flops, "bytes": bytes, "tflops": tflops, "gb_per_s": gb_per_s},
         **{"ceiling": ceiling, "of_ceiling": rate / limit if rate and limit else None},

@@ -19,7 +19,7 @@ from cupyattn.benchmark.command import Option
 from cupyattn.benchmark.libraries import BASELINES
 from cupyattn.benchmark.results import device_of, place_of, results_of
 from cupyattn.benchmark.table import label_text, seconds_text
-from cupyattn.benchmark.timer import COPY, FLOAT32, PRODUCTS, READ
+from cupyattn.benchmark.timer import ARITHMETIC, COPY, FLOAT32, PRODUCTS, READ
 from cupyattn.cli.arguments import Commands
 from cupyattn.cli.terminal import Result, fail
 from cupyattn.runtime.errors import error
@@ -163,7 +163,7 @@ def charts_of(one: Measured) -> dict[str, Chart]:
     found: dict[str, Chart | None] = {
         "latency": chart_of(one, "median time of a call (less is better)",
                             lambda row: median_of(row) or None, seconds_text, logarithmic=True),
-        "tflops": chart_of(one, "TFLOP/s (more is better)", rate("tflops", (PRODUCTS, FLOAT32)),
+        "tflops": chart_of(one, "TFLOP/s (more is better)", rate("tflops", ARITHMETIC),
                            three, reference=reference(one.products, "TFLOP/s")),
         "bandwidth": chart_of(one, "GB/s (more is better)", rate("gb_per_s", (COPY, READ, None)),
                               three, reference=reference(COPY, "GB/s")),
@@ -277,8 +277,8 @@ def roofline(one: Measured) -> Iterator[Figure]:
     if not best:
         return
     memory = [rate for name in (READ, COPY) if (rate := one.ceilings.get(name))]
-    roofs = {"a T4, as specified": (_T4[products_of(one.rows[0].get("dtype") or "float16")],
-                                    _T4[COPY])}  # fmt: skip
+    on_a_t4 = binding(products_of(one.rows[0].get("dtype") or "float16"), _T4)
+    roofs = {"a T4, as specified": (_T4[on_a_t4], _T4[COPY])}
     if memory:
         roofs["our code in this run"] = one.ceilings.get(one.products) or math.inf, max(memory)
     figure, axes = _figure(f"{one.name}: TFLOP/s over FLOP for each byte", one.source, 3.6)

@@ -20,7 +20,7 @@ from cupyattn.benchmark.cases import Case, Harness, Row, labels_of, median_of
 from cupyattn.benchmark.command import JSON, Benchmark, run_on_gpu
 from cupyattn.benchmark.results import measured_on
 from cupyattn.benchmark.table import label_text
-from cupyattn.benchmark.timer import FLOAT32, PRODUCTS, copy_rate
+from cupyattn.benchmark.timer import ARITHMETIC, copy_rate
 from cupyattn.cli.arguments import Commands, positive
 from cupyattn.cli.terminal import Result, Terminal
 from cupyattn.runtime.annotations import Json
@@ -156,7 +156,7 @@ def figure(row: Row, cases: dict[str, Case], model: TuringModel | None) -> float
     """Return a row's figure by the model: TFLOP/s of products, or the specified GB/s."""
     if model is None or median_of(row) is None:
         return None
-    if row["ceiling"] not in (PRODUCTS, FLOAT32):
+    if row["ceiling"] not in ARITHMETIC:
         return None if row["gb_per_s"] is None else float(model.machine.memory_gb_s)
     labels = labels_of(row)
     name = labels.pop("implementation")
@@ -212,7 +212,7 @@ def _cells(row: Json) -> tuple[str, ...]:
     seconds, call = median_of(row), label_text(labels)
     if seconds is None:
         return (call, "", row["unavailable"], "", "")
-    products = row["ceiling"] in (PRODUCTS, FLOAT32)
+    products = row["ceiling"] in ARITHMETIC
     figure, unit = row["tflops" if products else "gb_per_s"], "TFLOP/s" if products else "GB/s"
     modelled = row["modelled"]
     return (

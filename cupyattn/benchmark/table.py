@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from cupyattn.benchmark.cases import CEILINGS, Row, labels_of, median_of
-from cupyattn.benchmark.timer import FLOAT32, PRODUCTS
+from cupyattn.benchmark.timer import ARITHMETIC
 from cupyattn.cli.terminal import Result, Terminal
 
 _VERSIONS = {
@@ -133,7 +133,7 @@ def show_rows(rows: Sequence[Row], compare: str | None, terminal: Terminal) -> N
     ]
     heading = (*(name.replace("_", " ") for name in vary), "ran", "p50", *["p95"] * spread,
                *(_RATES[name][0] for name in rates), *compared.values(), *also)  # fmt: skip
-    products = any(row.get("ceiling") in (PRODUCTS, FLOAT32) for row in rows)
+    products = any(row.get("ceiling") in ARITHMETIC for row in rows)
     less = _RATES["gb_per_s" if products else "tflops"][0]
     terminal.left_out(
         terminal.table(heading, lines, len(vary) + 1, ("p95", "memory", less, "of ceiling"))

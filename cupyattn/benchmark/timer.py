@@ -33,8 +33,10 @@ Round = Sequence[Call]
 """Calls of one case that run one after the other, each with its own arrays."""
 
 PRODUCTS, FLOAT32 = "mma_tflops", "fma_tflops"
+BFLOAT16 = "bfloat16_mma_tflops"
 COPY, READ = "copy_gb_per_s", "read_gb_per_s"
-"""The ceilings that can bind a case: two of products, and two of bytes."""
+"""The ceilings that can bind a case: three of products, and two of bytes."""
+ARITHMETIC = (PRODUCTS, BFLOAT16, FLOAT32)
 FEWEST = 3
 """Timed calls, however long they take."""
 _WARM_UP_SHARE = 0.2
@@ -195,16 +197,17 @@ def _address(array: Array | Tensor) -> int:
 
 
 _MOST_BYTES = 2**30
-_PRODUCT_FLOPS = 2 * 16 * 8 * 8  # of mma.m16n8k8
+_FLOPS_PER_K = 2 * 16 * 8  # of mma.m16n8k8 and m16n8k16
 _ADDEND = 0.5  # s <- s / 2 + 1 / 2 stays below 1
 _CTAS_PER_SM = 8
 _TIMER = Timer(calls=20, warm_up=3, budget_s=0.5)
 
 
 def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
-    """Measure the rates of a copy, of reading, of mma.m16n8k8 and of float32 multiply-adds.
+    """Measure the rates of a copy, of reading, of mma and of float32 multiply-adds.
 
-    The rate of mma is None on a GPU without tensor cores.
+    mma is m16n8k8 in Turing's code, m16n8k16 in code of sm_80 and later. Its rate is None on a GPU
+    without tensor cores, and with bfloat16 in Turing's code.
     """
     empty, size = load_cupy().empty, _copied_bytes()
     found: dict[str, float | None] = {COPY: copy_rate()}
@@ -216,12 +219,14 @@ def measured_ceilings(device: CudaDevice) -> dict[str, float | None]:
     grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
     read = ceiling_kernels.read_weight()
     found[READ] = size / seconds(read, grid, source, sink, size // VECTOR_BYTES) / 1e9
-    found[PRODUCTS] = None
+    found[PRODUCTS] = found[BFLOAT16] = None
     if device.tensor_cores:
+        mma_k = 16 if device.traits.native else 8
         grid, rounds = device.multiprocessors * _CTAS_PER_SM, tensor_cores.LONG_ROUNDS
-        took = seconds(tensor_cores.mma_rate(rounds), grid, empty(SUB_PARTITIONS, np.int64))
+        took = seconds(tensor_cores.mma_rate(rounds, mma_k), grid, empty(SUB_PARTITIONS, np.int64))
         products = grid * SUB_PARTITIONS * tensor_cores.IN_FLIGHT * rounds
-        found[PRODUCTS] = products * _PRODUCT_FLOPS / took / 1e12
+        found[PRODUCTS] = products * _FLOPS_PER_K * mma_k / took / 1e12
+        found[BFLOAT16] = found[PRODUCTS] if device.traits.native else None
     grid = device.multiprocessors * ceiling_kernels.CTAS_PER_SM
     threads = grid * ceiling_kernels.THREADS
     took = seconds(ceiling_kernels.fma_rate(), grid, empty(threads, np.float32), _ADDEND)

@@ -11,6 +11,7 @@ from support.fake_gpu import CEILINGS, SCRATCH, harness
 
 from cupyattn.benchmark import cases as subjects
 from cupyattn.benchmark.cases import (
+    BFLOAT16,
     COPY,
     FIGURES,
     FLOAT32,
@@ -68,6 +69,13 @@ def test_without_tensor_cores_float16_is_held_against_float32():
     none = {PRODUCTS: None, FLOAT32: 4.0}
     row = row_of({}, "a", [0.5], flops=1e12, ceiling=products_of("float16"), ceilings=none)
     assert row["of_ceiling"] == pytest.approx(2.0 / 4.0)
+
+
+@pytest.mark.parametrize(("rate", "limit"), [(None, 4.0), (8.0, 8.0)])
+def test_bfloat16_is_held_against_mma_where_the_code_has_it(rate, limit):
+    ceilings = {PRODUCTS: 8.0, BFLOAT16: rate, FLOAT32: 4.0}
+    row = row_of({}, "a", [0.5], flops=1e12, ceiling=products_of("bfloat16"), ceilings=ceilings)
+    assert row["of_ceiling"] == pytest.approx(2.0 / limit)
 
 
 def test_rows_have_labels_figures_and_nothing_else():

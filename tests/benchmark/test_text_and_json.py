@@ -10,7 +10,7 @@ from support.fake_gpu import CEILINGS
 from cupyattn import __main__ as command_line
 from cupyattn.benchmark import __main__ as benchmarks
 from cupyattn.benchmark import libraries, linear
-from cupyattn.benchmark.cases import Harness
+from cupyattn.benchmark.cases import Harness, binding, products_of
 
 ATTENTION = "--seqlen 16 --batch 1 --width 16 --head-dim 8 --options causal --implementation flash"
 CACHE = "--heads 4 --kv-heads 2 --head-dim 8 --block-size 16"
@@ -57,11 +57,13 @@ def test_rows_are_held_against_the_ceiling_that_binds(
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["command"] == name
     assert [row["implementation"] for row in result["rows"]] == implementations
-    products = "mma_tflops" if dtype == "float16" else "fma_tflops"
+    products = products_of(dtype)
     for row in result["rows"]:
         assert row["ceiling"] in (products, "copy_gb_per_s", "read_gb_per_s")
         rate = row["tflops" if row["ceiling"] == products else "gb_per_s"]
-        assert row["of_ceiling"] == pytest.approx(rate / CEILINGS[row["ceiling"]])
+        assert row["of_ceiling"] == pytest.approx(
+            rate / CEILINGS[binding(row["ceiling"], CEILINGS)]
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from cupyattn.benchmark import timer as ceilings
 from cupyattn.benchmark.host import microseconds_per_call
 from cupyattn.benchmark.timer import Timer, peak_bytes
 from cupyattn.emulator import Checks, Report
+from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.device.emulated import EmulatedDevice
 from cupyattn.runtime.plan import launch
 
@@ -216,9 +217,14 @@ def test_ceilings_launch_the_kernels_that_measure(monkeypatch):
         assert entry == f"{name}_rate"
         flops *= grid * dict(macros)["ROUNDS"] * dict(macros)["IN_FLIGHT"]
         assert found[f"{name}_tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+    assert found["bfloat16_mma_tflops"] is None
+    device.arch = arch_of(80)
+    native = ceilings.measured_ceilings(device)
+    assert dict(launches[-2][1])["MMA_K"] == 16
+    assert native["bfloat16_mma_tflops"] == native["mma_tflops"] == 2 * found["mma_tflops"]
     device.tensor_cores = False
     without = ceilings.measured_ceilings(device)
-    assert without["mma_tflops"] is None
+    assert without["mma_tflops"] is without["bfloat16_mma_tflops"] is None
     assert without["fma_tflops"] == found["fma_tflops"]
 
 

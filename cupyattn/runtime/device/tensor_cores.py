@@ -45,10 +45,10 @@ PRODUCTS = IN_FLIGHT * _ROUNDS
 
 
 @cache
-def mma_rate(rounds: int = _ROUNDS) -> Specialisation:
-    """Specialise the kernel."""
+def mma_rate(rounds: int = _ROUNDS, mma_k: int = 8) -> Specialisation:
+    """Specialise the kernel for mma.m16n8k8, or from sm_80 on for mma.m16n8k16."""
     threads = SUB_PARTITIONS * WARP_SIZE
-    return KERNEL.specialise(threads=threads, IN_FLIGHT=IN_FLIGHT, ROUNDS=rounds)
+    return KERNEL.specialise(threads=threads, IN_FLIGHT=IN_FLIGHT, ROUNDS=rounds, MMA_K=mma_k)
 
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
