@@ -1,4 +1,4 @@
-"""Exact attention, layers and a paged KV cache for array code: CUDA kernels for Turing GPUs.
+"""Exact attention, layers and a paged KV cache for array code: CUDA kernels for Turing and newer.
 
 >>> import numpy as np, cupyattn
 >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 5, 2, 8), dtype=np.float32)
@@ -6,7 +6,7 @@
 (1, 5, 2, 8)
 
 CuPy arrays run on the GPU, NumPy arrays on the CPU: in NumPy, or by the kernels themselves on an
-emulator (`backend`). `cupyattn.models` has GPT-2, Llama and Phi-2, `cupyattn.emulator` runs any
+emulator (`backend`). `cupyattn.models` has language models, `cupyattn.emulator` runs any
 kernel, and `cupyattn.testing` has what property tests need. Every name is imported when it is first
 used: ``import cupyattn`` alone loads neither NumPy nor the functions.
 """

@@ -90,7 +90,8 @@ def device_info() -> DeviceInfo:
             For each GPU its ``name``, ``compute_capability`` and ``memory_bytes``; ``arch``, for
             which kernels are compiled; ``tensor_cores``, whether float16 uses them instead of
             float32 arithmetic; ``tensor_cores_because``, how that is known; ``native``, whether
-            attention uses the instructions of sm_80 and later, and tensor cores for bfloat16 too;
+            attention and products use the instructions of sm_80 and later, and tensor cores for
+            bfloat16 too;
             ``tuned``, the number of configurations that ``python -m cupyattn tune`` chose, None if
             it has not run; and ``unusable_because``, None for a GPU that can be used.
         ``cuda_driver``, ``cuda_runtime`` : int or None

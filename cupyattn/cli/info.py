@@ -98,9 +98,7 @@ def _device_row(device: Json) -> tuple[str, ...]:
 def _float16(device: Json) -> str:
     """Describe what float16 runs on, and why."""
     where = "on tensor cores" if device["tensor_cores"] else "in float32 arithmetic"
-    native = (
-        "; attention in bfloat16 too, by kernels for sm_80 and later" if device["native"] else ""
-    )
+    native = "; bfloat16 too, by kernels for sm_80 and later" if device["native"] else ""
     return f"float16 runs {where} ({device['tensor_cores_because']}){native}"
 
 

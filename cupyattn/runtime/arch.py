@@ -197,7 +197,7 @@ def tensor_cores_override() -> bool | None:
     ValueError
         If it is neither 0 nor 1.
     """
-    off = "compute float16 in float32 arithmetic"
+    off = "compute in float32 arithmetic"
     return flag(TENSOR_CORES_VARIABLE, on="use tensor cores", off=off)
 
 

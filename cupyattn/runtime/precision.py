@@ -35,7 +35,8 @@ class Precision:
 _PRECISIONS = {
     "float16": Precision(u_in=2.0**-11, tiny_in=2.0**-25, u_out=2.0**-11, tiny_out=2.0**-25),
     "float32": Precision(u_in=U32, tiny_in=TINY32, u_out=U32, tiny_out=TINY32),
-    # Turing has no bfloat16 tensor cores: float32 arithmetic, bfloat16 only at the store.
+    # Of float32 arithmetic, with bfloat16 only at the store. Where tensor cores take bfloat16
+    # (sm_80 and later), a family's bounds.py adds what they round before.
     "bfloat16": Precision(u_in=U32, tiny_in=TINY32, u_out=2.0**-8, tiny_out=TINY32),
 }
 

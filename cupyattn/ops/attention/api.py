@@ -401,9 +401,10 @@ def attention_backward(
         which takes longer. Everything else is deterministic as it is.
     implementation : {"flash", "naive"}
         Which kernels run on a GPU or the emulator. "flash" runs float16 on tensor cores, where the
-        GPU has any (`device_info`), and other dtypes in float32 arithmetic. "naive" (the textbook)
-        is for reading and comparing; its only options are causal, softmax_scale, dlse, grads and
-        accumulate. On NumPy arrays the implementation makes no difference.
+        GPU has any (`device_info`), bfloat16 from compute capability 8.0 on, and otherwise in
+        float32 arithmetic. "naive" (the textbook) is for reading and comparing; its only options
+        are causal, softmax_scale, dlse, grads and accumulate. On NumPy arrays the implementation
+        makes no difference.
     grads : AttentionGrads, optional
         Arrays to write the gradients into, each with the shape and dtype of what it belongs to; the
         last axis is contiguous. A field that is None makes a new one.
