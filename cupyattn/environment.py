@@ -45,13 +45,16 @@ class DeviceInfo(dict[str, Any]):
                 each["compute_capability"],
                 size_text(each["memory_bytes"]),
                 each["unusable_because"] or f"sm_{each['arch']}",
-                {None: "", True: "yes", False: "no"}[each["tensor_cores"]],
+                {None: "", True: "yes", False: "no"}[each["tensor_cores"]]
+                + (", for bfloat16 too" if each["native"] else ""),
             )
             for each in self["devices"]
         ]
 
     def __str__(self) -> str:
         devices = [", ".join(map(str, row[:4])) for row in self._devices()]
+        for index, each in enumerate(self["devices"]):
+            devices[index] += ", bfloat16 on tensor cores" if each["native"] else ""
         lines = [("GPU", each) for each in devices or ["none: NumPy arrays run on the CPU"]]
         lines += [(name, str(value)) for name, value in self._facts().items() if value is not None]
         wide = max(len(name) for name, _ in lines)

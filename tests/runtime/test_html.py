@@ -164,6 +164,9 @@ def test_device_info_is_a_dict_that_is_shown_as_tables():
     lines = str(found).splitlines()
     assert lines[0].removeprefix("GPU").strip() == "Tesla <T4>, 7.5, 15.84 GB, sm_75"
     assert all(len(line) < 200 for line in lines)
+    newer = DeviceInfo({**info, "devices": [device(arch=90, native=True)]})
+    assert "sm_90 yes, for bfloat16 too" in shown(newer)[0]
+    assert "15.84 GB, sm_90, bfloat16 on tensor cores" in str(newer)
     none = DeviceInfo({**info, "devices": [], "cuda_driver": None, "cuda_runtime": None})
     assert "no GPU: NumPy arrays run on the CPU" in shown(none)[0]
     assert re.search(r"^GPU +none", str(none), re.MULTILINE)
