@@ -1,8 +1,9 @@
 // The statistics of the rows, as the backward kernels keep them in scratch memory: what P and dS need of the forward.
 //
-// P of bfloat16, whose exponents are float32's, is formed as it is. P of float16 is formed times 2^(kBoostLog2 - 112): 2^-112 gives its float32 exponent field the value that float16
-// has there, so that packing needs no conversion, and the boost uses float16's range (P is at most 1: the row's sum is
-// known, there is no stale maximum). L = lse * log2(e) - kShiftedLog2 and D = delta * kUnshifted make
+// P of bfloat16, whose exponents are float32's, is formed as it is. P of float16 is formed times 2^(kBoostLog2 - 112):
+// 2^-112 gives its float32 exponent field the value that float16 has there, so that packing needs no conversion, and
+// the boost uses float16's range (P is at most 1: the row's sum is known, there is no stale maximum). With
+// L = lse * log2(e) - kShiftedLog2 and D = delta * kUnshifted,
 //   2^(s_log2 - L) = P * 2^kShiftedLog2   and   2^(s_log2 - L) * (dP * kUnshifted - D) = P * (dP - delta).
 // Rows without a key, and padding rows, have L = +inf and D = 0: P and dS are 0 without a branch.
 #pragma once
