@@ -24,10 +24,10 @@ import cupyattn
 from cupyattn import emulator
 from cupyattn.emulator import Report
 from cupyattn.ops.linear import kernels_tensor_core as configs
-from cupyattn.ops.linear.kernels_tensor_core import Float16Product
+from cupyattn.ops.linear.kernels_tensor_core import ArrayProduct
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Tiling, tile_bytes
-from cupyattn.runtime.arch import TURING, Arch, arch_of
+from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -191,15 +191,15 @@ def test_nan_affects_only_its_row_and_column():
 )
 def test_the_tile_follows_from_the_sizes(rows, columns, inner, shape):
     x, w = Matrix(rows, inner, inner, 1, 2, 0), Matrix(inner, columns, 1, inner, 2, 0)
-    assert Float16Product(configs.FORWARD, x, w).tiling(T4).shape == shape
+    assert ArrayProduct(configs.FORWARD, x, w).tiling(T4).shape == shape
 
 
 def test_scalar_loads_use_the_narrow_tile():
     x, w = Matrix(8192, 4095, 4095, 1, 2, 0), Matrix(4095, 16384, 1, 4095, 2, 0)
-    assert Float16Product(configs.FORWARD, x, w).tiling(T4).shape == "narrow"
+    assert ArrayProduct(configs.FORWARD, x, w).tiling(T4).shape == "narrow"
     x, w = Matrix(8192, 4096, 4096, 1, 2, 0), Matrix(4096, 16384, 16384, 1, 2, 0)
-    assert Float16Product(configs.FORWARD, x, w, out_vec=8).tiling(T4).shape == "wide"
-    assert Float16Product(configs.FORWARD, x, w, out_vec=1).tiling(T4).shape != "wide"
+    assert ArrayProduct(configs.FORWARD, x, w, out_vec=8).tiling(T4).shape == "wide"
+    assert ArrayProduct(configs.FORWARD, x, w, out_vec=1).tiling(T4).shape != "wide"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_scalar_loads_use_the_narrow_tile():
 )
 def test_long_sums_of_few_results_are_split(rows, columns, inner, multiprocessors, splits):
     x, dz = Matrix(rows, inner, 1, rows, 2, 0), Matrix(inner, columns, columns, 1, 2, 0)
-    product = Float16Product(configs.PRODUCT, x, dz)
+    product = ArrayProduct(configs.PRODUCT, x, dz)
     tiling = product.tiling(DeviceTraits(75, multiprocessors), may_split=True)
     assert tiling.splits == splits
     assert product.part(splits) * (splits - 1) < inner, "a part has nothing"
@@ -226,7 +226,7 @@ def test_every_tile_has_one_cta(tiles, splits):
     """The computation is that of place_of_cta in params.cuh, in 32 bits."""
     x, w = Matrix(64, 64, 64, 1, 2, 0), Matrix(64, 64, 1, 64, 2, 0)
     x, w = x._replace(rows=tiles[0] * 256), w._replace(columns=tiles[1] * 192)
-    product = Float16Product(configs.PRODUCT, x, w)
+    product = ArrayProduct(configs.PRODUCT, x, w)
     ctas, params = product.geometry(75, Tiling("wide", splits))
     shift, splits_log2 = int(params["group_log2"]), int(params["splits_log2"])
     block = np.arange(ctas, dtype=np.uint64)
@@ -260,12 +260,12 @@ def test_products_use_m16n8k16_from_sm_80_on(of_backward, arch, shape, monkeypat
     shapes: dict[str, set[str]] = {}
 
     def module(specialisation: Specialisation, target: Arch) -> emulator.Module:
-        assert target is arch
-        ptx = compile_ptx(specialisation, arch).code.decode()
+        ptx = compile_ptx(specialisation, target).code.decode()
         shapes[specialisation.spec.entry] = set(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 
-    monkeypatch.setattr(emulated_device, "_module", module)
+    monkeypatch.setattr(emulated, "_module", module)
+    monkeypatch.setenv(ARCH_VARIABLE, str(arch.number))
     monkeypatch.setattr(problems, "KERNELS", EMULATED)
     with emulated(arch.number), tensor_core_alone("wide"):
         if of_backward:

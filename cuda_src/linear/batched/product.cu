@@ -1,4 +1,4 @@
-// out = a b for each member of a batch, on tensor cores: float16 in and out, float32 accumulation.
+// out = a b for each member of a batch, on tensor cores: DTYPE in and out, float32 accumulation.
 //
 // Shapes    a (rows, inner), b (inner, columns) and out (rows, columns) of each member (batch.cuh), rows of out
 //           contiguous: the caller exchanges the operands for an out with contiguous columns. If VEC is 8, a has lines
@@ -6,8 +6,8 @@
 //           are contiguous). If VEC is 1, a and b may have any strides; lines follow the smaller stride.
 // Grid      the CTAs of one product, as in tensor_core/forward.cu, for one member after the other.
 // Tiles, budget, barriers, edges: as in tensor_core/forward.cu.
-#if !defined(A_LINES) || !defined(B_LINES)
-#error "A_LINES and B_LINES come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(A_LINES) || !defined(B_LINES)
+#error "DTYPE, A_LINES and B_LINES come from a launch-configuration table"
 #endif
 #include "../tensor_core/config.cuh"
 #include "batch.cuh"
@@ -22,7 +22,7 @@ static_assert(sizeof(BatchedProductParams) == BATCHED_PRODUCT_PARAMS_BYTES, "the
 
 template <typename Chunks, int kVec>
 struct OperandLoader : ArrayLoader<Chunks, kVec> {
-  __device__ __forceinline__ OperandLoader(const float16* array_g, int64 line_stride, int64, int first, int length)
+  __device__ __forceinline__ OperandLoader(const DTYPE* array_g, int64 line_stride, int64, int first, int length)
       : ArrayLoader<Chunks, kVec>(array_g, line_stride, first, length, 0) {}
 };
 template <typename Chunks>
@@ -33,14 +33,14 @@ struct OperandLoader<Chunks, 1> : StridedLoader<Chunks> {
 struct Traits {
   using LoaderA = OperandLoader<Chunks<TileOfA<Lines::A_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderB = OperandLoader<Chunks<TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
+  using Product = ProductOf<DTYPE, LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
-    matmul(const float16* a_g, const float16* b_g, float16* out_g, const BatchedProductParams params) {
+    matmul(const DTYPE* a_g, const DTYPE* b_g, DTYPE* out_g, const BatchedProductParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const ProductParams& shape = params.product;
 
@@ -62,5 +62,6 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
 
   // Phase 3: store.
   const auto place = warp_place<Product, Axis<false>>(cta, shape);
-  store_sums({out_g + at.out, shape.out_stride}, {nullptr, 0}, acc, place);
+  const MatrixOf<DTYPE> out = {out_g + at.out, shape.out_stride}, none = {nullptr, 0};
+  store_sums(out, none, acc, place);
 }

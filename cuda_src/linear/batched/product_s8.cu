@@ -180,7 +180,7 @@ struct Traits {
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 // A warp's sums. OUT_VEC is 1 unless every row of out has whole aligned pairs.
 __device__ __forceinline__ void store_integers(int32* out_g, int64 stride, const Product::Accumulators& acc,

@@ -29,7 +29,7 @@ struct Traits {
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 struct Arrays {
   const float *x_scales_g, *w_scales_g;

@@ -25,7 +25,7 @@ struct Traits {
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
     linear_forward_quantised(const float16* x_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
@@ -51,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   product.add_to(acc);
 
   // Phase 3: activation, residual, store.
-  store_activated<Traits>(acc, sums, shape, {residual_g, preactivation_g, out_g});
+  store_activated<Traits>(acc, sums, shape, ForwardArrays<float16>{residual_g, preactivation_g, out_g});
 }

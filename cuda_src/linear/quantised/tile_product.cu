@@ -17,7 +17,7 @@ struct Traits {
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
     linear_product_quantised(const float16* a_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   if constexpr (SPLIT) {
     store_partials(partials_g + cta.split * (static_cast<int64>(shape.rows) * shape.columns), acc, place);
   } else {
-    store_sums({result_g, shape.out_stride}, {const_cast<float16*>(addend_g), shape.addend_stride}, acc, place);
+    const MatrixOf<float16> result = {result_g, shape.out_stride};
+    const MatrixOf<float16> addend = {const_cast<float16*>(addend_g), shape.addend_stride};
+    store_sums(result, addend, acc, place);
   }
 }

@@ -1,13 +1,18 @@
 // The macros of a product's configuration, and the shape of a CTA that follows from them.
 #pragma once
 
-#if !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(TILE_INNER) || !defined(WARP_ROWS) || \
-    !defined(WARP_COLUMNS) || !defined(MIN_CTAS) || !defined(VEC) || !defined(SHARED_BYTES) || !defined(THREADS)
+#if !defined(TILE_ROWS) || !defined(TILE_COLUMNS) || !defined(TILE_INNER) || !defined(WARP_ROWS) ||                 \
+    !defined(WARP_COLUMNS) || !defined(MIN_CTAS) || !defined(VEC) || !defined(SHARED_BYTES) || !defined(THREADS) || \
+    !defined(NATIVE) || !defined(STAGES)
 #error \
-    "TILE_ROWS, TILE_COLUMNS, TILE_INNER, WARP_ROWS, WARP_COLUMNS, MIN_CTAS, VEC, SHARED_BYTES and THREADS come from a launch-configuration table"
+    "TILE_ROWS, TILE_COLUMNS, TILE_INNER, WARP_ROWS, WARP_COLUMNS, MIN_CTAS, VEC, SHARED_BYTES, THREADS, NATIVE and STAGES come from a launch-configuration table"
 #endif
 #include "epilogue.cuh"
+#if NATIVE
+#include "async_product.cuh"
+#else
 #include "tile_product.cuh"
+#endif
 
 struct CtaShape {
   static constexpr int kTileRows = TILE_ROWS;
@@ -16,12 +21,22 @@ struct CtaShape {
   static constexpr int kThreads = (TILE_ROWS / WARP_ROWS) * (TILE_COLUMNS / WARP_COLUMNS) * kWarpSize;
   static_assert(kThreads == THREADS, "the table counts other threads");
   static_assert(VEC == 1 || VEC == kChunkItems, "single items or whole chunks");
+  static_assert(NATIVE || STAGES == 2, "registers are the third stage of k-tiles that pass them");
 };
 
 template <Lines kLines>
 using TileOfA = OperandTile<kLines, CtaShape::kTileRows, CtaShape::kInner>;
 template <Lines kLines>
 using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
+
+// The product of two operands of Scalar: from sm_80 on with copies by cp.async, if lines are whole chunks (NATIVE).
+#if NATIVE
+template <typename Scalar, typename LoaderA, typename LoaderB>
+using ProductOf = AsyncProduct<Scalar, LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
+#else
+template <typename Scalar, typename LoaderA, typename LoaderB>
+using ProductOf = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, float, Scalar>;
+#endif
 
 // The place of this warp's part of a CTA's tile in the result.
 template <typename Product, typename Columns>

@@ -87,7 +87,6 @@ struct MatrixOf {
   Scalar* array_g;
   int64 stride;  // from row to row, in items
 };
-using Matrix = MatrixOf<float16>;
 
 // The place of a warp's sums in the result: the first row, the first position in the axis of columns, and the lengths
 // of both axes (with paired columns, of each half).
@@ -164,9 +163,9 @@ __device__ __forceinline__ void write_columns(const MatrixOf<Scalar>& to, const 
 
 // One row of a warp's tiles of columns from kFirst on, 4 at a time and then the rest; values_of(n, values) gives this
 // lane's two columns of tile n.
-template <int kFirst, int kTiles, typename Coordinates, typename Values>
-__device__ __forceinline__ void write_row(const Matrix& to, const Matrix& addend, const Coordinates& place, int row,
-                                          const Values& values_of) {
+template <int kFirst, int kTiles, typename Scalar, typename Coordinates, typename Values>
+__device__ __forceinline__ void write_row(const MatrixOf<Scalar>& to, const MatrixOf<Scalar>& addend,
+                                          const Coordinates& place, int row, const Values& values_of) {
   if constexpr (kFirst < kTiles) {
     constexpr int kWords = kTiles - kFirst >= 4 ? 4 : 2;
     float values[kWords][2];
@@ -191,8 +190,8 @@ struct SumsOfRow {
 };
 
 // A warp's sums, rounded once, with the addend if there is one.
-template <int kMTiles, int kTiles, typename Coordinates>
-__device__ __forceinline__ void store_sums(const Matrix& to, const Matrix& addend,
+template <typename Scalar, int kMTiles, int kTiles, typename Coordinates>
+__device__ __forceinline__ void store_sums(const MatrixOf<Scalar>& to, const MatrixOf<Scalar>& addend,
                                            const float (&acc)[kMTiles][kTiles][4], const Coordinates& place) {
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {

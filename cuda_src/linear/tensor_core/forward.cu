@@ -1,19 +1,20 @@
-// out = activation(x w + b) + residual on tensor cores: float16 in and out, float32 accumulation, for many rows.
+// out = activation(x w + b) + residual on tensor cores: DTYPE in and out, float32 accumulation, for many rows.
 //
 // Shapes    x (M, K), rows contiguous; w (K, N), rows contiguous or, if W_LINES is kAlong, columns (the transpose of
 //           an (N, K) array); with PAIRED w is (K, 2 N), the columns of a gate, then those of up,
 //           and out = activation(x w_gate + b_gate) * (x w_up + b_up) + residual. preactivation, if given, is x w + b.
 // Tiles     TILE_ROWS x TILE_COLUMNS of the result a CTA (cooperative thread array: a block of threads), WARP_ROWS x
 //           WARP_COLUMNS a warp, TILE_INNER items of the sum at a time. Turing's shared memory delivers half of what
-//           its tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96.
+//           its tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96. NATIVE,
+//           from sm_80 on, has warps of 64 x 64, whose fragments of two steps need as many registers.
 // Grid      one CTA for each tile, and a few without one (params.cuh): neighbours share operands in L2.
-// Budget    shared memory: two stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators,
-//           fragments of one or two steps, A_RING + B_RING quads in flight.
+// Budget    shared memory: STAGES stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators,
+//           fragments of one or two steps, A_RING + B_RING quads in flight (with NATIVE, an offset for each piece).
 // Barriers  one per k-tile.
 // Edges     rows and columns beyond the arrays are computed from existing ones and not stored; items of the sum beyond
 //           K are zeros, in the first k-tile.
-#if !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
-#error "W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(W_LINES) || !defined(ACTIVATION) || !defined(PAIRED)
+#error "DTYPE, W_LINES, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif
 #include "forward_tile.cuh"
 
@@ -22,16 +23,16 @@ struct Traits {
   using Activation = ACTIVATION;
   using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderW = ArrayLoader<Chunks<TileOfB<Lines::W_LINES>, Columns, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<LoaderX, LoaderW, WARP_ROWS, WARP_COLUMNS>;
+  using Product = ProductOf<DTYPE, LoaderX, LoaderW>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
-    linear_forward(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
-                   float16* preactivation_g, float16* out_g, const ProductParams params) {
+    linear_forward(const DTYPE* x_g, const DTYPE* w_g, const DTYPE* b_g, const DTYPE* residual_g,
+                   DTYPE* preactivation_g, DTYPE* out_g, const ProductParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   using Columns = Traits::Columns;
 
@@ -52,5 +53,5 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   product.add_to(acc);
 
   // Phase 3: activation, residual, store.
-  store_activated<Traits>(acc, sums, params, {residual_g, preactivation_g, out_g});
+  store_activated<Traits>(acc, sums, params, ForwardArrays<DTYPE>{residual_g, preactivation_g, out_g});
 }

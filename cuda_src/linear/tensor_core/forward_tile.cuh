@@ -5,8 +5,8 @@
 #include "config.cuh"
 
 // Every row starts from the bias.
-template <typename Columns, int kMTiles, int kNTiles>
-__device__ __forceinline__ void start_from_bias(float (&acc)[kMTiles][kNTiles][4], const float16* b_g, int first_place,
+template <typename Columns, typename Scalar, int kMTiles, int kNTiles>
+__device__ __forceinline__ void start_from_bias(float (&acc)[kMTiles][kNTiles][4], const Scalar* b_g, int first_place,
                                                 int columns) {
 #pragma unroll
   for (int n = 0; n < kNTiles; n++) {
@@ -22,23 +22,24 @@ __device__ __forceinline__ void start_from_bias(float (&acc)[kMTiles][kNTiles][4
   }
 }
 
+template <typename Scalar>
 struct ForwardArrays {
-  const float16* residual_g;
-  float16* preactivation_g;
-  float16* out_g;
+  const Scalar* residual_g;
+  Scalar* preactivation_g;
+  Scalar* out_g;
 };
 
 // Traits has Columns, Activation and kOutTiles: a warp's tiles of columns of the result. A gate and its column of up
 // are one column of the result.
-template <typename Traits, int kMTiles, int kNTiles, typename Coordinates>
+template <typename Traits, typename Scalar, int kMTiles, int kNTiles, typename Coordinates>
 __device__ __forceinline__ void store_activated(const float (&acc)[kMTiles][kNTiles][4], const Coordinates& sums,
-                                                const ProductParams& params, const ForwardArrays& arrays) {
+                                                const ProductParams& params, const ForwardArrays<Scalar>& arrays) {
   using Columns = typename Traits::Columns;
   const WarpCoordinates<Axis<false>> results = {sums.first_row, Columns::item(sums.first_place), params.rows,
                                                 params.columns};
-  const Matrix out = {arrays.out_g, params.out_stride}, none = {nullptr, 0};
-  const Matrix preactivation = {arrays.preactivation_g, params.preactivation_stride};
-  const Matrix residual = {const_cast<float16*>(arrays.residual_g), params.addend_stride};
+  const MatrixOf<Scalar> out = {arrays.out_g, params.out_stride}, none = {nullptr, 0};
+  const MatrixOf<Scalar> preactivation = {arrays.preactivation_g, params.preactivation_stride};
+  const MatrixOf<Scalar> residual = {const_cast<Scalar*>(arrays.residual_g), params.addend_stride};
 #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
 #pragma unroll

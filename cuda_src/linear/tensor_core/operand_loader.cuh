@@ -67,10 +67,12 @@ struct ArrayLoader {
 
   // `stride` leads from line to line, in items. The tile's first rows (or columns) are `first_outer` of `outer_length`,
   // of each half; its first item of the sum is `first_inner`.
-  __device__ __forceinline__ ArrayLoader(const float16* array_g, int64 stride, int first_outer, int outer_length,
+  template <typename Scalar>
+  __device__ __forceinline__ ArrayLoader(const Scalar* array_g, int64 stride, int first_outer, int outer_length,
                                          int first_inner)
-      : item_bytes((Tile::kAlong ? 1 : stride) * static_cast<int64>(sizeof(float16))),
+      : item_bytes((Tile::kAlong ? 1 : stride) * static_cast<int64>(sizeof(Scalar))),
         outer_items(outer_length - first_outer) {
+    static_assert(sizeof(Scalar) == sizeof(uint16), "chunks of 8 items");
     // From the first half to the second.
     const int64 half = static_cast<int64>(outer_length) * (Tile::kAlong ? stride : 1);
     const int64 first_half = Outer::kPaired && half < 0 ? half : 0;
@@ -85,7 +87,7 @@ struct ArrayLoader {
       const int item = min(Outer::item(outer), Tile::kAlong ? last_line : last_chunk);
       const int of_line = Tile::kAlong ? item : Chunks::line(i), along = Tile::kAlong ? Chunks::place(i) : item;
       const int64 items = (of_line - lowest) * stride + along + Outer::half(outer) * half - first_half;
-      offset[i] = static_cast<uint32>(items * sizeof(float16));
+      offset[i] = static_cast<uint32>(items * sizeof(Scalar));
     }
   }
 
@@ -101,6 +103,13 @@ struct ArrayLoader {
       const int outer_left = outer_items - Outer::item(Chunks::place(i));
       quad = load_items(piece_g, !Tile::kAlong ? outer_left : kRagged ? valid - inner : kChunkItems);
     }
+  }
+
+  // Copy piece i of the current k-tile, from sm_80 on: it is zeros unless all of it exists.
+  __device__ __forceinline__ void copy(uint32 tile_s, int i, int valid) const {
+    static_assert(kVec == kChunkItems, "cp.async copies whole chunks");
+    const int inner = Tile::kAlong ? Chunks::place(i) : Chunks::line(i);
+    cp_async_16(tile_s + Chunks::shared_distance(i), tile_g + offset[i], inner < valid);
   }
 
   __device__ __forceinline__ void advance(int items) { tile_g += items * item_bytes; }
@@ -123,7 +132,8 @@ struct StridedLoader {
   int64 line_stride, item_stride;  // from line to line, and from item to item of a line
   int outer_items;                 // that exist from the tile's first on
 
-  __device__ __forceinline__ StridedLoader(const float16* array_g, int64 of_lines, int64 of_items, int first_outer,
+  template <typename Scalar>
+  __device__ __forceinline__ StridedLoader(const Scalar* array_g, int64 of_lines, int64 of_items, int first_outer,
                                            int outer_length)
       : tile_g(reinterpret_cast<const uint16*>(array_g) + first_outer * (Tile::kAlong ? of_lines : of_items)),
         line_stride(of_lines),

@@ -14,8 +14,9 @@
 //           rows, of which every warp takes each THREADS / 32-th. Grid ceil(columns / (32 VEC)) * row blocks.
 // Budget    a float of shared memory for each warp and column, and some between; VEC sums of each half in registers.
 // Edges     columns and rows beyond the arrays are not read.
-#if !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS) || !defined(SHARED_BYTES)
-#error "ACTIVATION, PAIRED, VEC, THREADS and SHARED_BYTES come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS) || \
+    !defined(SHARED_BYTES)
+#error "DTYPE, ACTIVATION, PAIRED, VEC, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../../common/vec.cuh"
 #include "../../common/activations.cuh"
@@ -31,7 +32,7 @@ static_assert(sizeof(PreactivationGradientParams) == PREACTIVATION_GRADIENT_PARA
 
 constexpr int kHalves = PAIRED ? 2 : 1;
 constexpr int kWarps = THREADS / kWarpSize;
-static_assert(THREADS % kWarpSize == 0 && (VEC == 1 || VEC * sizeof(float16) == kVectorBytes), "whole warps, vectors");
+static_assert(THREADS % kWarpSize == 0 && (VEC == 1 || VEC * sizeof(DTYPE) == kVectorBytes), "whole warps, vectors");
 
 // Row i has sum i of each lane's VEC sums. The distance of rows is such that lanes that write a row, and lanes that
 // read neighbouring columns, access every bank once.
@@ -43,7 +44,7 @@ struct Smem {
 static_assert(sizeof(Smem) == SHARED_BYTES, "the table counts other shared memory");
 
 // The columns that this thread owns in a row: those of the gate, then those of up.
-__device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const float16* dout_g, const float16* z_g,
+__device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const DTYPE* dout_g, const DTYPE* z_g,
                                               int columns) {
   float dout[VEC], z[VEC] = {}, up[VEC];
   load_vec(dout, dout_g);
@@ -60,8 +61,8 @@ __device__ __forceinline__ void form_gradient(float (&dz)[kHalves][VEC], const f
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    linear_preactivation_gradient(const float16* dout_g, const float16* preactivation_g, float16* dz_g,
-                                  float* partials_g, const PreactivationGradientParams params) {
+    linear_preactivation_gradient(const DTYPE* dout_g, const DTYPE* preactivation_g, DTYPE* dz_g, float* partials_g,
+                                  const PreactivationGradientParams params) {
   __shared__ Smem smem_s;
   const int block = blockIdx.x / params.column_blocks, column_block = blockIdx.x - block * params.column_blocks;
   const int column = (column_block * kWarpSize + lane_index()) * VEC;

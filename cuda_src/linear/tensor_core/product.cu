@@ -1,4 +1,4 @@
-// result = A B + addend on tensor cores: float16 in and out, float32 accumulation. The products of linear's backward:
+// result = A B + addend on tensor cores: DTYPE in and out, float32 accumulation. The products of linear's backward:
 // dx = dz w^T, dw = x^T dz, or dw^T = dz^T x if the columns of dw are contiguous.
 //
 // Shapes    A (rows, inner) and B (inner, columns), each with lines along the sum (A_LINES is kAlong: rows of A are
@@ -7,23 +7,23 @@
 // Split     if the result has few tiles, several CTAs share a tile: each adds up a part of the sum and writes it in
 //           float32 to partials (parts, rows, columns), which split_sums.cu adds in order (SPLIT).
 // Tiles, grid, budget, barriers, edges: as in forward.cu.
-#if !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
-#error "A_LINES, B_LINES and SPLIT come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(A_LINES) || !defined(B_LINES) || !defined(SPLIT)
+#error "DTYPE, A_LINES, B_LINES and SPLIT come from a launch-configuration table"
 #endif
 #include "config.cuh"
 
 struct Traits {
   using LoaderA = ArrayLoader<Chunks<TileOfA<Lines::A_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderB = ArrayLoader<Chunks<TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
+  using Product = ProductOf<DTYPE, LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;
-static_assert(2 * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
+static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
-    linear_product(const float16* a_g, const float16* b_g, const float16* addend_g, float* partials_g,
-                   float16* result_g, const ProductParams params) {
+    linear_product(const DTYPE* a_g, const DTYPE* b_g, const DTYPE* addend_g, float* partials_g, DTYPE* result_g,
+                   const ProductParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
 
   // Phase 1: the place of this CTA, and its part of the sum.
@@ -48,6 +48,8 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   if constexpr (SPLIT) {
     store_partials(partials_g + cta.split * (static_cast<int64>(params.rows) * params.columns), acc, place);
   } else {
-    store_sums({result_g, params.out_stride}, {const_cast<float16*>(addend_g), params.addend_stride}, acc, place);
+    const MatrixOf<DTYPE> result = {result_g, params.out_stride};
+    const MatrixOf<DTYPE> addend = {const_cast<DTYPE*>(addend_g), params.addend_stride};
+    store_sums(result, addend, acc, place);
   }
 }

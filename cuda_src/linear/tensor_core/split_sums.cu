@@ -2,14 +2,15 @@
 //
 //   z = sum over p of partials_p + b,   result = activation(z) + addend
 //
-// Shapes    partials (parts, rows, columns) float32, contiguous; result and addend (rows, columns), rows contiguous; b
-//           (columns,). With PAIRED, partials, b and preactivation = z have 2 columns for each of the result, those of
-//           a gate, then those of up. b, addend (perhaps the result itself) and preactivation may be null.
+// Shapes    partials (parts, rows, columns) float32, contiguous; result and addend (rows, columns), rows contiguous, and
+//           b (columns,), of DTYPE. With PAIRED, partials, b and preactivation = z have 2 columns for each of the
+//           result, those of a gate, then those of up. b, addend (perhaps the result itself) and preactivation may be
+//           null.
 // Work      a thread owns VEC neighbouring columns of a row of the result. Grid ceil(rows * columns / (VEC * THREADS)).
 // Budget    VEC floats of each half in registers.
 // Edges     threads beyond the last column do nothing.
-#if !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS)
-#error "ACTIVATION, PAIRED, VEC and THREADS come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(ACTIVATION) || !defined(PAIRED) || !defined(VEC) || !defined(THREADS)
+#error "DTYPE, ACTIVATION, PAIRED, VEC and THREADS come from a launch-configuration table"
 #endif
 #include "../../common/vec.cuh"
 #include "../../common/activations.cuh"
@@ -27,8 +28,8 @@ __device__ __forceinline__ void add(float (&sums)[VEC], const Scalar* terms_g) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    linear_split_sums(const float* partials_g, const float16* b_g, const float16* addend_g, float16* preactivation_g,
-                      float16* result_g, int64 rows, int64 columns, int64 parts, int64 addend_stride,
+    linear_split_sums(const float* partials_g, const DTYPE* b_g, const DTYPE* addend_g, DTYPE* preactivation_g,
+                      DTYPE* result_g, int64 rows, int64 columns, int64 parts, int64 addend_stride,
                       int64 preactivation_stride, int64 result_stride) {
   const int64 at = (static_cast<int64>(blockIdx.x) * THREADS + threadIdx.x) * VEC;
   if (at >= rows * columns) return;

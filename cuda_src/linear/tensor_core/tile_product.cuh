@@ -17,29 +17,30 @@
 static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 static_assert(MMA_K == 8 || MMA_K == 16, "mma.m16n8k8, or from sm_80 on m16n8k16");
 
-// The instruction of a product, by the type of its sums. An instruction multiplies 16 rows of A by 8 columns of B.
-template <typename Sum>
+// The instruction of a product, by the types of its sums and of an operand's items. An instruction multiplies 16 rows of
+// A by 8 columns of B.
+template <typename Sum, typename Scalar>
 struct Instruction;
 
-// Items are float16, and a k8 fragment is one step.
-template <>
-struct Instruction<float> {
+// Items are float16 (or bfloat16), and a k8 fragment is one step.
+template <typename Scalar>
+struct Instruction<float, Scalar> {
   static constexpr int kSub = MMA_K / 8;  // k8 fragments of one instruction
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ static void multiply(float (&acc)[4], const uint32 (&a)[kSub][kMTiles][2],
                                                   const uint32 (&b)[kSub][kNTiles], int m, int n) {
     if constexpr (kSub == 1) {
-      mma_m16n8k8(acc, a[0][m], b[0][n]);
+      mma_m16n8k8<Scalar>(acc, a[0][m], b[0][n]);
     } else {
-      mma_m16n8k16(acc, a[0][m], a[kSub - 1][m], b[0][n], b[kSub - 1][n]);
+      mma_m16n8k16<Scalar>(acc, a[0][m], a[kSub - 1][m], b[0][n], b[kSub - 1][n]);
     }
   }
 };
 
 // Items are pairs of int8 that are neighbours along the sum, so lines lie along it. Bytes, fragments and registers are
 // those of float16; a fragment is multiplied by two instructions of half the time each.
-template <>
-struct Instruction<int32> {
+template <typename Scalar>
+struct Instruction<int32, Scalar> {
   static constexpr int kSub = 1;
   template <int kMTiles, int kNTiles>
   __device__ __forceinline__ static void multiply(int32 (&acc)[4], const uint32 (&a)[kSub][kMTiles][2],
@@ -79,10 +80,11 @@ struct Moves {
   static_assert(kRing <= Loader::kFetches, "a piece is loaded at most a k-tile ahead");
 };
 
-// Sum is float for items of float16, int32 for pairs of int8.
+// Sum is float for items of Scalar, int32 for pairs of int8.
 template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float,
-          typename Multiplies = Instruction<Sum>>
+          typename Scalar = float16>
 struct TileProduct {
+  using Multiplier = Instruction<Sum, Scalar>;
   using LoaderA = LoaderA_;
   using LoaderB = LoaderB_;
   using TileA = typename LoaderA::Tile;
@@ -92,7 +94,7 @@ struct TileProduct {
   static constexpr int kNTiles = kWarpColumns / 8;
   static constexpr int kColumnGroups = kWarpColumns / kFragmentOuter;
   static constexpr int kRowGroups = kWarpRows / kFragmentOuter;
-  static constexpr int kSub = Multiplies::kSub;
+  static constexpr int kSub = Multiplier::kSub;
   static constexpr int kSteps = kInner / (8 * kSub);
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -103,7 +105,7 @@ struct TileProduct {
   static_assert(kWarpRows % kFragmentOuter == 0 && kWarpColumns % kFragmentOuter == 0, "whole ldmatrix.x4");
   static_assert(TileA::kInner == TileB::kInner && kSteps >= 2, "fragments are read a step ahead");
   static_assert(A_SETS == 2 || kColumnGroups > 1, "the next k-tile's are read after the barrier");
-  static_assert(kSub == MMA_K / 8, "the table counts other steps");
+  static_assert(Multiplier::kSub == MMA_K / 8, "the table counts other steps");
 
   using Accumulators = Sum[kMTiles][kNTiles][4];
 
@@ -209,7 +211,7 @@ struct TileProduct {
     for (int n = 4 * column_group; n < 4 * column_group + 4; n++) {
 #pragma unroll
       for (int m = 2 * row_group; m < 2 * row_group + 2; m++) {
-        Multiplies::multiply(acc[m][n], fragments.a[step % A_SETS], fragments.b, m, n);
+        Multiplier::multiply(acc[m][n], fragments.a[step % A_SETS], fragments.b, m, n);
       }
     }
   }

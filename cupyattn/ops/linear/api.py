@@ -194,10 +194,10 @@ def linear(
     -----
     Products are accumulated in float32, the activation is applied to that sum, and the result is
     rounded once. An activation nearer to 0 than 2**-118 may be 0, as `gelu` documents. float16 runs
-    on tensor cores if the GPU has them (`device_info`). float32 and bfloat16, which Turing's tensor
-    cores do not take, run in float32 arithmetic. Skinny products (in float16 up to 64 rows) use
-    kernels that read the weight once. On NumPy arrays a float32 BLAS computes the products, and for
-    float64 arrays a float64 BLAS.
+    on tensor cores if the GPU has them (`device_info`), and from compute capability 8.0 on bfloat16
+    with a plain weight. All else runs in float32 arithmetic. Skinny products (in float16 up to 64
+    rows) use kernels that read the weight once. On NumPy arrays a float32 BLAS computes the
+    products, and for float64 arrays a float64 BLAS.
 
     A quantised weight is dequantised inside the products, and the numbers are never stored: to
     float16 on tensor cores, where weights beyond 65504 overflow, and otherwise to float32. A

@@ -4,7 +4,9 @@ The bounds hold for kernels that read inputs of their dtype, multiply exactly or
 accumulate in float32 in any order, apply the activation to the float32 sum, and round once at the
 store. u32 = 2**-24; u_in and u_out are those of `cupyattn.ops.attention.bounds`, which derives that
 a sum of n terms errs by n u32. Eight more terms cover the bias, sums of partial sums, and terms of
-second order. A factor of two on tensor cores covers their truncation.
+second order. A factor of two on tensor cores covers their truncation: they multiply float16, and
+from sm_80 on bfloat16 too. A product of two of either is exact in float32, so that the bounds of
+both differ only in the unit roundoff: 2^-11 of float16, 2^-8 of bfloat16.
 
 Forward, with z = x w + b:
 
@@ -26,7 +28,7 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
     |dw - ref| <= |x|^T e + t (M + 8) u32 |x|^T (|dz| + e) + u_out |ref| + tiny
     |db - ref| <= sum e + (M + 8) u32 sum (|dz| + e) + u_out |ref| + tiny
 
-- u_in is the rounding of dz to the dtype that tensor cores read; 0 for products in float32.
+- u_in = u_out is the rounding of dz to the dtype that tensor cores read; 0 for float32.
 - A preactivation that is recomputed errs by dz of the forward, and by u_out |z| if it is kept in
   the dtype. S is the steepest slope of f'. It is at most 0.8 for all activations but relu, whose
   derivative jumps at 0: there all of |dout| is uncertain.
@@ -228,7 +230,7 @@ def _name(dtype: DTypeLike) -> str:
 
 def _rounding_of_sum(terms: int, dtype: DTypeLike) -> float:
     """Return the error of a sum relative to the sum of absolute values."""
-    truncation = 2 if _name(dtype) == "float16" else 1
+    truncation = 1 if _name(dtype) == "float32" else 2
     return truncation * (terms + _MORE_TERMS) * U32
 
 
@@ -292,8 +294,8 @@ def linear_backward_bound(
                 dpre = _preactivation_error(x, x_error, w, w_error, b, dtype) + precision.store(z)
             dz, e = _preactivation_gradient_error(dout, z, dpre, activation)
             e = e + 2 * U32 * dz + TINY32
-        if precision.u_in > U32 and activation is not None:
-            e = e + precision.u_in * dz + precision.tiny_in
+        if _name(dtype) != "float32" and activation is not None:
+            e = e + precision.store(dz)
         dz, e = _as_rows(dz), _as_rows(e)
         abs_x = np.abs(_as_rows(x))
         total = dz + e

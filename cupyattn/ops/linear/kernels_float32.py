@@ -491,8 +491,10 @@ def float_params(
 
 
 _SKINNY_REASON = READS_ONCE.format(most=SKINNY_ROWS[-1])
-PLANS: Plans = (
+FEW_ROWS: Plans = (
     LinearPlan("forward", tuple(STORAGE), _skinny_steps, _SKINNY_REASON, _is_skinny),
+)
+PLANS: Plans = (
     LinearPlan("forward", tuple(STORAGE), _forward_steps, IN_FLOAT32),
     LinearPlan("dx", tuple(STORAGE), _dx_steps, IN_FLOAT32),
     LinearPlan("dw", tuple(STORAGE), _dw_steps, IN_FLOAT32),

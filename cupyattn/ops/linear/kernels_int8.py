@@ -129,7 +129,7 @@ class Int8Product(TensorCoreProduct):
         """Return the configuration of a tile."""
         return rows_for(FORWARDS, arch)[shape]
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
         return ("wide", "narrow", "small", "short", "few")
 

@@ -21,6 +21,12 @@ from cupyattn.ops.linear.kernels_tensor_core import (
     ALONG,
     B_ACROSS,
 )
+from cupyattn.ops.linear.native_tiles import (
+    NATIVE_ARCH,
+    NATIVE_TILES,
+    native_config,
+    native_rows,
+)
 from cupyattn.ops.linear.tiles import (
     NARROW,
     PRODUCT_PARAMS,
@@ -179,8 +185,33 @@ def _ampere(rows: _Table) -> _Table:
     return found
 
 
-CONFIGURATIONS = {75: _TURING, 80: _ampere(_TURING)}
+def _with_small_tiles(rows: _Table) -> _Table:
+    """Return native configurations, and those of the smallest results and of few rows."""
+    tiny = native_config((64, 64, 32, 32, 32, 4), 3, 0.5)
+    skinny = native_config((32, 128, 32, 32, 32, 3), 3, 0.45)
+    directions = (ALONG, B_ACROSS, ACROSS, A_ACROSS)
+    return {
+        **rows,
+        **{("tiny", lines): tiny for lines in directions},
+        **{("skinny", lines): skinny for lines in directions if lines.a},
+    }
+
+
+_NATIVE = {
+    arch: _with_small_tiles(rows)
+    for arch, rows in native_rows(_TURING).items()
+    if arch >= NATIVE_ARCH
+}
+CONFIGURATIONS = {75: _TURING, **_NATIVE}
 """Configurations by architecture, then by the tile and the directions of the operands' lines."""
+SINGLE_CONFIGURATIONS = {75: _TURING, 80: _ampere(_TURING)}
+"""Configurations for arrays that are loaded by single items, which cp.async does not copy."""
+
+
+def config_of(arch: int, shape: Shape, lines: Lines, vec: int) -> TileConfig:
+    """Return the configuration on tensor cores for arrays that are loaded `vec` items at a time."""
+    table = SINGLE_CONFIGURATIONS if vec == 1 else CONFIGURATIONS
+    return rows_for(table, arch)[shape, lines]
 
 
 PAIRS, TRANSPOSING, ITEMS = "PairLoader", "TransposingLoader", "ItemLoader"
@@ -244,7 +275,7 @@ def int8(
     )
 
 
-def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
+def shapes_for(arch: int, vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
     """Return the tiles for arrays that are loaded `vec` and stored `out_vec` items at a time.
 
     Single loads need registers for their addresses: the other tiles would spill.
@@ -252,19 +283,24 @@ def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
     if vec == 1:
         return ("narrow", "small")
     few: tuple[Shape, ...] = ("skinny",) if lines.a else ()
+    if arch >= NATIVE_ARCH:
+        return (*rows_for(NATIVE_TILES, arch), "tiny", *few)
     fitting: tuple[Shape, ...] = ("narrow", "small", "short", "tiny", *few)
     return fitting if out_vec == 1 and not lines.b else ("wide", *fitting)
 
 
 @cache
-def tensor_core(arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int) -> Specialisation:
+def tensor_core(
+    arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int, dtype: str = "float16"
+) -> Specialisation:
     """Specialise the kernel on tensor cores."""
     return specialise_tile(
         TENSOR_CORE,
-        rows_for(CONFIGURATIONS, arch)[shape, lines],
+        config_of(arch, shape, lines, vec),
         vec,
         out_vec,
         scalar=0.31,
+        DTYPE=dtype,
         A_LINES=lines_macro(lines.a),
         B_LINES=lines_macro(lines.b),
     )
@@ -300,7 +336,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for shape, lines in rows_for(CONFIGURATIONS, arch):
         yield tensor_core(arch, shape, lines, VECTOR, VECTOR)
     for number, lines in enumerate((ALONG, B_ACROSS, ACROSS, A_ACROSS)):
-        yield tensor_core(arch, shapes_for(1, 1, lines)[number % 2], lines, 1, 1)
+        yield tensor_core(arch, shapes_for(arch, 1, 1, lines)[number % 2], lines, 1, 1)
     for tile in INT8_TILES:
         yield int8(tile, (PAIRS, PAIRS), VECTOR)
     for loaders in (*_INT8_TRANSPOSED, (ITEMS, ITEMS), (ITEMS, TRANSPOSING)):

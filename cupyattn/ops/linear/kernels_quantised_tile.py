@@ -325,7 +325,7 @@ class QuantisedProduct(TensorCoreProduct):
         """Return the configuration of a tile."""
         return config_of(arch, self.blocks.format, shape, self.lines.b)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
         return shapes_for(self.vec)
 

@@ -1,13 +1,14 @@
-"""Products on tensor cores for many rows of float16: kernels, configurations and plans."""
+"""Products on tensor cores for many rows of 16-bit floats: kernels, configurations and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
+from cupyattn.ops.linear.native_tiles import NATIVE_ARCH, NATIVE_TILES, native_rows
 from cupyattn.ops.linear.problem import (
     ON_TENSOR_CORES,
     STRUCTS,
@@ -154,25 +155,34 @@ def _ampere(rows: _Table) -> _Table:
     }
 
 
-FORWARDS = {75: _TURING_FORWARD, 80: _ampere(_TURING_FORWARD)}
-PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
+FORWARDS = native_rows(_TURING_FORWARD)
+PRODUCTS = native_rows(_TURING_PRODUCT)
 """Configurations by architecture, then by the tile and the directions of the operands' lines."""
+SINGLE_FORWARDS = {75: _TURING_FORWARD, 80: _ampere(_TURING_FORWARD)}
+SINGLE_PRODUCTS = {75: _TURING_PRODUCT, 80: _ampere(_TURING_PRODUCT)}
+"""Configurations for arrays that are loaded by single items, which cp.async does not copy."""
 
 
-def shapes_for(vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
+def shapes_for(arch: int, vec: int, out_vec: int, lines: Lines) -> tuple[Shape, ...]:
     """Return the tiles for arrays that are loaded `vec` and stored `out_vec` items at a time.
 
     Single items take more registers: the largest tiles would spill.
     """
     if vec == 1:
         return ("narrow",)
+    if arch >= NATIVE_ARCH:
+        return tuple(rows_for(NATIVE_TILES, arch))
     fitting: tuple[Shape, ...] = ("narrow", "small", "short")
     return fitting if out_vec == 1 and not lines.b else ("wide", *fitting)
 
 
-def config_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines) -> TileConfig:
+def config_of(kernel: KernelSpec, arch: int, shape: Shape, lines: Lines, vec: int) -> TileConfig:
     """Return the configuration of the forward or of a product of the backward."""
-    return rows_for(FORWARDS if kernel is FORWARD else PRODUCTS, arch)[shape, lines]
+    if vec == 1:
+        table = SINGLE_FORWARDS if kernel is FORWARD else SINGLE_PRODUCTS
+    else:
+        table = FORWARDS if kernel is FORWARD else PRODUCTS
+    return rows_for(table, arch)[shape, lines]
 
 
 @cache
@@ -183,6 +193,7 @@ def forward(
     out_vec: int,
     *,
     w_along: bool,
+    dtype: str = "float16",
     activation: str | None = None,
     paired: bool = False,
 ) -> Specialisation:
@@ -194,9 +205,10 @@ def forward(
     """
     return specialise_tile(
         FORWARD,
-        config_of(FORWARD, arch, shape, Lines(True, w_along)),
+        config_of(FORWARD, arch, shape, Lines(True, w_along), vec),
         vec,
         out_vec,
+        DTYPE=dtype,
         W_LINES=lines_macro(w_along),
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
@@ -205,14 +217,22 @@ def forward(
 
 @cache
 def product(
-    arch: int, shape: Shape, lines: Lines, vec: int, out_vec: int, *, split: bool = False
+    arch: int,
+    shape: Shape,
+    lines: Lines,
+    vec: int,
+    out_vec: int,
+    *,
+    dtype: str = "float16",
+    split: bool = False,
 ) -> Specialisation:
     """Specialise a product of the backward; with `split`, CTAs share tiles of the result."""
     return specialise_tile(
         PRODUCT,
-        config_of(PRODUCT, arch, shape, lines),
+        config_of(PRODUCT, arch, shape, lines, vec),
         vec,
         out_vec,
+        DTYPE=dtype,
         A_LINES=lines_macro(lines.a),
         B_LINES=lines_macro(lines.b),
         SPLIT=cpp_bool(split),
@@ -225,7 +245,9 @@ _GRADIENT_ROWS = 64
 
 
 @cache
-def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) -> Specialisation:
+def preactivation_gradient(
+    dtype: str, vec: int, activation: str | None, *, paired: bool
+) -> Specialisation:
     """Specialise the kernel that computes dz and its sums; `vec` columns a thread."""
     halves = 2 if paired else 1
     stride = WARP_SIZE if vec == 1 else WARP_SIZE + WARP_SIZE // vec  # kSumStride
@@ -234,6 +256,7 @@ def preactivation_gradient(vec: int, activation: str | None, *, paired: bool) ->
         static_shared_bytes=_GRADIENT_THREADS // WARP_SIZE * halves * vec * stride * FLOAT_BYTES,
         gates=Gates(registers=80),
         reason="dz is computed once for dx and dw, instead of in every tile of both",
+        DTYPE=dtype,
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
@@ -258,29 +281,45 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield product(arch, "narrow", lines, 1, 1)
     yield product(arch, "wide", ACROSS, vec, vec, split=True)
     yield product(arch, "small", ALONG, vec, vec, split=True)
+    if arch >= NATIVE_ARCH:
+        yield from _bfloat16_catalogue(arch)
     for activation, paired in pairs(STRUCTS, (False, True)):
         if activation or not paired:
             for items in (1, SPLIT_VEC):
-                yield split_sums(items, activation, paired=paired)
+                yield split_sums("float16", items, activation, paired=paired)
             for items in (1, vec):
-                yield preactivation_gradient(items, activation, paired=paired)
+                yield preactivation_gradient("float16", items, activation, paired=paired)
+
+
+def _bfloat16_catalogue(arch: int) -> Iterator[Specialisation]:
+    """Yield what bfloat16 adds: tiles, directions of lines and accesses in pairs."""
+    vec, dtype = vector_items("bfloat16"), "bfloat16"
+    for (shape, lines), items in pairs(rows_for(PRODUCTS, arch), (vec, 1)):
+        of_items = shape if items > 1 else "narrow"
+        if lines.a:
+            yield forward(arch, of_items, items, items, w_along=lines.b, dtype=dtype)
+        yield product(arch, of_items, lines, items, items, dtype=dtype)
+    yield product(arch, "small", ACROSS, vec, vec, dtype=dtype, split=True)
+    yield split_sums(dtype, SPLIT_VEC, "silu", paired=True)
+    for activation, items in pairs(STRUCTS, (1, vec)):
+        yield preactivation_gradient(dtype, items, activation, paired=activation == "silu")
 
 
 @dataclass(frozen=True)
-class Float16Product(TensorCoreProduct):
-    """A product of two arrays of float16."""
+class ArrayProduct(TensorCoreProduct):
+    """A product of two arrays of 16-bit floats."""
 
     def config(self, arch: int, shape: Shape) -> TileConfig:
         """Return the configuration of a tile."""
-        return config_of(self.kernel, arch, shape, self.lines)
+        return config_of(self.kernel, arch, shape, self.lines, self.vec)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        return shapes_for(self.vec, self.out_vec, self.lines)
+        return shapes_for(arch, self.vec, self.out_vec, self.lines)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product without an epilogue, or with `split` one part of its sum."""
-        return product(arch, shape, self.lines, self.vec, out_vec, split=split)
+        return product(arch, shape, self.lines, self.vec, out_vec, dtype=self.dtype, split=split)
 
     def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct that the kernel takes."""
@@ -294,8 +333,9 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     """Plan the forward."""
     problem, operands = draft.problem, (draft.slots.x, draft.slots.w)
     halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
-    whole = Float16Product(FORWARD, problem.x, problem.w, halves, out_vec)
-    split = Float16Product(PRODUCT, problem.x, problem.w)
+    dtype = problem.dtype.name
+    whole = ArrayProduct(FORWARD, problem.x, problem.w, halves, out_vec, dtype=dtype)
+    split = ArrayProduct(PRODUCT, problem.x, problem.w, dtype=dtype)
     tiling = forward_tiling(whole, split, draft.traits, _WORTH_SPLITTING)
     if tiling.splits > 1:
         return split_forward(draft, split, tiling, operands)
@@ -305,6 +345,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         whole.vec,
         out_vec,
         w_along=whole.lines.b,
+        dtype=dtype,
         activation=problem.scalar_activation,
         paired=problem.gated,
     )
@@ -314,8 +355,12 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
 def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     """Plan dx = dz w^T."""
     problem, slots = draft.problem, draft.slots
-    dx = Float16Product(
-        PRODUCT, dz(problem), problem.w.transposed, out_vec=whole_vector(problem.dx.vector)
+    dx = ArrayProduct(
+        PRODUCT,
+        dz(problem),
+        problem.w.transposed,
+        out_vec=whole_vector(problem.dx.vector),
+        dtype=problem.dtype.name,
     )
     before, dz_slot = dz_for_dx(draft)
     steps = product_steps(
@@ -337,10 +382,10 @@ def _dw_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     result = problem.dw
     assert result is not None
     operands = (slots.x, slots.dout if before.dz is None else before.dz)
-    dw = Float16Product(PRODUCT, problem.x.transposed, dz(problem))
+    dw = ArrayProduct(PRODUCT, problem.x.transposed, dz(problem), dtype=problem.dtype.name)
     if not result.along_columns:  # compute its transpose, which has contiguous rows
         result, operands = result.transposed, operands[::-1]
-        dw = Float16Product(PRODUCT, dw.b.transposed, dw.a.transposed)
+        dw = replace(dw, a=dw.b.transposed, b=dw.a.transposed)
     steps = product_steps(
         dw,
         dw.chosen(draft.traits, may_split=True),
@@ -423,7 +468,9 @@ def gradient(draft: BackwardDraft) -> FormedGradient:
     if problem.biased:
         partials = draft.planner.scratch(blocks * width)
     step = Step.of(
-        preactivation_gradient(vec, problem.scalar_activation, paired=problem.gated),
+        preactivation_gradient(
+            problem.dtype.name, vec, problem.scalar_activation, paired=problem.gated
+        ),
         int(params["column_blocks"]) * blocks,
         (slots.dout, slots.preactivation, formed, partials),
         params[()],
@@ -432,9 +479,9 @@ def gradient(draft: BackwardDraft) -> FormedGradient:
     return draft.formed
 
 
-_DTYPES = ("float16",)
-PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dx", _DTYPES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dw", _DTYPES, _dw_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+_PLANS: Plans = (
+    LinearPlan("forward", ("float16",), _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", ("float16",), _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dw", ("float16",), _dw_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
 )
+PLANS: Plans = (*_PLANS, *(replace(plan, dtypes=("bfloat16",), native=True) for plan in _PLANS))

@@ -413,7 +413,8 @@ def _as_matrix(layout: Layout, start: int) -> Matrix:
     return Matrix(rows, columns, 1, column_stride, itemsize, start)
 
 
-PLANS: Plans = (*kernels_skinny.PLANS, *kernels_tensor_core.PLANS, *kernels_float32.PLANS)
+_SKINNY: Plans = (*kernels_skinny.PLANS, *kernels_float32.FEW_ROWS)
+PLANS: Plans = (*_SKINNY, *kernels_tensor_core.PLANS, *kernels_float32.PLANS)
 """Implementations by preference: skinny, on tensor cores, and in float32 arithmetic.
 
 The last ones take every problem: float16 too, on devices without tensor cores.
@@ -429,9 +430,8 @@ def _steps(product: str, draft: D) -> tuple[Step, ...]:
     plans = PLANS if problem.weight is None else QUANTISED_PLANS
     # Without anything to sum over, K = 0, only the kernels that take everything are right.
     for entry in plans if problem.inner else kernels_float32.PLANS:
-        runs = draft.traits.tensor_cores or not entry.tensor_cores
         fits = entry.product == product and problem.dtype.name in entry.dtypes
-        if runs and fits and entry.takes(problem):
+        if fits and entry.runs(draft.traits) and entry.takes(problem):
             reason = entry.reason if problem.inner else "K = 0 leaves nothing to multiply"
             if product != "db" or problem.biased:
                 reason = reason.format(rows=problem.rows, dtype=problem.dtype.name)

@@ -17,13 +17,13 @@ from cupyattn.ops.linear.kernels_matmul import (
     BATCHED_FLOAT_PARAMS,
     BATCHED_INTEGER_PARAMS,
     BATCHED_PRODUCT_PARAMS,
-    CONFIGURATIONS,
     INT8,
     INT8_TILES,
     ITEMS,
     PAIRS,
     TENSOR_CORE,
     TRANSPOSING,
+    config_of,
     float32,
     float_config,
     int8,
@@ -31,7 +31,8 @@ from cupyattn.ops.linear.kernels_matmul import (
     shapes_for,
     tensor_core,
 )
-from cupyattn.ops.linear.kernels_tensor_core import Float16Product
+from cupyattn.ops.linear.kernels_tensor_core import ArrayProduct
+from cupyattn.ops.linear.native_tiles import has_mma
 from cupyattn.ops.linear.plan import MAX_EXTENT, _steps
 from cupyattn.ops.linear.problem import (
     IN_FLOAT32,
@@ -41,7 +42,14 @@ from cupyattn.ops.linear.problem import (
     LinearArrays,
     Matrix,
 )
-from cupyattn.ops.linear.tiles import OFFSET_BYTES, VECTOR, Lines, Shape, TileConfig, tile_bytes
+from cupyattn.ops.linear.tiles import (
+    OFFSET_BYTES,
+    VECTOR,
+    Lines,
+    Shape,
+    TileConfig,
+    tile_bytes,
+)
 from cupyattn.runtime.arrays import Layout
 from cupyattn.runtime.checks import Overlaps
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -51,7 +59,6 @@ from cupyattn.runtime.records import Record, T
 from cupyattn.runtime.spec import Specialisation
 from cupyattn.runtime.storage import VECTOR_BYTES
 from cupyattn.runtime.structs import Strides, merge_axes, new_struct
-from cupyattn.runtime.tables import rows_for
 
 
 @dataclass(slots=True)
@@ -190,7 +197,7 @@ def _vector(matrix: Matrix, batch: Strides) -> int:
 
 
 @dataclass(frozen=True)
-class BatchedProduct(Float16Product):
+class BatchedProduct(ArrayProduct):
     """The products of a batch in float16, whose operands may have any strides."""
 
     items: int = field(kw_only=True)
@@ -213,16 +220,16 @@ class BatchedProduct(Float16Product):
 
     def config(self, arch: int, shape: Shape) -> TileConfig:
         """Return the configuration of a tile."""
-        return rows_for(CONFIGURATIONS, arch)[shape, self.lines]
+        return config_of(arch, shape, self.lines, self.vec)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        return shapes_for(self.vec, self.out_vec, self.lines)
+        return shapes_for(arch, self.vec, self.out_vec, self.lines)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product; sums are not split."""
         assert not split
-        return tensor_core(arch, shape, self.lines, self.vec, out_vec)
+        return tensor_core(arch, shape, self.lines, self.vec, out_vec, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -241,7 +248,7 @@ class IntegerProduct(BatchedProduct):
         """Return the configuration of a tile."""
         return int8_config(shape, self.loaders)
 
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
         every = self.loaders == (PAIRS, PAIRS) and self.tensor_cores
         return tuple(INT8_TILES) if every else ("small",)
@@ -308,7 +315,7 @@ def _step(problem: MatmulProblem, slots: tuple[int | None, ...], traits: DeviceT
     items = VECTOR_BYTES // problem.dtype.itemsize
     loaded = math.gcd(*map(_vector, (a, b), problem.strides), items)
     stored = _vector(out, problem.strides[2])
-    on_tensor_cores = traits.has_mma(problem.dtype.name)
+    on_tensor_cores = has_mma(problem.dtype.name, traits)
     if on_tensor_cores and max(tile_bytes(each, False) for each in (a, b)) >= OFFSET_BYTES:
         loaded = 1
     loaded = items if loaded == items else 1
@@ -327,7 +334,14 @@ def _on_tensor_cores(
 ) -> Step:
     out_vec = VECTOR if stored == VECTOR else 1
     product = BatchedProduct(
-        TENSOR_CORE, problem.a, problem.b, 1, out_vec, problem.members, items=loaded
+        TENSOR_CORE,
+        problem.a,
+        problem.b,
+        1,
+        out_vec,
+        problem.members,
+        problem.dtype.name,
+        items=loaded,
     )
     traits.choices.because(ON_TENSOR_CORES.format(dtype=problem.dtype.name))
     tiling = product.chosen(traits)

@@ -440,6 +440,14 @@ class LinearPlan(Generic[D]):
     takes: Callable[[Any], bool] = lambda problem: True
     tensor_cores: bool = False
     """Whether its kernels need tensor cores."""
+    native: bool = False
+    """Whether its kernels need instructions of sm_80."""
+
+    def runs(self, traits: DeviceTraits) -> bool:
+        """Tell whether a device has the instructions of the kernels."""
+        if self.native:
+            return traits.native
+        return traits.tensor_cores or not self.tensor_cores
 
 
 ON_TENSOR_CORES = "{dtype} runs on tensor cores"

@@ -107,9 +107,13 @@ class TileConfig:
     a_sets: int
     """Sets of registers for fragments of A: 2 if there are enough registers."""
     models: float
-    """The tensor utilisation of the main loop on a T4."""
+    """The tensor utilisation of the main loop on a T4; if native, measured on an H200."""
     mma_k: int = 8
     """Items of the sum of one tensor-core instruction."""
+    stages: int = 2
+    """K-tiles in shared memory."""
+    native: bool = False
+    """Whether cp.async copies k-tiles to shared memory, from sm_80 on, instead of registers."""
 
     @property
     def threads(self) -> int:
@@ -120,12 +124,33 @@ class TileConfig:
     @property
     def reason(self) -> str:
         """Why this tile exists."""
+        if self.native:
+            return (
+                f"cp.async keeps {self.stages - 1} k-tiles of {self.tile_inner} in flight; "
+                f"{_NATIVE_REASONS[self.tile_rows, self.tile_columns]}"
+            )
         return f"models {self.models:.2f}; {_REASONS[self.tile_rows, self.tile_columns]}"
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of two stages of both operands."""
-        return 2 * 2 * self.tile_inner * (self.tile_rows + self.tile_columns)
+        """Bytes of all stages of both operands."""
+        return self.stages * 2 * self.tile_inner * (self.tile_rows + self.tile_columns)
+
+    @property
+    def move_macros(self) -> dict[str, int]:
+        """The macros of a main loop whose operands pass registers."""
+        if self.native:
+            return {}
+        return {
+            "MMA_K": self.mma_k,
+            "A_SETS": self.a_sets,
+            "A_SLOT": self.a_moves.slot,
+            "A_STEP": self.a_moves.step,
+            "A_RING": self.a_moves.ring,
+            "B_SLOT": self.b_moves.slot,
+            "B_STEP": self.b_moves.step,
+            "B_RING": self.b_moves.ring,
+        }
 
 
 _REASONS = {
@@ -137,7 +162,15 @@ _REASONS = {
     (64, 64): "for the smallest results; four CTAs hide each other's loads and stores",
     (32, 128): "for results of few rows, which the loads of B bound",
 }
-"""The reasons for tiles, by their rows and columns."""
+_NATIVE_REASONS = {
+    (128, 256): "the largest tile: warps of 64 x 64 read 4 fragments for 16 products",
+    (256, 128): "for results of few columns",
+    (128, 128): "for short sums, whose stores overlap the products of another CTA",
+    (64, 128): "for small results and few rows",
+    (64, 64): "for the smallest results; four CTAs alternate",
+    (32, 128): "for results of few rows",
+}
+"""The reasons for tiles with cp.async, by their rows and columns."""
 
 Shape = Literal["wide", "narrow", "small", "short", "few", "tiny", "skinny"]
 """Kinds of tiles.
@@ -186,14 +219,9 @@ def specialise_tile(
         MIN_CTAS=config.ctas_per_sm,
         VEC=vec,
         OUT_VEC=out_vec,
-        MMA_K=config.mma_k,
-        A_SETS=config.a_sets,
-        A_SLOT=config.a_moves.slot,
-        A_STEP=config.a_moves.step,
-        A_RING=config.a_moves.ring,
-        B_SLOT=config.b_moves.slot,
-        B_STEP=config.b_moves.step,
-        B_RING=config.b_moves.ring,
+        NATIVE=int(config.native),
+        STAGES=config.stages,
+        **config.move_macros,
         **macros,
     )
 
@@ -204,11 +232,14 @@ SPLIT_VEC = 4
 
 
 @cache
-def split_sums(vec: int, activation: str | None = None, *, paired: bool = False) -> Specialisation:
+def split_sums(
+    dtype: str, vec: int, activation: str | None = None, *, paired: bool = False
+) -> Specialisation:
     """Specialise the kernel that adds the splits of a product; `vec` columns a thread, 4 or 1."""
     return SPLIT_SUMS.specialise(
         threads=_SUMS_THREADS,
         reason="adds the parts of split sums, always in the same order",
+        DTYPE=dtype,
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
         VEC=vec,
@@ -260,6 +291,8 @@ class TensorCoreProduct(ABC):
     """Items of an access to the result."""
     members: int = 1
     """Products of these sizes in one launch."""
+    dtype: str = "float16"
+    """The dtype of floats; it leaves the choice of a tile as it is."""
 
     unit: ClassVar[int] = VECTOR
     """Parts of the sum are multiples of `unit` items."""
@@ -269,7 +302,7 @@ class TensorCoreProduct(ABC):
         """Return the configuration of a tile."""
 
     @abstractmethod
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
 
     @abstractmethod
@@ -313,21 +346,23 @@ class TensorCoreProduct(ABC):
 
     def tiling(self, traits: DeviceTraits, *, may_split: bool = False) -> Tiling:
         """Choose the tiling that takes the least time on a device by the model of Turing."""
-        return min(self._tilings(may_split), key=lambda tiling: self.duration(traits, tiling))
+        return min(
+            self._tilings(traits.arch, may_split), key=lambda tiling: self.duration(traits, tiling)
+        )
 
     def near(
         self, traits: DeviceTraits, least: float, *, may_split: bool = False
     ) -> dict[str, Tiling]:
         """Return by name the tilings that the model puts near a duration: those worth timing."""
-        tilings = self._tilings(may_split)
+        tilings = self._tilings(traits.arch, may_split)
         return {t.name: t for t in tilings if self.duration(traits, t) <= _WORTH_TIMING * least}
 
-    def _tilings(self, may_split: bool) -> list[Tiling]:
+    def _tilings(self, arch: int, may_split: bool) -> list[Tiling]:
         inner = self.a.columns
         most = max(inner // _LEAST_PART, 1) if may_split else 1
         return [
             Tiling(shape, splits)
-            for shape in self.shapes()
+            for shape in self.shapes(arch)
             for splits in _SPLITS
             if splits <= most and self.part(splits) * (splits - 1) < max(inner, 1)
         ]
@@ -416,7 +451,7 @@ def product_steps(
     rows, columns, parts = product.a.rows, product.b.columns, tiling.splits
     partials = planner.scratch(rows * columns * parts)
     vec = SPLIT_VEC if out_vec > 1 else 1
-    sums = split_sums(vec)
+    sums = split_sums(product.dtype, vec)
     threads = -(-rows * columns // vec)
     return (
         Step.of(specialisation, ctas, (*operands, None, partials, None), passed),
@@ -443,7 +478,7 @@ def split_forward(
     results = (problem.residual, problem.preactivation, problem.out)
     items = math.gcd(columns, problem.vector(*results, problem.b))
     vec = SPLIT_VEC if items % SPLIT_VEC == 0 else 1
-    sums = split_sums(vec, problem.scalar_activation, paired=problem.gated)
+    sums = split_sums(product.dtype, vec, problem.scalar_activation, paired=problem.gated)
     threads = -(-problem.rows * columns // vec)
     return (
         Step.of(specialisation, ctas, (*operands, None, partials, None), product.passed(params)),

@@ -1,0 +1,203 @@
+// The main loop of a CTA's tile of a product from sm_80 on: operands pass no register on their way to shared memory.
+//
+// Stages form a ring of STAGES. While one is multiplied, cp.async fills the one that was multiplied before, for the
+// k-tile STAGES - 1 ahead, in pieces between the products. Fragments are read a step of 16 items ahead into a second
+// set of registers, one ldmatrix for each four products. Interface as TileProduct (tile_product.cuh).
+//
+// The k-tile that is multiplied last has no successors: what is copied meanwhile is zeros, so that every thread waits
+// for as many groups of copies as in the loop.
+#pragma once
+
+#if !defined(STAGES)
+#error "STAGES comes from a launch-configuration table"
+#endif
+#include "operand_loader.cuh"
+
+enum class Order {
+  kOuterFirst,  // fragments of A: both matrices of items 0-7 of the sum, then both of items 8-15
+  kInnerFirst,  // fragments of B: items 0-7 and 8-15 of outer items 0-7, then of outer items 8-15
+};
+
+// The address that a lane passes to ldmatrix for 16 outer items and 16 items of the sum, whose four matrices arrive in
+// the order in which mma.m16n8k16 takes them: operands in other registers would be moved first.
+template <typename Tile, Order kOrder>
+struct SquareCoordinates {
+  uint32 at;
+
+  __device__ __forceinline__ SquareCoordinates(uint32 tile_s, int first_outer) {
+    const uint32 lane = lane_index(), low = lane / 8 % 2, high = lane / 16;
+    const uint32 outer = kOrder == Order::kOuterFirst ? low : high, inner = kOrder == Order::kOuterFirst ? high : low;
+    const uint32 line = Tile::kAlong ? first_outer + 8 * outer + lane % 8 : 8 * inner + lane % 8;
+    at = tile_s + Tile::Swizzled::offset(line, Tile::kAlong ? inner : first_outer / kChunkItems + outer);
+  }
+
+  // To another stage.
+  __device__ __forceinline__ void move(uint32 bytes) { at += bytes; }
+
+  // Chunks of a group, and of a step, are even numbers apart: an XOR of the address adds them to the swizzled chunk.
+  __device__ __forceinline__ void load(uint32 (&r)[4], int group, int step) const {
+    constexpr int kRowBytes = Tile::Swizzled::kRowBytes;
+    if constexpr (Tile::kAlong) {
+      ldmatrix(r, (at ^ (2 * step * kChunkBytes)) + group * 16 * kRowBytes);
+    } else {
+      ldmatrix_trans(r, (at ^ (2 * (group % 4) * kChunkBytes)) + group / 4 * (8 * kChunkBytes) + step * 16 * kRowBytes);
+    }
+  }
+};
+
+template <typename Scalar, typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns>
+struct AsyncProduct {
+  using LoaderA = LoaderA_;
+  using LoaderB = LoaderB_;
+  using TileA = typename LoaderA::Tile;
+  using TileB = typename LoaderB::Tile;
+  static constexpr int kStages = STAGES;
+  static constexpr int kInner = TileA::kInner;
+  static constexpr int kMTiles = kWarpRows / 16;
+  static constexpr int kNTiles = kWarpColumns / 8;
+  static constexpr int kSteps = kInner / 16;
+  static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
+  static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
+
+  // In a step, the products of 16 rows and 32 columns are a slot. Reads of the next step's fragments are spread over
+  // the slots, and copies over those of all steps but the last, which follows the wait.
+  static constexpr int kSlots = kMTiles * kNTiles / 4;
+  static constexpr int kReads = kMTiles + kNTiles / 2;
+  static constexpr int kCopies = LoaderA::kFetches + LoaderB::kFetches;
+  static constexpr int kCopySlots = (kSteps - 1) * kSlots;
+  static_assert((kWarpRows == 32 || kWarpRows % 64 == 0) && (kWarpColumns == 32 || kWarpColumns % 64 == 0),
+                "groups of chunks that an XOR reaches");
+  static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0, "the two sets of fragments alternate");
+  static_assert(kStages >= 2, "one stage is filled while another is multiplied");
+
+  using Accumulators = float[kMTiles][kNTiles][4];
+
+  struct Fragments {
+    uint32 a[kMTiles][2][2], b[kNTiles][2];  // a step's: of items 0-7 of the sum, and of items 8-15
+  };
+
+  LoaderA& loader_a;
+  LoaderB& loader_b;
+  SquareCoordinates<TileA, Order::kOuterFirst> place_a;
+  SquareCoordinates<TileB, Order::kInnerFirst> place_b;
+  uint32 store_a, store_b;       // where this thread's pieces go: the stage that is filled
+  int read_stage, filled_stage;  // numbers in the ring
+  int tiles;                     // that are still to be multiplied
+  Fragments fragments[2];
+
+  // Begin the copies of the first k-tiles. Of the very first, `first_items` items of the sum exist.
+  __device__ __forceinline__ AsyncProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
+      : loader_a(a),
+        loader_b(b),
+        place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
+        place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
+        store_a(stages_s + LoaderA::Chunks::shared_offset()),
+        store_b(stages_s + TileA::kBytes + LoaderB::Chunks::shared_offset()),
+        read_stage(0),
+        filled_stage(0),
+        tiles(k_tiles) {
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; stage++) {
+      const int items = stage == 0 ? first_items : kInner, valid = stage < k_tiles ? items : 0;
+#pragma unroll
+      for (int i = 0; i < LoaderA::kFetches; i++) loader_a.copy(store_a, i, valid);
+#pragma unroll
+      for (int i = 0; i < LoaderB::kFetches; i++) loader_b.copy(store_b, i, valid);
+      next_copies(items);
+    }
+  }
+
+  // The copies of a k-tile were issued: turn to the next one, and its stage.
+  __device__ __forceinline__ void next_copies(int items) {
+    cp_async_commit_group();
+    loader_a.advance(items);
+    loader_b.advance(items);
+    const uint32 distance = next_in_ring(filled_stage);
+    store_a += distance;
+    store_b += distance;
+  }
+
+  // Turn a number in the ring to the next, and return the distance between both stages.
+  __device__ __forceinline__ static uint32 next_in_ring(int& stage) {
+    const bool wraps = stage == kStages - 1;
+    stage = wraps ? 0 : stage + 1;
+    return wraps ? 0u - (kStages - 1) * kStageBytes : kStageBytes;
+  }
+
+  // Piece `piece` of the k-tile that is copied: nothing but zeros if there is none.
+  __device__ __forceinline__ void copy(int piece) const {
+    const int valid = tiles > kStages - 1 ? kInner : 0;
+    if (piece < LoaderA::kFetches) {
+      loader_a.copy(store_a, piece, valid);
+    } else {
+      loader_b.copy(store_b, piece - LoaderA::kFetches, valid);
+    }
+  }
+
+  // ldmatrix `number` of a step.
+  __device__ __forceinline__ void read(int step, int number) {
+    Fragments& to = fragments[step % 2];
+    uint32 r[4];
+    if (number < kMTiles) {
+      place_a.load(r, number, step);
+#pragma unroll
+      for (int i = 0; i < 4; i++) to.a[number][i / 2][i % 2] = r[i];
+    } else {
+      const int group = number - kMTiles;
+      place_b.load(r, group, step);
+#pragma unroll
+      for (int i = 0; i < 4; i++) to.b[2 * group + i / 2][i % 2] = r[i];
+    }
+  }
+
+  // 16 rows by 32 columns. Every second slot goes backwards, so that neighbouring products share a fragment.
+  __device__ __forceinline__ void multiply(Accumulators& acc, int step, int slot) const {
+    const Fragments& of = fragments[step % 2];
+    const int column_group = slot / kMTiles, m = slot % kMTiles;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int n = 4 * column_group + (m % 2 ? 3 - i : i);
+      mma_m16n8k16<Scalar>(acc[m][n], of.a[m][0], of.a[m][1], of.b[n][0], of.b[n][1]);
+    }
+  }
+
+  // One k-tile, and the first fragments of the next.
+  __device__ __forceinline__ void tile(Accumulators& acc) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      if (step == kSteps - 1) {
+        next_copies(kInner);
+        cp_async_wait_group<kStages - 2>();
+        __syncthreads();  // stages: the next one has been written, and this one read but for registers
+        const uint32 distance = next_in_ring(read_stage);
+        place_a.move(distance);
+        place_b.move(distance);
+      }
+#pragma unroll
+      for (int slot = 0; slot < kSlots; slot++) {
+#pragma unroll
+        for (int number = slot * kReads / kSlots; number < (slot + 1) * kReads / kSlots; number++) {
+          read((step + 1) % kSteps, number);
+        }
+        if (step < kSteps - 1) {
+          const int at = step * kSlots + slot;
+#pragma unroll
+          for (int i = at * kCopies / kCopySlots; i < (at + 1) * kCopies / kCopySlots; i++) copy(i);
+        }
+        multiply(acc, step, slot);
+      }
+    }
+    tiles--;
+  }
+
+  // acc += A B.
+  __device__ __forceinline__ void add_to(Accumulators& acc) {
+    cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // stages: the first one has been written
+#pragma unroll
+    for (int number = 0; number < kReads; number++) read(0, number);
+#pragma unroll 1
+    while (tiles > 0) tile(acc);
+    cp_async_wait_group<0>();
+  }
+};

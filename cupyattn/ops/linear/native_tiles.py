@@ -1,0 +1,67 @@
+"""Tiles of products from sm_80 on, whose operands cp.async copies to shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cupyattn.ops.linear.tiles import Lines, Moves, Shape, TileConfig
+from cupyattn.runtime.device.traits import DeviceTraits
+
+
+def native_config(
+    tile: tuple[int, int, int, int, int, int], stages: int, models: float
+) -> TileConfig:
+    """Return a configuration whose operands are copied by cp.async."""
+    unused = Moves(0, 0, 0)
+    return TileConfig(*tile, unused, unused, 2, models, mma_k=16, stages=stages, native=True)
+
+
+NATIVE_ARCH = 80
+"""The first architecture with cp.async."""
+
+# By the shared memory of a CTA: 163 KiB on sm_80 and sm_87, 99 on sm_86, sm_89 and sm_120, 227 on
+# sm_90 and sm_100.
+_NATIVE_99: Mapping[Shape, TileConfig] = {
+    "wide": native_config((128, 256, 32, 64, 64, 1), 4, 0.9),
+    "narrow": native_config((256, 128, 32, 64, 64, 1), 4, 0.9),
+    "short": native_config((128, 128, 32, 64, 64, 2), 3, 0.85),
+    "small": native_config((64, 128, 32, 32, 64, 2), 4, 0.6),
+}
+_NATIVE_163: Mapping[Shape, TileConfig] = {
+    "wide": native_config((128, 256, 64, 64, 64, 1), 3, 0.9),
+    "narrow": native_config((256, 128, 64, 64, 64, 1), 3, 0.9),
+    "short": native_config((128, 128, 32, 64, 64, 2), 4, 0.85),
+    "small": native_config((64, 128, 32, 32, 64, 3), 4, 0.65),
+}
+_NATIVE_227: Mapping[Shape, TileConfig] = {
+    "wide": native_config((128, 256, 64, 64, 64, 1), 4, 0.9),
+    "narrow": native_config((256, 128, 64, 64, 64, 1), 4, 0.9),
+    "short": native_config((128, 128, 64, 64, 64, 2), 3, 0.85),
+    "small": native_config((64, 128, 64, 32, 64, 3), 3, 0.65),
+}
+NATIVE_TILES = {
+    80: _NATIVE_163,
+    86: _NATIVE_99,
+    87: _NATIVE_163,
+    89: _NATIVE_99,
+    90: _NATIVE_227,
+    120: _NATIVE_99,
+}
+"""Configurations with cp.async by architecture and tile."""
+
+
+def has_mma(dtype: str, traits: DeviceTraits) -> bool:
+    """Tell whether products of a dtype run on tensor cores: bfloat16 from sm_80 on."""
+    return traits.has_mma(dtype) or (traits.native and dtype == "bfloat16")
+
+
+def native_rows(
+    turing: Mapping[tuple[Shape, Lines], TileConfig],
+) -> dict[int, Mapping[tuple[Shape, Lines], TileConfig]]:
+    """Return a table: Turing's configurations, and for newer devices those with cp.async."""
+    directions = {lines: None for _, lines in turing}
+    native = {
+        arch: {(shape, lines): tiles[shape] for shape in tiles for lines in directions}
+        for arch, tiles in NATIVE_TILES.items()
+    }
+    return {75: turing, **native}

@@ -1,0 +1,257 @@
+"""Products with cp.async and m16n8k16, on the emulator: results, configurations, explanations."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import linear_problems as problems
+from support.devices import EMULATED
+from support.linear_problems import (
+    LinearProblem,
+    backward_ratio,
+    forward_ratio,
+    linear_problems,
+    tensor_core_alone,
+)
+from support.search import deep, examples
+
+import cupyattn
+from cupyattn import emulator
+from cupyattn.emulator import Report
+from cupyattn.ops.linear import kernels_matmul, kernels_tensor_core
+from cupyattn.ops.linear.native_tiles import NATIVE_TILES
+from cupyattn.ops.linear.plan import forward_call, forward_plan
+from cupyattn.ops.linear.problem import LinearArrays
+from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
+from cupyattn.runtime.arch import ARCH_VARIABLE, ARCHS, Arch, arch_of
+from cupyattn.runtime.arrays import adopt, dtype_of
+from cupyattn.runtime.compile import compile_cubin, compile_ptx
+from cupyattn.runtime.device import emulated
+from cupyattn.runtime.device.traits import DeviceTraits
+from cupyattn.runtime.spec import Specialisation
+from cupyattn.runtime.tables import rows_for
+from cupyattn.runtime.tuning import Explained
+from cupyattn.testing import MatmulCase, assert_within_bounds, expected
+
+pytestmark = pytest.mark.nvrtc
+
+H200, A100, T4 = DeviceTraits(90, 132), DeviceTraits(80, 108), DeviceTraits(75, 40)
+
+
+@pytest.fixture(scope="module")
+def instructions():
+    """Run kernels for sm_80 on the emulator; the result is the PTX instructions of each entry."""
+    found: dict[str, set[str]] = {}
+
+    def module(specialisation: Specialisation, arch: Arch) -> emulator.Module:
+        ptx = compile_ptx(specialisation, arch).code.decode()
+        names = re.findall(r"^\s*(?:@!?%p\d+ )?((?:mma|cp)\.[\w.]+)", ptx, re.MULTILINE)
+        found.setdefault(specialisation.spec.entry, set()).update(names)
+        return emulator.load(ptx)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(emulated, "_module", module)
+        patch.setenv(ARCH_VARIABLE, "80")
+        patch.setattr(problems, "KERNELS", EMULATED)
+        yield found
+
+
+def case(rows, outer, inner, dtype, activation=None, **options) -> LinearProblem:
+    return LinearProblem((rows,), inner, outer, dtype, activation, **options)
+
+
+def names_of(instructions: dict[str, set[str]], entry: str, kind: str) -> set[str]:
+    return {name for name in instructions[entry] if name.startswith(kind)}
+
+
+# Before, at and after the last row and column of a tile; the sum in one k-tile, in as many as are
+# in flight, and in more, with a ragged first one; rows that are not aligned to 16 bytes.
+FORWARD = [
+    ("small", case(65, 136, 72, "bfloat16", "swiglu", residual=True)),
+    ("short", case(129, 120, 264, "float16", "gelu_tanh", transposed=True)),
+    *deep(
+        ("wide", case(127, 264, 520, "float16", "silu", transposed=True, residual=True)),
+        ("wide", case(128, 256, 64, "bfloat16")),
+        ("wide", case(3, 257, 8, "bfloat16", "relu", view="padded")),
+        ("narrow", case(257, 120, 136, "bfloat16", "gelu", transposed=True, residual=True)),
+        ("narrow", case(255, 127, 31, "bfloat16", "relu", view="sliced", residual=True)),
+        ("small", case(64, 128, 192, "float16", "geglu", transposed=True, view="padded")),
+        ("short", case(260, 8, 8, "bfloat16", biased=False)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "problem"), FORWARD, ids=str)
+def test_forward_is_within_bounds(shape, problem, instructions):
+    instructions.clear()
+    with EMULATED.running(), tensor_core_alone(shape):
+        assert 0 < forward_ratio(problem)[0] <= 1
+    items = {"float16": "f16", "bfloat16": "bf16"}[problem.dtype]
+    assert names_of(instructions, "linear_forward", "mma") == {
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{items}.{items}.f32"
+    }
+    copies = names_of(instructions, "linear_forward", "cp.async.cg")
+    assert bool(copies) == (problem.K % 8 == 0)
+
+
+BACKWARD = [
+    ("small", case(72, 136, 40, "bfloat16", "silu", transposed=True, accumulate=True)),
+    *deep(
+        ("small", case(33, 33, 7, "bfloat16", "geglu", transposed=True, view="sliced")),
+        ("short", case(136, 136, 136, "float16", "swiglu", accumulate=True)),
+        ("wide", case(40, 264, 264, "bfloat16", "gelu")),
+        ("narrow", case(264, 128, 264, "float16", biased=False)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "problem"), BACKWARD, ids=str)
+def test_backward_is_within_bounds(shape, problem, instructions):
+    with EMULATED.running(), tensor_core_alone(shape):
+        assert 0 < backward_ratio(problem) <= 1
+
+
+@pytest.mark.deep
+@examples(12)
+@given(st.sampled_from(("wide", "narrow", "short", "small")), st.data())
+def test_drawn_problems_are_within_bounds(instructions, shape, data):
+    kinds = itertools.product(("float16", "bfloat16"), (None, "gelu_tanh", "swiglu"))
+    problem = data.draw(linear_problems([*kinds], rows=(1, 31, 63, 65, 127, 129, 257)))
+    with EMULATED.running(), tensor_core_alone(shape):
+        assert forward_ratio(problem)[0] <= 1
+        assert backward_ratio(problem) <= 1
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_parts_of_a_long_sum_are_within_bounds(dtype, instructions):
+    problem = case(70, 72, 1544, dtype, "geglu", residual=True)
+    with EMULATED.running(), tensor_core_alone("small", splits=3):
+        assert 0 < backward_ratio(problem) <= 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    [
+        ("tiny", MatmulCase(65, 72, 136, (2,), (2,), "bfloat16", a_view="transposed")),
+        *deep(
+            ("skinny", MatmulCase(33, 104, 130, (2,), (2,), "bfloat16", b_view="transposed")),
+            ("tiny", MatmulCase(64, 200, 64, (2,), (2,), "float16", b_view="transposed")),
+            ("wide", MatmulCase(129, 72, 264, (2,), (2,), "bfloat16", a_view="padded")),
+            ("small", MatmulCase(129, 31, 127, (2,), (2,), "bfloat16", b_view="strided")),
+        ),
+    ],
+    ids=str,
+)
+def test_batches_are_within_bounds(shape, case, instructions, monkeypatch):
+    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    with EMULATED.running():
+        arrays = case.arrays()
+        assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
+
+
+@pytest.mark.parametrize("turned", [False, *deep(True)])
+def test_no_memory_access_is_wasted(turned, instructions):
+    """Copies and ldmatrix touch every bank once, and copies fetch whole sectors."""
+    problem = case(128, 256, 128, "bfloat16", transposed=turned, biased=False)
+    report = Report()
+    with cupyattn.backend("emulator", report=report), tensor_core_alone("wide"):
+        cupyattn.linear(*problem.arrays()[:2])
+    shared = [access for access in report.accesses if access.space == "shared"]
+    assert shared
+    assert {access.worst for access in shared} == {1.0}
+    assert report.sector_efficiency >= 0.98
+
+
+# --- which kernels run
+
+
+def steps_of(traits: DeviceTraits, rows: int, inner: int, dtype: str, outer: int = 512) -> list:
+    x, w = np.zeros((rows, inner), dtype_of(dtype)), np.zeros((inner, outer), dtype_of(dtype))
+    call = forward_call(adopt(LinearArrays(x, w)), None, False, None)
+    return [step.specialisation for step in forward_plan(call, traits).steps]
+
+
+@pytest.mark.parametrize(
+    ("traits", "inner", "dtype", "native"),
+    [
+        (H200, 512, "float16", 1),
+        (H200, 512, "bfloat16", 1),
+        (A100, 511, "bfloat16", 0),
+        (A100, 511, "float16", 0),
+        (T4, 512, "float16", 0),
+    ],
+)
+def test_aligned_lines_are_copied_by_newer_devices(traits, inner, dtype, native):
+    """All these products run on tensor cores."""
+    kernel = steps_of(traits, 512, inner, dtype)[0]
+    macros = dict(kernel.macros)
+    assert kernel.spec.entry in ("linear_forward", "linear_product")
+    assert (macros["NATIVE"], macros["DTYPE"]) == (native, dtype)
+
+
+@pytest.mark.parametrize(
+    ("traits", "rows", "entry"),
+    [
+        (H200, 512, "linear_forward"),
+        (H200, 16, "linear_thin_f32"),
+        (T4, 512, "linear_forward_f32"),
+        (H200._replace(tensor_cores=False), 512, "linear_forward_f32"),
+    ],
+)
+def test_bfloat16_runs_on_tensor_cores_of_newer_devices(traits, rows, entry):
+    assert steps_of(traits, rows, 512, "bfloat16")[0].spec.entry == entry
+
+
+@pytest.mark.parametrize(("inner", "copied"), [(512, True), (511, False)])
+def test_reasons_name_the_path(inner, copied):
+    choices = Explained()
+    (kernel,) = steps_of(A100._replace(choices=choices), 2048, inner, "bfloat16", outer=2048)
+    assert choices.reasons == ["forward: bfloat16 runs on tensor cores"]
+    assert ("cp.async keeps" in kernel.reason) == copied
+
+
+# --- configurations
+
+
+@pytest.mark.parametrize("number", [number for number in ARCHS if number >= 80])
+def test_stages_fit_shared_memory(number):
+    arch = arch_of(number)
+    batched = rows_for(kernels_matmul.CONFIGURATIONS, number).values()
+    for config in (*rows_for(NATIVE_TILES, number).values(), *batched):
+        assert config.native
+        found = arch.resident_ctas(config.threads, 1, config.shared_bytes)
+        assert found >= config.ctas_per_sm, config
+
+
+def require_no_spills(kernel: Specialisation, number: int) -> None:
+    """Require registers for the CTAs that the configuration is chosen for."""
+    arch = arch_of(number)
+    found = compile_cubin(kernel, arch).resources
+    assert found is not None
+    shared = kernel.shared_bytes + kernel.static_shared_bytes
+    ctas = arch.resident_ctas(kernel.threads, found.registers, shared)
+    assert not found.spill_store_bytes + found.stack_bytes, kernel.label
+    assert ctas >= dict(kernel.macros).get("MIN_CTAS", 1), kernel.label
+
+
+@pytest.mark.parametrize("number", [80, *deep(86, 89, 90)])
+def test_largest_tiles_do_not_spill(number):
+    kernels = kernels_tensor_core
+    for w_along in (True, False):
+        kernel = kernels.forward(number, "wide", 8, 8, w_along=w_along, dtype="bfloat16")
+        require_no_spills(kernel, number)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("number", [80, 86, 89, 90])
+@pytest.mark.parametrize("family", [kernels_tensor_core, kernels_matmul])
+def test_no_kernel_spills(family, number):
+    for kernel in family.catalogue(number):
+        if dict(kernel.macros).get("NATIVE"):
+            require_no_spills(kernel, number)
