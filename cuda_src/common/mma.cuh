@@ -75,6 +75,17 @@ __device__ __forceinline__ void mma_m8n8k16_s8_pair(int (&c)[4], const uint32 (&
                : "r"(a[1]), "r"(b));
 }
 
+// c += a b in int32 for 16 rows and 32 items (sm_80 or later): a and next_a are fragments of 16 items each, as those of
+// two mma_m8n8k16_s8_pair.
+__device__ __forceinline__ void mma_m16n8k32_s8(int (&c)[4], const uint32 (&a)[2], const uint32 (&next_a)[2], uint32 b,
+                                                uint32 next_b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(next_a[0]), "r"(next_a[1]), "r"(b), "r"(next_b));
+}
+
 // Load kCount 8x8 matrices of 16-bit items. Lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i. On Turing
 // the addresses of the other lanes must be valid and aligned too.
 template <int kCount>

@@ -592,6 +592,9 @@ def test_no_rows_are_rotated_on_numpy():
     assert want.result.shape == want.bound.shape == (0, 8)
 
 
-def test_newer_devices_have_the_configurations_of_turing():
-    labels = [{each.label for each in kernels_int8.catalogue(arch)} for arch in (75, 80)]
-    assert labels[0] == labels[1]
+@pytest.mark.parametrize(("arch", "native"), [(75, 0), (80, 1), (89, 1), (90, 1)])
+def test_newer_devices_copy_with_cp_async(arch, native):
+    kernels = [*kernels_int8.catalogue(arch)]
+    assert {dict(kernel.macros)["NATIVE"] for kernel in kernels} == {native}
+    tiles = {kernel.label for kernel in kernels if "Identity" in kernel.label}
+    assert len(tiles) == (4 if native else 5)

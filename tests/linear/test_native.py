@@ -14,6 +14,7 @@ from support.devices import EMULATED
 from support.linear_problems import (
     LinearProblem,
     backward_ratio,
+    forget_plans,
     forward_ratio,
     linear_problems,
     tensor_core_alone,
@@ -21,9 +22,9 @@ from support.linear_problems import (
 from support.search import deep, examples
 
 import cupyattn
-from cupyattn import emulator
+from cupyattn import emulator, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_matmul, kernels_tensor_core
+from cupyattn.ops.linear import kernels_int8, kernels_matmul, kernels_tensor_core
 from cupyattn.ops.linear.native_tiles import NATIVE_TILES
 from cupyattn.ops.linear.plan import forward_call, forward_plan
 from cupyattn.ops.linear.problem import LinearArrays
@@ -96,7 +97,8 @@ def test_forward_is_within_bounds(shape, problem, instructions):
         f"mma.sync.aligned.m16n8k16.row.col.f32.{items}.{items}.f32"
     }
     copies = names_of(instructions, "linear_forward", "cp.async.cg")
-    assert bool(copies) == (problem.K % 8 == 0)
+    lines = problem.K if problem.transposed else problem.N
+    assert bool(copies) == (problem.K % 8 == lines % 8 == 0)
 
 
 BACKWARD = [
@@ -166,6 +168,63 @@ def test_no_memory_access_is_wasted(turned, instructions):
     assert shared
     assert {access.worst for access in shared} == {1.0}
     assert report.sector_efficiency >= 0.98
+
+
+# --- int8
+
+
+INT8 = [
+    ("small", LinearProblem((65,), 192, 136, "bfloat16", "swiglu", weights="int8", rotation=64)),
+    *deep(
+        ("wide", LinearProblem((130,), 352, 264, "float16", "gelu", weights="int8")),
+        ("short", LinearProblem((127,), 96, 193, "float32", "geglu", weights="int8")),
+        ("narrow", LinearProblem((257,), 320, 129, "bfloat16", weights="int8", rotation=64)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "problem"), INT8, ids=str)
+def test_int8_rows_and_weights_are_within_bounds(shape, problem, instructions, monkeypatch):
+    instructions.clear()
+    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    x, w, b = problem.arrays()
+    rows = cupyattn.quantize_rows(x, rotation=w.rotation)
+    options = {"activation": problem.activation}
+    exact, _ = reference.linear(rows, w, b, **options)
+    bound, _ = reference.linear_bound(rows, w, b, dtype=problem.dtype, **options)
+    forget_plans()
+    with EMULATED.running():
+        found = cupyattn.linear(rows, w, b, **options)
+    forget_plans()
+    assert 0 < reference.error_ratio(found, exact, bound) <= 1
+    assert names_of(instructions, "linear_forward_int8", "mma") == {
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "case", "native"),
+    [
+        ("tiny", MatmulCase(65, 208, 72, (2,), (2,), "int8", b_view="transposed"), True),
+        *deep(
+            ("wide", MatmulCase(129, 144, 264, (2,), (2,), "int8", b_view="transposed"), True),
+            ("skinny", MatmulCase(33, 400, 129, (2,), (2,), "int8", b_view="transposed"), True),
+            ("small", MatmulCase(132, 144, 72, (2,), (2,), "int8", a_view="transposed"), False),
+        ),
+    ],
+    ids=str,
+)
+def test_batches_of_int8_are_exact(shape, case, native, instructions, monkeypatch):
+    """Operands that are not contiguous along the sum keep the instruction of Turing."""
+    instructions.clear()
+    monkeypatch.setattr(TensorCoreProduct, "tiling", lambda *_, **__: Tiling(shape, 1))
+    with EMULATED.running():
+        arrays = case.arrays()
+        assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
+    sizes = "m16n8k32" if native else "m8n8k16"
+    assert names_of(instructions, "matmul_s8", "mma") == {
+        f"mma.sync.aligned.{sizes}.row.col.s32.s8.s8.s32"
+    }
 
 
 # --- which kernels run
@@ -250,7 +309,7 @@ def test_largest_tiles_do_not_spill(number):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [80, 86, 89, 90])
-@pytest.mark.parametrize("family", [kernels_tensor_core, kernels_matmul])
+@pytest.mark.parametrize("family", [kernels_tensor_core, kernels_matmul, kernels_int8])
 def test_no_kernel_spills(family, number):
     for kernel in family.catalogue(number):
         if dict(kernel.macros).get("NATIVE"):

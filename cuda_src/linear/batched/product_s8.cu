@@ -6,7 +6,7 @@
 //           and B_LOADER say how an operand lies in global memory: PairLoader, contiguous along the sum, in whole
 //           aligned chunks of 16; TransposingLoader, contiguous across the sum, in whole aligned words of 4 lines;
 //           ItemLoader, of any strides.
-// Sum       TileProduct counts pairs of int8, so `inner` are pairs. If the number of items is odd, the first pair's
+// Sum       the main loop counts pairs of int8, so `inner` are pairs. If the number of items is odd, the first pair's
 //           first item is a zero: ODD items are missing before the first one.
 // Grid      the CTAs of one product, as in tensor_core/forward.cu, for one member after the other.
 // Tiles, budget, barriers, edges: as in tensor_core/forward.cu.
@@ -176,7 +176,7 @@ struct MultipliesBy<true> {
 struct Traits {
   using LoaderA = A_LOADER<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
   using LoaderB = B_LOADER<Chunks<TileOfB<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
-  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, int32, MultipliesBy<DOT_PRODUCTS>::Type>;
+  using Product = IntegerProductOf<LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;

@@ -23,7 +23,7 @@ struct Traits {
   using Activation = ACTIVATION;
   using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderW = ArrayLoader<Chunks<TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>, VEC>;
-  using Product = TileProduct<LoaderX, LoaderW, WARP_ROWS, WARP_COLUMNS, int32>;
+  using Product = IntegerProductOf<LoaderX, LoaderW>;
   static constexpr int kHalves = Columns::kHalves;
   static constexpr int kOutTiles = Product::kNTiles / kHalves;  // a warp's tiles of columns of the result
 };

@@ -45,7 +45,20 @@ struct SquareCoordinates {
   }
 };
 
-template <typename Scalar, typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns>
+// The instruction of a product, by the type of its sums: 16 rows by 8 columns by 16 items of float16 (or bfloat16), or as
+// many pairs of int8 that are neighbours along the sum, so that lines lie along it.
+template <typename Scalar>
+__device__ __forceinline__ void multiply_step(float (&acc)[4], const uint32 (&a)[2][2], const uint32 (&b)[2]) {
+  mma_m16n8k16<Scalar>(acc, a[0], a[1], b[0], b[1]);
+}
+template <typename Scalar>
+__device__ __forceinline__ void multiply_step(int32 (&acc)[4], const uint32 (&a)[2][2], const uint32 (&b)[2]) {
+  mma_m16n8k32_s8(acc, a[0], a[1], b[0], b[1]);
+}
+
+// Sum is float for items of Scalar, int32 for pairs of int8.
+template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float,
+          typename Scalar = float16>
 struct AsyncProduct {
   using LoaderA = LoaderA_;
   using LoaderB = LoaderB_;
@@ -70,7 +83,7 @@ struct AsyncProduct {
   static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0, "the two sets of fragments alternate");
   static_assert(kStages >= 2, "one stage is filled while another is multiplied");
 
-  using Accumulators = float[kMTiles][kNTiles][4];
+  using Accumulators = Sum[kMTiles][kNTiles][4];
 
   struct Fragments {
     uint32 a[kMTiles][2][2], b[kNTiles][2];  // a step's: of items 0-7 of the sum, and of items 8-15
@@ -157,7 +170,7 @@ struct AsyncProduct {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int n = 4 * column_group + (m % 2 ? 3 - i : i);
-      mma_m16n8k16<Scalar>(acc[m][n], of.a[m][0], of.a[m][1], of.b[n][0], of.b[n][1]);
+      multiply_step<Scalar>(acc[m][n], of.a[m], of.b[n]);
     }
   }
 

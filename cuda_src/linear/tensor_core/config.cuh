@@ -29,14 +29,20 @@ using TileOfA = OperandTile<kLines, CtaShape::kTileRows, CtaShape::kInner>;
 template <Lines kLines>
 using TileOfB = OperandTile<kLines, CtaShape::kTileColumns, CtaShape::kInner>;
 
-// The product of two operands of Scalar: from sm_80 on with copies by cp.async, if lines are whole chunks (NATIVE).
+// The main loop: from sm_80 on with copies by cp.async, if lines are whole chunks (NATIVE).
 #if NATIVE
-template <typename Scalar, typename LoaderA, typename LoaderB>
-using ProductOf = AsyncProduct<Scalar, LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
+template <typename LoaderA, typename LoaderB, typename Sum, typename Scalar>
+using MainLoop = AsyncProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, Sum, Scalar>;
 #else
-template <typename Scalar, typename LoaderA, typename LoaderB>
-using ProductOf = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, float, Scalar>;
+template <typename LoaderA, typename LoaderB, typename Sum, typename Scalar>
+using MainLoop = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, Sum, Scalar>;
 #endif
+
+// The product of two operands of Scalar, or of int8 in pairs.
+template <typename Scalar, typename LoaderA, typename LoaderB>
+using ProductOf = MainLoop<LoaderA, LoaderB, float, Scalar>;
+template <typename LoaderA, typename LoaderB>
+using IntegerProductOf = MainLoop<LoaderA, LoaderB, int32, float16>;
 
 // The place of this warp's part of a CTA's tile in the result.
 template <typename Product, typename Columns>

@@ -18,6 +18,7 @@ from cupyattn.ops.linear.kernels_rows import (
     rows_step,
     scratch_items,
 )
+from cupyattn.ops.linear.native_tiles import NATIVE_ARCH, NATIVE_TILES
 from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem
 from cupyattn.ops.linear.tiles import (
     NARROW,
@@ -74,8 +75,11 @@ _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
         "few": TileConfig(*_FEW, Moves(4, 0, 2), Moves(2, 1, 3), 2, 0.667),
     }
 )
-FORWARDS = {75: _TURING}
-"""Configurations by architecture and tile. Newer devices run the same instructions."""
+FORWARDS: Mapping[int, Mapping[Shape, TileConfig]] = {
+    75: _TURING,
+    **{arch: {**tiles, "few": tiles["small"]} for arch, tiles in NATIVE_TILES.items()},
+}
+"""Configurations by architecture and tile. Newer devices multiply 16 x 8 x 32 items at a time."""
 
 LEAST_ROWS = {False: 112, True: 48}
 """Fewest rows of x for int8 x int8, by whether the device is a GeForce.
@@ -84,6 +88,11 @@ With fewer, reading the weight takes longer than multiplying it in float16. The 
 cross at 112 rows on a T4, at 51 on an RTX 2080 Ti and at 37 on an RTX 2060 Super, whose float16
 products with float32 sums run at half rate.
 """
+
+
+def shapes_for(arch: int) -> tuple[Shape, ...]:
+    """Return the tiles to choose from; "few" is the smallest one from sm_80 on."""
+    return tuple(rows_for(NATIVE_TILES if arch >= NATIVE_ARCH else FORWARDS, arch))
 
 
 @cache
@@ -110,7 +119,7 @@ def forward(
 
 def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     """Yield every tile, and activations, dtypes and accesses in pairs."""
-    for shape in rows_for(FORWARDS, arch):
+    for shape in shapes_for(arch):
         yield forward(arch, shape, "float16", VECTOR)
     kinds = [(name, paired) for name in STRUCTS if name for paired in (False, True)]
     for (activation, paired), dtype, shape, out_vec in pairs(
@@ -131,7 +140,7 @@ class Int8Product(TensorCoreProduct):
 
     def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        return ("wide", "narrow", "small", "short", "few")
+        return shapes_for(arch)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Refuse: only the forward exists, which does not split sums."""

@@ -225,7 +225,14 @@ INT8_TILES: Mapping[Shape, TileConfig] = {
     "tiny": TileConfig(*_TINY, Moves(0, 1, 2), Moves(1, 1, 2), 2, 0.5),
     "skinny": TileConfig(*_SKINNY, Moves(0, 1, 1), Moves(0, 1, 4), 2, 0.444),
 }
-"""Configurations of int8, both of whose operands are contiguous along the sum."""
+"""Configurations of int8 on Turing, both of whose operands are contiguous along the sum."""
+_INT8: Mapping[int, Mapping[Shape, TileConfig]] = {
+    75: INT8_TILES,
+    **{
+        arch: {shape: row for (shape, lines), row in rows.items() if lines == ALONG}
+        for arch, rows in _NATIVE.items()
+    },
+}
 
 _INT8_TRANSPOSED = {(PAIRS, TRANSPOSING): 0.822, (TRANSPOSING, PAIRS): 0.788}
 _INT8_TRANSPOSED[TRANSPOSING, TRANSPOSING] = 0.817
@@ -237,11 +244,16 @@ _RINGS = {PAIRS: 4, TRANSPOSING: 1, ITEMS: 2}
 """Loads in flight by loader. A load of transposed words takes 16 registers, others 4."""
 
 
-def int8_config(shape: Shape, loaders: tuple[str, str]) -> TileConfig:
+def int8_shapes(arch: int, loaders: tuple[str, str]) -> tuple[Shape, ...]:
+    """Return the tiles of int8 to choose from."""
+    return tuple(rows_for(_INT8, arch)) if loaders == (PAIRS, PAIRS) else ("small",)
+
+
+def int8_config(arch: int, shape: Shape, loaders: tuple[str, str]) -> TileConfig:
     """Return the configuration of a tile."""
-    config = INT8_TILES[shape]
     if loaders == (PAIRS, PAIRS):
-        return config
+        return rows_for(_INT8, arch)[shape]
+    config = INT8_TILES[shape]
     a_moves, b_moves = config.a_moves, config.b_moves
     a_ring, b_ring = (_RINGS[loader] for loader in loaders)
     return replace(
@@ -253,19 +265,13 @@ def int8_config(shape: Shape, loaders: tuple[str, str]) -> TileConfig:
 
 
 @cache
-def int8(
-    shape: Shape, loaders: tuple[str, str], out_vec: int, *, tensor_cores: bool = True
-) -> Specialisation:
-    """Specialise the kernel of int8; `out_vec` is 8 if rows of out have whole aligned pairs.
-
-    Without tensor cores four products and their sum are one instruction, whose operands are
-    shuffled: the gates have no utilisation.
-    """
+def int8(arch: int, shape: Shape, loaders: tuple[str, str], out_vec: int) -> Specialisation:
+    """Specialise the kernel of int8; `out_vec` is 8 if rows of out have whole aligned pairs."""
     a_loader, b_loader = loaders
     config = int8_config(shape, loaders)
     return specialise_tile(
         INT8,
-        config if tensor_cores else replace(config, models=0.0),
+        int8_config(arch, shape, loaders),
         VECTOR,
         out_vec,
         scalar=0.48 if tensor_cores else 0.0,
@@ -337,11 +343,10 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield tensor_core(arch, shape, lines, VECTOR, VECTOR)
     for number, lines in enumerate((ALONG, B_ACROSS, ACROSS, A_ACROSS)):
         yield tensor_core(arch, shapes_for(arch, 1, 1, lines)[number % 2], lines, 1, 1)
-    for tile in INT8_TILES:
-        yield int8(tile, (PAIRS, PAIRS), VECTOR)
+    for tile in int8_shapes(arch, (PAIRS, PAIRS)):
+        yield int8(arch, tile, (PAIRS, PAIRS), VECTOR)
     for loaders in (*_INT8_TRANSPOSED, (ITEMS, ITEMS), (ITEMS, TRANSPOSING)):
-        yield int8("small", loaders, 1)
-    yield int8("small", (PAIRS, TRANSPOSING), VECTOR, tensor_cores=False)
+        yield int8(arch, "small", loaders, 1)
     along = ("kDepth", "kLines")
     for number, (dtype, a_along, b_along, whole) in enumerate(
         pairs(DTYPES, along, along, (True, False))

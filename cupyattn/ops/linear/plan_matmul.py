@@ -18,7 +18,6 @@ from cupyattn.ops.linear.kernels_matmul import (
     BATCHED_INTEGER_PARAMS,
     BATCHED_PRODUCT_PARAMS,
     INT8,
-    INT8_TILES,
     ITEMS,
     PAIRS,
     TENSOR_CORE,
@@ -28,6 +27,7 @@ from cupyattn.ops.linear.kernels_matmul import (
     float_config,
     int8,
     int8_config,
+    int8_shapes,
     shapes_for,
     tensor_core,
 )
@@ -246,17 +246,16 @@ class IntegerProduct(BatchedProduct):
 
     def config(self, arch: int, shape: Shape) -> TileConfig:
         """Return the configuration of a tile."""
-        return int8_config(shape, self.loaders)
+        return int8_config(arch, shape, self.loaders)
 
     def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        every = self.loaders == (PAIRS, PAIRS) and self.tensor_cores
-        return tuple(INT8_TILES) if every else ("small",)
+        return int8_shapes(arch, self.loaders)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product; sums are not split."""
         assert not split
-        return int8(shape, self.loaders, out_vec, tensor_cores=self.tensor_cores)
+        return int8(arch, shape, self.loaders, out_vec)
 
 
 @lru_cache(maxsize=4096)
