@@ -24,7 +24,12 @@ from support.search import deep, examples
 import cupyattn
 from cupyattn import emulator, reference
 from cupyattn.emulator import Report
-from cupyattn.ops.linear import kernels_int8, kernels_matmul, kernels_tensor_core
+from cupyattn.ops.linear import (
+    kernels_int8,
+    kernels_matmul,
+    kernels_quantised_tile,
+    kernels_tensor_core,
+)
 from cupyattn.ops.linear.native_tiles import NATIVE_TILES
 from cupyattn.ops.linear.plan import forward_call, forward_plan
 from cupyattn.ops.linear.problem import LinearArrays
@@ -170,6 +175,41 @@ def test_no_memory_access_is_wasted(turned, instructions):
     assert report.sector_efficiency >= 0.98
 
 
+# --- quantised weights
+
+
+def quantised(rows, outer, inner, weights, activation=None, **options) -> LinearProblem:
+    return LinearProblem((rows,), inner, outer, "float16", activation, weights=weights, **options)
+
+
+# Of each format: one k-tile, as many as are in flight, and more; rows of codes along the sum and,
+# transposed, across it.
+QUANTISED = [
+    ("few", quantised(65, 136, 192, "nf4", "swiglu", residual=True)),
+    ("few", quantised(33, 128, 96, "int4", transposed=True)),
+    *deep(
+        ("narrow", quantised(257, 136, 160, "nf4", "gelu", residual=True)),
+        ("narrow", quantised(70, 128, 64, "q4_1", "silu", transposed=True)),
+        ("small", quantised(129, 136, 32, "int8", "relu")),
+        ("small", quantised(130, 256, 512, "q4_k", "geglu")),
+        ("few", quantised(1, 256, 256, "q4_k", transposed=True)),
+        ("narrow", quantised(127, 192, 288, "int8", "gelu_tanh", transposed=True, biased=False)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "problem"), QUANTISED, ids=str)
+def test_quantised_weights_are_within_bounds(shape, problem, instructions):
+    """x is copied by cp.async, and codes are decoded on their way."""
+    instructions.clear()
+    with EMULATED.running(), tensor_core_alone(shape):
+        assert 0 < forward_ratio(problem)[0] <= 1
+        assert 0 < backward_ratio(problem) <= 1
+    for entry in instructions.keys() & {"linear_forward_quantised", "linear_product_quantised"}:
+        assert names_of(instructions, entry, "cp.async.cg")
+    assert len(instructions) >= 2
+
+
 # --- int8
 
 
@@ -288,6 +328,9 @@ def test_stages_fit_shared_memory(number):
         assert found >= config.ctas_per_sm, config
 
 
+FAMILIES = (kernels_tensor_core, kernels_matmul, kernels_int8, kernels_quantised_tile)
+
+
 def require_no_spills(kernel: Specialisation, number: int) -> None:
     """Require registers for the CTAs that the configuration is chosen for."""
     arch = arch_of(number)
@@ -309,7 +352,7 @@ def test_largest_tiles_do_not_spill(number):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [80, 86, 89, 90])
-@pytest.mark.parametrize("family", [kernels_tensor_core, kernels_matmul, kernels_int8])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_no_kernel_spills(family, number):
     for kernel in family.catalogue(number):
         if dict(kernel.macros).get("NATIVE"):

@@ -20,7 +20,7 @@ struct Traits {
   using Activation = ACTIVATION;
   using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderW = QuantisedLoader<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>;
-  using Product = TileProduct<LoaderX, LoaderW, WARP_ROWS, WARP_COLUMNS>;
+  using Product = ProductOf<float16, LoaderX, LoaderW>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
 

@@ -62,6 +62,7 @@ struct QuantisedLoader {
   using Tile = Tile_;
   using Chunks = Runs<Tile, kThreads>;
   using Fetched = Run<Format>;
+  static constexpr bool kCopied = false;
   static constexpr int kFetches = Chunks::kCount, kStores = kRunItems / kChunkItems;
   static constexpr int kOuterItems = Tile::kOuter / Outer::kHalves;
   static constexpr int kScaleBytes = Format::kNumbers * sizeof(typename Format::Scale);

@@ -13,7 +13,7 @@
 struct Traits {
   using LoaderA = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
   using LoaderB = QuantisedLoader<FORMAT, TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>;
-  using Product = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS>;
+  using Product = ProductOf<float16, LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;

@@ -56,6 +56,80 @@ __device__ __forceinline__ void multiply_step(int32 (&acc)[4], const uint32 (&a)
   mma_m16n8k32_s8(acc, a[0], a[1], b[0], b[1]);
 }
 
+// Turn a number in the ring of stages to the next, and return the distance between both.
+template <uint32 kStageBytes>
+__device__ __forceinline__ uint32 next_in_ring(int& stage) {
+  const bool wraps = stage == STAGES - 1;
+  stage = wraps ? 0 : stage + 1;
+  return wraps ? 0u - (STAGES - 1) * kStageBytes : kStageBytes;
+}
+
+// An operand's way to shared memory: piece by piece of a k-tile, and then the next k-tile. An array is copied by
+// cp.async, STAGES - 1 k-tiles ahead of the one that is multiplied.
+template <typename Loader, uint32 kStageBytes, bool kCopied = Loader::kCopied>
+struct Feed {
+  static constexpr int kPieces = Loader::kFetches;
+  static constexpr int kInner = Loader::Tile::kInner;
+  Loader& loader;
+  uint32 to_s;  // where this thread's pieces go
+  int stage;    // that is filled
+
+  __device__ __forceinline__ Feed(Loader& array, uint32 first_stage_s)
+      : loader(array), to_s(first_stage_s + Loader::Chunks::shared_offset()), stage(0) {}
+
+  // K-tile `ahead` of those before the loop, of which `valid` of `items` items of the sum exist.
+  __device__ __forceinline__ void begin(int ahead, int items, int valid) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) loader.copy(to_s, i, valid);
+    next(items);
+  }
+
+  // Piece i of the k-tile that is copied while `tiles` are left: nothing but zeros if there is none.
+  __device__ __forceinline__ void piece(int i, int tiles) { loader.copy(to_s, i, tiles > STAGES - 1 ? kInner : 0); }
+
+  __device__ __forceinline__ void next(int items) {
+    loader.advance(items);
+    to_s += next_in_ring<kStageBytes>(stage);
+  }
+};
+
+// Codes pass registers: they are loaded two k-tiles ahead of the one that is multiplied, and a k-tile later stored as
+// numbers.
+template <typename Loader, uint32 kStageBytes>
+struct Feed<Loader, kStageBytes, false> {
+  static constexpr int kPieces = Loader::kFetches * Loader::kStores;
+  static constexpr int kInner = Loader::Tile::kInner;
+  Loader& loader;
+  uint32 to_s;
+  int stage;
+  typename Loader::Fetched fetched[Loader::kFetches];
+
+  __device__ __forceinline__ Feed(Loader& weight, uint32 first_stage_s)
+      : loader(weight), to_s(first_stage_s + Loader::Chunks::shared_offset()), stage(0), fetched{} {}
+
+  __device__ __forceinline__ void begin(int ahead, int items, int valid) {
+    if (ahead > 1) return;
+#pragma unroll
+    for (int i = 0; i < Loader::kFetches; i++) loader.template load<true>(fetched[i], i, 0, valid);
+    loader.advance(items);
+    if (ahead > 0) return;
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) loader.store(to_s, fetched[i / Loader::kStores], i);
+    to_s += next_in_ring<kStageBytes>(stage);
+  }
+
+  __device__ __forceinline__ void piece(int i, int tiles) {
+    const int own = i / Loader::kStores;
+    loader.store(to_s, fetched[own], i);
+    if ((i + 1) % Loader::kStores == 0) loader.template load<false>(fetched[own], own, 0, tiles > 2 ? kInner : 0);
+  }
+
+  __device__ __forceinline__ void next(int items) {
+    loader.advance(items);
+    to_s += next_in_ring<kStageBytes>(stage);
+  }
+};
+
 // Sum is float for items of Scalar, int32 for pairs of int8.
 template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float,
           typename Scalar = float16>
@@ -76,12 +150,14 @@ struct AsyncProduct {
   // the slots, and copies over those of all steps but the last, which follows the wait.
   static constexpr int kSlots = kMTiles * kNTiles / 4;
   static constexpr int kReads = kMTiles + kNTiles / 2;
-  static constexpr int kCopies = LoaderA::kFetches + LoaderB::kFetches;
+  using FeedA = Feed<LoaderA, kStageBytes>;
+  using FeedB = Feed<LoaderB, kStageBytes>;
+  static constexpr int kCopies = FeedA::kPieces + FeedB::kPieces;
   static constexpr int kCopySlots = (kSteps - 1) * kSlots;
   static_assert((kWarpRows == 32 || kWarpRows % 64 == 0) && (kWarpColumns == 32 || kWarpColumns % 64 == 0),
                 "groups of chunks that an XOR reaches");
   static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0, "the two sets of fragments alternate");
-  static_assert(kStages >= 2, "one stage is filled while another is multiplied");
+  static_assert(kStages >= 3, "codes are loaded for the third k-tile while the first is multiplied");
 
   using Accumulators = Sum[kMTiles][kNTiles][4];
 
@@ -89,61 +165,36 @@ struct AsyncProduct {
     uint32 a[kMTiles][2][2], b[kNTiles][2];  // a step's: of items 0-7 of the sum, and of items 8-15
   };
 
-  LoaderA& loader_a;
-  LoaderB& loader_b;
+  FeedA feed_a;
+  FeedB feed_b;
   SquareCoordinates<TileA, Order::kOuterFirst> place_a;
   SquareCoordinates<TileB, Order::kInnerFirst> place_b;
-  uint32 store_a, store_b;       // where this thread's pieces go: the stage that is filled
-  int read_stage, filled_stage;  // numbers in the ring
-  int tiles;                     // that are still to be multiplied
+  int read_stage;
+  int tiles;  // that are still to be multiplied
   Fragments fragments[2];
 
   // Begin the copies of the first k-tiles. Of the very first, `first_items` items of the sum exist.
   __device__ __forceinline__ AsyncProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
-      : loader_a(a),
-        loader_b(b),
+      : feed_a(a, stages_s),
+        feed_b(b, stages_s + TileA::kBytes),
         place_a(stages_s, warp_index() / kWarpsAcross * kWarpRows),
         place_b(stages_s + TileA::kBytes, warp_index() % kWarpsAcross * kWarpColumns),
-        store_a(stages_s + LoaderA::Chunks::shared_offset()),
-        store_b(stages_s + TileA::kBytes + LoaderB::Chunks::shared_offset()),
         read_stage(0),
-        filled_stage(0),
         tiles(k_tiles) {
 #pragma unroll
-    for (int stage = 0; stage < kStages - 1; stage++) {
-      const int items = stage == 0 ? first_items : kInner, valid = stage < k_tiles ? items : 0;
-#pragma unroll
-      for (int i = 0; i < LoaderA::kFetches; i++) loader_a.copy(store_a, i, valid);
-#pragma unroll
-      for (int i = 0; i < LoaderB::kFetches; i++) loader_b.copy(store_b, i, valid);
-      next_copies(items);
+    for (int ahead = 0; ahead < kStages - 1; ahead++) {
+      const int items = ahead == 0 ? first_items : kInner, valid = ahead < k_tiles ? items : 0;
+      feed_a.begin(ahead, items, valid);
+      feed_b.begin(ahead, items, valid);
+      cp_async_commit_group();
     }
   }
 
-  // The copies of a k-tile were issued: turn to the next one, and its stage.
-  __device__ __forceinline__ void next_copies(int items) {
-    cp_async_commit_group();
-    loader_a.advance(items);
-    loader_b.advance(items);
-    const uint32 distance = next_in_ring(filled_stage);
-    store_a += distance;
-    store_b += distance;
-  }
-
-  // Turn a number in the ring to the next, and return the distance between both stages.
-  __device__ __forceinline__ static uint32 next_in_ring(int& stage) {
-    const bool wraps = stage == kStages - 1;
-    stage = wraps ? 0 : stage + 1;
-    return wraps ? 0u - (kStages - 1) * kStageBytes : kStageBytes;
-  }
-
-  // Piece `piece` of the k-tile that is copied: nothing but zeros if there is none.
-  __device__ __forceinline__ void copy(int piece) const {
-    const int valid = tiles > kStages - 1 ? kInner : 0;
-    if (piece < LoaderA::kFetches) {
-      loader_a.copy(store_a, piece, valid);
+  __device__ __forceinline__ void copy(int piece) {
+    if (piece < FeedA::kPieces) {
+      feed_a.piece(piece, tiles);
     } else {
-      loader_b.copy(store_b, piece - LoaderA::kFetches, valid);
+      feed_b.piece(piece - FeedA::kPieces, tiles);
     }
   }
 
@@ -179,10 +230,12 @@ struct AsyncProduct {
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
       if (step == kSteps - 1) {
-        next_copies(kInner);
+        cp_async_commit_group();
+        feed_a.next(kInner);
+        feed_b.next(kInner);
         cp_async_wait_group<kStages - 2>();
         __syncthreads();  // stages: the next one has been written, and this one read but for registers
-        const uint32 distance = next_in_ring(read_stage);
+        const uint32 distance = next_in_ring<kStageBytes>(read_stage);
         place_a.move(distance);
         place_b.move(distance);
       }

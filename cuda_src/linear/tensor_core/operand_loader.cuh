@@ -54,7 +54,8 @@ struct ArrayLoader {
   using Chunks = Chunks_;
   using Tile = typename Chunks::Tile;
   using Outer = typename Chunks::Outer;
-  using Fetched = uint4;  // a piece as it is stored
+  using Fetched = uint4;                 // a piece as it is stored
+  static constexpr bool kCopied = true;  // by cp.async, if the product is native
   static constexpr int kFetches = Chunks::kCount, kStores = 1;
   static constexpr int kOuterItems = Tile::kOuter / Outer::kHalves;
 

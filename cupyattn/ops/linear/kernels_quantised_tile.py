@@ -22,6 +22,7 @@ from cupyattn.ops.linear.kernels_quantised import (
     row_blocks,
 )
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
+from cupyattn.ops.linear.native_tiles import DECODING_TILES
 from cupyattn.ops.linear.problem import (
     IN_FLOAT32,
     ON_TENSOR_CORES,
@@ -220,16 +221,24 @@ def _ampere(config: TileConfig) -> TileConfig:
     return replace(ampere_config(config, Moves(1, 0, 2)), a_moves=Moves(0, 1, 2))
 
 
-PRODUCTS = {
+SINGLE_PRODUCTS = {
     75: _TURING,
     80: {name: {key: _ampere(row) for key, row in rows.items()} for name, rows in _TURING.items()},
+}
+"""Configurations for an x that is loaded by single items, which cp.async does not copy."""
+PRODUCTS = {
+    75: _TURING,
+    80: {
+        name: {(tile, along): DECODING_TILES[tile] for tile, along in _TURING[name]}
+        for name in _TURING
+    },
 }
 """Configurations by architecture and format, then by tile and direction of rows of codes."""
 
 
-def config_of(arch: int, name: str, shape: Shape, along: bool) -> TileConfig:
-    """Return the configuration of a format and a tile."""
-    return rows_for(PRODUCTS, arch)[name][shape, along]
+def config_of(arch: int, name: str, shape: Shape, along: bool, vec: int) -> TileConfig:
+    """Return the configuration of a format and a tile, for an x loaded `vec` items at a time."""
+    return rows_for(SINGLE_PRODUCTS if vec == 1 else PRODUCTS, arch)[name][shape, along]
 
 
 def shapes_for(vec: int) -> tuple[Shape, ...]:
@@ -251,7 +260,7 @@ def forward(
     """Specialise the forward of a format whose rows of codes lie along the sum."""
     return specialise_tile(
         FORWARD,
-        config_of(arch, name, shape, True),
+        config_of(arch, name, shape, True, vec),
         vec,
         out_vec,
         FORMAT=FORMAT_STRUCTS[name],
@@ -267,7 +276,7 @@ def product(
     """Specialise a product without an epilogue; with `split`, CTAs share its tiles."""
     return specialise_tile(
         PRODUCT,
-        config_of(arch, name, shape, along),
+        config_of(arch, name, shape, along, vec),
         vec,
         out_vec,
         FORMAT=FORMAT_STRUCTS[name],
@@ -323,7 +332,7 @@ class QuantisedProduct(TensorCoreProduct):
 
     def config(self, arch: int, shape: Shape) -> TileConfig:
         """Return the configuration of a tile."""
-        return config_of(arch, self.blocks.format, shape, self.lines.b)
+        return config_of(arch, self.blocks.format, shape, self.lines.b, self.vec)
 
     def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""

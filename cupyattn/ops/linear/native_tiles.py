@@ -50,6 +50,16 @@ NATIVE_TILES = {
 """Configurations with cp.async by architecture and tile."""
 
 
+# A k-tile is 32 items, a block of codes or a part of one. Fewer columns than rows: each weight is
+# decoded once for each tile of rows.
+DECODING_TILES: Mapping[Shape, TileConfig] = {
+    "narrow": native_config((256, 128, 32, 64, 64, 1), 4, 0.85),
+    "small": native_config((128, 128, 32, 64, 64, 2), 3, 0.75),
+    "few": native_config((64, 128, 32, 32, 64, 2), 4, 0.6),
+}
+"""Configurations of a quantised weight, whose codes pass registers, for any device."""
+
+
 def has_mma(dtype: str, traits: DeviceTraits) -> bool:
     """Tell whether products of a dtype run on tensor cores: bfloat16 from sm_80 on."""
     return traits.has_mma(dtype) or (traits.native and dtype == "bfloat16")
