@@ -175,6 +175,31 @@ def test_no_memory_access_is_wasted(turned, instructions):
     assert report.sector_efficiency >= 0.98
 
 
+# --- few rows
+
+
+FEW_ROWS = [
+    case(5, 72, 136, "bfloat16", "swiglu", transposed=True, residual=True),
+    case(16, 40, 72, "bfloat16", "gelu"),
+    *deep(
+        case(2, 33, 31, "bfloat16", "relu", view="sliced", residual=True),
+        case(64, 104, 264, "bfloat16", transposed=True),
+        case(33, 24, 2056, "bfloat16", "geglu", residual=True),
+        case(17, 129, 4104, "bfloat16", "silu", biased=False),
+    ),
+]
+
+
+@pytest.mark.parametrize("problem", FEW_ROWS, ids=str)
+def test_few_rows_of_bfloat16_are_within_bounds(problem, instructions):
+    instructions.clear()
+    with EMULATED.running():
+        assert 0 < forward_ratio(problem)[0] <= 1
+    assert names_of(instructions, "linear_thin", "mma") == {
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
+    }
+
+
 # --- quantised weights
 
 
@@ -298,7 +323,8 @@ def test_aligned_lines_are_copied_by_newer_devices(traits, inner, dtype, native)
     ("traits", "rows", "entry"),
     [
         (H200, 512, "linear_forward"),
-        (H200, 16, "linear_thin_f32"),
+        (H200, 16, "linear_thin"),
+        (H200, 1, "linear_thin_f32"),
         (T4, 512, "linear_forward_f32"),
         (H200._replace(tensor_cores=False), 512, "linear_forward_f32"),
     ],

@@ -3,12 +3,12 @@
 //
 //   z = sum_s partials[s] + b,   out = act(z) + residual (tile.cuh)
 //
-// Shapes    partials (splits, M, W) float32, written by product.cu or row.cu; the other arrays as in tile.cuh.
+// Shapes    partials (splits, M, W) float32, written by product.cu or row.cu; the other arrays of DTYPE, as in tile.cuh.
 // Work      A thread finishes one item of out; neighbours own neighbouring columns. Grid: ceil(M N / THREADS).
 // Budget    no shared memory. A second launch costs time: K is split only if there are few CTAs.
 // Edges     M N need not be a multiple of THREADS.
-#if !defined(ACTIVATION) || !defined(GATED) || !defined(THREADS)
-#error "ACTIVATION, GATED and THREADS come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(ACTIVATION) || !defined(GATED) || !defined(THREADS)
+#error "DTYPE, ACTIVATION, GATED and THREADS come from a launch-configuration table"
 #endif
 #include "tile.cuh"
 
@@ -21,8 +21,8 @@ __device__ __forceinline__ float total(const float* partials_g, int64 part, int 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    linear_thin_merge(const float* partials_g, const float16* b_g, const float16* residual_g, float16* preactivation_g,
-                      float16* out_g, const ThinParams params) {
+    linear_thin_merge(const float* partials_g, const DTYPE* b_g, const DTYPE* residual_g, DTYPE* preactivation_g,
+                      DTYPE* out_g, const ThinParams params) {
   const int64 item = blockIdx.x * static_cast<int64>(THREADS) + threadIdx.x;
   const int row = static_cast<int>(item / params.outer), column = static_cast<int>(item % params.outer);
   if (row >= params.rows) return;
@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float z = total(row_g + column, part, params.splits, b_g ? to_float(b_g[column]) : 0.f);
   float up = 0.f;
   if (GATED) up = total(row_g + up_column, part, params.splits, b_g ? to_float(b_g[up_column]) : 0.f);
-  const Epilogue<ACTIVATION, GATED, float16> finish = {residual_g, preactivation_g, out_g};
+  const Epilogue<ACTIVATION, GATED, DTYPE, DTYPE> finish = {residual_g, preactivation_g, out_g};
   finish.store(params, row, column, z, up);
 }

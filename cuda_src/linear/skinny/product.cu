@@ -5,7 +5,7 @@
 // (weights.cuh has the fragments). Weights bypass L1 and shared memory; x is read through L1, which warps and CTAs
 // share.
 //
-// Shapes    tile.cuh. M up to 8 X_TILES; any N and K; OUT float32 for the sums of a split K (merge.cu).
+// Shapes    tile.cuh. Arrays of DTYPE. M up to 8 X_TILES; any N and K; OUT is DTYPE, or float32 for the sums of a split K (merge.cu).
 // Work      A warp sums 16 W_TILES columns of w for all rows of x, over every K_WARPS-th burst of its part of K.
 //           K_WARPS warps of a CTA share the columns; GROUPS such groups have neighbouring columns. Grid: splits *
 //           ceil(N / columns of a CTA); the tiles of one split are neighbours.
@@ -13,11 +13,12 @@
 //           all warps for 8 PASS_TILES rows, at most 32 KiB.
 // Edges     k beyond K: zeros on both sides, not read. Columns beyond N and rows beyond M: sums of the last ones or of
 //           zeros, which are not stored.
-#if !defined(W_ALONG_K) || !defined(VEC) || !defined(ACTIVATION) || !defined(GATED) || !defined(OUT) ||   \
-    !defined(W_TILES) || !defined(X_TILES) || !defined(X_SLOTS) || !defined(STEPS) || !defined(GROUPS) || \
-    !defined(K_WARPS) || !defined(PASS_TILES) || !defined(MIN_CTAS) || !defined(THREADS) || !defined(SHARED_BYTES)
+#if !defined(DTYPE) || !defined(W_ALONG_K) || !defined(VEC) || !defined(ACTIVATION) || !defined(GATED) ||       \
+    !defined(OUT) || !defined(W_TILES) || !defined(X_TILES) || !defined(X_SLOTS) || !defined(STEPS) ||          \
+    !defined(GROUPS) || !defined(K_WARPS) || !defined(PASS_TILES) || !defined(MIN_CTAS) || !defined(THREADS) || \
+    !defined(SHARED_BYTES)
 #error \
-    "W_ALONG_K, VEC, ACTIVATION, GATED, OUT, W_TILES, X_TILES, X_SLOTS, STEPS, GROUPS, K_WARPS, PASS_TILES, \
+    "DTYPE, W_ALONG_K, VEC, ACTIVATION, GATED, OUT, W_TILES, X_TILES, X_SLOTS, STEPS, GROUPS, K_WARPS, PASS_TILES, \
 MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
 #endif
 #include "../../common/mma.cuh"
@@ -25,11 +26,11 @@ MIN_CTAS, THREADS and SHARED_BYTES come from a launch-configuration table"
 
 template <bool kAlongK, typename Tile>
 struct WeightsOf {
-  using Type = WeightsAlongK<Tile, STEPS, VEC>;
+  using Type = WeightsAlongK<Tile, STEPS, VEC, DTYPE>;
 };
 template <typename Tile>
 struct WeightsOf<false, Tile> {
-  using Type = WeightsAlongN<Tile, STEPS, VEC>;
+  using Type = WeightsAlongN<Tile, STEPS, VEC, DTYPE>;
 };
 
 struct Traits {
@@ -66,14 +67,14 @@ static_assert(sizeof(ThinParams) == THIN_PARAMS_BYTES, "its dtype in Python desc
 
 using Tile = Traits::Tile;
 using Sums = float[Traits::kChains][Traits::kWTiles][Traits::kXTiles][4];
-using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC>;
+using Inputs = InputRows<Traits::kXTiles, Traits::kXSlots, VEC, DTYPE>;
 
 // The second 32 slots of a line are shifted by four banks: of 64 columns that lie along N, those that a warp reads at
 // once come from both.
 __device__ __forceinline__ int shared_slot(int slot) { return slot + slot / 32 * 4; }
 
 // The bias of one of the CTA's columns, loaded before the products.
-__device__ __forceinline__ uint16 load_bias(const float16* b_g, const ThinParams& params, int first) {
+__device__ __forceinline__ uint16 load_bias(const DTYPE* b_g, const ThinParams& params, int first) {
   const int group = threadIdx.x / Tile::kColumns, column = threadIdx.x % Tile::kColumns;
   const int result = Tile::result(first + group * Tile::kResults, column);
   const bool exists = threadIdx.x < Traits::kCtaColumns && result < params.outer;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Traits::Weights& weig
       weights.fragment(a, step, quarter, i);
 #pragma unroll
       for (int j = 0; j < Traits::kXTiles; j++) {
-        mma_m16n8k8(sums[quarter % Traits::kChains][i][j], a, inputs.fragment(step, quarter, j));
+        mma_m16n8k8<DTYPE>(sums[quarter % Traits::kChains][i][j], a, inputs.fragment(step, quarter, j));
       }
     }
   }
@@ -152,8 +153,8 @@ __device__ __forceinline__ void store_results(const Smem& smem, const ThinParams
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
-    linear_thin(const float16* x_g, const float16* w_g, const float16* b_g, const float16* residual_g,
-                float16* preactivation_g, OUT* out_g, const ThinParams params) {
+    linear_thin(const DTYPE* x_g, const DTYPE* w_g, const DTYPE* b_g, const DTYPE* residual_g, DTYPE* preactivation_g,
+                OUT* out_g, const ThinParams params) {
   __shared__ Smem smem;
   const Traits::Part part(params);
   const int group = warp_index() / Traits::kKWarps;
@@ -172,9 +173,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   }
 
   // Phase 2: the sum over warps and its epilogue, some rows of x at a time.
-  if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias_of(bias);
+  if (threadIdx.x < Traits::kCtaColumns) smem.bias[threadIdx.x] = bias_of<DTYPE>(bias);
   OUT* part_g = out_g + static_cast<int64>(part.split) * params.rows * params.out_stride;
-  const Epilogue<ACTIVATION, GATED, OUT> finish = {residual_g, preactivation_g, part_g};
+  const Epilogue<ACTIVATION, GATED, OUT, DTYPE> finish = {residual_g, preactivation_g, part_g};
 #pragma unroll
   for (int tile = 0; tile < Traits::kXTiles; tile += Traits::kPassTiles) {
     if (tile > 0) __syncthreads();  // smem.sums: the rows of the pass before have been read

@@ -1,5 +1,5 @@
 // The common part of the skinny kernels, for few rows of x: sizes and strides, the columns of w of a tile, loads of
-// float16 pairs, and the epilogue of a finished sum.
+// pairs of 16-bit floats, and the epilogue of a finished sum.
 //
 //   z = x w + b,   out = act(z) + residual;   gated: out = act(z_gate) z_up + residual
 //
@@ -54,10 +54,10 @@ struct CtaPart {
   __device__ __forceinline__ int end(const ThinParams& params) const { return min(params.inner, to * kBurstItems); }
 };
 
-// kItems neighbouring float16 items, two to a word; those from `count` on become zeros and are not read. With kVec > 1
+// kItems neighbouring items of 16 bits, two to a word; those from `count` on become zeros and are not read. With kVec > 1
 // all of them exist or none. kOnce: no other warp reads them.
-template <int kItems, int kVec, bool kOnce>
-__device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const float16* source, int count) {
+template <int kItems, int kVec, bool kOnce, typename Scalar>
+__device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const Scalar* source, int count) {
   static_assert(kItems == 2 || kItems == 4 || kItems == 8, "4, 8 or 16 bytes");
   if constexpr (kVec == 1) {
 #pragma unroll
@@ -79,10 +79,14 @@ __device__ __forceinline__ void load_pairs(uint32 (&pairs)[kItems / 2], const fl
 __device__ __forceinline__ float2 unpack(uint32 pair) { return __half22float2(reinterpret_cast<const __half2&>(pair)); }
 
 // An item of b as it is stored. It is converted when it is used: a conversion here would wait for the load.
-__device__ __forceinline__ uint16 load_bias(const float16* b_g, int64 column, bool wanted) {
+template <typename Scalar>
+__device__ __forceinline__ uint16 load_bias(const Scalar* b_g, int64 column, bool wanted) {
   return ld_u16_if(b_g + column, wanted && b_g != nullptr);
 }
-__device__ __forceinline__ float bias_of(uint16 bits) { return __half2float(__ushort_as_half(bits)); }
+template <typename Scalar = float16>
+__device__ __forceinline__ float bias_of(uint16 bits) {
+  return to_float(*reinterpret_cast<const Scalar*>(&bits));
+}
 
 // The stores for one item of out, or of a split's sums. Absent arrays are null.
 template <typename Activation, bool kGated, typename Result, typename Item = float16>

@@ -4,7 +4,7 @@
 // t = lane % 4 along k. Of 32 neighbouring k a lane owns the eight from 8 t on, for w and x alike, two to each of four
 // instructions: a thread multiplies exactly the items that it loads, and only the order of the sum over k changes.
 //
-// A storage of w is a class of this form (WeightsAlongK, WeightsAlongN; one of four-bit weights would be a third):
+// A storage of w, of items of Scalar, is a class of this form (WeightsAlongK, WeightsAlongN):
 //   Weights(w_g, params, first)     the tile whose first result is column `first`
 //   load(k, end)                    load a burst of kSteps * 32 k from k on; those from `end` on are zeros
 //   fragment(a, step, quarter, i)   the A fragment of m16 tile i, for instruction `quarter` of a step
@@ -21,14 +21,14 @@ __device__ __forceinline__ int lane_in_group() { return lane_index() % 4; }  // 
 __device__ __forceinline__ int lane_first_item() { return lane_in_group() * kLaneItems; }
 
 // w (N, K): a column's k are neighbours. A lane reads 16 bytes of each of its columns, four lanes 64 of one.
-template <typename Tile, int kSteps, int kVec>
+template <typename Tile, int kSteps, int kVec, typename Scalar>
 struct WeightsAlongK {
   static constexpr int kLines = Tile::kColumns / 8;  // columns of a lane
-  const float16* line_g[kLines];
+  const Scalar* line_g[kLines];
   uint32 pairs[kSteps][kLines][kLaneItems / 2];
 
   // Columns beyond the last read the last: their sums are not stored.
-  __device__ __forceinline__ WeightsAlongK(const float16* w_g, const ThinParams& params, int first) {
+  __device__ __forceinline__ WeightsAlongK(const Scalar* w_g, const ThinParams& params, int first) {
 #pragma unroll
     for (int i = 0; i < kLines; i++) {
       const int column = 8 * i + lane_group();
@@ -59,15 +59,15 @@ struct WeightsAlongK {
 
 // w (K, N): a row's columns are neighbours. A lane reads kItems columns of each of its eight k, eight lanes 16 kItems
 // bytes of one row; pairs of neighbouring k are assembled by byte permutes.
-template <typename Tile, int kSteps, int kVec>
+template <typename Tile, int kSteps, int kVec, typename Scalar>
 struct WeightsAlongN {
   static constexpr int kItems = Tile::kColumns / 8;  // columns of a lane, side by side
-  const float16* columns_g;
+  const Scalar* columns_g;
   int64 stride;
   int count;  // of these columns that exist
   uint32 pairs[kSteps][kLaneItems][kItems / 2];
 
-  __device__ __forceinline__ WeightsAlongN(const float16* w_g, const ThinParams& params, int first) {
+  __device__ __forceinline__ WeightsAlongN(const Scalar* w_g, const ThinParams& params, int first) {
     const int column = kItems * lane_group(), result = Tile::result(first, column);
     columns_g = w_g + lane_first_item() * params.w_stride + Tile::half(column, params.outer) + result;
     stride = params.w_stride;
@@ -75,7 +75,7 @@ struct WeightsAlongN {
   }
 
   __device__ __forceinline__ void load(int k, int end) {
-    const float16* row_g = columns_g + k * stride;
+    const Scalar* row_g = columns_g + k * stride;
     const int rows = end - k - lane_first_item();
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
@@ -98,14 +98,14 @@ struct WeightsAlongN {
 };
 
 // Rows of x, 8 to a tile, kSlots steps of them at a time. Rows beyond the last are zeros.
-template <int kTiles, int kSlots, int kVec>
+template <int kTiles, int kSlots, int kVec, typename Scalar>
 struct InputRows {
-  const float16* row_g;  // row g
+  const Scalar* row_g;  // row g
   int64 tile_stride;
   int rows;  // from that one on
   uint32 pairs[kSlots][kTiles][kLaneItems / 2];
 
-  __device__ __forceinline__ InputRows(const float16* x_g, const ThinParams& params) {
+  __device__ __forceinline__ InputRows(const Scalar* x_g, const ThinParams& params) {
     row_g = x_g + lane_group() * params.x_stride + lane_first_item();
     tile_stride = 8 * params.x_stride;
     rows = params.rows - lane_group();
@@ -113,7 +113,7 @@ struct InputRows {
 
   __device__ __forceinline__ void load(int step, int k, int end) {
     const int skip = step * kStepItems, count = end - k - lane_first_item();
-    const float16* source = row_g + k + skip;
+    const Scalar* source = row_g + k + skip;
 #pragma unroll
     for (int i = 0; i < kTiles; i++) {
       load_pairs<kLaneItems, kVec, false>(pairs[step % kSlots][i], source, 8 * i < rows ? count - skip : 0);

@@ -195,8 +195,8 @@ def linear(
     Products are accumulated in float32, the activation is applied to that sum, and the result is
     rounded once. An activation nearer to 0 than 2**-118 may be 0, as `gelu` documents. float16 runs
     on tensor cores if the GPU has them (`device_info`), and from compute capability 8.0 on bfloat16
-    with a plain weight. All else runs in float32 arithmetic. Skinny products (in float16 up to 64
-    rows) use kernels that read the weight once. On NumPy arrays a float32 BLAS computes the
+    with a plain weight. All else runs in float32 arithmetic. Skinny products (on tensor cores up to
+    64 rows) use kernels that read the weight once. On NumPy arrays a float32 BLAS computes the
     products, and for float64 arrays a float64 BLAS.
 
     A quantised weight is dequantised inside the products, and the numbers are never stored: to

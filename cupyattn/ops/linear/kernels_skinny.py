@@ -1,4 +1,4 @@
-"""Skinny products (M <= 64) in float16, which read the weight once: kernels and plans.
+"""Skinny products (M <= 64) of 16-bit floats, which read the weight once: kernels and plans.
 
 They are bound by bytes in flight: a configuration needs bursts of 8 to 10 loads of 16 bytes a
 thread, 16 to 24 warps on a multiprocessor, and enough CTAs for all multiprocessors.
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyattn.ops.linear.native_tiles import NATIVE_ARCH
 from cupyattn.ops.linear.problem import (
     READS_ONCE,
     STRUCTS,
@@ -182,6 +183,7 @@ class SkinnyKernel(NamedTuple):
     x_tiles: int
     """Tiles of eight rows; 0 for the kernel of one row."""
     steps: int
+    dtype: str = "float16"
 
 
 class SkinnyLaunch(NamedTuple):
@@ -268,13 +270,13 @@ def product_epilogue(problem: ForwardProblem, splits: int) -> Epilogue:
     """Return the epilogue of a product: with a split K, `merge` applies the activation."""
     if splits > 1:
         return None, False, "float32"
-    return problem.scalar_activation, problem.gated, "float16"
+    return problem.scalar_activation, problem.gated, problem.dtype.name
 
 
 @cache
 def skinny(kernel: SkinnyKernel, epilogue: Epilogue) -> Specialisation:
     """Specialise the kernel of a product."""
-    config, along_k, vec, x_tiles, steps = kernel
+    config, along_k, vec, x_tiles, steps, dtype = kernel
     activation, gated, out = epilogue
     columns = _warp_columns(config, along_k, x_tiles)
     sizes: dict[str, Any] = {
@@ -289,6 +291,7 @@ def skinny(kernel: SkinnyKernel, epilogue: Epilogue) -> Specialisation:
         while _skinny_shared_bytes(config, columns, pass_tiles) > SHARED_BYTES:
             pass_tiles //= 2
         spec, shared = SKINNY, _skinny_shared_bytes(config, columns, pass_tiles)
+        sizes["DTYPE"] = dtype
         sizes["W_TILES"], sizes["X_TILES"] = config.tile, x_tiles
         sizes["X_SLOTS"] = min(steps, max(_TILES_IN_FLIGHT // x_tiles, 1))
         sizes["PASS_TILES"] = pass_tiles
@@ -322,11 +325,12 @@ _MERGE_THREADS = 128
 
 
 @cache
-def merge(activation: str | None, gated: bool) -> Specialisation:
+def merge(dtype: str, activation: str | None, gated: bool) -> Specialisation:
     """Specialise the kernel that adds the splits of K."""
     return SKINNY_MERGE.specialise(
         threads=_MERGE_THREADS,
         reason="adds the splits of K, always in the same order",
+        DTYPE=dtype,
         ACTIVATION=STRUCTS[activation],
         GATED=cpp_bool(gated),
     )
@@ -344,8 +348,24 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
                 yield skinny(longest, (None, False, "float16"))
                 yield skinny(longest._replace(vec=1, steps=1), ("silu", True, "float16"))
     yield skinny(SkinnyKernel(config, False, vec, 8, 1), (None, False, "float32"))
+    if arch >= NATIVE_ARCH:
+        yield from _bfloat16_catalogue(arch)
     for activation in STRUCTS:
-        yield merge(activation, activation is not None)
+        yield merge("float16", activation, activation is not None)
+
+
+def _bfloat16_catalogue(arch: int) -> Iterator[Specialisation]:
+    """Yield what bfloat16 adds: the kernels for several rows, with either accesses."""
+    dtype = "bfloat16"
+    for along_k, by_rows in rows_for(CONFIGURATIONS, arch).items():
+        for limit, by_columns in by_rows.items():
+            for config in by_columns.values() if limit > 1 else ():
+                kernel = SkinnyKernel(config, along_k, 1, limit // _LANE_ITEMS, 1, dtype)
+                yield skinny(kernel, ("silu", True, dtype))
+                vec, steps = vector_items(dtype), max(config.steps)
+                yield skinny(kernel._replace(vec=vec, steps=steps), (None, False, dtype))
+                yield skinny(kernel._replace(vec=vec, steps=steps), (None, False, "float32"))
+    yield merge(dtype, "gelu", False)
 
 
 def product_steps(
@@ -371,7 +391,7 @@ def product_steps(
     return (
         Step.of(product, ctas, (*operands, None, None, None, partials), sums),
         Step.of(
-            merge(problem.scalar_activation, problem.gated),
+            merge(problem.dtype.name, problem.scalar_activation, problem.gated),
             -(-problem.rows * problem.outer // _MERGE_THREADS),
             (partials, *epilogue),
             skinny_params(problem, splits=splits),
@@ -418,7 +438,8 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         gated=problem.gated,
         choices=traits.choices,
     )
-    product = skinny(launch.kernel, product_epilogue(problem, launch.splits))
+    kernel = launch.kernel._replace(dtype=problem.dtype.name)
+    product = skinny(kernel, product_epilogue(problem, launch.splits))
     ctas, operands = launch.splits * launch.tiles, (draft.slots.x, draft.slots.w)
     return product_steps(draft, product, operands, ctas=ctas, splits=launch.splits)
 
@@ -436,9 +457,15 @@ def _is_row(problem: ForwardProblem) -> bool:
     return problem.rows == 1 and _takes(problem)
 
 
-_DTYPES = ("float16",)
+def _takes_rows(problem: ForwardProblem) -> bool:
+    """Tell whether the kernels on tensor cores take a problem of several rows."""
+    return problem.rows > 1 and _takes(problem)
+
+
+_HALF, _BFLOAT16 = ("float16",), ("bfloat16",)
 _REASON = READS_ONCE.format(most=MAX_ROWS)
 PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, _REASON, _is_row),
-    LinearPlan("forward", _DTYPES, _forward_steps, _REASON, _takes, tensor_cores=True),
+    LinearPlan("forward", _HALF, _forward_steps, _REASON, _is_row),
+    LinearPlan("forward", _HALF, _forward_steps, _REASON, _takes, tensor_cores=True),
+    LinearPlan("forward", _BFLOAT16, _forward_steps, _REASON, _takes_rows, native=True),
 )
