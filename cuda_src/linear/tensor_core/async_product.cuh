@@ -1,15 +1,17 @@
 // The main loop of a CTA's tile of a product from sm_80 on: operands pass no register on their way to shared memory.
 //
 // Stages form a ring of STAGES. While one is multiplied, cp.async fills the one that was multiplied before, for the
-// k-tile STAGES - 1 ahead, in pieces between the products. Fragments are read a step of 16 items ahead into a second
-// set of registers, one ldmatrix for each four products. Interface as TileProduct (tile_product.cuh).
+// k-tile STAGES - 1 ahead, in pieces between the products. A step is 16 items of the sum, and a pair is two tiles of 8
+// columns of B in a step: one ldmatrix. B's pairs are read two pairs ahead into a ring of registers. A's fragments are
+// read one step ahead: into the registers whose products have just been issued (A_SETS is 1), or into a second set.
+// Interface as TileProduct (tile_product.cuh).
 //
 // The k-tile that is multiplied last has no successors: what is copied meanwhile is zeros, so that every thread waits
 // for as many groups of copies as in the loop.
 #pragma once
 
-#if !defined(STAGES)
-#error "STAGES comes from a launch-configuration table"
+#if !defined(STAGES) || !defined(A_SETS)
+#error "STAGES and A_SETS come from a launch-configuration table"
 #endif
 #include "operand_loader.cuh"
 
@@ -23,16 +25,21 @@ enum class Order {
 template <typename Tile, Order kOrder>
 struct SquareCoordinates {
   uint32 at;
+  uint32 later;  // for chunks 4 to 7 of eight, counted from the warp's first: if that is chunk 4, they are in the next
 
   __device__ __forceinline__ SquareCoordinates(uint32 tile_s, int first_outer) {
     const uint32 lane = lane_index(), low = lane / 8 % 2, high = lane / 16;
     const uint32 outer = kOrder == Order::kOuterFirst ? low : high, inner = kOrder == Order::kOuterFirst ? high : low;
     const uint32 line = Tile::kAlong ? first_outer + 8 * outer + lane % 8 : 8 * inner + lane % 8;
     at = tile_s + Tile::Swizzled::offset(line, Tile::kAlong ? inner : first_outer / kChunkItems + outer);
+    later = at + first_outer / 32 % 2 * (8 * kChunkBytes);
   }
 
   // To another stage.
-  __device__ __forceinline__ void move(uint32 bytes) { at += bytes; }
+  __device__ __forceinline__ void move(uint32 bytes) {
+    at += bytes;
+    later += bytes;
+  }
 
   // Chunks of a group, and of a step, are even numbers apart: an XOR of the address adds them to the swizzled chunk.
   __device__ __forceinline__ void load(uint32 (&r)[4], int group, int step) const {
@@ -40,7 +47,8 @@ struct SquareCoordinates {
     if constexpr (Tile::kAlong) {
       ldmatrix(r, (at ^ (2 * step * kChunkBytes)) + group * 16 * kRowBytes);
     } else {
-      ldmatrix_trans(r, (at ^ (2 * (group % 4) * kChunkBytes)) + group / 4 * (8 * kChunkBytes) + step * 16 * kRowBytes);
+      const uint32 first = (group % 4 < 2 ? at : later) ^ (2 * (group % 4) * kChunkBytes);
+      ldmatrix_trans(r, first + group / 4 * (8 * kChunkBytes) + step * 16 * kRowBytes);
     }
   }
 };
@@ -146,32 +154,30 @@ struct AsyncProduct {
   static constexpr int kWarpsAcross = TileB::kOuter / kWarpColumns;
   static constexpr uint32 kStageBytes = TileA::kBytes + TileB::kBytes;
 
-  // In a step, the products of 16 rows and 32 columns are a slot. Reads of the next step's fragments are spread over
-  // the slots, and copies over those of all steps but the last, which follows the wait.
-  static constexpr int kSlots = kMTiles * kNTiles / 4;
-  static constexpr int kReads = kMTiles + kNTiles / 2;
+  static constexpr int kStepPairs = kNTiles / 2;
+  static constexpr int kPairs = kSteps * kStepPairs;  // of a k-tile
+  static constexpr int kAhead = 2;                    // pairs that B is read ahead
+  static constexpr int kRing = kPairs % 3 == 0 ? 3 : 4;
+  static constexpr int kTurn = kPairs - kAhead;  // the first pair that reads the next k-tile
   using FeedA = Feed<LoaderA, kStageBytes>;
   using FeedB = Feed<LoaderB, kStageBytes>;
   static constexpr int kCopies = FeedA::kPieces + FeedB::kPieces;
-  static constexpr int kCopySlots = (kSteps - 1) * kSlots;
-  static_assert((kWarpRows == 32 || kWarpRows % 64 == 0) && (kWarpColumns == 32 || kWarpColumns % 64 == 0),
-                "groups of chunks that an XOR reaches");
-  static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0, "the two sets of fragments alternate");
+  static_assert(kWarpRows % 32 == 0 && kWarpColumns % 32 == 0, "groups of chunks that an XOR reaches");
+  static_assert(TileA::kInner == TileB::kInner && kSteps % 2 == 0 && kPairs % kRing == 0, "sets and rings close");
   static_assert(kStages >= 3, "codes are loaded for the third k-tile while the first is multiplied");
+  static_assert(A_SETS == 1 || A_SETS == 2, "one step's fragments, or two");
 
   using Accumulators = Sum[kMTiles][kNTiles][4];
 
-  struct Fragments {
-    uint32 a[kMTiles][2][2], b[kNTiles][2];  // a step's: of items 0-7 of the sum, and of items 8-15
-  };
-
+  // Of each tile of rows or columns: items 0-7 of a step, then items 8-15.
+  uint32 fragments_a[A_SETS][kMTiles][2][2];
+  uint32 fragments_b[kRing][2][2];
   FeedA feed_a;
   FeedB feed_b;
   SquareCoordinates<TileA, Order::kOuterFirst> place_a;
   SquareCoordinates<TileB, Order::kInnerFirst> place_b;
   int read_stage;
   int tiles;  // that are still to be multiplied
-  Fragments fragments[2];
 
   // Begin the copies of the first k-tiles. Of the very first, `first_items` items of the sum exist.
   __device__ __forceinline__ AsyncProduct(LoaderA& a, LoaderB& b, uint32 stages_s, int k_tiles, int first_items)
@@ -198,59 +204,53 @@ struct AsyncProduct {
     }
   }
 
-  // ldmatrix `number` of a step.
-  __device__ __forceinline__ void read(int step, int number) {
-    Fragments& to = fragments[step % 2];
+  __device__ __forceinline__ void read_a(int step, int m) {
     uint32 r[4];
-    if (number < kMTiles) {
-      place_a.load(r, number, step);
+    place_a.load(r, m, step);
 #pragma unroll
-      for (int i = 0; i < 4; i++) to.a[number][i / 2][i % 2] = r[i];
-    } else {
-      const int group = number - kMTiles;
-      place_b.load(r, group, step);
-#pragma unroll
-      for (int i = 0; i < 4; i++) to.b[2 * group + i / 2][i % 2] = r[i];
-    }
+    for (int i = 0; i < 4; i++) fragments_a[step % A_SETS][m][i / 2][i % 2] = r[i];
   }
 
-  // 16 rows by 32 columns. Every second slot goes backwards, so that neighbouring products share a fragment.
-  __device__ __forceinline__ void multiply(Accumulators& acc, int step, int slot) const {
-    const Fragments& of = fragments[step % 2];
-    const int column_group = slot / kMTiles, m = slot % kMTiles;
+  // Pair `pair` of a k-tile.
+  __device__ __forceinline__ void read_b(int pair) {
+    uint32 r[4];
+    place_b.load(r, pair % kStepPairs, pair / kStepPairs);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int n = 4 * column_group + (m % 2 ? 3 - i : i);
-      multiply_step<Scalar>(acc[m][n], of.a[m], of.b[n]);
-    }
+    for (int i = 0; i < 4; i++) fragments_b[pair % kRing][i / 2][i % 2] = r[i];
+  }
+
+  // Wait for the next k-tile, and turn to it.
+  __device__ __forceinline__ void turn() {
+    cp_async_commit_group();
+    feed_a.next(kInner);
+    feed_b.next(kInner);
+    cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // stages: the next one has been written, and this one read but for registers
+    const uint32 distance = next_in_ring<kStageBytes>(read_stage);
+    place_a.move(distance);
+    place_b.move(distance);
   }
 
   // One k-tile, and the first fragments of the next.
   __device__ __forceinline__ void tile(Accumulators& acc) {
 #pragma unroll
-    for (int step = 0; step < kSteps; step++) {
-      if (step == kSteps - 1) {
-        cp_async_commit_group();
-        feed_a.next(kInner);
-        feed_b.next(kInner);
-        cp_async_wait_group<kStages - 2>();
-        __syncthreads();  // stages: the next one has been written, and this one read but for registers
-        const uint32 distance = next_in_ring<kStageBytes>(read_stage);
-        place_a.move(distance);
-        place_b.move(distance);
+    for (int pair = 0; pair < kPairs; pair++) {
+      const int step = pair / kStepPairs, n = pair % kStepPairs * 2, next_step = (step + 1) % kSteps;
+      const bool last = pair % kStepPairs == kStepPairs - 1, last_but_one = pair % kStepPairs == kStepPairs - 2;
+      if (pair == kTurn) turn();
+      read_b((pair + kAhead) % kPairs);
+      if (pair < kTurn) {
+#pragma unroll
+        for (int i = pair * kCopies / kTurn; i < (pair + 1) * kCopies / kTurn; i++) copy(i);
       }
 #pragma unroll
-      for (int slot = 0; slot < kSlots; slot++) {
+      for (int m = 0; m < kMTiles; m++) {
 #pragma unroll
-        for (int number = slot * kReads / kSlots; number < (slot + 1) * kReads / kSlots; number++) {
-          read((step + 1) % kSteps, number);
+        for (int i = 0; i < 2; i++) {
+          const int own = m % 2 ? 1 - i : i;  // neighbouring products share a fragment
+          multiply_step<Scalar>(acc[m][n + own], fragments_a[step % A_SETS][m], fragments_b[pair % kRing][own]);
         }
-        if (step < kSteps - 1) {
-          const int at = step * kSlots + slot;
-#pragma unroll
-          for (int i = at * kCopies / kCopySlots; i < (at + 1) * kCopies / kCopySlots; i++) copy(i);
-        }
-        multiply(acc, step, slot);
+        if (A_SETS == 1 ? last : m < kMTiles / 2 ? last_but_one : last) read_a(next_step, m);
       }
     }
     tiles--;
@@ -261,7 +261,9 @@ struct AsyncProduct {
     cp_async_wait_group<kStages - 2>();
     __syncthreads();  // stages: the first one has been written
 #pragma unroll
-    for (int number = 0; number < kReads; number++) read(0, number);
+    for (int m = 0; m < kMTiles; m++) read_a(0, m);
+#pragma unroll
+    for (int pair = 0; pair < kAhead; pair++) read_b(pair);
 #pragma unroll 1
     while (tiles > 0) tile(acc);
     cp_async_wait_group<0>();

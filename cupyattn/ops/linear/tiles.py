@@ -138,12 +138,12 @@ class TileConfig:
 
     @property
     def move_macros(self) -> dict[str, int]:
-        """The macros of a main loop whose operands pass registers."""
+        """The macros of the main loop: sets of fragments, and the slots of moves by registers."""
         if self.native:
-            return {}
+            return {"A_SETS": self.a_sets}
         return {
-            "MMA_K": self.mma_k,
             "A_SETS": self.a_sets,
+            "MMA_K": self.mma_k,
             "A_SLOT": self.a_moves.slot,
             "A_STEP": self.a_moves.step,
             "A_RING": self.a_moves.ring,
@@ -163,8 +163,9 @@ _REASONS = {
     (32, 128): "for results of few rows, which the loads of B bound",
 }
 _NATIVE_REASONS = {
-    (128, 256): "the largest tile: warps of 64 x 64 read 4 fragments for 16 products",
-    (256, 128): "for results of few columns",
+    (256, 192): "the largest tile: L2 and shared memory deliver a fifth less than for 128 x 256",
+    (128, 256): "for results that fill it better, or GPUs with less shared memory",
+    (256, 128): "each weight is decoded for 256 rows",
     (128, 128): "for short sums, whose stores overlap the products of another CTA",
     (64, 128): "for small results and few rows",
     (64, 64): "for the smallest results; four CTAs alternate",
@@ -375,8 +376,9 @@ class TensorCoreProduct(ABC):
         outside = _STORING_PARTS if tiling.splits > 1 else _OUTSIDE_LOOP
         item = 1 / config.models + _FROM_L2 * (1 / config.tile_rows + 1 / config.tile_columns)
         items = self.part(tiling.splits) * item + outside / config.ctas_per_sm
-        wave = config.ctas_per_sm * config.tile_rows * config.tile_columns * items
-        return -(-ctas // (traits.multiprocessors * config.ctas_per_sm)) * wave
+        together = 1 if config.native else config.ctas_per_sm  # on cp.async alone a CTA is as fast
+        wave = together * config.tile_rows * config.tile_columns * items
+        return -(-ctas // (traits.multiprocessors * together)) * wave
 
     def geometry(self, arch: int, tiling: Tiling) -> tuple[int, np.ndarray]:
         """Return the number of CTAs, and the C struct ProductParams without the results.
