@@ -204,15 +204,19 @@ def test_few_rows_of_bfloat16_are_within_bounds(problem, instructions):
 
 
 def quantised(rows, outer, inner, weights, activation=None, **options) -> LinearProblem:
-    return LinearProblem((rows,), inner, outer, "float16", activation, weights=weights, **options)
+    options = {"dtype": "float16"} | options
+    return LinearProblem((rows,), inner, outer, activation=activation, weights=weights, **options)
 
 
 # Of each format: one k-tile, as many as are in flight, and more; rows of codes along the sum and,
 # transposed, across it.
 QUANTISED = [
     ("few", quantised(65, 136, 192, "nf4", "swiglu", residual=True)),
-    ("few", quantised(33, 128, 96, "int4", transposed=True)),
+    ("few", quantised(33, 128, 96, "int4", transposed=True, dtype="bfloat16")),
     *deep(
+        ("narrow", quantised(130, 136, 192, "nf4", "swiglu", dtype="bfloat16", residual=True)),
+        ("few", quantised(65, 256, 256, "q4_k", "gelu", transposed=True, dtype="bfloat16")),
+        ("small", quantised(70, 128, 160, "int8", "relu", dtype="bfloat16")),
         ("narrow", quantised(257, 136, 160, "nf4", "gelu", residual=True)),
         ("narrow", quantised(70, 128, 64, "q4_1", "silu", transposed=True)),
         ("small", quantised(129, 136, 32, "int8", "relu")),

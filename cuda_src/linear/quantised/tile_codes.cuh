@@ -1,4 +1,4 @@
-// Eight neighbouring weights of a row from their codes, in float16 for tensor cores.
+// Eight neighbouring weights of a row from their codes, in float16 for tensor cores, or in bfloat16 from there.
 //
 // Their error is bounded in cupyattn/ops/linear/bounds.py (weight_error): integers are exact, by placing a code in the
 // mantissa of 1024; a product and a sum that follow round once each.
@@ -151,6 +151,23 @@ struct HalfWeights<Nf4> {
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 };
+
+// Eight numbers of float16 as Scalar.
+template <typename Scalar>
+__device__ __forceinline__ uint4 rounded(const uint4& halves) {
+  const uint32 words[4] = {halves.x, halves.y, halves.z, halves.w};
+  uint32 own[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 pair = unpack_halves(words[i]);
+    own[i] = pack_pair<Scalar>(pair.x, pair.y);
+  }
+  return make_uint4(own[0], own[1], own[2], own[3]);
+}
+template <>
+__device__ __forceinline__ uint4 rounded<float16>(const uint4& halves) {
+  return halves;
+}
 
 // Weights 8 i to 8 i + 7 of a run.
 template <typename Format>

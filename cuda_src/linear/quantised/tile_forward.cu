@@ -1,4 +1,4 @@
-// out = activation(x w + b) + residual on tensor cores with a quantised w: float16 in and out, float32 accumulation,
+// out = activation(x w + b) + residual on tensor cores with a quantised w: DTYPE in and out, float32 accumulation,
 // for many rows.
 //
 // Shapes    x (M, K), rows contiguous; w (K, N) as codes (N, K) with blocks of k (formats.cuh); with PAIRED, N is 2 n,
@@ -9,8 +9,8 @@
 // Budget    as in tensor_core/forward.cu; 3 to 5 registers of w are in flight, and 16 weights take 50 to 70
 //           instructions a k-tile.
 // Edges     as in tensor_core/forward.cu; K is a multiple of TILE_INNER.
-#if !defined(FORMAT) || !defined(ACTIVATION) || !defined(PAIRED)
-#error "FORMAT, ACTIVATION and PAIRED come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(FORMAT) || !defined(ACTIVATION) || !defined(PAIRED)
+#error "DTYPE, FORMAT, ACTIVATION and PAIRED come from a launch-configuration table"
 #endif
 #include "../tensor_core/forward_tile.cuh"
 #include "tile_loader.cuh"
@@ -19,8 +19,8 @@ struct Traits {
   using Columns = Axis<PAIRED>;
   using Activation = ACTIVATION;
   using LoaderX = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using LoaderW = QuantisedLoader<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads>;
-  using Product = ProductOf<float16, LoaderX, LoaderW>;
+  using LoaderW = QuantisedLoader<FORMAT, TileOfB<Lines::kAlong>, Columns, CtaShape::kThreads, DTYPE>;
+  using Product = ProductOf<DTYPE, LoaderX, LoaderW>;
   static constexpr int kOutTiles = Product::kNTiles / Columns::kHalves;
 };
 
@@ -28,9 +28,9 @@ using Product = Traits::Product;
 static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
-    linear_forward_quantised(const float16* x_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
-                             const float16* super_scales_g, const float16* b_g, const float16* residual_g,
-                             float16* preactivation_g, float16* out_g, const QuantisedTileParams params) {
+    linear_forward_quantised(const DTYPE* x_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
+                             const float16* super_scales_g, const DTYPE* b_g, const DTYPE* residual_g,
+                             DTYPE* preactivation_g, DTYPE* out_g, const QuantisedTileParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   using Columns = Traits::Columns;
   const ProductParams& shape = params.product;
@@ -51,5 +51,5 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   product.add_to(acc);
 
   // Phase 3: activation, residual, store.
-  store_activated<Traits>(acc, sums, shape, ForwardArrays<float16>{residual_g, preactivation_g, out_g});
+  store_activated<Traits>(acc, sums, shape, ForwardArrays<DTYPE>{residual_g, preactivation_g, out_g});
 }

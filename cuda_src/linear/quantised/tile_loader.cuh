@@ -57,7 +57,8 @@ struct QuantisedArrays {
   const float16* super_scales_g;
 };
 
-template <typename Format, typename Tile_, typename Outer, int kThreads>
+// The numbers are stored as Scalar: bfloat16 is rounded from float16.
+template <typename Format, typename Tile_, typename Outer, int kThreads, typename Scalar>
 struct QuantisedLoader {
   using Tile = Tile_;
   using Chunks = Runs<Tile, kThreads>;
@@ -143,6 +144,6 @@ struct QuantisedLoader {
   // Piece i: chunk i % 2 of run i / 2, whose lowest bit the swizzle flips.
   __device__ __forceinline__ static void store(uint32 tile_s, const Fetched& run, int i) {
     const uint32 at = tile_s + Chunks::shared_distance(i / kStores);
-    st_shared_v4(at ^ i % kStores * kChunkBytes, eight_weights(run, i % kStores));
+    st_shared_v4(at ^ i % kStores * kChunkBytes, rounded<Scalar>(eight_weights(run, i % kStores)));
   }
 };

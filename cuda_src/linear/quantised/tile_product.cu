@@ -1,28 +1,28 @@
-// result = A B + addend on tensor cores with a quantised B: float16 in and out, float32 accumulation.
+// result = A B + addend on tensor cores with a quantised B: DTYPE in and out, float32 accumulation.
 //
 // Shapes    A (rows, inner), rows contiguous. B (inner, columns) as codes in rows that lie along the sum (B_LINES is
 //           kAlong: B is w, codes (columns, inner)) or across it (kAcross: dx = dz w^T, codes (inner, columns)).
 // Split, tiles, grid, barriers: as in tensor_core/product.cu. The loader of B is tile_loader.cuh.
 // Edges     as in tensor_core/product.cu; the codes' row, which is inner or columns, is a multiple of 32 items.
-#if !defined(FORMAT) || !defined(B_LINES) || !defined(SPLIT)
-#error "FORMAT, B_LINES and SPLIT come from a launch-configuration table"
+#if !defined(DTYPE) || !defined(FORMAT) || !defined(B_LINES) || !defined(SPLIT)
+#error "DTYPE, FORMAT, B_LINES and SPLIT come from a launch-configuration table"
 #endif
 #include "../tensor_core/config.cuh"
 #include "tile_loader.cuh"
 
 struct Traits {
   using LoaderA = ArrayLoader<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>, VEC>;
-  using LoaderB = QuantisedLoader<FORMAT, TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads>;
-  using Product = ProductOf<float16, LoaderA, LoaderB>;
+  using LoaderB = QuantisedLoader<FORMAT, TileOfB<Lines::B_LINES>, Axis<false>, CtaShape::kThreads, DTYPE>;
+  using Product = ProductOf<DTYPE, LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;
 static_assert(STAGES * Product::kStageBytes == SHARED_BYTES, "the table counts other shared memory");
 
 extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
-    linear_product_quantised(const float16* a_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
-                             const float16* super_scales_g, const float16* addend_g, float* partials_g,
-                             float16* result_g, const QuantisedTileParams params) {
+    linear_product_quantised(const DTYPE* a_g, const unsigned char* codes_g, const FORMAT::Scale* scales_g,
+                             const float16* super_scales_g, const DTYPE* addend_g, float* partials_g, DTYPE* result_g,
+                             const QuantisedTileParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   const ProductParams& shape = params.product;
 
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(CtaShape::kThreads, MIN_CTAS)
   if constexpr (SPLIT) {
     store_partials(partials_g + cta.split * (static_cast<int64>(shape.rows) * shape.columns), acc, place);
   } else {
-    const MatrixOf<float16> result = {result_g, shape.out_stride};
-    const MatrixOf<float16> addend = {const_cast<float16*>(addend_g), shape.addend_stride};
+    const MatrixOf<DTYPE> result = {result_g, shape.out_stride};
+    const MatrixOf<DTYPE> addend = {const_cast<DTYPE*>(addend_g), shape.addend_stride};
     store_sums(result, addend, acc, place);
   }
 }

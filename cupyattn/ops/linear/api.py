@@ -194,15 +194,15 @@ def linear(
     -----
     Products are accumulated in float32, the activation is applied to that sum, and the result is
     rounded once. An activation nearer to 0 than 2**-118 may be 0, as `gelu` documents. float16 runs
-    on tensor cores if the GPU has them (`device_info`), and from compute capability 8.0 on bfloat16
-    with a plain weight. All else runs in float32 arithmetic. Skinny products (on tensor cores up to
-    64 rows) use kernels that read the weight once. On NumPy arrays a float32 BLAS computes the
-    products, and for float64 arrays a float64 BLAS.
+    on tensor cores if the GPU has them (`device_info`), bfloat16 from compute capability 8.0 on,
+    and all else in float32 arithmetic. Skinny products (on tensor cores up to 64 rows, but not of
+    bfloat16 and a quantised weight) read the weight once. On NumPy arrays a float32 BLAS computes
+    the products, and for float64 arrays a float64 BLAS.
 
-    A quantised weight is dequantised inside the products, and the numbers are never stored: to
-    float16 on tensor cores, where weights beyond 65504 overflow, and otherwise to float32. A
-    rotated weight takes a rotated x: blocks of 64 items are summed in float32 and rounded to the
-    dtype, where 64 items of one size become one of 8 times the size.
+    A quantised weight is dequantised inside the products, and the numbers are never stored: on
+    tensor cores to float16 (then to x's dtype), where weights beyond 65504 overflow, otherwise to
+    float32. A rotated weight takes a rotated x: blocks of 64 items are summed in float32 and
+    rounded to the dtype, where 64 items of one size become one of 8 times the size.
 
     With ``activations="int8"`` the sums are exact in int32, on tensor cores for every dtype of x.
     A GPU without tensor cores, and every GPU for a few rows (below 112, on GeForce below 48),

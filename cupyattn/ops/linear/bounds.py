@@ -33,7 +33,8 @@ Backward, with dz = dout f'(preactivation) and e the error of that:
   the dtype. S is the steepest slope of f'. It is at most 0.8 for all activations but relu, whose
   derivative jumps at 0: there all of |dout| is uncertain.
 - For a quantised weight, w is the exact number of each code. Kernels multiply with weights that err
-  by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16). It adds |x| ew
+  by ew (`weight_error`: up to 3 2^-11 |w| on tensor cores, where they are float16, and 2^-8 |w|
+  more for bfloat16). It adds |x| ew
   to dz, and (|dz| + e) ew^T to dx.
 - For a rotated weight, both products are those of the rotated x and w: x H / 8 errs by ex = 7 u32
   sum |x| / 8 of its block of 64, and by its rounding to the dtype, which adds ex (|w| + ew) to dz.
@@ -77,23 +78,26 @@ from cupyattn.ops.linear.weight_formats import ROTATION, QuantizedWeight
 from cupyattn.runtime.precision import TINY32, U32, Float64, precision_of
 
 
-def weight_error(weight: QuantizedWeight, *, tensor_cores: bool) -> np.ndarray:
+def weight_error(weight: QuantizedWeight, dtype: DTypeLike) -> np.ndarray:
     """Return the error bound of a kernel's weights, in float64, of the weight's shape.
 
     In float32 arithmetic, weights are computed with at most as many roundings as in the reference.
     On tensor cores they are float16, with `_ROUNDINGS` of the weight itself. For "q4_k", scale and
     offset are rounded too, before they cancel each other. An underflow loses 2^-25 in each rounding
     of a scale, times a code of at most 15 ("int8" keeps 128 times its scale). Skinny kernels add up
-    codes and shifts separately: if these cancel, the roundings of both sums remain.
+    codes and shifts separately: if these cancel, the roundings of both sums remain. For bfloat16,
+    weights on tensor cores are rounded once more, from float16.
     """
     weight = with_expanded_scales(weight)
     values = np.abs(dequantised_rows(weight).astype(np.float64))
     terms = _cancelling_terms(weight)
-    if tensor_cores:
+    if _name(dtype) != "float32":
         errors = (1 + _HALF) * _ROUNDINGS[weight.format] * _HALF * values + 32 * _SMALLEST_HALF
         errors += 2 * (weight.inner + 16) * 2.0**-24 * terms
         if weight.format == "q4_k":
             errors += _HALF * terms
+        if _name(dtype) == "bfloat16":
+            errors += precision_of(dtype).store(values + errors)
     else:
         errors = 4 * 2.0**-24 * terms
     return errors if weight.transposed else errors.T
@@ -171,8 +175,7 @@ def _exact_weight(w: Any, dtype: DTypeLike) -> tuple[Float64, Float64]:
     if not isinstance(w, QuantizedWeight):
         return _float64(w), np.zeros(())
     exact = dequantised_rows(w).astype(np.float64)
-    tensor_cores = _name(dtype) == "float16"
-    return exact if w.transposed else exact.T, weight_error(w, tensor_cores=tensor_cores)
+    return exact if w.transposed else exact.T, weight_error(w, dtype)
 
 
 def _exact_operands(x: Any, w: Any, dtype: DTypeLike) -> tuple[Float64, Any, Float64, Float64]:

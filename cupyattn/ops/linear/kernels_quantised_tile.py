@@ -22,7 +22,7 @@ from cupyattn.ops.linear.kernels_quantised import (
     row_blocks,
 )
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
-from cupyattn.ops.linear.native_tiles import DECODING_TILES
+from cupyattn.ops.linear.native_tiles import DECODING_TILES, NATIVE_ARCH
 from cupyattn.ops.linear.problem import (
     IN_FLOAT32,
     ON_TENSOR_CORES,
@@ -254,6 +254,7 @@ def forward(
     vec: int,
     out_vec: int,
     *,
+    dtype: str = "float16",
     activation: str | None = None,
     paired: bool = False,
 ) -> Specialisation:
@@ -263,6 +264,7 @@ def forward(
         config_of(arch, name, shape, True, vec),
         vec,
         out_vec,
+        DTYPE=dtype,
         FORMAT=FORMAT_STRUCTS[name],
         ACTIVATION=STRUCTS[activation],
         PAIRED=cpp_bool(paired),
@@ -271,7 +273,15 @@ def forward(
 
 @cache
 def product(
-    arch: int, name: str, shape: Shape, vec: int, out_vec: int, *, along: bool, split: bool = False
+    arch: int,
+    name: str,
+    shape: Shape,
+    vec: int,
+    out_vec: int,
+    *,
+    along: bool,
+    dtype: str = "float16",
+    split: bool = False,
 ) -> Specialisation:
     """Specialise a product without an epilogue; with `split`, CTAs share its tiles."""
     return specialise_tile(
@@ -279,6 +289,7 @@ def product(
         config_of(arch, name, shape, along, vec),
         vec,
         out_vec,
+        DTYPE=dtype,
         FORMAT=FORMAT_STRUCTS[name],
         B_LINES=lines_macro(along),
         SPLIT=cpp_bool(split),
@@ -300,6 +311,11 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for name, along in pairs(FORMAT_STRUCTS, (False, True)):
         yield product(arch, name, "small", vec, vec, along=along, split=True)
         yield product(arch, name, "few", vec, vec, along=along, split=True)
+    if arch >= NATIVE_ARCH:
+        for name, shape, items in pairs(FORMAT_STRUCTS, shapes_for(vec), (vec, 1)):
+            of_items, dtype = shape if items > 1 else "narrow", "bfloat16"
+            yield forward(arch, name, of_items, items, items, dtype=dtype)
+            yield product(arch, name, of_items, items, items, along=False, dtype=dtype)
     yield forward(arch, "nf4", "narrow", 1, 1)
     for along in (False, True):
         yield product(arch, "nf4", "narrow", 1, 1, along=along)
@@ -341,7 +357,9 @@ class QuantisedProduct(TensorCoreProduct):
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product without an epilogue, or with `split` one part of its sum."""
         name, along = self.blocks.format, self.lines.b
-        return product(arch, name, shape, self.vec, out_vec, along=along, split=split)
+        return product(
+            arch, name, shape, self.vec, out_vec, along=along, dtype=self.dtype, split=split
+        )
 
     def passed(self, params: np.ndarray) -> np.ndarray:
         """Return the C struct QuantisedTileParams."""
@@ -362,7 +380,8 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
     problem, slots, traits = draft.problem, draft.slots, draft.traits
     blocks, x, w = row_blocks(problem), problem.x, problem.w
     operands = (slots.x, slots.codes, slots.scales, slots.super_scales)
-    plain = QuantisedProduct(PRODUCT, x, w, blocks=blocks)
+    dtype = problem.dtype.name
+    plain = QuantisedProduct(PRODUCT, x, w, dtype=dtype, blocks=blocks)
     if w.along_columns and problem.activation is None and not problem.biased:
         return product_steps(
             plain,
@@ -375,7 +394,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
             added=problem.residual,
         )
     halves, out_vec = 2 if problem.gated else 1, forward_vector(problem)
-    whole = QuantisedProduct(FORWARD, x, w, halves, out_vec, blocks=blocks)
+    whole = QuantisedProduct(FORWARD, x, w, halves, out_vec, dtype=dtype, blocks=blocks)
     if w.along_columns:
         tiling = plain.chosen(traits, may_split=True)
     else:
@@ -388,6 +407,7 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
         tiling.shape,
         whole.vec,
         out_vec,
+        dtype=dtype,
         activation=problem.scalar_activation,
         paired=problem.gated,
     )
@@ -397,7 +417,13 @@ def _forward_steps(draft: ForwardDraft) -> tuple[Step, ...]:
 def _dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     """Plan dx = dz w^T."""
     problem, slots = draft.problem, draft.slots
-    dx = QuantisedProduct(PRODUCT, dz(problem), problem.w.transposed, blocks=row_blocks(problem))
+    dx = QuantisedProduct(
+        PRODUCT,
+        dz(problem),
+        problem.w.transposed,
+        dtype=problem.dtype.name,
+        blocks=row_blocks(problem),
+    )
     before, dz_slot = dz_for_dx(draft)
     steps = product_steps(
         dx,
@@ -436,11 +462,14 @@ def _float_dx_steps(draft: BackwardDraft) -> tuple[Step, ...]:
     return (float32.dx_step(draft, FLOAT_DX, vec=vec, **_float_weight(draft)),)
 
 
-_DTYPES = ("float16",)
+_PLANS: Plans = (
+    LinearPlan("forward", ("float16",), _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("dx", ("float16",), _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
+    LinearPlan("db", ("float16",), db_steps, ON_TENSOR_CORES, tensor_cores=True),
+)
 PLANS: Plans = (
-    LinearPlan("forward", _DTYPES, _forward_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("dx", _DTYPES, _dx_steps, ON_TENSOR_CORES, takes, tensor_cores=True),
-    LinearPlan("db", _DTYPES, db_steps, ON_TENSOR_CORES, tensor_cores=True),
+    *_PLANS,
+    *(replace(plan, dtypes=("bfloat16",), native=True) for plan in _PLANS),
     LinearPlan("forward", tuple(STORAGE), _float_forward_steps, IN_FLOAT32),
     LinearPlan("dx", tuple(STORAGE), _float_dx_steps, IN_FLOAT32),
     LinearPlan("db", tuple(STORAGE), float32.db_steps, IN_FLOAT32),
