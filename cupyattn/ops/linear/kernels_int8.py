@@ -75,9 +75,22 @@ _TURING: Mapping[Shape, TileConfig] = MappingProxyType(
         "few": TileConfig(*_FEW, Moves(4, 0, 2), Moves(2, 1, 3), 2, 0.667),
     }
 )
+
+
+def _native(tiles: Mapping[Shape, TileConfig]) -> Mapping[Shape, TileConfig]:
+    """Return configurations with cp.async for int8.
+
+    The largest tile has k-tiles of 32 pairs, because with 64 a gated epilogue in float32 spills.
+    """
+    wide = tiles["wide"]
+    halves = wide.tile_inner // 32
+    wide = replace(wide, tile_inner=32, stages=wide.stages * halves)
+    return {**tiles, "wide": wide, "few": tiles["small"]}
+
+
 FORWARDS: Mapping[int, Mapping[Shape, TileConfig]] = {
     75: _TURING,
-    **{arch: {**tiles, "few": tiles["small"]} for arch, tiles in NATIVE_TILES.items()},
+    **{arch: _native(tiles) for arch, tiles in NATIVE_TILES.items()},
 }
 """Configurations by architecture and tile. Newer devices multiply 16 x 8 x 32 items at a time."""
 
