@@ -23,7 +23,7 @@ from cupyattn.ops.linear import plan_matmul as plans
 from cupyattn.ops.linear.api_matmul import described_matmul, product_by
 from cupyattn.ops.linear.plan_matmul import MatmulArrays, MatmulProblem, matmul_plan
 from cupyattn.ops.linear.tiles import TensorCoreProduct, Tiling
-from cupyattn.runtime.arch import ARCH_VARIABLE
+from cupyattn.runtime.arch import arch_of
 from cupyattn.runtime.arrays import adopt, dtype_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
@@ -227,9 +227,8 @@ def test_tiles_of_newer_gpus_are_within_bounds(tile, case, monkeypatch):
         found.update(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 
-    monkeypatch.setattr(emulated, "_module", module)
-    monkeypatch.setenv(ARCH_VARIABLE, "80")
-    with EMULATED.running():
+    monkeypatch.setattr(emulated_device, "_module", module)
+    with emulated(80):
         arrays = case.arrays()
         assert_within_bounds(cupyattn.matmul(*arrays), *expected(cupyattn.matmul, *arrays))
     assert found == {"m16n8k16"}

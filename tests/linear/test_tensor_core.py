@@ -27,7 +27,7 @@ from cupyattn.ops.linear import kernels_tensor_core as configs
 from cupyattn.ops.linear.kernels_tensor_core import ArrayProduct
 from cupyattn.ops.linear.problem import Matrix
 from cupyattn.ops.linear.tiles import Tiling, tile_bytes
-from cupyattn.runtime.arch import ARCH_VARIABLE, TURING, Arch, arch_of
+from cupyattn.runtime.arch import TURING, Arch, arch_of
 from cupyattn.runtime.compile import compile_ptx
 from cupyattn.runtime.device import emulated as emulated_device
 from cupyattn.runtime.device.traits import DeviceTraits
@@ -260,12 +260,12 @@ def test_products_use_m16n8k16_from_sm_80_on(of_backward, arch, shape, monkeypat
     shapes: dict[str, set[str]] = {}
 
     def module(specialisation: Specialisation, target: Arch) -> emulator.Module:
-        ptx = compile_ptx(specialisation, target).code.decode()
+        assert target is arch
+        ptx = compile_ptx(specialisation, arch).code.decode()
         shapes[specialisation.spec.entry] = set(re.findall(r"mma\.sync\.aligned\.(m\w+)", ptx))
         return emulator.load(ptx)
 
-    monkeypatch.setattr(emulated, "_module", module)
-    monkeypatch.setenv(ARCH_VARIABLE, str(arch.number))
+    monkeypatch.setattr(emulated_device, "_module", module)
     monkeypatch.setattr(problems, "KERNELS", EMULATED)
     with emulated(arch.number), tensor_core_alone("wide"):
         if of_backward:

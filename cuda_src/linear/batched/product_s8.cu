@@ -164,19 +164,24 @@ struct TransposingLoader : BytesLoader<Chunks_> {
   }
 };
 
+// By tensor cores, or by dot products of four items where there are none.
 template <bool kDots>
-struct MultipliesBy {
-  using Type = Instruction<int32>;
+struct ProductBy {
+  template <typename LoaderA, typename LoaderB>
+  using Type = IntegerProductOf<LoaderA, LoaderB>;
 };
+#if !NATIVE
 template <>
-struct MultipliesBy<true> {
-  using Type = ByteDots;
+struct ProductBy<true> {
+  template <typename LoaderA, typename LoaderB>
+  using Type = TileProduct<LoaderA, LoaderB, WARP_ROWS, WARP_COLUMNS, int32, float16, ByteDots>;
 };
+#endif
 
 struct Traits {
   using LoaderA = A_LOADER<Chunks<TileOfA<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
   using LoaderB = B_LOADER<Chunks<TileOfB<Lines::kAlong>, Axis<false>, CtaShape::kThreads>>;
-  using Product = IntegerProductOf<LoaderA, LoaderB>;
+  using Product = ProductBy<DOT_PRODUCTS>::Type<LoaderA, LoaderB>;
 };
 
 using Product = Traits::Product;

@@ -5,11 +5,12 @@
 //           and out = activation(x w_gate + b_gate) * (x w_up + b_up) + residual. preactivation, if given, is x w + b.
 // Tiles     TILE_ROWS x TILE_COLUMNS of the result a CTA (cooperative thread array: a block of threads), WARP_ROWS x
 //           WARP_COLUMNS a warp, TILE_INNER items of the sum at a time. Turing's shared memory delivers half of what
-//           its tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96. NATIVE,
-//           from sm_80 on, has warps of 64 x 64, whose fragments of two steps need as many registers.
+//           its tensor cores could consume, so a warp's tile is as large as its registers allow: 64 x 96. With
+//           NATIVE, from sm_80 on, it has that size because L2 is a limit too.
 // Grid      one CTA for each tile, and a few without one (params.cuh): neighbours share operands in L2.
 // Budget    shared memory: STAGES stages of both operands; registers: WARP_ROWS * WARP_COLUMNS / 32 accumulators,
-//           fragments of one or two steps, A_RING + B_RING quads in flight (with NATIVE, an offset for each piece).
+//           fragments of one or two steps, A_RING + B_RING quads in flight. With NATIVE: fragments of A of one or two
+//           steps and of three or four pairs of tiles of B, and an offset for each piece.
 // Barriers  one per k-tile.
 // Edges     rows and columns beyond the arrays are computed from existing ones and not stored; items of the sum beyond
 //           K are zeros, in the first k-tile.

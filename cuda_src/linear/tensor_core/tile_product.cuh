@@ -82,9 +82,8 @@ struct Moves {
 
 // Sum is float for items of Scalar, int32 for pairs of int8.
 template <typename LoaderA_, typename LoaderB_, int kWarpRows, int kWarpColumns, typename Sum = float,
-          typename Scalar = float16>
+          typename Scalar = float16, typename Multiplier = Instruction<Sum, Scalar>>
 struct TileProduct {
-  using Multiplier = Instruction<Sum, Scalar>;
   using LoaderA = LoaderA_;
   using LoaderB = LoaderB_;
   using TileA = typename LoaderA::Tile;

@@ -91,12 +91,13 @@ def matmul(a: Array, b: Array, /, *, out: Array | None = None) -> Array:
     -----
     A batch is one launch. Where all members share b, the rows of all are one product, and likewise
     with a. Without a batch the kernels of `linear` run, if the strides are those that it takes.
-    Products are accumulated in float32 and rounded once; those of int8 are exact. float16 runs on
-    tensor cores if the GPU has them, bfloat16 from compute capability 8.0 on, int8 on integer
-    tensor cores, and all else in float32 arithmetic. The fastest operands have contiguous rows or
-    columns that start at multiples of 16 bytes and are whole multiples of 16 bytes long; of int8,
-    those that are contiguous along K. Any others are loaded item by item. On NumPy arrays BLAS
-    multiplies in float32, for float64 and int8 in float64.
+    Products are accumulated in float32 and rounded once; those of int8 are exact. float16 and int8
+    run on tensor cores if the GPU has them, and bfloat16 from compute capability 8.0 on. Otherwise
+    both run in float32 arithmetic, as float32 does, and int8 on dot products of four items. The
+    fastest operands have contiguous rows or columns that start at multiples of 16 bytes and are
+    whole multiples of 16 bytes long; of int8, those that are contiguous along K. Any others are
+    loaded item by item. On NumPy arrays BLAS multiplies in float32, for float64 and int8 in
+    float64.
 
     Examples
     --------

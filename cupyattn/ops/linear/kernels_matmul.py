@@ -265,13 +265,24 @@ def int8_config(arch: int, shape: Shape, loaders: tuple[str, str]) -> TileConfig
 
 
 @cache
-def int8(arch: int, shape: Shape, loaders: tuple[str, str], out_vec: int) -> Specialisation:
-    """Specialise the kernel of int8; `out_vec` is 8 if rows of out have whole aligned pairs."""
+def int8(
+    arch: int,
+    shape: Shape,
+    loaders: tuple[str, str],
+    out_vec: int,
+    *,
+    tensor_cores: bool = True,
+) -> Specialisation:
+    """Specialise the kernel of int8; `out_vec` is 8 if rows of out have whole aligned pairs.
+
+    Without tensor cores four products and their sum are one instruction, whose operands are
+    shuffled: the gates have no utilisation.
+    """
     a_loader, b_loader = loaders
-    config = int8_config(shape, loaders)
+    config = int8_config(arch if tensor_cores else TURING.number, shape, loaders)
     return specialise_tile(
         INT8,
-        int8_config(arch, shape, loaders),
+        config if tensor_cores else replace(config, models=0.0),
         VECTOR,
         out_vec,
         scalar=0.48 if tensor_cores else 0.0,
@@ -347,6 +358,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield int8(arch, tile, (PAIRS, PAIRS), VECTOR)
     for loaders in (*_INT8_TRANSPOSED, (ITEMS, ITEMS), (ITEMS, TRANSPOSING)):
         yield int8(arch, "small", loaders, 1)
+    yield int8(arch, "small", (PAIRS, TRANSPOSING), VECTOR, tensor_cores=False)
     along = ("kDepth", "kLines")
     for number, (dtype, a_along, b_along, whole) in enumerate(
         pairs(DTYPES, along, along, (True, False))

@@ -250,12 +250,12 @@ class IntegerProduct(BatchedProduct):
 
     def shapes(self, arch: int) -> tuple[Shape, ...]:
         """Return the tiles to choose from."""
-        return int8_shapes(arch, self.loaders)
+        return int8_shapes(arch, self.loaders) if self.tensor_cores else ("small",)
 
     def specialise(self, arch: int, shape: Shape, out_vec: int, *, split: bool) -> Specialisation:
         """Specialise the product; sums are not split."""
         assert not split
-        return int8(arch, shape, self.loaders, out_vec)
+        return int8(arch, shape, self.loaders, out_vec, tensor_cores=self.tensor_cores)
 
 
 @lru_cache(maxsize=4096)
