@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 import cupyattn
 from cupyattn import MaskMod, ScoreMod
 from cupyattn.emulator import Checks
+from cupyattn.runtime import backend
 from cupyattn.runtime.arch import ARCH_VARIABLE, TENSOR_CORES_VARIABLE, TURING
 from cupyattn.runtime.arrays import Layout, span
 from cupyattn.runtime.compile import compile_ptx
@@ -130,7 +131,7 @@ class EmulatedArrays:
 
 
 @contextmanager
-def emulated(arch: int, **options: Any) -> Iterator[None]:
+def emulated(arch: int, **options: Any) -> Iterator[EmulatedDevice]:
     """Run the public functions on an emulated device of compute capability `arch`, such as 80.
 
     The options are those of ``backend``. Blocks inside of this one have the architecture, too.
@@ -138,7 +139,10 @@ def emulated(arch: int, **options: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ARCH_VARIABLE, str(arch))
         with cupyattn.backend("emulator", **options):
-            yield
+            choice = backend._choice.get()
+            assert choice is not None
+            assert isinstance(choice.device, EmulatedDevice)
+            yield choice.device
 
 
 NUMPY, EMULATED, CUPY = NumpyArrays(), EmulatedArrays(), GpuArrays()

@@ -116,9 +116,10 @@ SAME_LOOP = (
 def test_every_kernel_with_products_has_a_modelled_gate():
     kernels = {*TUNED, *IN_FLOAT32, *(f"attention_{name}" for name in SAME_LOOP)}
     assert kernels <= set(KERNELS)
-    without = [each.label for each in catalogue()
+    without = [each for each in catalogue()
                if each.spec.entry in kernels and not limits_of(each).models]  # fmt: skip
-    assert without == []
+    # Of int8 without tensor cores shuffles are the limit.
+    assert [each.label for each in without if each.defines.get("DOT_PRODUCTS") != "true"] == []
 
 
 def test_gates_hold_for_the_compiler_that_ci_installs():
