@@ -1,7 +1,7 @@
 // How tensor cores take what caches keep (../stored_items.cuh): products with integers are scaled, not the integers.
 //
-// 8 items are a unit. With float16 queries, bits of an integer in the low bits of a float16 are that many 2^-24, and a byte
-// above 0x6400 counts from 1024: one logical operation makes two numbers, where a conversion would take Turing's
+// 8 items are a unit. With float16 queries, bits of an integer in the low bits of a float16 are that many 2^-24, and a
+// byte above 0x6400 counts from 1024: one logical operation makes two numbers, where a conversion would take Turing's
 // slowest pipe one by one. K is taken in the first form. Its items are too large by kBias, for which a product is set
 // right where it starts. V's sums run over all keys, and lose to rounding by what they are too large: by 128 of int8
 // that would show. So its V is taken in the second form and 1024 + kBias subtracted, which is exact. By 8 of 4 bits it

@@ -7,8 +7,8 @@
 // movmatrix per 8 keys. S^T and O^T have one map from rows to lanes, so a rescale needs no shuffle. No shared memory.
 //
 // If caches have scales, that of a key of K is a factor of its scores (below 2^104 of float16: it takes kKeyUnit with
-// it), and that of V one of its weights. Of weights in float16 it counts in units of the largest so far, rounded down to
-// a power of two, and acc counts in that unit.
+// it), and that of V one of its weights. Of weights in float16 it counts in units of the largest so far, rounded down
+// to a power of two, and acc counts in that unit.
 #pragma once
 
 #include "../../common/mma.cuh"

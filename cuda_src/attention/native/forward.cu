@@ -2,18 +2,19 @@
 //
 //   s_ij = softmax_scale * q_i . k_j (+ options),   lse_i = log sum_j exp(s_ij),   out_i = sum_j exp(s_ij - lse_i) v_j
 //
-// FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1) as tensor_core/forward.cu has it for Turing, whose masks,
-// options and epilogue it shares. Different are: K and V pass no register on their way to shared memory (cp.async), one
-// tile ahead; both products take 16 columns or keys in one instruction (mma.m16n8k16), of which neighbouring fragments
-// of P are an operand as they are; P is packed by a conversion (softmax.cuh), so bfloat16 has tensor cores as well.
+// FlashAttention-2's loop (Dao, arXiv:2307.08691, algorithm 1) as tensor_core/forward.cu has it for Turing, whose
+// masks, options and epilogue it shares. Different are: K and V pass no register on their way to shared memory
+// (cp.async), one tile ahead; both products take 16 columns or keys in one instruction (mma.m16n8k16), of which
+// neighbouring fragments of P are an operand as they are; P is packed by a conversion (softmax.cuh), so bfloat16 has
+// tensor cores as well.
 //
 // Shapes    AttentionParams (params.cuh), or VarlenParams (varlen_params.cuh): packed sequences (sequences.cuh).
 //           HEAD_DIM and HEAD_DIM_V from 1 to 256 in steps of 8 columns, zero-filled. DTYPE is that of q, k, v and out.
 // Tiles     kTileQ = WARPS * M_TILES * 16 query rows by TILE_K keys, in STEPS softmaxes; a warp owns its rows alone.
 // Grid      B * H * ceil(Sq / kTileQ) CTAs (cooperative thread arrays: blocks of threads) of WARPS warps; under
 //           causal order the longest rows start first.
-// Budget    shared memory: K and V twice; Q next to them (Q_SHARED), or in the place of the second tile before the loop;
-//           registers: Q (M_TILES * D / 4) unless it is shared, the accumulator (M_TILES * Dv / 2), the scores.
+// Budget    shared memory: K and V twice; Q next to them (Q_SHARED), or in the place of the second tile before the
+//           loop; registers: Q (M_TILES * D / 4) unless it is shared, the accumulator (M_TILES * Dv / 2), the scores.
 // Barriers  one per key tile: this tile has been written, the one before it read.
 // Edges     rows beyond Sq are zeros and not stored; keys beyond the sequence are zeros and masked; a row without keys
 //           gives out = 0 and lse = -inf, or its sink. Rows of packed arrays that belong to no sequence are not

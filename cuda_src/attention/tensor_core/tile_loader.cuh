@@ -149,8 +149,8 @@ struct TileLoader {
   }
 
   // Copy the tile to shared memory, without registers where rows are whole chunks: the copies are under way until
-  // cp_async_wait_group (sm_80 or later). What does not exist becomes zero, in a ragged tile as in the chunks beyond the
-  // columns.
+  // cp_async_wait_group (sm_80 or later). What does not exist becomes zero, in a ragged tile as in the chunks beyond
+  // the columns.
   template <bool kRagged>
   __device__ __forceinline__ void copy(uint32 tile_s, const char* lowest_g, int64 row_stride, int valid_rows) const {
 #pragma unroll
