@@ -18,7 +18,7 @@ from cupyattn.ops.linear.kernels_rows import (
     rows_step,
     scratch_items,
 )
-from cupyattn.ops.linear.native_tiles import NATIVE_ARCH, NATIVE_TILES
+from cupyattn.ops.linear.native_tiles import NATIVE_TILES
 from cupyattn.ops.linear.problem import STRUCTS, ForwardDraft, ForwardProblem
 from cupyattn.ops.linear.tiles import (
     NARROW,
@@ -38,7 +38,7 @@ from cupyattn.ops.linear.tiles import (
 )
 from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
-from cupyattn.runtime.device.traits import DeviceTraits
+from cupyattn.runtime.device.traits import NATIVE_ARCH, DeviceTraits
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE

@@ -22,7 +22,6 @@ from cupyattn.ops.linear.kernels_tensor_core import (
     B_ACROSS,
 )
 from cupyattn.ops.linear.native_tiles import (
-    NATIVE_ARCH,
     NATIVE_TILES,
     native_config,
     native_rows,
@@ -44,6 +43,7 @@ from cupyattn.ops.linear.tiles import (
     specialise_tile,
 )
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import (
     KernelSpec,
     Pointer,

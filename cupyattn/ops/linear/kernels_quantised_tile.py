@@ -22,7 +22,7 @@ from cupyattn.ops.linear.kernels_quantised import (
     row_blocks,
 )
 from cupyattn.ops.linear.kernels_tensor_core import db_steps, dz, dz_for_dx
-from cupyattn.ops.linear.native_tiles import DECODING_TILES, NATIVE_ARCH
+from cupyattn.ops.linear.native_tiles import DECODING_TILES
 from cupyattn.ops.linear.problem import (
     IN_FLOAT32,
     ON_TENSOR_CORES,
@@ -50,6 +50,7 @@ from cupyattn.ops.linear.tiles import (
 )
 from cupyattn.ops.linear.weight_formats import UNIT
 from cupyattn.runtime.arch import TURING
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, StructParameter, inputs
 from cupyattn.runtime.storage import STORAGE, vector_items

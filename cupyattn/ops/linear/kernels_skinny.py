@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.ops.linear.native_tiles import NATIVE_ARCH
 from cupyattn.ops.linear.problem import (
     READS_ONCE,
     STRUCTS,
@@ -23,6 +22,7 @@ from cupyattn.ops.linear.problem import (
     Plans,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.plan import Step
 from cupyattn.runtime.spec import (
     KernelSpec,

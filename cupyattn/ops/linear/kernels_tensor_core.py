@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from cupyattn.ops.linear.native_tiles import NATIVE_ARCH, NATIVE_TILES, native_rows
+from cupyattn.ops.linear.native_tiles import NATIVE_TILES, native_rows
 from cupyattn.ops.linear.problem import (
     ON_TENSOR_CORES,
     STRUCTS,
@@ -47,6 +47,7 @@ from cupyattn.ops.linear.tiles import (
     whole_vector,
 )
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.plan import SCRATCH_DTYPE, Step
 from cupyattn.runtime.row_kernel import COLUMN_SUMS_COLUMNS, column_sums
 from cupyattn.runtime.spec import (

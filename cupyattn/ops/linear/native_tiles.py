@@ -18,9 +18,6 @@ def native_config(tile: _Tile, stages: int, models: float, *, a_sets: int = 2) -
     return replace(config, mma_k=16, stages=stages, native=True)
 
 
-NATIVE_ARCH = 80
-"""The first architecture with cp.async."""
-
 # By the shared memory of a CTA: 163 KiB on sm_80 and sm_87, 99 on sm_86, sm_89 and sm_120, 227 on
 # sm_90 and sm_100. TFLOP/s on an H200 at its power limit (2026-11-28, float16, 8192 x 8192 x 4096,
 # w along the sum, medians of three rounds): 458 with 256 x 192 and k-tiles of 64, 453 with k-tiles

@@ -107,7 +107,7 @@ class TileConfig:
     a_sets: int
     """Sets of registers for fragments of A: 2 if there are enough registers."""
     models: float
-    """The tensor utilisation of the main loop on a T4; if native, measured on an H200."""
+    """The tensor utilisation of the main loop on a T4; if native, an estimate."""
     mma_k: int = 8
     """Items of the sum of one tensor-core instruction."""
     stages: int = 2

@@ -17,6 +17,7 @@ from cupyattn.ops.attention.kernels.options import (
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Parameter, Pointer, Specialisation, inputs
 from cupyattn.runtime.tables import (
     FLOAT_BYTES,
@@ -246,10 +247,6 @@ _AMPERE_DETERMINISTIC: dict[int, DkdvConfig | PairedConfig] = {
 }
 
 
-NATIVE = 80
-"""The first architecture with cp.async, and with bfloat16 in mma."""
-
-
 def _native(rows: dict[int, DkdvConfig | PairedConfig]) -> dict[int, DkdvConfig | PairedConfig]:
     return {limit: replace(row, mma_k=16, native=True) for limit, row in rows.items()}
 
@@ -267,7 +264,7 @@ def dkdv_row(
 ) -> DkdvConfig | PairedConfig:
     """Return the table row of dk and dv for these head dims, and rows of whole vectors or not."""
     tables = ONE_PASS, DETERMINISTIC
-    if vec > 1 and arch >= NATIVE:
+    if vec > 1 and arch >= NATIVE_ARCH:
         tables = NATIVE_ONE_PASS, NATIVE_DETERMINISTIC
     return row_of(tables[0 if one_pass else 1], arch, head_dim, head_dim_v)
 
@@ -341,7 +338,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dkdv(arch, head_dim, head_dim, 1, number % 2 == 0)
         yield dkdv(arch, head_dim, head_dim, 8, True, packed=True)
         yield dkdv(arch, head_dim, head_dim, 8, False, packed=True)
-        if arch >= NATIVE:
+        if arch >= NATIVE_ARCH:
             yield dkdv(arch, head_dim, head_dim, 8, True, dtype="bfloat16")
             yield dkdv(arch, head_dim, head_dim, 8, False, dtype="bfloat16")
     for options in EACH_BACKWARD_OPTION:

@@ -16,10 +16,11 @@ from cupyattn.ops.attention.kernels.options import (
     BackwardOptions,
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
-from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import NATIVE, SMEM_UNIT
+from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import SMEM_UNIT
 from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import Gates, KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.tables import (
     limit_of,
@@ -133,7 +134,7 @@ def dq(
         gates=row.gates,
         reason=row.reason,
         DTYPE=dtype,
-        NATIVE=int(arch >= NATIVE and vec > 1),
+        NATIVE=int(arch >= NATIVE_ARCH and vec > 1),
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         M_TILES=row.m_tiles,
@@ -161,7 +162,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
         yield dq(arch, head_dim, head_dim, vec)
     for head_dim in rows_for(DQ, arch):
         yield dq(arch, head_dim, head_dim, 8, packed=True)
-        if arch >= NATIVE:
+        if arch >= NATIVE_ARCH:
             yield dq(arch, head_dim, head_dim, 8, dtype="bfloat16")
     for options in EACH_BACKWARD_OPTION:
         yield dq(arch, 64, 64, 8, options)

@@ -14,10 +14,10 @@ from cupyattn.ops.attention.kernels.options import (
     BackwardOptions,
 )
 from cupyattn.ops.attention.kernels.parameters import POSITIONS, SCORE_INPUTS, of_packed
-from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import NATIVE
 from cupyattn.ops.attention.kernels.tensor_core.forward import FlashConfig
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import (
     Gates,
     KernelSpec,
@@ -154,7 +154,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for head_dim in rows_for(SUMMED_DBIAS, arch):
         yield summed_dbias(arch, head_dim, head_dim, 8, _HALF)
         yield summed_dbias(arch, head_dim, head_dim, 8, _FLOAT)
-        if arch >= NATIVE:
+        if arch >= NATIVE_ARCH:
             yield summed_dbias(arch, head_dim, head_dim, 8, _FLOAT, dtype="bfloat16")
     for options in _OTHERS:
         yield summed_dbias(arch, 64, 64, 8, options)

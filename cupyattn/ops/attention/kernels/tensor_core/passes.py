@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import cache
 
 from cupyattn.ops.attention.kernels.parameters import PACKED
-from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import NATIVE, ONE_PASS
+from cupyattn.ops.attention.kernels.tensor_core.backward_dkdv import ONE_PASS
 from cupyattn.ops.attention.structs import BACKWARD_STRUCT, DBIAS_STRUCT, VARLEN_BACKWARD_STRUCT
 from cupyattn.runtime.arch import TURING, WARP_SIZE
+from cupyattn.runtime.device.traits import NATIVE_ARCH
 from cupyattn.runtime.spec import KernelSpec, Pointer, Specialisation, inputs
 from cupyattn.runtime.storage import STORAGE
 from cupyattn.runtime.tables import pairs, rows_for
@@ -152,7 +153,7 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for head_dim, vec in pairs(rows_for(ONE_PASS, arch), (8, 1)):
         yield delta(head_dim, vec)
         yield convert(head_dim, vec)
-        if arch >= NATIVE:
+        if arch >= NATIVE_ARCH:
             yield delta(head_dim, vec, dtype="bfloat16")
             yield convert(head_dim, vec, dtype="bfloat16")
     for head_dim in (64, 128, 256):  # as many lanes to a row as there can be
@@ -163,5 +164,5 @@ def catalogue(arch: int = TURING.number) -> Iterator[Specialisation]:
     for dtype in STORAGE:
         yield dbias(dtype)
         yield dsinks(dtype)
-        if arch >= NATIVE:
+        if arch >= NATIVE_ARCH:
             yield dsinks(dtype, "bfloat16")
