@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import bytecode, search  # bytecode first  # noqa: F401
 from support.devices import KERNELS
-from support.processes import gpu_turn
+from support.processes import worker_turn
 from support.readme import ROOT
 from support.recording_device import Recorder
 
@@ -172,7 +172,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Let workers of pytest-xdist share a GPU: its memory, and its time where that is measured."""
     if "PYTEST_XDIST_WORKER" not in os.environ or not device_count():
         return (yield)
-    with gpu_turn(alone=item.get_closest_marker("alone") is not None):
+    with worker_turn(alone=item.get_closest_marker("alone") is not None):
         done = yield
         import cupy
 

@@ -16,7 +16,7 @@ from threading import Barrier, Event, Thread
 from time import sleep
 
 import pytest
-from support.processes import gpu_turn
+from support.processes import environment, gpu_turn, worker_turn
 from support.search import NOT_QUICK, QUICK, deep
 from support.strategies import EITHER_HALF, OPTION_SETS, OPTIONS, SCORE_OPTIONS
 
@@ -83,6 +83,25 @@ def test_a_worker_that_measures_is_alone_on_a_gpu(tmp_path):
         thread.join(20)
     assert order[4:] == ["alone begins", "alone ends", "last begins", "last ends"]
     assert not both_run.broken
+
+
+def test_processes_that_a_test_starts_are_in_its_turn(tmp_path):
+    """A worker that waits to be alone keeps the queue, and would keep them from beginning."""
+    pytest.importorskip("fcntl")
+    files = tmp_path / "gpu"
+    nested = f"""
+import pathlib, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from support.processes import worker_turn
+with worker_turn(alone=True, files=pathlib.Path({str(files)!r})):
+    print("has begun")
+"""
+    with worker_turn(alone=False, files=files):
+        command = [sys.executable, "-c", nested]
+        said = subprocess.check_output(command, text=True, env=environment(), timeout=60)
+        assert said == "has begun\n"
+    with worker_turn(alone=True, files=files):
+        pass
 
 
 def test_quick_tests_exist():

@@ -52,5 +52,25 @@ def gpu_turn(*, alone: bool, files: Path = SHARED_GPU) -> Iterator[None]:
             fcntl.flock(gpu, fcntl.LOCK_UN)
 
 
+_IN_TURN = "CUPYATTN_TESTS_IN_TURN"
+
+
+@contextlib.contextmanager
+def worker_turn(*, alone: bool, files: Path = SHARED_GPU) -> Iterator[None]:
+    """Take `gpu_turn`, also for the processes that a test starts: they run within its turn.
+
+    One that queued on its own would wait for a worker that waits for this one.
+    """
+    if _IN_TURN in os.environ:
+        yield
+        return
+    with gpu_turn(alone=alone, files=files):
+        os.environ[_IN_TURN] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_IN_TURN]
+
+
 def _opened(files: Path, name: str) -> BinaryIO:
     return files.with_name(f"{files.name}-{name}.lock").open("ab")
