@@ -252,9 +252,9 @@ def attention(
     hide keys use a mask or a bias of -inf. If a finite bias beyond -1e7 is on all keys of a query,
     its row is meaningless in float32: kernels give zeros and a lse of -inf from about -1e10 on,
     NumPy arrays the softmax of the bias. "flash" does not distinguish scores above 1e8, and may
-    give such zeros for them too. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy
-    arrays it is an error. A call runs on the current stream of its arrays' device and does not
-    synchronise.
+    give such zeros for them too. On tensor cores sums of bfloat16 values of v beyond 1e28 may
+    overflow. On a GPU a seqused_k outside of 0 to Sk is clamped; on NumPy arrays it is an error. A
+    call runs on the current stream of its arrays' device and does not synchronise.
 
     "flash" splits the keys of calls with 1 to 16 queries, 256 keys or more that a window leaves
     them, D = Dv and none of mask, bias, dropout, score_mod and mask_mod, as Flash-Decoding does
