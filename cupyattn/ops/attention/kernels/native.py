@@ -67,19 +67,43 @@ class NativeConfig:
 # float16 (H200, N 4096, 4 sequences of 2,048 features, plain, 2026-11-28); sm_80 to sm_89 have
 # not been measured: there the rows are those that fit.
 _AMPERE = {
-    64: NativeConfig(2, 4, 64, 2, "394, and 350 checked before, 389 with 128 keys", deferred=True),
-    80: NativeConfig(
-        2, 4, 64, 2, "387, and 379 with Q in registers and two softmaxes", 1, True, deferred=True
+    64: NativeConfig(
+        2,
+        4,
+        64,
+        2,
+        "394 TFLOP/s on an H200, and 350 checked before, 389 with 128 keys",
+        deferred=True,
     ),
-    96: NativeConfig(2, 4, 64, 2, "391, and 353 with two softmaxes", 1, True, deferred=True),
+    80: NativeConfig(
+        2,
+        4,
+        64,
+        2,
+        "387 TFLOP/s on an H200, and 379 with Q in registers and two softmaxes",
+        1,
+        True,
+        deferred=True,
+    ),
+    96: NativeConfig(
+        2, 4, 64, 2, "391 TFLOP/s on an H200, and 353 with two softmaxes", 1, True, deferred=True
+    ),
     128: NativeConfig(
-        2, 4, 32, 2, "64 KiB: two CTAs fit 164 KiB; 392 on sm_90", 1, True, deferred=True
+        2, 4, 32, 2, "64 KiB: two CTAs fit 164 KiB; 392 TFLOP/s on an H200", 1, True, deferred=True
     ),
     160: NativeConfig(1, 8, 64, 1, "as 192", 2, deferred=True),
     192: NativeConfig(
-        1, 8, 64, 1, "354, and 351 checked before, with one softmax", 2, deferred=True
+        1,
+        8,
+        64,
+        1,
+        "354 TFLOP/s on an H200, and 351 checked before, with one softmax",
+        2,
+        deferred=True,
     ),
-    256: NativeConfig(1, 8, 64, 1, "343, and 325 with two softmaxes, 339 with 32 keys", 4),
+    256: NativeConfig(
+        1, 8, 64, 1, "343 TFLOP/s on an H200, and 325 with two softmaxes, 339 with 32 keys", 4
+    ),
 }
 # 99 KiB a CTA and 100 KiB an SM.
 _GEFORCE = {
@@ -96,7 +120,14 @@ _GEFORCE = {
 _HOPPER = {
     **_AMPERE,
     128: NativeConfig(
-        2, 4, 64, 2, "410, and 387 checked before, 392 with 32 keys", 2, True, deferred=True
+        2,
+        4,
+        64,
+        2,
+        "410 TFLOP/s on an H200, and 387 checked before, 392 with 32 keys",
+        2,
+        True,
+        deferred=True,
     ),
 }
 NATIVE = {80: _AMPERE, 86: _GEFORCE, 90: _HOPPER, 120: _GEFORCE}
